@@ -1,0 +1,59 @@
+"""Grid: which rank is which stage of which replica."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The ranks of a job as ``g_data`` pipelines (replicas) of ``g_inter`` consecutive ranks.
+
+    The layout is AxoNN's (Singh & Bhatele, IPDPS 2022): a pipeline is a run of consecutive ranks,
+    so that the most frequent messages stay inside a node.
+
+    Args:
+        world_size: number of ranks in the job.
+        g_inter: stages per replica; must divide ``world_size``.
+        rank: this process's rank.
+
+    Raises:
+        MisconfigurationException: if ``g_inter`` is not a positive divisor of ``world_size``.
+    """
+
+    world_size: int
+    g_inter: int
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        if self.g_inter < 1 or self.world_size % self.g_inter:
+            divisors = [g for g in range(1, self.world_size + 1) if self.world_size % g == 0]
+            raise MisconfigurationException(
+                f"g_inter={self.g_inter} stages per replica do not divide the world of "
+                f"{self.world_size} rank(s). Choose g_inter from {divisors}, or change `devices`."
+            )
+
+    @property
+    def g_data(self) -> int:
+        """Number of replicas."""
+        return self.world_size // self.g_inter
+
+    @property
+    def stage(self) -> int:
+        """This rank's place in its pipeline, counted from the input."""
+        return self.rank % self.g_inter
+
+    @property
+    def replica(self) -> int:
+        """Which pipeline this rank belongs to."""
+        return self.rank // self.g_inter
+
+    def ranks_holding(self, stages: frozenset[int]) -> list[int]:
+        """The ranks, over all replicas, of the given stages, in ascending order."""
+        return [rank for rank in range(self.world_size) if rank % self.g_inter in stages]
+
+    def pipeline(self, replica: int) -> list[int]:
+        """The ranks of one replica, first stage first."""
+        return list(range(replica * self.g_inter, (replica + 1) * self.g_inter))

@@ -1,0 +1,143 @@
+"""Partition: which consecutive layers of a container each stage computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+
+def find_container(module: nn.Module, path: str | None, stages: int) -> tuple[str, nn.Module]:
+    """Find the ``nn.Sequential`` or ``nn.ModuleList`` whose layers are dealt to the stages.
+
+    Args:
+        module: the user's module.
+        path: attribute path of the container, or None for the only candidate: an outermost
+            container that holds parameters in at least two layers.
+        stages: number of stages to fill, each with at least one layer.
+
+    Returns:
+        The attribute path and the container.
+
+    Raises:
+        MisconfigurationException: if the path names no container, if none or several are
+            candidates, or if there are fewer layers than stages.
+    """
+    candidates = _candidates(module)
+    if path is None:
+        if len(candidates) != 1:
+            raise MisconfigurationException(_ambiguous(candidates))
+        path = next(iter(candidates))
+    container = dict(module.named_modules()).get(path)
+    if not isinstance(container, (nn.Sequential, nn.ModuleList)):
+        found = "nothing" if container is None else type(container).__name__
+        raise MisconfigurationException(
+            f"pipeline={path!r} must name an nn.Sequential or nn.ModuleList of the module, but "
+            f"there is {found}. Candidates: {_listed(candidates)}."
+        )
+    if len(container) < stages:
+        raise MisconfigurationException(
+            f"g_inter={stages} stages need at least as many layers, but {path!r} has "
+            f"{len(container)}. Choose g_inter <= {len(container)}."
+        )
+    if len({id(layer) for layer in container}) < len(container):
+        raise MisconfigurationException(
+            f"{path!r} holds one layer object several times. Stages own whole layers, so give each "
+            "position its own layer; parameters may be shared between them."
+        )
+    return path, container
+
+
+def _candidates(module: nn.Module) -> dict[str, nn.Module]:
+    found: dict[str, nn.Module] = {}
+    for name, child in module.named_modules():
+        inside_other = any(name.startswith(f"{outer}.") for outer in found)
+        if isinstance(child, (nn.Sequential, nn.ModuleList)) and name and not inside_other:
+            with_parameters = [layer for layer in child if any(True for _ in layer.parameters())]
+            if len(with_parameters) >= 2:
+                found[name] = child
+    return found
+
+
+def _listed(candidates: dict[str, nn.Module]) -> str:
+    rows = [f"{name!r} ({len(c)} layers)" for name, c in candidates.items()]  # type: ignore[arg-type]
+    return ", ".join(rows) or "none"
+
+
+def _ambiguous(candidates: dict[str, nn.Module]) -> str:
+    if not candidates:
+        return (
+            "No nn.Sequential or nn.ModuleList with at least two layers that hold parameters was "
+            "found, so there is nothing to deal to the stages. Put the layers of the network into "
+            "one, or use g_inter=1."
+        )
+    return (
+        f"Several containers could be pipelined: {_listed(candidates)}. Name one: "
+        f"AxoSparseStrategy(pipeline={next(iter(candidates))!r}, ...)."
+    )
+
+
+def count_parameters(layers: Sequence[nn.Module]) -> list[int]:
+    """Count the parameters of each layer; a shared one counts where it stands first."""
+    seen: set[nn.Parameter] = set()
+    counts = []
+    for layer in layers:
+        fresh = [p for p in layer.parameters() if p not in seen]
+        seen.update(fresh)
+        counts.append(sum(p.numel() for p in fresh))
+    return counts
+
+
+def balance(costs: Sequence[float], stages: int) -> list[range]:
+    """Cut a row of layers into consecutive parts, one a stage, so that the dearest is cheapest.
+
+    Exact, by dynamic programming over the cuts; among the best cuts the one with the smallest sum
+    of squares, so that equal layers are dealt evenly. Every stage gets at least one layer.
+
+    Args:
+        costs: cost of each layer, in any unit.
+        stages: number of parts.
+
+    Returns:
+        The layer indices of each stage.
+    """
+    layers = len(costs)
+    prefix = np.concatenate([[0.0], np.cumsum(np.asarray(costs, dtype=np.float64))])
+    best = np.full((stages + 1, layers + 1), np.inf)
+    square = np.full((stages + 1, layers + 1), np.inf)
+    cut = np.zeros((stages + 1, layers + 1), dtype=np.int64)
+    best[0, 0] = square[0, 0] = 0.0
+    for part in range(1, stages + 1):
+        for end in range(part, layers + 1):
+            starts = np.arange(part - 1, end)
+            cost = prefix[end] - prefix[starts]
+            bottleneck = np.maximum(best[part - 1, starts], cost)
+            squares = square[part - 1, starts] + cost**2
+            # Sums of squares are compared among the best bottlenecks alone.
+            choice = int(np.lexsort((squares, bottleneck))[0])
+            best[part, end], square[part, end] = bottleneck[choice], squares[choice]
+            cut[part, end] = starts[choice]
+    ends = [layers]
+    for part in range(stages, 0, -1):
+        ends.append(int(cut[part, ends[-1]]))
+    ends.reverse()
+    return [range(ends[i], ends[i + 1]) for i in range(stages)]
+
+
+def given(sizes: Sequence[int], layers: int, stages: int) -> list[range]:
+    """Turn the number of layers of each stage, as a user gives it, into layer indices.
+
+    Raises:
+        MisconfigurationException: if there is not one positive size a stage or they do not add up.
+    """
+    if len(sizes) != stages or min(sizes) < 1 or sum(sizes) != layers:
+        raise MisconfigurationException(
+            f"balance={list(sizes)} must give each of the {stages} stages at least one of the "
+            f"{layers} layers and use all of them; it has {len(sizes)} entries with sum "
+            f"{sum(sizes)}."
+        )
+    ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
+    return [range(ends[i], ends[i + 1]) for i in range(stages)]

@@ -1,0 +1,112 @@
+"""Pipeline: takes a user's step through all micro-batches of a batch on this rank's stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+
+from lightning_axosparse.pipeline import engine
+from lightning_axosparse.pipeline.engine import StageEngine
+from lightning_axosparse.pipeline.link import Link
+from lightning_axosparse.pipeline.microbatch import MicroBatch
+from lightning_axosparse.pipeline.randomness import Randomness
+from lightning_axosparse.pipeline.schedule import ForwardOnly, Schedule
+from lightning_axosparse.pipeline.stage import PipelinedLayers
+from lightning_axosparse.pipeline.step import StageStep, TrainingStageStep
+
+Step = Callable[[Any], Any]
+Observe = Callable[[int], AbstractContextManager[None]]
+
+
+class Pipeline:
+    """The stages of this rank.
+
+    Args:
+        layers: the dealt layers.
+        links: the link of each stage on this rank: of one, or of all where the whole pipeline lives
+            in one process.
+        schedule: class of the training schedule.
+        in_flight: most micro-batches that a stage may hold.
+        randomness: random numbers of the pipeline.
+    """
+
+    def __init__(
+        self,
+        layers: PipelinedLayers,
+        links: Mapping[int, Link],
+        schedule: type[Schedule],
+        in_flight: int,
+        randomness: Randomness,
+    ) -> None:
+        self.peak_in_flight: dict[int, int] = {}
+        """Most micro-batches that each stage of this rank held in its last training batch."""
+        self._layers, self._links, self._randomness = layers, links, randomness
+        self._schedule, self._in_flight = schedule, in_flight
+        self._last = len(layers.parts) - 1
+
+    def train(
+        self,
+        step: Step,
+        microbatches: Sequence[MicroBatch],
+        observe: Observe,
+        differentiate_loss: Callable[[Tensor], None],
+        before_last_backward: Callable[[], None],
+    ) -> TrainingStageStep | None:
+        """Run a training step forward and back.
+
+        Returns:
+            The last stage's step, which has the loss and the outputs; None on other ranks.
+        """
+        steps = {
+            stage: TrainingStageStep(
+                self._layers,
+                stage,
+                microbatches,
+                step,
+                observe,
+                self._randomness,
+                differentiate_loss=differentiate_loss,
+                before_last_backward=before_last_backward,
+            )
+            for stage in self._links
+        }
+        engines = self._run(steps, self._schedule, len(microbatches))
+        self.peak_in_flight = {engine.stage: engine.peak_in_flight for engine in engines}
+        return steps.get(self._last)
+
+    def evaluate(
+        self, step: Step, microbatches: Sequence[MicroBatch], observe: Observe
+    ) -> StageStep | None:
+        """Run a step forward only.
+
+        Returns:
+            The last stage's step, which has the outputs; None on other ranks.
+        """
+        steps = {
+            stage: StageStep(self._layers, stage, microbatches, step, observe, self._randomness)
+            for stage in self._links
+        }
+        self._run(steps, ForwardOnly, len(microbatches))
+        return steps.get(self._last)
+
+    def _run(
+        self, steps: Mapping[int, StageStep], schedule: type[Schedule], microbatches: int
+    ) -> list[StageEngine]:
+        stages = self._last + 1
+        engines = [
+            StageEngine(
+                stage,
+                stages,
+                schedule(stage, stages, microbatches, self._in_flight),
+                self._links[stage],
+                step.compute,
+                step.differentiate,
+            )
+            for stage, step in steps.items()
+        ]
+        with self._randomness.batch():
+            engine.run(engines)
+        return engines

@@ -1,0 +1,147 @@
+"""Schedule: what one stage runs next, decided without tensors, messages or a clock.
+
+What a stage of ``S`` stages does with what it may run (``held`` = forwards - backwards started,
+``warm-up`` = min(S - stage, in-flight limit)):
+
+    schedule         held < warm-up and   otherwise          when the message for it is missing
+                     forwards remain
+    message-driven   prefers forward      prefers backward   runs the other, below the limit
+    1f1b             forward              backward           waits
+    gpipe            forward              forward, until     waits
+                                          all are done
+
+The preference of the message-driven schedule is 1F1B's and not AxoNN's backward-first: at the same
+memory, draining backwards first starves the later stages. What makes it faster than 1F1B is slack,
+an in-flight limit above 1F1B's, which the message-driven order can use and a static order cannot.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Literal, NamedTuple
+
+Kind = Literal["forward", "backward"]
+
+
+class Op(NamedTuple):
+    """One pass of one micro-batch through one stage."""
+
+    kind: Kind
+    microbatch: int
+
+
+class Schedule(ABC):
+    """The progress of one stage through one batch.
+
+    Args:
+        stage: index of the stage, counted from the input.
+        stages: number of stages in the pipeline.
+        microbatches: micro-batches in this batch.
+        in_flight: most micro-batches that may have gone forward and not yet back on this stage.
+    """
+
+    def __init__(self, stage: int, stages: int, microbatches: int, in_flight: int) -> None:
+        self.microbatches = microbatches
+        self.in_flight = in_flight
+        self.warm_up = min(stages - stage, in_flight)
+        self.forwards = 0
+        self.backwards = 0
+
+    @property
+    def held(self) -> int:
+        """Micro-batches that have gone forward and not yet back."""
+        return self.forwards - self.backwards
+
+    @property
+    def finished(self) -> bool:
+        """Whether every micro-batch has gone forward and back."""
+        return self.backwards == self.microbatches
+
+    def start_next(self, activations: int, gradients: int) -> Op | None:
+        """Choose the next pass and count it as started.
+
+        Args:
+            activations: how many activations have ever arrived in this batch; on the first stage,
+                all micro-batches.
+            gradients: how many gradients have ever arrived in this batch; on the last stage, all
+                micro-batches.
+
+        Returns:
+            The pass to run now, or None when the stage has to wait for a message.
+        """
+        can_forward = self.forwards < min(self.microbatches, activations)
+        can_backward = self.backwards < min(self.forwards, gradients)
+        kind = self._choose(can_forward and self.held < self.in_flight, can_backward)
+        if kind == "forward":
+            self.forwards += 1
+            return Op("forward", self.forwards - 1)
+        if kind == "backward":
+            self.backwards += 1
+            return Op("backward", self.backwards - 1)
+        return None
+
+    @abstractmethod
+    def _choose(self, can_forward: bool, can_backward: bool) -> Kind | None:
+        """Choose among the passes that may run now."""
+
+    @property
+    def _warming_up(self) -> bool:
+        return self.forwards < self.microbatches and self.held < self.warm_up
+
+
+class MessageDriven(Schedule):
+    """Prefers what 1F1B would run, and runs whatever else has arrived rather than wait."""
+
+    def _choose(self, can_forward: bool, can_backward: bool) -> Kind | None:
+        if can_forward and (self._warming_up or not can_backward):
+            return "forward"
+        return "backward" if can_backward else None
+
+
+class OneForwardOneBackward(Schedule):
+    """The static 1F1B order of PipeDream-flush (Narayanan et al., SC 2021), for comparison."""
+
+    def _choose(self, can_forward: bool, can_backward: bool) -> Kind | None:
+        if self._warming_up:
+            return "forward" if can_forward else None
+        return "backward" if can_backward else None
+
+
+class GPipe(Schedule):
+    """All forwards, then all backwards (Huang et al., NeurIPS 2019), for comparison.
+
+    Holds every micro-batch, whatever the limit.
+    """
+
+    def __init__(self, stage: int, stages: int, microbatches: int, in_flight: int) -> None:
+        super().__init__(stage, stages, microbatches, microbatches)
+
+    def _choose(self, can_forward: bool, can_backward: bool) -> Kind | None:
+        if self.forwards < self.microbatches:
+            return "forward" if can_forward else None
+        return "backward" if can_backward else None
+
+
+class ForwardOnly(Schedule):
+    """Evaluation: a micro-batch is done, and no longer held, once it has gone forward."""
+
+    @property
+    def held(self) -> int:
+        """Nothing is kept for a backward pass."""
+        return 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether every micro-batch has gone forward."""
+        return self.forwards == self.microbatches
+
+    def _choose(self, can_forward: bool, can_backward: bool) -> Kind | None:
+        return "forward" if can_forward else None
+
+
+SCHEDULES: dict[str, type[Schedule]] = {
+    "message-driven": MessageDriven,
+    "1f1b": OneForwardOneBackward,
+    "gpipe": GPipe,
+}
+"""The training schedules by the name that ``AxoSparseStrategy(schedule=...)`` takes."""

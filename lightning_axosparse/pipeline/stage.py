@@ -1,0 +1,160 @@
+"""Stage: the layers one stage computes, inside a step of the user that knows nothing of stages.
+
+Every stage runs the user's whole step. The container and its layers stay where they are; only what
+calling a layer does is changed while a stage computes:
+
+    layer of an earlier stage    returns what the last of them sent, computes nothing
+    own layer                    computes
+    the stage's last layer       computes, then ends the step by raising ``StageEdge``
+
+so the code before the container runs on every stage and the code behind it on the last alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+
+class StageEdge(BaseException):
+    """Ends a step at the stage's last layer; no ``except Exception`` of a user swallows it."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__("the edge of a pipeline stage")
+        self.output = output
+
+
+@dataclass
+class Visit:
+    """One micro-batch's way through the layers of one stage."""
+
+    stage: int
+    received: Any = None
+    enter: Callable[[], None] = lambda: None
+    """Called when the stage's own first layer is reached."""
+    next_layer: int = 0
+    unused: dict[int, list[Tensor]] = field(default_factory=dict)
+    """Per earlier layer, stand-ins for its output, which nobody may differentiate."""
+
+    def check_skips(self, names: Sequence[str]) -> None:
+        """Refuse a use of an earlier layer's output that went round the layers in between.
+
+        Raises:
+            MisconfigurationException: if a gradient has reached such an output.
+        """
+        for index, stand_ins in self.unused.items():
+            if any(tensor.grad is not None for tensor in stand_ins):
+                raise MisconfigurationException(
+                    f"The output of layer {names[index]!r} is used by stage {self.stage} besides "
+                    "being the input of the next layer. A skip connection may not cross the edge "
+                    "of a stage: put both ends into one stage (balance=...), or carry the value "
+                    "along in what the layers return."
+                )
+
+
+class PipelinedLayers:
+    """The layers of a container, dealt to the stages.
+
+    Args:
+        names: the layers' names, for messages.
+        layers: the layers in the order in which they are called.
+        parts: the layer indices of each stage.
+    """
+
+    def __init__(
+        self, names: Sequence[str], layers: Sequence[nn.Module], parts: Sequence[range]
+    ) -> None:
+        self.names, self.layers, self.parts = list(names), list(layers), list(parts)
+        self._visit: Visit | None = None
+        self._present: set[int] = set()
+        self._own_forwards: dict[nn.Module, Callable[..., Any]] = {}
+
+    def install(self, stages: Sequence[int]) -> None:
+        """Change what calling a layer does; ``stages`` are those whose layers are on this rank."""
+        self._present = {layer for stage in stages for layer in self.parts[stage]}
+        for index, layer in enumerate(self.layers):
+            if "forward" in vars(layer):
+                self._own_forwards[layer] = layer.forward
+            layer.forward = self._forward(index, layer.forward)
+
+    def uninstall(self) -> None:
+        """Give the layers their own ``forward`` back."""
+        for layer in self.layers:
+            vars(layer).pop("forward", None)
+        for layer, forward in self._own_forwards.items():
+            layer.forward = forward
+        self._own_forwards.clear()
+
+    @contextmanager
+    def visit(self, visit: Visit) -> Iterator[None]:
+        """Compute as ``visit.stage`` inside the context."""
+        self._visit = visit
+        try:
+            yield
+        finally:
+            self._visit = None
+
+    def _forward(self, index: int, compute: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            visit = self._visit
+            if visit is None:
+                return self._outside_step(index, compute, *args, **kwargs)
+            self._check_order(visit, index)
+            part = self.parts[visit.stage]
+            if index < part.start:
+                return self._stand_in(visit, index)
+            if index == part.start:
+                visit.enter()
+            output = compute(*args, **kwargs)
+            if index == part.stop - 1 and visit.stage < len(self.parts) - 1:
+                raise StageEdge(output)
+            return output
+
+        return forward
+
+    def _outside_step(self, index: int, compute: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+        # Activation checkpointing calls a layer again in the backward pass.
+        if index in self._present:
+            return compute(*args, **kw)
+        raise RuntimeError(
+            f"Layer {self.names[index]!r} was called outside of training_step, validation_step, "
+            "test_step and predict_step, but this rank holds only the layers "
+            f"{[self.names[i] for i in sorted(self._present)]}. Call it after the run, when the "
+            "module is whole again."
+        )
+
+    def _check_order(self, visit: Visit, index: int) -> None:
+        if index == visit.next_layer:
+            visit.next_layer += 1
+            return
+        called = self.names[index]
+        expected = (
+            f"layer {self.names[visit.next_layer]!r} was next"
+            if visit.next_layer < len(self.layers)
+            else "all layers had been called"
+        )
+        raise MisconfigurationException(
+            f"Layer {called!r} was called where {expected}. In one step of a pipelined module each "
+            "layer is called once, in the order of the container: no layer may be skipped at "
+            "random, and the network may not be called twice."
+        )
+
+    def _stand_in(self, visit: Visit, index: int) -> Any:
+        if index == self.parts[visit.stage].start - 1:
+            return visit.received
+        stand_ins: list[Tensor] = []
+
+        def alias(tensor: Tensor) -> Tensor:
+            stand_in = tensor.detach().requires_grad_(tensor.requires_grad)
+            stand_ins.append(stand_in)
+            return stand_in
+
+        output = pytree.tree_map_only(Tensor, alias, visit.received)
+        visit.unused[index] = [tensor for tensor in stand_ins if tensor.requires_grad]
+        return output

@@ -1,0 +1,81 @@
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given as hypothesis_given
+from hypothesis import strategies as st
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_axosparse.pipeline.partition import balance, count_parameters, find_container, given
+
+
+class Model(nn.Module):
+    def __init__(self, **children: nn.Module) -> None:
+        super().__init__()
+        for name, child in children.items():
+            setattr(self, name, child)
+
+
+def linears(count: int) -> list[nn.Module]:
+    return [nn.Linear(4, 4) for _ in range(count)]
+
+
+@hypothesis_given(costs=st.lists(st.integers(0, 50), min_size=1, max_size=9), data=st.data())
+def test_balance_finds_the_smallest_bottleneck(costs: list[int], data: st.DataObject) -> None:
+    stages = data.draw(st.integers(1, len(costs)))
+    parts = balance(costs, stages)
+    assert [layer for part in parts for layer in part] == list(range(len(costs)))
+    assert all(len(part) for part in parts)
+    cuts = combinations(range(1, len(costs)), stages - 1)
+    best = min(max(sum(costs[a:b]) for a, b in pairwise([0, *cut, len(costs)])) for cut in cuts)
+    assert max(sum(costs[i] for i in part) for part in parts) == best
+
+
+def test_equal_layers_are_dealt_evenly() -> None:
+    assert [len(part) for part in balance([7.0] * 8, 4)] == [2, 2, 2, 2]
+    assert sorted(len(part) for part in balance([1] * 10, 4)) == [2, 2, 3, 3]
+
+
+def test_a_shared_parameter_counts_once() -> None:
+    first, second = nn.Linear(3, 5, bias=False), nn.Linear(3, 5)
+    second.weight = first.weight
+    assert count_parameters([first, second]) == [15, 5]
+
+
+def test_the_only_container_is_found() -> None:
+    inner = nn.Sequential(*(nn.Sequential(*linears(2)) for _ in range(3)))
+    heads = nn.ModuleList([nn.Identity(), nn.Identity()])
+    model = Model(embed=nn.Embedding(3, 4), body=Model(h=inner), metrics=heads)
+    path, found = find_container(model, None, 3)
+    assert (path, found) == ("body.h", inner)
+
+
+@pytest.mark.parametrize(
+    ("model", "path", "stages", "words"),
+    [
+        (Model(a=nn.Linear(2, 2)), None, 2, ["nothing to deal", "g_inter=1"]),
+        (
+            Model(a=nn.Sequential(*linears(2)), b=nn.ModuleList(linears(3))),
+            None,
+            2,
+            ["'a' (2 layers)", "'b' (3 layers)", "pipeline='a'"],
+        ),
+        (Model(a=nn.Sequential(*linears(2))), "b", 2, ["pipeline='b'", "nothing", "'a'"]),
+        (Model(a=nn.Linear(2, 2)), "a", 2, ["Linear"]),
+        (Model(a=nn.Sequential(*linears(2))), None, 3, ["g_inter=3", "has 2", "g_inter <= 2"]),
+        (Model(a=nn.ModuleList(linears(1) * 2)), "a", 2, ["one layer object several times"]),
+    ],
+)
+def test_what_cannot_be_dealt_is_refused(
+    model: nn.Module, path: str | None, stages: int, words: list[str]
+) -> None:
+    with pytest.raises(MisconfigurationException) as refusal:
+        find_container(model, path, stages)
+    assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+def test_given_sizes() -> None:
+    assert given([1, 3], 4, 2) == [range(1), range(1, 4)]
+    for sizes in ([1, 2], [4], [0, 4], [2, 1, 1]):
+        with pytest.raises(MisconfigurationException, match=r"balance=\["):
+            given(sizes, 4, 2)

@@ -1,0 +1,58 @@
+"""Run a function on real MPI ranks and hand back what each rank returned."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def run_ranks(ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list:
+    """Call ``function(*args)`` on each of ``ranks`` fresh processes; the results in rank order."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = Path(folder) / "job"
+        cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
+        try:
+            job.write_bytes(cloudpickle.dumps((function, args)))
+        finally:
+            cloudpickle.unregister_pickle_by_value(sys.modules[function.__module__])
+        mpiexec = Path(sys.executable).parent / "mpiexec"
+        done = subprocess.run(
+            [mpiexec, "-n", str(ranks), sys.executable, "-m", "tests.ranks", str(job)],
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        if done.returncode:
+            raise AssertionError(f"ranks failed ({done.returncode}):\n{done.stdout}{done.stderr}")
+        return [cloudpickle.loads(Path(f"{job}.{rank}").read_bytes()) for rank in range(ranks)]
+
+
+def _main(job: str) -> None:
+    from mpi4py import MPI
+
+    function, args = cloudpickle.loads(Path(job).read_bytes())
+    try:
+        result = function(*args)
+        Path(f"{job}.{MPI.COMM_WORLD.rank}").write_bytes(cloudpickle.dumps(result))
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        sys.stderr.flush()
+        MPI.COMM_WORLD.Abort(1)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])

@@ -1,0 +1,26 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_axosparse.grid import Grid
+
+
+@given(g_inter=st.integers(1, 8), g_data=st.integers(1, 8))
+def test_a_pipeline_is_a_run_of_consecutive_ranks(g_inter: int, g_data: int) -> None:
+    world = g_inter * g_data
+    grids = [Grid(world, g_inter, rank) for rank in range(world)]
+    assert [(grid.replica, grid.stage) for grid in grids] == [
+        (replica, stage) for replica in range(g_data) for stage in range(g_inter)
+    ]
+    for grid in grids:
+        assert grid.g_data == g_data
+        assert grid.pipeline(grid.replica)[grid.stage] == grid.rank
+        assert grid.rank in grid.ranks_holding(frozenset([grid.stage]))
+        assert len(grid.ranks_holding(frozenset([0, g_inter - 1]))) == g_data * min(2, g_inter)
+
+
+@pytest.mark.parametrize("g_inter", [0, 3, 8, -2])
+def test_stages_that_do_not_divide_the_world_are_refused(g_inter: int) -> None:
+    with pytest.raises(MisconfigurationException, match=rf"g_inter={g_inter} .* 4 rank.*1, 2, 4"):
+        Grid(4, g_inter)
