@@ -1,0 +1,114 @@
+"""Ticket: the masks that pruning settled on, and how they were found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_axosparse.pruning.packed import PackedMasks
+
+_FORMAT = "lightning_axosparse.Ticket/1"
+
+
+@dataclass(frozen=True, repr=False)
+class Ticket:
+    """A winning ticket: which weights to keep (You et al., ICLR 2020).
+
+    Attributes:
+        masks: parameter name -> bool tensor of its shape, True where an entry is kept. Any mapping
+            may be given; one bit an entry is held, and a mask is unpacked (on CPU) when it is read.
+        pruning_ratio: the share of entries that was to be pruned.
+        scope: "global" where one magnitude threshold served all parameters, "layer" where each had
+            its own.
+        epoch: index of the epoch at whose end the ticket was drawn; None if it was made by hand.
+        step: number of optimizer steps taken by then, or None.
+        distance: the kind of ``distances``.
+        distances: the largest mask distance to the window at the end of each epoch from the second
+            on, up to the draw.
+    """
+
+    masks: Mapping[str, Tensor]
+    pruning_ratio: float
+    scope: str = "global"
+    epoch: int | None = None
+    step: int | None = None
+    distance: str = "overlap"
+    distances: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.masks, PackedMasks):
+            object.__setattr__(self, "masks", PackedMasks(self.masks))
+        object.__setattr__(self, "distances", tuple(self.distances))
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shape of each pruned parameter."""
+        return dict(self._packed.shapes)
+
+    def part(self, names: Iterable[str]) -> Mapping[str, Tensor]:
+        """The masks of those of ``names`` that are pruned."""
+        return self._packed.only(names)
+
+    def layer_sparsity(self) -> dict[str, float]:
+        """The share of entries pruned in each parameter."""
+        return {name: 1 - float(mask.float().mean()) for name, mask in self.masks.items()}
+
+    @property
+    def sparsity(self) -> float:
+        """The share of entries pruned in all parameters together."""
+        kept = sum(int(mask.sum()) for mask in self.masks.values())
+        return 1 - kept / max(1, sum(shape.numel() for shape in self.shapes.values()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain containers and uint8 tensors, for ``torch.load(weights_only=True)``."""
+        fields = {name: value for name, value in vars(self).items() if name != "masks"}
+        return {"format": _FORMAT, "masks": self._packed.state_dict(), **fields}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Ticket:
+        """The ticket that :meth:`state_dict` described."""
+        fields = {name: value for name, value in state.items() if name not in ("format", "masks")}
+        return cls(PackedMasks.from_state_dict(state["masks"]), **fields)
+
+    def save(self, path: str | Path) -> None:
+        """Write the ticket to a file, at about one bit a weight."""
+        torch.save(self.state_dict(), path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Ticket:
+        """Read a ticket that :meth:`save` wrote.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+            ValueError: if it is no ticket.
+        """
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"There is no ticket file '{path}'.")
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # what another kind of file raises depends on its bytes
+            raise ValueError(f"'{path}' is not a ticket file: {error}") from error
+        found = state.get("format") if isinstance(state, dict) else None
+        if found != _FORMAT:
+            raise ValueError(
+                f"'{path}' is not a ticket file of this version ({_FORMAT}); it says {found!r}. "
+                "Write one with Ticket.save."
+            )
+        return cls.from_state_dict(state)
+
+    def __repr__(self) -> str:
+        return (
+            f"Ticket({len(self.masks)} parameters, {self.sparsity:.1%} of "
+            f"{sum(shape.numel() for shape in self.shapes.values())} entries pruned, "
+            f"scope={self.scope!r}, epoch={self.epoch}, step={self.step})"
+        )
+
+    @property
+    def _packed(self) -> PackedMasks:
+        assert isinstance(self.masks, PackedMasks)
+        return self.masks

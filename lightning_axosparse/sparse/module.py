@@ -1,0 +1,158 @@
+"""Module: what a module becomes when some of its parameters are stored sparse.
+
+Its class is replaced by a subclass in which ``module.weight`` reads as the dense-shaped weight,
+while the registered parameter of that name is the 1-D vector of kept values. State dicts stay dense
+and keep their keys; pickles and deep copies work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_axosparse.sparse.layout import CooLayout
+from lightning_axosparse.sparse.weight import sparse_weight
+
+
+class SparseModule(nn.Module):
+    """Mixed into the class of a module while some of its parameters are stored sparse."""
+
+    _layouts: dict[str, CooLayout]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SparseModule:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, layout in self._layouts.items():
+            layout.move(self._parameters[name].device)  # type: ignore[union-attr]
+        return self
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, layout in self._layouts.items():
+            values = destination[prefix + name]
+            destination[prefix + name] = (
+                sparse_weight(values, layout) if keep_vars else layout.densify(values)
+            )
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        for name, layout in self._layouts.items():
+            dense = state_dict.get(prefix + name)
+            if dense is None:
+                continue
+            if dense.shape == layout.shape:
+                state_dict[prefix + name] = layout.to(dense.device).compress(dense)
+            else:
+                error_msgs.append(
+                    f"size mismatch for {prefix}{name}: the sparse parameter takes a dense tensor "
+                    f"of shape {tuple(layout.shape)}, the checkpoint has {tuple(dense.shape)}."
+                )
+                state_dict[prefix + name] = self._parameters[name]
+        super()._load_from_state_dict(
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class exists only in this process: name it by what it was made from.
+        reduced: tuple[Any, ...] = super().__reduce_ex__(protocol)  # type: ignore[assignment]
+        return _blank, (_dense_class(self), tuple(self._layouts)), *reduced[2:]
+
+
+class SparseRNN(SparseModule):
+    """Mixed into LSTM, GRU and RNN, which keep a list of their weights between calls.
+
+    The list is made anew at each read: one that is kept could not be copied or pickled. cuDNN's
+    single flat buffer does not exist for weights that are made dense per use.
+    """
+
+    @property
+    def _flat_weights(self) -> list[Tensor]:
+        return [getattr(self, name) for name in self._flat_weights_names]  # type: ignore[union-attr]
+
+    @_flat_weights.setter
+    def _flat_weights(self, weights: list[Tensor]) -> None:
+        pass
+
+    def _weights_have_changed(self) -> bool:
+        return False
+
+    def flatten_parameters(self) -> None:
+        """Do nothing: there are no dense weights to flatten."""
+
+
+def make_sparse(module: nn.Module, name: str, layout: CooLayout) -> None:
+    """Let ``module.name`` read as a dense-shaped weight kept as ``layout`` says."""
+    layouts = {**module.__dict__.get("_layouts", {}), name: layout}
+    dense_class = _dense_class(module)
+    module.__dict__["_layouts"] = layouts
+    module.__dict__.pop("_flat_weights", None)
+    module.__class__ = _sparse_class(dense_class, tuple(layouts))
+
+
+def make_dense(module: nn.Module) -> None:
+    """Give ``module`` its own class back; its parameters must be dense again."""
+    module.__class__ = _dense_class(module)
+    del module.__dict__["_layouts"]
+    if isinstance(module, nn.RNNBase):
+        module._init_flat_weights()
+
+
+def _dense_class(module: nn.Module) -> type[nn.Module]:
+    """The class ``module`` has while nothing of it is stored sparse."""
+    return type(module).__bases__[1] if isinstance(module, SparseModule) else type(module)
+
+
+_classes: dict[tuple[type[nn.Module], tuple[str, ...]], type[SparseModule]] = {}
+
+
+def _sparse_class(dense_class: type[nn.Module], names: tuple[str, ...]) -> type[SparseModule]:
+    """The one subclass of ``dense_class`` in which ``names`` read as dense-shaped weights."""
+    key = (dense_class, names)
+    if key not in _classes:
+        _classes[key] = _new_class(dense_class, names)
+    return _classes[key]
+
+
+def _new_class(dense_class: type[nn.Module], names: tuple[str, ...]) -> type[SparseModule]:
+    mixin = SparseModule
+    if issubclass(dense_class, nn.RNNBase):
+        mixin = SparseRNN
+    body: dict[str, Any] = {name: property(_reader(name)) for name in names}
+    body["__module__"] = dense_class.__module__
+    body["__doc__"] = f"{dense_class.__name__} with {', '.join(names)} stored sparse."
+    return type(f"Sparse{dense_class.__name__}", (mixin, dense_class), body)
+
+
+def _reader(name: str) -> Callable[[SparseModule], Tensor | None]:
+    def read(module: SparseModule) -> Tensor | None:
+        values = module._parameters.get(name)
+        layout = module._layouts[name]
+        # torch.func.functional_call may have put a dense tensor in the parameter's place.
+        if values is None or values.shape != torch.Size([layout.nnz]):
+            return values
+        return sparse_weight(values, layout)
+
+    return read
+
+
+def _blank(dense_class: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    sparse_class = _sparse_class(dense_class, names)
+    return sparse_class.__new__(sparse_class)

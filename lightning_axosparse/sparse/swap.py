@@ -1,0 +1,172 @@
+"""Swap: turn parameters into vectors of kept values, and back, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_axosparse.sparse.layout import CooLayout
+from lightning_axosparse.sparse.module import SparseModule, make_dense, make_sparse
+from lightning_axosparse.sparse.optimizer import check_state, compress_state, expand_state
+from lightning_axosparse.sparse.weight import compress_gradient
+
+
+@dataclass
+class _Owned:
+    """A parameter, its names in the root module, and the modules that have it as an attribute."""
+
+    parameter: nn.Parameter
+    names: list[str]
+    owners: list[tuple[nn.Module, str]]
+
+    @property
+    def layout(self) -> CooLayout | None:
+        """How the parameter is stored, or None while it is dense."""
+        owner, attribute = self.owners[0]
+        return owner._layouts.get(attribute) if isinstance(owner, SparseModule) else None
+
+
+def sparsify(
+    module: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimizer | None = None
+) -> None:
+    """Store the named parameters of ``module`` as their kept values alone, in place.
+
+    The parameter objects, their names and the optimizer's parameter groups stay as they are: a
+    pruned parameter is then the 1-D vector of its kept values, so its gradient, its optimizer state
+    and whatever is computed from them shrink with it. ``module.weight`` still reads as a tensor of
+    the dense shape, and state dicts stay dense. Follows SAMO (Singh & Bhatele, IPDPS 2023), with
+    the weight itself stored sparse as well.
+
+    Args:
+        module: the model, or any part of it.
+        masks: parameter name, as in ``module.named_parameters()`` -> bool tensor of the
+            parameter's shape, True where an entry is kept. A tied parameter may be given under
+            any of its names. A parameter already stored with just this mask is left alone.
+        optimizer: the optimizer that holds the parameters, if there is one; its state of them is
+            compressed.
+
+    Raises:
+        ValueError: for a name, shape or dtype that does not fit, a parameter on the meta device,
+            one that is stored sparse with another mask, and optimizer state that is not
+            elementwise. Nothing has been changed then.
+    """
+    owned = _owned_parameters(module)
+    by_name = {name: entry for entry in owned for name in entry.names}
+    layouts: dict[int, tuple[_Owned, CooLayout]] = {}
+    for name, mask in masks.items():
+        if name not in by_name:
+            close = get_close_matches(name, by_name, n=3, cutoff=0.4) or list(by_name)[:5]
+            raise ValueError(
+                f"The module has no parameter '{name}' to make sparse. Close: {', '.join(close)}."
+            )
+        entry = by_name[name]
+        layout = _checked_layout(name, entry, mask)
+        _, known = layouts.setdefault(id(entry.parameter), (entry, layout))
+        if not known.same_entries(layout):
+            raise ValueError(
+                f"'{entry.names[0]}' and '{name}' are one tied parameter, but their masks differ. "
+                "Give one mask."
+            )
+        if optimizer is not None and entry.layout is None:
+            check_state(name, optimizer.state.get(entry.parameter, {}), entry.parameter.shape)
+    for entry, layout in layouts.values():
+        if entry.layout is None:
+            _to_values(entry, layout, optimizer)
+
+
+def densify(module: nn.Module, optimizer: Optimizer | None = None) -> None:
+    """Make every sparsely stored parameter of ``module`` dense again, in place.
+
+    The inverse of :func:`sparsify`: pruned entries are zero in weights, gradients and optimizer
+    state.
+
+    Args:
+        module: the model, or any part of it.
+        optimizer: the optimizer that holds the parameters, if there is one.
+    """
+    for entry in _owned_parameters(module):
+        if entry.layout is not None:
+            _to_dense(entry, entry.layout, optimizer)
+    for submodule in module.modules():
+        if isinstance(submodule, SparseModule):
+            make_dense(submodule)
+
+
+def layouts(module: nn.Module) -> dict[str, CooLayout]:
+    """The layout of each sparsely stored parameter, by name as in ``named_parameters()``."""
+    return {
+        entry.names[0]: entry.layout
+        for entry in _owned_parameters(module)
+        if entry.layout is not None
+    }
+
+
+def _owned_parameters(module: nn.Module) -> list[_Owned]:
+    """Every parameter once, in module order."""
+    owned: dict[int, _Owned] = {}
+    for prefix, submodule in module.named_modules():
+        for attribute, parameter in submodule._parameters.items():
+            if parameter is not None:
+                entry = owned.setdefault(id(parameter), _Owned(parameter, [], []))
+                entry.names.append(f"{prefix}.{attribute}" if prefix else attribute)
+                entry.owners.append((submodule, attribute))
+    return list(owned.values())
+
+
+def _checked_layout(name: str, entry: _Owned, mask: Tensor) -> CooLayout:
+    parameter, present = entry.parameter, entry.layout
+    shape = parameter.shape if present is None else present.shape
+    if mask.dtype != torch.bool:
+        raise ValueError(f"The mask of '{name}' must be a bool tensor, not {mask.dtype}.")
+    if mask.shape != shape:
+        raise ValueError(
+            f"The mask of '{name}' has shape {tuple(mask.shape)}, the parameter {tuple(shape)}."
+        )
+    if parameter.is_meta:
+        raise ValueError(f"'{name}' is on the meta device: this process does not hold its values.")
+    if not parameter.is_floating_point():
+        raise ValueError(f"'{name}' is of {parameter.dtype}; only floating parameters are pruned.")
+    layout = CooLayout.from_mask(mask.to(parameter.device))
+    if present is not None and not present.same_entries(layout):
+        raise ValueError(
+            f"'{name}' is already stored sparse with another mask ({present.nnz} of "
+            f"{shape.numel()} entries kept). Call densify(module) first."
+        )
+    return layout
+
+
+def _to_values(entry: _Owned, layout: CooLayout, optimizer: Optimizer | None) -> None:
+    parameter, gradient = entry.parameter, entry.parameter.grad
+    kept = None if gradient is None else compress_gradient(gradient, layout)
+    _replace(parameter, layout.compress(parameter.detach()), kept)
+    if optimizer is not None and parameter in optimizer.state:
+        state = optimizer.state[parameter]
+        state.update(compress_state(state, layout))
+    for owner, attribute in entry.owners:
+        make_sparse(owner, attribute, layout)
+
+
+def _to_dense(entry: _Owned, layout: CooLayout, optimizer: Optimizer | None) -> None:
+    parameter, gradient = entry.parameter, entry.parameter.grad
+    dense = None if gradient is None else layout.densify(gradient)
+    _replace(parameter, layout.densify(parameter.detach()), dense)
+    if optimizer is not None and parameter in optimizer.state:
+        state = optimizer.state[parameter]
+        state.update(expand_state(state, layout))
+
+
+def _replace(parameter: nn.Parameter, values: Tensor, gradient: Tensor | None) -> None:
+    """Give ``parameter`` new values of another shape, and the gradient that goes with them.
+
+    ``set_`` and not ``.data =``: it also renews the node at which autograd accumulates the
+    gradient, which hooks keep alive and which would go on expecting the former shape.
+    """
+    parameter.grad = None
+    with torch.no_grad():
+        parameter.set_(values)  # type: ignore[call-overload]
+    parameter.grad = gradient

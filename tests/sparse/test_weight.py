@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_axosparse.sparse.layout import CooLayout
+from lightning_axosparse.sparse.weight import SparseWeight, sparse_weight
+
+
+@pytest.fixture
+def mask():
+    torch.manual_seed(0)
+    return torch.rand(4, 6) < 0.4
+
+
+@pytest.fixture
+def values(mask):
+    return nn.Parameter(torch.randn(int(mask.sum())))
+
+
+@pytest.fixture
+def weight(values, mask):
+    return sparse_weight(values, CooLayout.from_mask(mask))
+
+
+@pytest.fixture
+def dense(values, mask):
+    """The same weight as a plain dense leaf."""
+    return torch.zeros(mask.shape).masked_scatter(mask, values.detach()).requires_grad_()
+
+
+def test_it_looks_like_the_dense_weight(weight, dense):
+    assert isinstance(weight, SparseWeight)
+    assert weight.shape == dense.shape
+    assert weight.stride() == dense.stride()
+    assert weight.dtype == dense.dtype
+    assert weight.requires_grad
+    assert "kept=" in repr(weight)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda w: w.t(),
+        lambda w: w.reshape(6, 4),
+        lambda w: w[1:, ::2],
+        lambda w: w.transpose(0, 1).unsqueeze(0),
+        lambda w: w.chunk(2)[1],
+        lambda w: w.expand(3, 4, 6),
+        lambda w: w.detach(),
+        lambda w: w.double(),
+        lambda w: w.t().to(torch.bfloat16)[2:],
+    ],
+)
+def test_views_and_casts_stay_sparse(weight, dense, view):
+    seen, expected = view(weight), view(dense)
+    assert isinstance(seen, SparseWeight)
+    assert (seen.shape, seen.stride(), seen.dtype) == (
+        expected.shape,
+        expected.stride(),
+        expected.dtype,
+    )
+    assert torch.equal(seen.dense(), expected)
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        lambda w: w + 1,
+        lambda w: w.abs().sum(1),
+        lambda w: F.linear(torch.ones(2, 6), w),
+        lambda w: torch.cat([w, w.flip(0)]),
+        lambda w: w.view(torch.int32),
+        lambda w: w.clone(),
+        lambda w: torch.zeros(4, 6).add_(w.detach()),
+    ],
+)
+def test_other_operators_see_a_dense_tensor(weight, dense, operator):
+    result = operator(weight)
+    assert type(result) is torch.Tensor
+    assert torch.equal(result, operator(dense))
+
+
+def test_conversions_to_python_numpy_and_bytes(weight, dense):
+    assert weight.tolist() == dense.tolist()
+    assert (weight.detach().numpy() == dense.detach().numpy()).all()
+    assert torch.equal(pickle.loads(pickle.dumps(weight.detach())), dense)
+    assert torch.equal(copy.deepcopy(weight.detach()), dense)
+
+
+def test_the_gradient_is_that_of_the_kept_entries(weight, values, dense, mask):
+    inputs = torch.randn(3, 6)
+    F.linear(inputs, weight).square().sum().backward()
+    F.linear(inputs, dense).square().sum().backward()
+    assert torch.equal(values.grad, dense.grad[mask])
+
+
+def test_the_gradient_of_several_uses_of_one_read(weight, values, dense, mask):
+    for one in (weight, dense):
+        ((one @ one.t()).sum() + one[1].square().sum() + one.t().sum()).backward()
+    torch.testing.assert_close(values.grad, dense.grad[mask])
+
+
+def test_a_sparse_embedding_gradient_is_compressed(weight, values, dense, mask):
+    tokens = torch.tensor([1, 3, 1])
+    for one in (weight, dense):
+        F.embedding(tokens, one, sparse=True).square().sum().backward()
+    assert dense.grad.is_sparse
+    assert torch.equal(values.grad, dense.grad.to_dense()[mask])
+
+
+def test_double_backward(weight, values, dense, mask):
+    inputs = torch.randn(3, 6)
+    for one, leaf in ((weight, values), (dense, dense)):
+        loss = F.linear(inputs, one).pow(3).sum()
+        (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
+        (gradient if leaf is values else gradient[mask]).square().sum().backward()
+    torch.testing.assert_close(values.grad, dense.grad[mask])
+
+
+def test_torch_func_grad(values, dense, mask):
+    layout, inputs = CooLayout.from_mask(mask), torch.randn(3, 6)
+    gradient = torch.func.grad(lambda v: F.linear(inputs, sparse_weight(v, layout)).sum())(
+        values.detach()
+    )
+    F.linear(inputs, dense).sum().backward()
+    assert torch.equal(gradient, dense.grad[mask])
+
+
+def test_a_change_between_forward_and_backward_is_detected(weight, values):
+    loss = F.linear(torch.randn(2, 6, requires_grad=True), weight).sum()
+    with torch.no_grad():
+        values.add_(1)
+    with pytest.raises(RuntimeError, match=r"\(4, 6\).*changed in place"):
+        loss.backward()
+
+
+def test_in_place_operators_write_the_kept_entries(weight, values, dense, mask):
+    with torch.no_grad():
+        assert weight.mul_(2) is weight
+        weight[1:, ::2].add_(3)
+        dense.mul_(2)[1:, ::2].add_(3)
+    assert torch.equal(values, dense[mask])
+    assert torch.equal(weight.dense()[mask], values)
+    nn.init.constant_(weight, 7.0)
+    assert (values == 7).all()
+
+
+def test_autocast_casts_the_values(values, weight, dense, mask):
+    inputs = torch.randn(3, 6)
+    results = []
+    for one in (weight, dense):
+        with torch.autocast("cpu", torch.bfloat16):
+            results.append(F.linear(inputs, one))
+        results[-1].float().sum().backward()
+    assert results[0].dtype == torch.bfloat16
+    assert torch.equal(*results)
+    assert torch.equal(values.grad, dense.grad[mask])
+
+
+def test_reading_without_gradient(mask):
+    weight = sparse_weight(torch.ones(int(mask.sum())), CooLayout.from_mask(mask))
+    assert not weight.requires_grad
+    assert torch.equal(weight + 0, mask.float())
