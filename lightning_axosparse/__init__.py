@@ -1,0 +1,21 @@
+"""Message-driven pipeline parallelism and early-bird sparse training for PyTorch Lightning."""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_axosparse.callbacks.early_bird import EarlyBirdTicket
+from lightning_axosparse.callbacks.timeline import PipelineTimeline
+from lightning_axosparse.pruning import Ticket
+from lightning_axosparse.sparse import densify, sparsify
+from lightning_axosparse.strategy import AxoSparseStrategy
+
+__version__ = "0.1.0"
+__all__ = [
+    "AxoSparseStrategy",
+    "EarlyBirdTicket",
+    "PipelineTimeline",
+    "Ticket",
+    "densify",
+    "sparsify",
+]
+
+AxoSparseStrategy.register_strategies(StrategyRegistry)

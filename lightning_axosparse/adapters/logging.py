@@ -1,0 +1,267 @@
+"""Logging: ``self.log`` in each micro-batch becomes one call for the batch, on every rank."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _get_default_dtype,
+    _Metadata,
+)
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torchmetrics import Metric
+
+_LOG_SIGNATURE = inspect.signature(LightningModule.log)
+
+
+@dataclass(frozen=True)
+class LoggedValue:
+    """What one name was logged with over a whole batch; can be pickled.
+
+    Attributes:
+        name: the first argument of ``self.log``.
+        value: scalar tensor on the CPU; for a metric object its value for this batch, on the CPU
+            (``None`` if it was only updated).
+        metric: attribute path of the metric object that was logged, or None.
+        options: the other arguments of ``self.log`` that the user gave.
+    """
+
+    name: str
+    value: Any
+    metric: str | None
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of ``self.log`` inside a micro-batch of ``size`` samples."""
+
+    name: str
+    value: Any
+    origin: tuple[Metric, str | None] | None
+    logged_metric: str | None
+    options: Mapping[str, Any]
+    size: int
+
+
+class MicrobatchLog:
+    """Stands in front of ``module.log``: records inside a micro-batch, passes through outside.
+
+    One batch goes like this; the last three lines run on every rank, with what the last stage
+    combined::
+
+        for microbatch in microbatches:
+            with log.microbatch(size):
+                training_step(microbatch)
+        values = broadcast(log.combine(metrics.batch_value))
+        log.replay(values)
+        log.clear()
+
+    A micro-batch that leaves the context by an exception leaves no record: a stage whose step is
+    cut short at its edge thereby contributes nothing, in its own process or in a shared one.
+
+    Args:
+        module: the LightningModule; ``log_dict`` calls ``self.log`` and needs nothing of its own.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+        self._open: list[_Call] | None = None
+        self._size = 0
+        self._microbatches: list[list[_Call]] = []
+        self._metrics: dict[str, Metric] | None = None
+
+    def attach(self) -> None:
+        """Put the recorder in front of the module's ``log``."""
+        object.__setattr__(self._module, "log", self._log)
+
+    def detach(self) -> None:
+        """Give the module its own ``log`` back."""
+        vars(self._module).pop("log", None)
+
+    @contextmanager
+    def microbatch(self, size: int) -> Iterator[None]:
+        """Record, instead of executing, the calls of ``self.log`` inside the context.
+
+        Args:
+            size: samples in this micro-batch: the weight of its values in a mean.
+        """
+        self._open, self._size = [], size
+        try:
+            yield
+            self._microbatches.append(self._open)
+        finally:
+            self._open = None
+
+    def combine(
+        self, batch_value: Callable[[Metric], Any] = lambda metric: None
+    ) -> list[LoggedValue]:
+        """One value a name for the whole batch, as the recorded calls' ``reduce_fx`` says.
+
+        A mean weighs micro-batches by their size, or by ``batch_size`` where the user gave one.
+        What a metric returned is not averaged where ``batch_value`` knows the metric's value for
+        the batch: the macro accuracy of a batch is not the mean of its micro-batches' accuracies.
+
+        Args:
+            batch_value: the exact value of a metric for the batch, or None if it is unknown.
+
+        Returns:
+            The values in the order in which their names were first logged; ``[]`` if no micro-batch
+            reached the end of its step here.
+        """
+        calls: dict[tuple[str, int], list[_Call]] = {}
+        for microbatch in self._microbatches:
+            occurrences: dict[str, int] = {}
+            for call in microbatch:
+                nth = occurrences[call.name] = occurrences.get(call.name, 0) + 1
+                calls.setdefault((call.name, nth), []).append(call)
+        return [_combined(group, batch_value) for group in calls.values()]
+
+    def replay(self, values: Sequence[LoggedValue]) -> None:
+        """Call the module's own ``log`` with each value, so that callbacks and loggers see it."""
+        log = type(self._module).log
+        device = self._module.device
+        for logged in values:
+            value = apply_to_collection(logged.value, Tensor, lambda t: t.to(device))
+            if logged.metric is None:
+                log(self._module, logged.name, value, **logged.options)
+                continue
+            metric = cast(Metric, self._module.get_submodule(logged.metric))
+            metric._forward_cache = value
+            options = {"metric_attribute": logged.metric, **logged.options}
+            log(self._module, logged.name, metric, **options)
+
+    def clear(self) -> None:
+        """Forget what was recorded."""
+        self._microbatches.clear()
+        self._metrics = None
+
+    def _log(self, *args: Any, **kwargs: Any) -> None:
+        if self._open is None:
+            type(self._module).log(self._module, *args, **kwargs)
+            return
+        options = _LOG_SIGNATURE.bind(self._module, *args, **kwargs).arguments
+        del options["self"]
+        self._open.append(self._call(options.pop("name"), options.pop("value"), options))
+
+    def _call(self, name: str, value: Any, options: dict[str, Any]) -> _Call:
+        if options.get("sync_dist_group") is not None:
+            raise MisconfigurationException(
+                f"`self.log({name!r}, ..., sync_dist_group=...)` is not possible in a pipeline,"
+                " whose stages belong to different groups. Leave it out: values are synchronised"
+                " over the replicas."
+            )
+        options["reduce_fx"] = _reduction(name, options.get("reduce_fx", "mean"))
+        if isinstance(value, Metric):
+            path = self._path(name, value)
+            return _Call(name, value._forward_cache, (value, None), path, options, self._size)
+        origin = self._origin(value)
+        return _Call(name, _scalar(name, value), origin, None, options, self._size)
+
+    def _path(self, name: str, metric: Metric) -> str:
+        for path, known in self._known_metrics().items():
+            if known is metric:
+                return path
+        raise MisconfigurationException(
+            f"The metric logged as {name!r} ({type(metric).__name__}) is not part of the"
+            " LightningModule, so that the other stages cannot find it. Make it an attribute"
+            " (`self.accuracy = ...`), or put several into an `nn.ModuleDict` or a"
+            " MetricCollection."
+        )
+
+    def _origin(self, value: Any) -> tuple[Metric, str | None] | None:
+        """The metric whose ``forward`` just returned this very object, if there is one."""
+        if not isinstance(value, Tensor):
+            return None
+        for metric in self._known_metrics().values():
+            cache: Any = metric._forward_cache
+            if cache is value:
+                return metric, None
+            if isinstance(cache, dict):
+                for key, entry in cache.items():
+                    if entry is value:
+                        return metric, key
+        return None
+
+    def _known_metrics(self) -> dict[str, Metric]:
+        # Looked up once a batch: users may add metrics at any epoch, and a walk costs milliseconds.
+        if self._metrics is None:
+            modules = self._module.named_modules()
+            self._metrics = {path: m for path, m in modules if isinstance(m, Metric)}
+        return self._metrics
+
+
+def _reduction(name: str, reduce_fx: Any) -> str:
+    """The name of a reduction, which unlike a function can be sent to another rank."""
+    reduction: str = _Metadata(fx="step", name=name, reduce_fx=reduce_fx).reduce_fx.__name__
+    return reduction
+
+
+def _scalar(name: str, value: Any) -> Tensor:
+    """The value as Lightning would store it: detached, one element, float32 or wider."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"`self.log({name!r}, ...)` was called with a tensor of shape {tuple(value.shape)},"
+                " but it must have a single element. You can log its `.mean()`."
+            )
+        scalar = value.detach().clone().reshape(())
+        return scalar if scalar.dtype is torch.float64 else scalar.to(_get_default_dtype())
+    try:
+        return torch.tensor(value, dtype=_get_default_dtype())
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"`self.log({name!r}, {value!r})` was called, but `{type(value).__name__}` values"
+            " cannot be logged. Log a number, a tensor with one element, or a metric."
+        ) from error
+
+
+def _combined(calls: Sequence[_Call], batch_value: Callable[[Metric], Any]) -> LoggedValue:
+    first = calls[0]
+    options = dict(first.options)
+    if options.get("batch_size") is not None:
+        options["batch_size"] = sum(_weight(call) for call in calls)
+    value = _exact(first, batch_value)
+    if value is None:
+        value = _reduced(calls, options["reduce_fx"])
+    value = apply_to_collection(value, Tensor, lambda t: t.detach().cpu())
+    return LoggedValue(first.name, value, first.logged_metric, options)
+
+
+def _exact(call: _Call, batch_value: Callable[[Metric], Any]) -> Any:
+    if call.origin is None:
+        return None
+    metric, key = call.origin
+    value = batch_value(metric)
+    return value if key is None or value is None else value[key]
+
+
+def _reduced(calls: Sequence[_Call], reduction: str) -> Any:
+    """Reduce the micro-batches' scalars; of anything else (a metric's dict) keep the last."""
+    values = [call.value for call in calls]
+    if not all(isinstance(value, Tensor) and value.numel() == 1 for value in values):
+        return values[-1]
+    stacked = torch.stack([value.detach().reshape(()) for value in values]).cpu()
+    if reduction != "mean":
+        return getattr(torch, reduction)(stacked)
+    dtype = stacked.dtype if stacked.is_floating_point() else _get_default_dtype()
+    weights = torch.tensor([_weight(call) for call in calls], dtype=torch.float64)
+    # A micro-batch of no weight (all its tokens masked) has a mean over nothing, which is NaN.
+    counts = weights > 0 if weights.any() else weights == 0
+    weights, stacked = weights[counts], stacked[counts]
+    if not weights.any():
+        return stacked.double().mean().to(dtype)
+    return (stacked.double() @ weights / weights.sum()).to(dtype)
+
+
+def _weight(call: _Call) -> int:
+    size = call.options.get("batch_size")
+    return call.size if size is None else size

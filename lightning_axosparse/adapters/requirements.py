@@ -1,0 +1,95 @@
+"""Requirements: what cannot work in a pipeline is refused, with what to do instead.
+
+Lightning itself refuses, before any rank is started, a module or Trainer of the
+``pytorch_lightning`` package and a module compiled as a whole; and, when they are configured,
+several optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from torch.optim import LBFGS, Optimizer
+
+_STRATEGY = "AxoSparseStrategy"
+
+
+def refuse_module(module: LightningModule) -> None:
+    """Refuse a module that no pipeline can train.
+
+    Raises:
+        MisconfigurationException: if the module optimizes by hand.
+    """
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            f"{type(module).__name__} sets `automatic_optimization = False`, but under {_STRATEGY}"
+            " only the last stage reaches the code that follows the model in `training_step`: the"
+            " other stages would never call `optimizer.step()`. Return the loss from"
+            " `training_step` instead and leave `automatic_optimization` alone; where two"
+            " optimizers were wanted, give one several parameter groups:"
+            " `AdamW([{'params': a, 'lr': 1e-3}, {'params': b, 'lr': 1e-4}])`."
+        )
+
+
+def refuse_callbacks(callbacks: Sequence[Callback]) -> None:
+    """Refuse callbacks that need the whole module on every rank.
+
+    Raises:
+        MisconfigurationException: naming the callback and what to use instead.
+    """
+    for callback in callbacks:
+        name = type(callback).__name__
+        if isinstance(callback, ModelPruning):
+            raise MisconfigurationException(
+                f"{name} would prune the layers of each stage by themselves, and its masks come on"
+                " top of the weights. Use lightning_axosparse.EarlyBirdTicket(pruning_ratio=...),"
+                " which ranks all stages' weights together and stores what is kept."
+            )
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            raise MisconfigurationException(
+                f"{name} keeps an averaged copy of the whole module, but a stage of a pipeline"
+                " holds only its own layers. Leave the callback out, or train with g_inter=1."
+            )
+
+
+def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse an optimizer that stages cannot step on their own.
+
+    Args:
+        optimizers: what ``configure_optimizers`` returned; known on the ranks alone.
+
+    Raises:
+        MisconfigurationException: if one calls its closure again.
+    """
+    for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS):
+            raise MisconfigurationException(
+                f"`configure_optimizers` returned {type(optimizer).__name__}, which calls the"
+                " closure as often as its line search over all parameters wants, but each stage"
+                f" holds only some of them. With {_STRATEGY} use an optimizer that takes one step a"
+                " batch, such as AdamW or SGD."
+            )
+
+
+def refuse_world(devices: int, num_nodes: int, job_size: int) -> None:
+    """Refuse a Trainer that counts on another number of ranks than MPI has started.
+
+    Args:
+        devices: ranks a node, as the Trainer understood ``devices``.
+        num_nodes: nodes, as given to the Trainer.
+        job_size: ranks in this MPI job; 1 if the process was started plainly, and then the strategy
+            starts the ranks itself.
+
+    Raises:
+        MisconfigurationException: if the numbers differ.
+    """
+    if job_size not in (1, devices * num_nodes):
+        raise MisconfigurationException(
+            f"MPI has started {job_size} ranks, but `Trainer(devices={devices},"
+            f" num_nodes={num_nodes})` wants {devices} x {num_nodes} = {devices * num_nodes}. Start"
+            f" `mpiexec -n {devices * num_nodes}`, or set `devices` to the ranks on each node so"
+            f" that `devices * num_nodes` is {job_size}."
+        )

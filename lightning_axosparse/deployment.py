@@ -1,0 +1,189 @@
+"""Deployment: a module dealt to the stages of this rank, and made whole again afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_axosparse.adapters.device import move_held
+from lightning_axosparse.grid import Grid
+from lightning_axosparse.groups import Groups
+from lightning_axosparse.pipeline.link import Link, LoopbackLink, MailboxLink
+from lightning_axosparse.pipeline.partition import (
+    balance,
+    count_parameters,
+    find_container,
+    given,
+)
+from lightning_axosparse.pipeline.split import Split
+from lightning_axosparse.pipeline.stage import PipelinedLayers
+from lightning_axosparse.reduce import GradientReducer, Share
+from lightning_axosparse.sparse import densify
+
+
+class Deal(NamedTuple):
+    """Which layers of a module each stage computes; one stage computes the module as it is."""
+
+    names: list[str]
+    layers: list[nn.Module]
+    parts: list[range]
+
+
+def deal(
+    module: nn.Module, container: str | None, sizes: Sequence[int] | None, stages: int
+) -> Deal:
+    """Deal the layers of a module's container to the stages.
+
+    Args:
+        module: the user's module.
+        container: attribute path of the container; None for the only candidate.
+        sizes: layers of each stage; None balances by parameters.
+        stages: number of stages.
+
+    Raises:
+        MisconfigurationException: if there is no such container or not enough layers.
+    """
+    if stages == 1:
+        return Deal([], [], [range(0)])
+    path, found = find_container(module, container, stages)
+    layers = dict(found.named_children())
+    if sizes is None:
+        parts = balance(count_parameters(list(layers.values())), stages)
+    else:
+        parts = given(sizes, len(layers), stages)
+    return Deal([f"{path}.{key}" for key in layers], list(layers.values()), parts)
+
+
+class Deployment:
+    """The part of a module that lives on this rank.
+
+    Creating it is collective over the job; the weights of the first replica become everybody's.
+
+    Args:
+        module: the user's module, whole.
+        dealt: which layers each stage computes.
+        grid: the ranks.
+        stages: the stages on this rank: one, or all with the loopback transport.
+        device: device of this rank.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        dealt: Deal,
+        grid: Grid,
+        stages: range,
+        device: torch.device,
+    ) -> None:
+        self.module, self.grid, self.stages, self.device = module, grid, stages, device
+        self.split = Split(module, dealt.names, dealt.parts)
+        self.groups = Groups(grid, device.type, self._shared_sets())
+        self.layers = PipelinedLayers(dealt.names, dealt.layers, dealt.parts)
+        self.optimizer_groups: list[list[list[str]]] = []
+        self.reducer: GradientReducer | None = None
+
+    @property
+    def last_stage(self) -> int:
+        """Index of the last stage of the pipeline."""
+        return len(self.layers.parts) - 1
+
+    @property
+    def runs_last_stage(self) -> bool:
+        """Whether this rank runs steps to their end."""
+        return self.last_stage in self.stages
+
+    def occupy(self, optimizers: Sequence[Optimizer]) -> None:
+        """Keep only what lives here, in the module and in its optimizers, and move it in."""
+        names = self.split.names
+        self.optimizer_groups = [
+            [[names[parameter] for parameter in group["params"]] for group in opt.param_groups]
+            for opt in optimizers
+        ]
+        self.split.take_away(self.stages)
+        held = set(self.split.held().values())
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if p in held]
+            for parameter in set(optimizer.state) - held:
+                del optimizer.state[parameter]
+        move_held(self.module, self.device)
+        self._agree_on_weights()
+        self.layers.install(self.stages)
+        if self.grid.world_size > 1:
+            self.reducer = GradientReducer(self._shares(), self.grid.g_data)
+
+    def leave(self, optimizers: Sequence[Optimizer]) -> None:
+        """Make the module whole, dense and ordinary again, on the CPU of every rank."""
+        if self.reducer is not None:
+            self.reducer.remove()
+        self.layers.uninstall()
+        densify(self.module, optimizers[0] if optimizers else None)
+        self.split.give_back()
+        self.module.cpu()
+        self._collect()
+
+    def links(self, window: int) -> dict[int, Link]:
+        """Connect the stages of this rank; collective over the job."""
+        if len(self.stages) > 1 or self.last_stage == 0:
+            return dict(enumerate(LoopbackLink.chain(self.last_stage + 1)))
+        from lightning_axosparse.mpi.transport import neighbours
+
+        stage = self.grid.stage
+        previous, following = neighbours(stage, self.grid.g_inter, self.grid.replica, window)
+        return {stage: MailboxLink(previous, following, self.device)}
+
+    def _shared_sets(self) -> set[frozenset[int]]:
+        if self.grid.g_inter == 1:
+            return set()
+        return set(self.split.holders.values())
+
+    def _shares(self) -> list[Share]:
+        """The held parameters by who else holds them, in an order that all ranks agree on."""
+        by_stages: dict[frozenset[int], list[nn.Parameter]] = {}
+        for name, parameter in self.split.held().items():
+            by_stages.setdefault(self._holders(name), []).append(parameter)
+        shares = []
+        for stages in sorted(by_stages, key=sorted):
+            group = self.groups.holding(stages)
+            if group is not None:
+                shares.append(Share(group, by_stages[stages]))
+        return shares
+
+    def _holders(self, name: str) -> frozenset[int]:
+        """The stages, as ranks see them, that hold a parameter."""
+        stages = self.split.holders[name]
+        return stages if self.grid.g_inter > 1 else frozenset([0])
+
+    def _agree_on_weights(self) -> None:
+        for name, parameter in self.split.held().items():
+            stages = self._holders(name)
+            group = self.groups.holding(stages)
+            if group is not None:
+                source = self.grid.ranks_holding(stages)[0]
+                dist.broadcast(parameter.data, src=source, group=group)
+        if self.groups.data is not None:
+            buffers = [b for b in self.module.buffers() if not b.is_meta and b.numel()]
+            for buffer in buffers:
+                dist.broadcast(buffer, src=self.grid.stage, group=self.groups.data)
+
+    def _collect(self) -> None:
+        """Fill in the parameters and buffers of other stages."""
+        if self.groups.inter is None:
+            return
+        ranks = self.grid.pipeline(self.grid.replica)
+        with torch.no_grad():
+            for name, parameter in self.module.named_parameters():
+                source = ranks[min(self.split.holders[name])]
+                dist.broadcast(parameter.data, src=source, group=self.groups.inter)
+            buffers = dict(self.module.named_buffers())
+            for stage, source in enumerate(ranks):
+                mine = {k: b for k, b in buffers.items() if self.split.source_of(k) == stage}
+                for key, value in self.groups.broadcast_along_pipeline(mine, stage).items():
+                    if self.grid.rank != source:
+                        buffers[key].set_(value)  # type: ignore[call-overload]

@@ -1,0 +1,72 @@
+"""Groups: the process groups of a grid, and objects passed along them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_axosparse.grid import Grid
+
+T = TypeVar("T")
+
+
+class Groups:
+    """The process groups of this rank; a group of one rank is None.
+
+    Creating it is collective over the job. ``torch.distributed`` has to be initialised where the
+    grid has more than one rank.
+
+    Args:
+        grid: the grid of ranks, with this rank.
+        device_type: "cpu" or "cuda".
+        shared: sets of stages that hold parameters in common.
+    """
+
+    def __init__(self, grid: Grid, device_type: str, shared: Iterable[frozenset[int]]) -> None:
+        self.grid = grid
+        self.mesh: DeviceMesh | None = None
+        self.world = self.inter = self.data = None
+        self._holding: dict[frozenset[int], dist.ProcessGroup | None] = {}
+        if grid.world_size == 1:
+            return
+        self.mesh = init_device_mesh(
+            device_type, (grid.g_data, grid.g_inter), mesh_dim_names=("data", "inter")
+        )
+        self.world = dist.group.WORLD
+        self.inter = self.mesh.get_group("inter") if grid.g_inter > 1 else None
+        self.data = self.mesh.get_group("data") if grid.g_data > 1 else None
+        for stages in sorted(set(shared), key=sorted):
+            if len(stages) > 1:
+                self._holding[stages] = dist.new_group(grid.ranks_holding(stages))
+
+    def holding(self, stages: frozenset[int]) -> dist.ProcessGroup | None:
+        """The ranks that hold what lives on ``stages``, of which this rank's is one."""
+        return self.data if len(stages) == 1 else self._holding[stages]
+
+    def broadcast_along_pipeline(self, value: T, stage: int) -> T:
+        """Hand every stage of this pipeline the ``value`` of ``stage``."""
+        if self.inter is None:
+            return value
+        return _broadcast(value, self.grid.pipeline(self.grid.replica)[stage], self.inter)
+
+    def broadcast(self, value: T, rank: int) -> T:
+        """Hand every rank of the job the ``value`` of ``rank``."""
+        return value if self.world is None else _broadcast(value, rank, self.world)
+
+    def gather_to_first_stage(self, value: T) -> list[T]:
+        """The values of this pipeline's stages, on its first stage; an empty list elsewhere."""
+        if self.inter is None:
+            return [value]
+        first = self.grid.pipeline(self.grid.replica)[0]
+        values: list[Any] | None = [None] * self.grid.g_inter if self.grid.stage == 0 else None
+        dist.gather_object(value, values, dst=first, group=self.inter)
+        return values or []
+
+
+def _broadcast(value: T, source: int, group: dist.ProcessGroup) -> T:
+    values = [value]
+    dist.broadcast_object_list(values, src=source, group=group)
+    return values[0]

@@ -1,0 +1,1 @@
+"""Every line that imports mpi4py."""

@@ -1,0 +1,160 @@
+"""Reduce: the all-reduce of whatever the parameters now are, started as gradients become final.
+
+Gradients travel in flat buckets. A bucket is sent as soon as the last of its gradients is final,
+while the rest of the backward pass goes on; afterwards ``param.grad`` is a view of the bucket. What
+a sparse parameter sends is its kept entries, because they are the parameter (SAMO, Singh & Bhatele,
+IPDPS 2023), so nothing here knows of sparsity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_axosparse.timing import clock
+
+BUCKET_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class Share:
+    """Parameters whose gradients are summed over the same ranks.
+
+    Args:
+        group: the ranks that hold these parameters: those of one stage over all replicas, and of
+            several stages for parameters that stages share.
+        parameters: in the same order on every rank of the group.
+    """
+
+    group: dist.ProcessGroup
+    parameters: Sequence[nn.Parameter]
+
+
+@dataclass
+class _Bucket:
+    group: dist.ProcessGroup
+    parameters: list[nn.Parameter]
+    missing: set[nn.Parameter] = field(default_factory=set)
+    flat: Tensor | None = None
+    work: Any = None
+
+    def pack_and_send(self) -> int:
+        """Copy the gradients into one block, start its all-reduce and return its bytes."""
+        first = self.parameters[0]
+        sizes = [parameter.numel() for parameter in self.parameters]
+        self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        for parameter, piece in zip(self.parameters, self.flat.split(sizes), strict=True):
+            if parameter.grad is not None:
+                piece.copy_(parameter.grad.reshape(-1))
+                parameter.grad = piece.view_as(parameter.grad)
+        self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
+        return self.flat.numel() * self.flat.element_size()
+
+
+class GradientReducer:
+    """Averages gradients over replicas, and sums those of shared parameters over stages.
+
+    Args:
+        shares: the parameters of this rank by the ranks that they are shared with.
+        replicas: number by which the sums are divided.
+    """
+
+    def __init__(self, shares: Sequence[Share], replicas: int) -> None:
+        self.reduced_bytes = 0
+        """Bytes of gradients handed to the all-reduce in the last step."""
+        self._shares, self._replicas = shares, replicas
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[nn.Parameter, _Bucket] = {}
+        self._hooks: dict[nn.Parameter, RemovableHandle] = {}
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks.values():
+            hook.remove()
+
+    def arm(self) -> None:
+        """From now on a gradient is final once it has been accumulated."""
+        self.reduced_bytes = 0
+        self._buckets = [bucket for share in self._shares for bucket in _buckets(share)]
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        # Parameters may be unfrozen at any time, and a frozen one takes no hook.
+        for parameter in self._bucket_of.keys() - self._hooks.keys():
+            hook = parameter.register_post_accumulate_grad_hook(self._on_final)
+            self._hooks[parameter] = hook
+
+    def finish(self) -> None:
+        """Send what is left and wait until every gradient is reduced."""
+        self._send(self._buckets)
+        self._bucket_of = {}
+        with clock.span("all-reduce"):
+            used = self._used_anywhere()
+            for bucket in self._buckets:
+                bucket.work.wait()
+                assert bucket.flat is not None
+                if self._replicas > 1:
+                    bucket.flat.div_(self._replicas)
+                sizes = [parameter.numel() for parameter in bucket.parameters]
+                for parameter, piece in zip(
+                    bucket.parameters, bucket.flat.split(sizes), strict=True
+                ):
+                    parameter.grad = piece.view(parameter.shape) if used[parameter] else None
+        self._buckets = []
+
+    def _on_final(self, parameter: nn.Parameter) -> None:
+        bucket = self._bucket_of.get(parameter)
+        if bucket is None:
+            return
+        bucket.missing.discard(parameter)
+        # All ranks of a group have to start its collectives in one order.
+        ready = []
+        for other in self._buckets:
+            if other.group is bucket.group:
+                if other.missing:
+                    break
+                ready.append(other)
+        self._send(ready)
+
+    def _send(self, buckets: Sequence[_Bucket]) -> None:
+        for bucket in buckets:
+            if bucket.work is None:
+                self.reduced_bytes += bucket.pack_and_send()
+
+    def _used_anywhere(self) -> dict[nn.Parameter, bool]:
+        """Which parameters have a gradient on any rank; the others keep None, as on one process."""
+        used: dict[nn.Parameter, bool] = {}
+        for share in self._shares:
+            trained = [p for p in share.parameters if p.requires_grad]
+            if not trained:
+                continue
+            flags = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8)
+            flags = flags.to(trained[0].device)
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=share.group)
+            used.update(zip(trained, flags.bool().tolist(), strict=True))
+        return used
+
+
+def _buckets(share: Share) -> list[_Bucket]:
+    """Fill buckets from the last parameter to the first: the order of the backward pass."""
+    open_buckets: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
+    size: dict[int, int] = {}
+    buckets = []
+    for parameter in reversed(share.parameters):
+        if not parameter.requires_grad:
+            continue
+        key = parameter.dtype, parameter.device
+        bucket = open_buckets.get(key)
+        size_bytes = parameter.numel() * parameter.element_size()
+        if bucket is None or size[id(bucket)] + size_bytes > BUCKET_BYTES:
+            bucket = open_buckets[key] = _Bucket(share.group, [])
+            size[id(bucket)] = 0
+            buckets.append(bucket)
+        bucket.parameters.append(parameter)
+        bucket.missing.add(parameter)
+        size[id(bucket)] += size_bytes
+    return buckets

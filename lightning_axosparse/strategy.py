@@ -1,0 +1,490 @@
+"""AxoSparseStrategy: answers each of Lightning's hooks by handing it to the room that knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from time import time
+from typing import Any, Literal, TypeVar
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.distributed import (
+    ReduceOp,
+    _all_gather_ddp_if_available,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_axosparse.adapters.checkpoint import (
+    gather_model_state,
+    gather_optimizer_state,
+    local_model_state,
+    local_optimizer_state,
+)
+from lightning_axosparse.adapters.precision import pipeline_precision
+from lightning_axosparse.adapters.requirements import (
+    refuse_callbacks,
+    refuse_module,
+    refuse_optimizers,
+    refuse_world,
+)
+from lightning_axosparse.adapters.sampling import (
+    process_dataloader,
+)
+from lightning_axosparse.deployment import Deployment, deal
+from lightning_axosparse.grid import Grid
+from lightning_axosparse.groups import Groups
+from lightning_axosparse.mpi import environment
+from lightning_axosparse.pipeline.schedule import SCHEDULES
+from lightning_axosparse.sparse import sparsify
+from lightning_axosparse.sparse.swap import layouts
+from lightning_axosparse.stepping import Stepper, cut
+from lightning_axosparse.timing import clock
+
+T = TypeVar("T")
+
+
+class AxoSparseStrategy(ParallelStrategy):
+    """Inter-layer pipeline x data parallelism over MPI, with message-driven scheduling.
+
+    The LightningModule does not change: every stage runs its ``training_step``, micro-batch by
+    micro-batch, and computes only its own layers of one ``nn.Sequential`` or ``nn.ModuleList``. A
+    stage runs whatever message has arrived (AxoNN, Singh & Bhatele, IPDPS 2022). Gradients are
+    averaged over replicas as soon as they are final. Weights can go over to sparse storage while
+    training (SAMO, Singh & Bhatele, IPDPS 2023): see ``EarlyBirdTicket``.
+
+    ``python train.py`` with ``devices=N`` starts N ranks itself; under ``mpiexec`` or ``srun`` the
+    script's own processes are the ranks. With one rank no MPI is started.
+
+    Args:
+        g_inter: stages per replica. The number of replicas follows: ``world_size // g_inter``.
+        microbatches: micro-batches per batch and replica; None takes ``4 * g_inter`` (one without a
+            pipeline). A batch that they do not divide is cut unevenly and weighted rightly; one
+            with fewer samples gives one micro-batch a sample.
+        pipeline: attribute path of the ``nn.Sequential`` or ``nn.ModuleList`` whose layers are
+            dealt to the stages, such as ``"model.transformer.h"``. None takes the only candidate.
+        balance: "parameters" deals layers so that the largest stage is as small as possible; a
+            sequence gives the number of layers of each stage.
+        in_flight: most micro-batches that a stage may hold between forward and backward; None takes
+            ``2 * g_inter``, which hides jitter and latency. ``g_inter`` is what 1F1B holds.
+        schedule: "message-driven", or for comparison "1f1b" or "gpipe".
+        transport: "mpi" gives each stage a rank; "loopback" runs all stages of a replica in one
+            process, through the same schedule, for notebooks, debuggers and tests.
+        split_batch: cuts a batch into micro-batches, ``(batch, microbatches) -> list``; None cuts
+            every tensor along its first dimension.
+
+    Raises:
+        MisconfigurationException: for arguments out of range, here; for a grid, a module or an MPI
+            that does not fit, before any rank is started.
+    """
+
+    strategy_name = "axosparse"
+
+    def __init__(
+        self,
+        g_inter: int = 1,
+        microbatches: int | None = None,
+        pipeline: str | None = None,
+        balance: Literal["parameters"] | Sequence[int] = "parameters",
+        in_flight: int | None = None,
+        schedule: Literal["message-driven", "1f1b", "gpipe"] = "message-driven",
+        transport: Literal["mpi", "loopback"] = "mpi",
+        split_batch: Callable[[Any, int], list[Any]] | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        _refuse_arguments(g_inter, microbatches, in_flight, schedule, transport)
+        super().__init__(
+            accelerator,
+            parallel_devices,
+            cluster_environment or environment.MPIJobEnvironment(),
+            checkpoint_io,
+            precision_plugin,
+        )
+        self.g_inter = g_inter
+        self.microbatches = microbatches or (4 * g_inter if g_inter > 1 else 1)
+        self.in_flight = in_flight or (2 * g_inter if g_inter > 1 else 1)
+        self.schedule = schedule
+        self.transport = transport
+        self._container_path, self._balance = pipeline, balance
+        self._split_batch = split_batch
+        self._num_nodes = 1
+        self._deployment: Deployment | None = None
+
+    # Ranks
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes, as given to the Trainer."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def grid(self) -> Grid:
+        """The ranks of the job; with the loopback transport a replica is one rank."""
+        return Grid(
+            self._ranks, 1 if self.transport == "loopback" else self.g_inter, self.global_rank
+        )
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are replicas, which Lightning has to give different samples."""
+        return self.grid.g_data > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which samples this rank's replica is given."""
+        return {"num_replicas": self.grid.g_data, "rank": self.grid.replica}
+
+    def set_world_ranks(self) -> None:
+        """Tell Lightning's rank-zero helpers which rank this is."""
+        vars(rank_zero_only).update(rank=self.global_rank)
+
+    def _configure_launcher(self) -> None:
+        devices = len(self.parallel_devices or ())
+        job_size = environment.job_size()
+        refuse_world(devices, self.num_nodes, job_size)
+        _ = self.grid
+        if job_size == 1 and self._ranks > 1:
+            from lightning_axosparse.mpi.launcher import MPILauncher
+
+            self._launcher = MPILauncher(self, self._ranks)
+
+    @property
+    def _ranks(self) -> int:
+        return len(self.parallel_devices or (None,)) * self.num_nodes
+
+    # Setting up and leaving
+
+    def refuse_unfit(self, trainer: pl.Trainer) -> None:
+        """Refuse what cannot work, before anything is set up or any rank is started.
+
+        Raises:
+            MisconfigurationException: for a module or callback that cannot work in a pipeline.
+        """
+        if trainer.state.fn == TrainerFn.FITTING:
+            refuse_module(self._module)
+        if self.g_inter > 1:
+            refuse_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+        self.connect(self._module)
+
+    def connect(self, model: pl.LightningModule) -> None:
+        """Take the module and deal its layers."""
+        sizes = None if self._balance == "parameters" else self._balance
+        self._dealt = deal(model, self._container_path, sizes, self.g_inter)
+        super().connect(model)
+
+    def setup_environment(self) -> None:
+        """Join the other ranks."""
+        if self._ranks > 1:
+            environment.limit_threads()
+            from lightning_axosparse.mpi.backend import init_process_group
+
+            init_process_group(self.root_device.type)
+        self.set_world_ranks()
+        super().setup_environment()
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Deal the module to the stages; optimizers are configured for the whole of it before."""
+        assert self.accelerator is not None
+        module = self._module
+        self.refuse_unfit(trainer)
+        self.accelerator.setup(trainer)
+        self.precision_plugin.convert_module(module)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            refuse_optimizers(self.optimizers)
+        first = 0 if self.transport == "loopback" else self.grid.stage
+        stages = range(self.g_inter) if self.transport == "loopback" else range(first, first + 1)
+        deployment = Deployment(module, self._dealt, self.grid, stages, self.root_device)
+        deployment.occupy(self.optimizers)
+        self._deployment = deployment
+        _optimizers_to_device(self.optimizers, self.root_device)
+        held = deployment.split.held()
+        counted = {held[name] for name in deployment.split.counted()}
+        groups = deployment.groups
+        self.precision_plugin = pipeline_precision(
+            self.precision_plugin, groups.inter, groups.world, counted.__contains__
+        )
+        self.setup_precision_plugin()
+        self._stepper = Stepper(
+            deployment,
+            trainer,
+            self.precision_plugin,
+            SCHEDULES[self.schedule],
+            self.in_flight,
+            lambda batch: cut(batch, self.microbatches, self._split_batch),
+        )
+
+    def model_to_device(self) -> None:
+        """Need nothing: the deployment moves what lives here."""
+
+    def on_exception(self, exception: BaseException) -> None:
+        """End the job, so that no other rank waits for this one for ever."""
+        if self._ranks > 1:
+            environment.abort_job(exception, self.grid)
+
+    def teardown(self) -> None:
+        """Hand back an ordinary module: whole and dense on every rank."""
+        if self._deployment is not None:
+            self._stepper.close()
+            self._deployment.leave(self.optimizers)
+            self._deployment = None
+        super().teardown()
+
+    # Steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``training_step`` forward and back; ``backward`` only hands the gradients over."""
+        return self._stepper.train(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``validation_step`` forward."""
+        context = self.precision_plugin.val_step_context
+        return self._stepper.evaluate(self._module.validation_step, context, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``test_step`` forward."""
+        context = self.precision_plugin.test_step_context
+        return self._stepper.evaluate(self._module.test_step, context, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``predict_step`` forward; every stage returns the last one's predictions."""
+        context = self.precision_plugin.predict_step_context
+        return self._stepper.evaluate(self._module.predict_step, context, *args, **kwargs)
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Give the parameters the gradients that ``training_step`` has made."""
+        return self._stepper.hand_over_gradients(closure_loss)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step, and time the step without the closure."""
+        closed = time()
+
+        def timed_closure() -> Any:
+            nonlocal closed
+            result = closure()
+            closed = time()
+            return result
+
+        result = super().optimizer_step(optimizer, timed_closure, model, **kwargs)
+        clock.add("optimizer", closed, time(), self.grid.stage)
+        return result
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Keep gradients local while Lightning accumulates them."""
+        with self._stepper.gradients_kept_local():
+            yield
+
+    # Sparse storage
+
+    @property
+    def inter_group(self) -> dist.ProcessGroup | None:
+        """The stages of this rank's pipeline; None if this rank runs all of them."""
+        return self._groups.inter
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """This rank's stage in all replicas; None if there is one replica."""
+        return self._groups.data
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of gradients that this rank handed to the all-reduce in its last step."""
+        reducer = self._deployed.reducer
+        return 0 if reducer is None else reducer.reduced_bytes
+
+    @property
+    def peak_in_flight(self) -> dict[int, int]:
+        """Most micro-batches that each stage of this rank held in its last training batch."""
+        return self._stepper.pipeline.peak_in_flight
+
+    def held_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that live on this rank, by name, in the module's order."""
+        return self._deployed.split.held()
+
+    def counted_parameters(self) -> set[str]:
+        """The names that this rank counts, so that each is counted once over a pipeline."""
+        return self._deployed.split.counted()
+
+    def sparsify(self, masks: Mapping[str, Tensor]) -> None:
+        """Store the masked parameters of this rank, and their optimizer state, sparse.
+
+        Args:
+            masks: name of a held parameter -> bool tensor of its shape, True where an entry is
+                kept. Read one at a time.
+        """
+        sparsify(self._module, masks, self.optimizers[0] if self.optimizers else None)
+
+    # Collectives: values are the same on all stages, so that replicas are what is reduced over
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks of the job."""
+        if dist.is_initialized():
+            dist.barrier()
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Hand every rank the ``obj`` of rank ``src``."""
+        if not dist.is_initialized():
+            return obj
+        values = [obj]
+        dist.broadcast_object_list(values, src=src)
+        return values[0]
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Stack the tensors of all replicas, shape ``(g_data, *tensor.shape)``."""
+        group = group or self.data_group
+        if group is None:
+            return tensor.unsqueeze(0)
+        return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
+
+    def reduce(
+        self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Any:
+        """Reduce a tensor over the replicas."""
+        group = group or self.data_group
+        if group is None or not isinstance(tensor, Tensor):
+            return tensor
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks of the job, or any, decide so."""
+        if self._groups.world is None:
+            return decision
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(votes.item())
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Let all stages of a replica load the same samples."""
+        return process_dataloader(dataloader, self.grid.replica)
+
+    # Checkpoints: one file, dense, as one process writes it
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole module's state on the first rank; collective."""
+        if self._deployment is None:
+            return self._module.state_dict()
+        self._stepper.metrics.share_states()
+        deployed = self._deployment
+        gather = deployed.groups.gather_to_first_stage
+        return gather_model_state(deployed.split, deployed.stages, gather)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load what lives here of a whole module's state."""
+        state = checkpoint["state_dict"]
+        if self._deployment is not None:
+            state = local_model_state(state, self._deployment.split, self._deployment.stages)
+            strict = False
+        self._module.load_state_dict(state, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole optimizer's state on the first rank; collective."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        deployed = self._deployed
+        return gather_optimizer_state(
+            optimizer,
+            deployed.optimizer_groups[self.optimizers.index(optimizer)],
+            deployed.split.names,
+            layouts(self._module),
+            deployed.groups.gather_to_first_stage,
+        )
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load what lives here of the whole optimizers' states."""
+        deployed = self._deployed
+        for optimizer, state, groups in zip(
+            self.optimizers, checkpoint["optimizer_states"], deployed.optimizer_groups, strict=True
+        ):
+            names, sparse = deployed.split.names, layouts(self._module)
+            optimizer.load_state_dict(
+                local_optimizer_state(state, optimizer, groups, names, sparse)
+            )
+        _optimizers_to_device(self.optimizers, self.root_device)
+
+    # State
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _deployed(self) -> Deployment:
+        if self._deployment is None:
+            raise RuntimeError("AxoSparseStrategy holds a module only while the Trainer runs.")
+        return self._deployment
+
+    @property
+    def _groups(self) -> Groups:
+        return self._deployed.groups
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Make the strategy known by its name."""
+        strategy_registry.register(
+            cls.strategy_name,
+            cls,
+            description="message-driven pipeline x data parallelism over MPI",
+            override=True,
+        )
+
+
+def _refuse_arguments(
+    g_inter: int, microbatches: int | None, in_flight: int | None, schedule: str, transport: str
+) -> None:
+    for name, value in (
+        ("g_inter", g_inter),
+        ("microbatches", microbatches),
+        ("in_flight", in_flight),
+    ):
+        if value is not None and value < 1:
+            raise MisconfigurationException(f"{name}={value} must be at least 1.")
+    if schedule not in SCHEDULES:
+        raise MisconfigurationException(
+            f"schedule={schedule!r} is not known. Choose from {list(SCHEDULES)}."
+        )
+    if transport not in ("mpi", "loopback"):
+        raise MisconfigurationException(
+            f"transport={transport!r} is not known. Choose 'mpi', where each stage is a rank, or "
+            "'loopback', where all stages of a replica share one process."
+        )
+    if in_flight is not None and schedule != "message-driven":
+        raise MisconfigurationException(
+            f"in_flight={in_flight} belongs to schedule='message-driven'; {schedule!r} has its own "
+            "fixed limit. Leave one of them out."
+        )

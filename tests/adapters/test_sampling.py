@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning import seed_everything
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+)
+
+from lightning_axosparse.adapters.sampling import (
+    agree_randomness,
+    check_same_batch,
+    fingerprint,
+    process_dataloader,
+)
+from tests.adapters.harness import CutStrategy, Groups, alone, fit
+
+SAMPLES = list(range(23))
+
+
+class Stream(IterableDataset):
+    """Shuffles by numpy's and Python's global generators."""
+
+    def __iter__(self) -> Iterator[float]:
+        order = np.random.permutation(SAMPLES)
+        return iter([float(sample) + random.random() for sample in order])
+
+
+class UsersSampler(Sampler):
+    """Shuffles by a global generator too."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(len(SAMPLES)).tolist())
+
+    def __len__(self) -> int:
+        return len(SAMPLES)
+
+
+def loaders(workers: int = 0) -> dict[str, DataLoader]:
+    def collate(samples: list[int]) -> Tensor:
+        return torch.tensor(samples) + torch.rand(1)
+
+    return {
+        "shuffle": DataLoader(SAMPLES, 5, shuffle=True, collate_fn=collate),
+        "weighted": DataLoader(SAMPLES, 5, sampler=WeightedRandomSampler([1.0] * 23, 23)),
+        "stream": DataLoader(Stream(), 5),
+        "users": DataLoader(SAMPLES, 5, sampler=UsersSampler()),
+        "workers": DataLoader(Augmented(), 5, shuffle=True, num_workers=workers),
+    }
+
+
+class Augmented(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return len(SAMPLES)
+
+    def __getitem__(self, index: int) -> list[float]:
+        return [index + torch.rand(()).item(), np.random.rand(), random.random()]
+
+
+def batches(replica: int, workers: int) -> dict[str, list[Any]]:
+    """What two epochs of each loader yield."""
+    found = {}
+    for name, loader in loaders(workers).items():
+        process_dataloader(loader, replica)
+        found[name] = [
+            [b.tolist() if name != "workers" else torch.stack(b, 1).tolist() for b in loader]
+            for _ in range(2)
+        ]
+    return found
+
+
+def batches_on_stages(groups: Groups) -> tuple[dict[str, list[Any]], int, str]:
+    seed_everything(7 if groups.grid.stage == 0 else 1234, workers=True, verbose=False)
+    agree_randomness(groups.inter, groups.grid.pipeline(groups.grid.replica)[0])
+    found = batches(groups.grid.replica, workers=1)
+    message = ""
+    check_same_batch(found, groups.inter)
+    try:
+        check_same_batch({"x": torch.ones(2), "id": groups.grid.stage}, groups.inter)
+    except MisconfigurationException as refusal:
+        message = str(refusal)
+    seed = torch.initial_seed()
+    return found, seed, message
+
+
+def test_two_stages_sample_what_one_process_samples(on_two: list[dict[str, Any]]) -> None:
+    seed_everything(7, workers=True, verbose=False)
+    expected = batches(replica=0, workers=1)
+    for batches_found, seed, message in (found["batches"] for found in on_two):
+        assert batches_found == expected
+        assert seed == 7
+        assert "stage 0: " in message
+        assert "different batches" in message
+    assert expected["shuffle"][0] != expected["shuffle"][1]
+
+
+def test_replicas_augment_differently() -> None:
+    ours = []
+    for replica in (0, 0, 1):
+        seed_everything(7, workers=True, verbose=False)
+        ours.append(batches(replica, workers=1)["workers"])
+    assert ours[0] == ours[1] != ours[2]
+    indices = [[[int(row[0]) for row in b] for epoch in o for b in epoch] for o in ours]
+    assert indices[0] == indices[2]
+
+
+class Sees(LightningModule):
+    """Remembers its batches."""
+
+    def __init__(self, combined: bool = False) -> None:
+        super().__init__()
+        self.net = nn.Linear(1, 1)
+        self.seen: list[Any] = []
+        self.combined = combined
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append([part.flatten().tolist() for part in batch])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return sum(self.net(part).mean() for part in batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> Any:
+        data = torch.arange(14.0).split(1)
+        a, b = DataLoader(data, 4, shuffle=True), DataLoader(data, 3, shuffle=True)
+        return CombinedLoader([a, b], "min_size") if self.combined else [a]
+
+
+class Remembers(CutStrategy):
+    """Also keeps the loaders that Lightning asks about."""
+
+    def process_dataloader(self, dataloader: object) -> object:
+        self.loaders = [*getattr(self, "loaders", []), dataloader]
+        return process_dataloader(dataloader, replica=3)
+
+
+@pytest.mark.parametrize("combined", [False, True])
+def test_a_shuffled_fit_sees_the_batches_of_one_process(combined: bool) -> None:
+    seen = []
+    for strategy in ("auto", Remembers(1, alone())):
+        seed_everything(11, verbose=False)
+        module = Sees(combined)
+        fit(module, strategy)
+        seen.append(module.seen)
+    assert seen[0] == seen[1]
+    assert seen[0][:4] != seen[0][4:]
+    assert len(strategy.loaders) == (2 if combined else 1)
+
+
+@given(st.lists(st.floats(allow_nan=False, width=32), min_size=1, max_size=6), st.integers(0, 5))
+def test_fingerprint_sees_every_value(values: list[float], position: int) -> None:
+    tensor = torch.tensor(values)
+    other = tensor.clone()
+    other[position % len(values)] += 1.0
+    nested = {"x": [tensor, "a"], "y": 1}
+    assert fingerprint(nested) == fingerprint({"x": [tensor.clone(), "a"], "y": 1})
+    if not torch.equal(tensor, other):
+        assert fingerprint(nested) != fingerprint({"x": [other, "a"], "y": 1})
+
+
+def test_fingerprint_sees_types_shapes_and_order() -> None:
+    x = torch.arange(6.0)
+    variants = [x, x.double(), x.bfloat16(), x.view(2, 3), x.view(2, 3).T, x.flip(0), x > 2]
+    variants += [x.to(torch.complex64), [x], x.numpy(), ["a", "b"], ["b", "a"], [1], [1.0], []]
+    prints = [fingerprint(variant) for variant in variants]
+    assert fingerprint([x]) == fingerprint(x)
+    assert len(set(prints)) == len(prints) - 1
+
+
+def test_alone_nothing_is_compared_or_drawn() -> None:
+    state = torch.get_rng_state()
+    agree_randomness(None, 0)
+    check_same_batch(object(), None)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class TestAssumptionsAboutLightning:
+    def test_without_replicas_the_users_sampler_is_kept(self) -> None:
+        strategy = Remembers(1, alone())
+        assert strategy.is_distributed is False
+        fit(Sees(), strategy)
+        assert type(strategy.loaders[0].sampler) is RandomSampler
+
+    def test_workers_are_seeded_only_where_nobody_did(self) -> None:
+        seed_everything(3, workers=True, verbose=False)
+        strategy = Remembers(1, alone())
+        fit(Sees(), strategy)
+        function = strategy.loaders[0].worker_init_fn
+        assert isinstance(function, partial)
+        assert function.func is pl_worker_init_function
+        assert function.keywords == {"rank": 3}
+        seed_everything(3, workers=False, verbose=False)
+
+    def test_without_seeded_workers_nothing_happens(self) -> None:
+        seed_everything(3, workers=False, verbose=False)
+        loader = loaders()["shuffle"]
+        assert process_dataloader(loader, 0) is loader
+        assert loader.worker_init_fn is None
+        assert process_dataloader([1, 2], 0) == [1, 2]

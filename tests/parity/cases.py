@@ -1,0 +1,153 @@
+"""The module, the data and the record of a run that parity tests compare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
+
+CLASSES, FEATURES, BATCHES, BATCH, EPOCHS = 5, 12, 6, 8, 3
+
+
+class Net(L.LightningModule):
+    """Six layers, two optimizer groups with a scheduler, metrics of every kind of state."""
+
+    def __init__(self, outer: bool = False, tied: bool = False) -> None:
+        super().__init__()
+        width = 24
+        self.model = nn.Sequential(
+            nn.Linear(FEATURES, width),
+            nn.GELU(),
+            nn.Linear(width, width),
+            nn.Tanh(),
+            nn.Linear(width, width),
+            nn.Linear(width, CLASSES),
+        )
+        if tied:
+            self.model[4].weight = self.model[2].weight
+        self.scale = nn.Parameter(torch.ones(FEATURES)) if outer else None
+        self.temperature = nn.Parameter(torch.tensor(1.5)) if outer else None
+        self.accuracy = MulticlassAccuracy(CLASSES, average="macro")
+        self.val_accuracy = MulticlassAccuracy(CLASSES, average="micro")
+        self.val_auroc = MulticlassAUROC(CLASSES, thresholds=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is not None:
+            x = x * self.scale
+        logits = self.model(x)
+        return logits if self.temperature is None else logits / self.temperature
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self(x)
+        loss = nn.functional.cross_entropy(logits, y)
+        self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.accuracy(logits.softmax(-1), y)
+        self.log("train_accuracy", self.accuracy, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        logits = self(x)
+        self.log("val_loss", nn.functional.cross_entropy(logits, y), sync_dist=True)
+        self.val_accuracy(logits.softmax(-1), y)
+        self.val_auroc(logits.softmax(-1), y)
+        self.log_dict({"val_accuracy": self.val_accuracy, "val_auroc": self.val_auroc})
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("test_loss", nn.functional.cross_entropy(self(x), y), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        weights = [p for p in self.parameters() if p.dim() > 1]
+        others = [p for p in self.parameters() if p.dim() <= 1]
+        optimizer = torch.optim.AdamW(
+            [{"params": weights, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
+            lr=1e-2,
+        )
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
+
+
+def loader(seed: int, batches: int = BATCHES, batch: int = BATCH, extra: int = 0) -> DataLoader:
+    generator = torch.Generator().manual_seed(seed)
+    samples = batches * batch + extra
+    x = torch.randn(samples, FEATURES, generator=generator)
+    y = (x[:, :CLASSES] + 0.3 * torch.randn(samples, CLASSES, generator=generator)).argmax(-1)
+    return DataLoader(TensorDataset(x, y), batch_size=batch)
+
+
+@dataclass
+class Record:
+    """What a run did, as plain numbers and CPU tensors."""
+
+    losses: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    logged: list[dict[str, float]] = field(default_factory=list)
+    validated: list[dict[str, float]] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Recorder(Callback):
+    """Fills a record on every rank."""
+
+    def __init__(self) -> None:
+        self.record = Record()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+        self.record.losses.append(float(outputs["loss"]))
+        self.record.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+        self.record.logged.append({k: float(v) for k, v in trainer.logged_metrics.items()})
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        if not trainer.sanity_checking:
+            metrics = {k: float(v) for k, v in trainer.callback_metrics.items()}
+            self.record.validated.append(metrics)
+
+
+def trainer(strategy: Any = "auto", devices: int = 1, **options: Any) -> L.Trainer:
+    callbacks = [Recorder(), *options.pop("callbacks", [])]
+    settings = {
+        "accelerator": "cpu",
+        "max_epochs": EPOCHS,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": True,
+        **options,
+    }
+    return L.Trainer(strategy=strategy, devices=devices, callbacks=callbacks, **settings)
+
+
+def fit(run: L.Trainer, module: L.LightningModule, extra: int = 0, **options: Any) -> Record:
+    """Train, and return what happened."""
+    run.fit(module, loader(1, extra=extra), loader(2, batches=3), **options)
+    record: Record = run.callbacks[0].record
+    record.weights = {k: v.detach().clone() for k, v in module.state_dict().items()}
+    record.facts = {"global_step": run.global_step, "epoch": run.current_epoch}
+    return record
+
+
+def difference(one: Record, other: Record) -> float:
+    """Largest absolute difference of anything recorded."""
+    assert len(one.losses) == len(other.losses) > 0
+    assert one.rates == other.rates
+    assert one.facts == other.facts
+    pairs = list(zip(one.losses, other.losses, strict=True))
+    for ours, theirs in ((one.logged, other.logged), (one.validated, other.validated)):
+        for here, there in zip(ours, theirs, strict=True):
+            assert here.keys() == there.keys()
+            pairs += [(here[name], there[name]) for name in here]
+    assert one.weights.keys() == other.weights.keys()
+    tensors = [(one.weights[k].double() - other.weights[k].double()).abs() for k in one.weights]
+    return max([abs(a - b) for a, b in pairs] + [float(t.max()) for t in tensors if t.numel()])

@@ -1,0 +1,155 @@
+"""A checkpoint written on one grid continues the same run on any other, before and after a draw."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from tests.parity.cases import BATCH, EPOCHS, Net, Record, loader, trainer
+from tests.ranks import run_ranks
+
+GRIDS = {"1x1": (1, 1), "2x1": (2, 2), "2x2": (2, 4), "4x1": (4, 4)}
+TICKETS = {"dense": None, "sparse": 1, "sparse later": EPOCHS + 1}
+"""When the ticket is drawn: never, before the stop, after it."""
+
+
+def train(
+    grid: str, ticket: int | None, epochs: int, folder: Path, resume: Path | None
+) -> tuple[Record, dict[str, Any]]:
+    """Train on a grid; the global batch is the same on each."""
+    from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
+
+    g_inter, ranks = GRIDS[grid]
+    L.seed_everything(0, verbose=False)
+    draw = [] if ticket is None else [EarlyBirdTicket(0.6, draw_by_epoch=ticket)]
+    run = trainer(
+        AxoSparseStrategy(g_inter=g_inter, microbatches=2),
+        ranks,
+        max_epochs=epochs,
+        callbacks=[*draw, ModelCheckpoint(folder, filename="stop", save_top_k=-1)],
+        enable_checkpointing=True,
+        precision="64-true",
+    )
+    module = Net(outer=True, tied=True)
+    replicas = ranks // g_inter
+    data = [loader(1, batches=6 * replicas, batch=BATCH // replicas), loader(2, batches=2)]
+    run.fit(module, *data, ckpt_path=resume, weights_only=False)
+    record: Record = run.callbacks[0].record
+    record.weights = {k: v.clone() for k, v in module.state_dict().items()}
+    drawn = dict(draw[0].ticket.masks) if draw and draw[0].ticket else {}
+    return record, {"masks": drawn, "step": run.global_step, "epoch": run.current_epoch}
+
+
+def stop(grid: str, folder: Path) -> None:
+    for name, ticket in TICKETS.items():
+        train(grid, ticket, EPOCHS, folder / grid / name, None)
+
+
+def resume(grid: str, folder: Path) -> dict[tuple[str, str], Any]:
+    return {
+        (name, origin): train(
+            grid, ticket, EPOCHS + 2, folder / "on", folder / origin / name / "stop.ckpt"
+        )
+        for name, ticket in TICKETS.items()
+        for origin in GRIDS
+    }
+
+
+def on(grid: str, function: Any, folder: Path) -> list[Any]:
+    if GRIDS[grid][1] == 1:
+        return [function(grid, folder)]
+    return run_ranks(GRIDS[grid][1], function, grid, folder, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint of every grid."""
+    path = tmp_path_factory.mktemp("stopped")
+    for grid in GRIDS:
+        on(grid, stop, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("through")
+    return {
+        name: train("1x1", ticket, EPOCHS + 2, path / name, None)
+        for name, ticket in TICKETS.items()
+    }
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_any_grid_continues_the_run_of_any_other(
+    grid: str, folder: Path, uninterrupted: dict[str, Any]
+) -> None:
+    for results in on(grid, resume, folder):
+        for (name, origin), (record, facts) in results.items():
+            expected, expected_facts = uninterrupted[name]
+            where = f"{name}: {origin} -> {grid}"
+            assert facts["step"] == expected_facts["step"], where
+            assert facts["epoch"] == expected_facts["epoch"], where
+            assert facts["masks"].keys() == expected_facts["masks"].keys(), where
+            for key, mask in facts["masks"].items():
+                assert torch.equal(mask, expected_facts["masks"][key]), where
+            for key, weight in expected.weights.items():
+                assert torch.allclose(record.weights[key], weight, rtol=0, atol=1e-12), where
+            if GRIDS[grid][1] == GRIDS[grid][0]:  # one replica sees the same losses
+                theirs = expected.losses[-len(record.losses) :]
+                assert record.losses == pytest.approx(theirs, abs=1e-12), where
+
+
+def test_the_file_is_what_one_process_writes(folder: Path) -> None:
+    L.seed_everything(0, verbose=False)
+    run = trainer(
+        "auto",
+        max_epochs=EPOCHS,
+        precision="64-true",
+        callbacks=[ModelCheckpoint(folder / "plain", filename="stop", save_top_k=-1)],
+        enable_checkpointing=True,
+    )
+    run.fit(Net(outer=True, tied=True), loader(1), loader(2, batches=2))
+    plain = torch.load(folder / "plain" / "stop.ckpt", weights_only=False)
+    for grid in GRIDS:
+        ours = torch.load(folder / grid / "dense" / "stop.ckpt", weights_only=False)
+        assert ours.keys() == plain.keys()
+        assert list(ours["state_dict"]) == list(plain["state_dict"])
+        assert ours["lr_schedulers"] == plain["lr_schedulers"]
+        assert ours["loops"].keys() == plain["loops"].keys()
+        for mine, theirs in zip(ours["optimizer_states"], plain["optimizer_states"], strict=True):
+            assert mine["param_groups"] == theirs["param_groups"]
+            assert mine["state"].keys() == theirs["state"].keys()
+            for index, state in theirs["state"].items():
+                for key, value in state.items():
+                    assert torch.allclose(mine["state"][index][key], value, rtol=0, atol=1e-12)
+        loaded = Net.load_from_checkpoint(
+            folder / grid / "dense" / "stop.ckpt", outer=True, tied=True, weights_only=False
+        )
+        assert loaded.state_dict().keys() == plain["state_dict"].keys()
+        sparse = torch.load(folder / grid / "sparse" / "stop.ckpt", weights_only=False)
+        shapes = {k: v.shape for k, v in sparse["state_dict"].items()}
+        assert shapes == {k: v.shape for k, v in plain["state_dict"].items()}
+        Net.load_from_checkpoint(
+            folder / grid / "sparse" / "stop.ckpt", outer=True, tied=True, weights_only=False
+        )
+
+
+def test_a_plain_checkpoint_resumes_on_a_grid_and_back(folder: Path) -> None:
+    L.seed_everything(0, verbose=False)
+    run = trainer("auto", max_epochs=EPOCHS + 2, precision="64-true")
+    module = Net(outer=True, tied=True)
+    run.fit(
+        module,
+        loader(1),
+        loader(2, batches=2),
+        ckpt_path=folder / "4x1" / "dense" / "stop.ckpt",
+        weights_only=False,
+    )
+    record, _ = train("1x1", None, EPOCHS + 2, folder / "on", folder / "plain" / "stop.ckpt")
+    for key, weight in module.state_dict().items():
+        assert torch.allclose(record.weights[key], weight, rtol=0, atol=1e-12)

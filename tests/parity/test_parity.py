@@ -1,0 +1,175 @@
+"""The same module gives the same numbers on one process and on any grid of ranks.
+
+All rows of one number of ranks run in one job, because starting ranks takes longer than a row.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import closing
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+from tests.parity.cases import Net, Record, difference, fit, trainer
+from tests.ranks import run_ranks
+
+# Row: (ranks, strategy, module, trainer, tolerance). The tolerances are those of float32 sums in
+# another order; float64 agrees to its last bits.
+ROWS: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any], float]] = {
+    "1x1": (1, {"g_inter": 1}, {}, {}, 0.0),
+    "1x1, 4 micro-batches": (1, {"g_inter": 1, "microbatches": 4}, {}, {}, 5e-7),
+    "loopback 4x1": (1, {"g_inter": 4, "transport": "loopback"}, {"outer": True}, {}, 5e-7),
+    "2x1": (2, {"g_inter": 2, "microbatches": 4}, {}, {}, 5e-7),
+    "2x1 1f1b": (2, {"g_inter": 2, "microbatches": 4, "schedule": "1f1b"}, {}, {}, 5e-7),
+    "2x1 gpipe": (2, {"g_inter": 2, "microbatches": 4, "schedule": "gpipe"}, {}, {}, 5e-7),
+    "2x1 balance": (2, {"g_inter": 2, "balance": [1, 5]}, {}, {}, 5e-7),
+    "accumulation": (2, {"g_inter": 2}, {}, {"accumulate_grad_batches": 4}, 5e-7),
+    "clip by norm": (2, {"g_inter": 2}, {"outer": True}, {"gradient_clip_val": 0.05}, 1e-6),
+    "clip by value": (
+        2,
+        {"g_inter": 2},
+        {"outer": True},
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        5e-7,
+    ),
+    "outer and tied": (2, {"g_inter": 2}, {"outer": True, "tied": True}, {}, 5e-7),
+    "uneven micro-batches": (2, {"g_inter": 2, "microbatches": 3}, {}, {"extra": 5}, 5e-7),
+    "64-true": (2, {"g_inter": 2, "microbatches": 3}, {}, {"precision": "64-true"}, 1e-15),
+    "3x1": (3, {"g_inter": 3, "microbatches": 4}, {"outer": True}, {}, 5e-7),
+    "3x1 64-true": (3, {"g_inter": 3}, {"tied": True}, {"precision": "64-true"}, 1e-15),
+    "3x1 clip, accumulation": (
+        3,
+        {"g_inter": 3},
+        {"outer": True, "tied": True},
+        {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2},
+        1e-6,
+    ),
+}
+
+
+def train(row: str, strategy: Any, ranks: int = 1) -> Record:
+    _, _, module, options, _ = ROWS[row]
+    L.seed_everything(0, verbose=False)
+    options = dict(options)
+    extra = options.pop("extra", 0)
+    return fit(trainer(strategy, ranks, **options), Net(**module), extra)
+
+
+def train_rows(ranks: int) -> dict[str, Record]:
+    from lightning_axosparse import AxoSparseStrategy
+
+    return {
+        row: train(row, AxoSparseStrategy(**strategy), ranks)
+        for row, (needs, strategy, *_) in ROWS.items()
+        if needs == ranks
+    }
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[int, list[dict[str, Record]]]:
+    """The records of every row on every rank, by number of ranks."""
+    jobs = {ranks: run_ranks(ranks, train_rows, ranks, timeout=240) for ranks in (2, 3)}
+    return {1: [train_rows(1)], **jobs}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_grid_does_what_one_process_does(row: str, runs: Any) -> None:
+    ranks, *_, tolerance = ROWS[row]
+    expected = train(row, "auto")
+    assert len(expected.losses) >= 18
+    for records in runs[ranks]:
+        assert difference(expected, records[row]) <= tolerance
+
+
+def train_mixed(ranks: int) -> Record:
+    from lightning_axosparse import AxoSparseStrategy
+
+    L.seed_everything(0, verbose=False)
+    strategy = AxoSparseStrategy(g_inter=2, microbatches=2)
+    return fit(trainer(strategy, ranks, precision="bf16-mixed"), Net())
+
+
+def test_bf16_mixed_differs_by_the_rounding_of_micro_batches() -> None:
+    L.seed_everything(0, verbose=False)
+    expected = fit(trainer("auto", precision="bf16-mixed"), Net())
+    for record in run_ranks(2, train_mixed, 2):
+        pairs = zip(expected.losses, record.losses, strict=True)
+        assert max(abs(a - b) for a, b in pairs) < 4e-3
+
+
+def train_replicas(kind: str, devices: int, port: int) -> list[Any]:
+    """Two replicas, with Lightning's ddp or as two pipelines of two stages."""
+    from lightning_axosparse import AxoSparseStrategy
+
+    strategy: Any = AxoSparseStrategy(g_inter=2, microbatches=4)
+    if kind == "ddp":
+        from mpi4py import MPI
+
+        os.environ.update(
+            RANK=str(MPI.COMM_WORLD.rank),
+            LOCAL_RANK=str(MPI.COMM_WORLD.rank),
+            WORLD_SIZE=str(devices),
+            LOCAL_WORLD_SIZE=str(devices),
+            GROUP_RANK="0",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            TORCHELASTIC_RUN_ID="parity",
+        )
+        strategy = "ddp"
+    records = []
+    for module, options in (({}, {}), ({"outer": True, "tied": True}, {"gradient_clip_val": 0.1})):
+        L.seed_everything(0, verbose=False)
+        records.append(fit(trainer(strategy, devices, **options), Net(**module)))
+        strategy = AxoSparseStrategy(g_inter=2, microbatches=4) if kind != "ddp" else "ddp"
+    return records
+
+
+def test_two_pipelines_do_what_ddp_does_on_two_processes() -> None:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    expected = run_ranks(2, train_replicas, "ddp", 2, port)
+    records = run_ranks(4, train_replicas, "axosparse", 4, port, timeout=240)
+    for rank, record in enumerate(records):
+        for ours, theirs in zip(record, expected[rank // 2], strict=True):
+            assert difference(theirs, ours) <= 1e-6
+
+
+def train_with_callbacks(ranks: int, strategy: Any, folder: str) -> dict[str, Any]:
+    L.seed_everything(0, verbose=False)
+    checkpoint = ModelCheckpoint(folder, monitor="val_loss", save_top_k=1, filename="{epoch}")
+    stopping = EarlyStopping("val_loss", min_delta=0.5, patience=1)
+    run = trainer(
+        strategy, ranks, callbacks=[checkpoint, stopping], enable_checkpointing=True, max_epochs=6
+    )
+    record = fit(run, Net())
+    return {
+        "record": record,
+        "best": os.path.basename(checkpoint.best_model_path),
+        "score": float(checkpoint.best_model_score),
+        "stopped": stopping.stopped_epoch,
+        "weights": torch.load(checkpoint.best_model_path, weights_only=True)["state_dict"],
+    }
+
+
+def callbacks_on_ranks(ranks: int, folder: str) -> dict[str, Any]:
+    from lightning_axosparse import AxoSparseStrategy
+
+    return train_with_callbacks(ranks, AxoSparseStrategy(g_inter=2, microbatches=4), folder)
+
+
+def test_early_stopping_and_checkpoints_on_val_loss(tmp_path: Any) -> None:
+    expected = train_with_callbacks(1, "auto", str(tmp_path / "one"))
+    assert 0 < expected["stopped"] < 5
+    for result in run_ranks(2, callbacks_on_ranks, 2, str(tmp_path / "two")):
+        assert result["stopped"] == expected["stopped"]
+        assert result["best"] == expected["best"]
+        assert result["score"] == pytest.approx(expected["score"], abs=1e-6)
+        assert difference(expected["record"], result["record"]) <= 5e-7
+        for name, weight in expected["weights"].items():
+            assert torch.allclose(result["weights"][name], weight, atol=1e-6)

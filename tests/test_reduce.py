@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import run_ranks
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.unused = nn.Linear(3, 3)
+        self.frozen = nn.Linear(5, 5).requires_grad_(False)
+
+
+def reduce_on_ranks(kind: str) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    from lightning_axosparse import reduce
+    from lightning_axosparse.mpi.backend import init_process_group
+    from lightning_axosparse.sparse import sparsify
+
+    init_process_group("cpu")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    net = Net()
+    kept = {}
+    if kind == "sparse":
+        masks = {f"layers.{i}.weight": torch.rand(64, 64) > 0.9 for i in range(4)}
+        sparsify(net, masks)
+        kept = {name: int(mask.sum()) for name, mask in masks.items()}
+    reduce.BUCKET_BYTES = 20_000
+    share = reduce.Share(dist.group.WORLD, list(net.parameters()))
+    reducer = reduce.GradientReducer([share], size)
+    started_early = 0
+    for step in range(3):
+        net.zero_grad()
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+        reducer.arm()
+        for layer in net.layers[: 3 if kind == "unused layer" and rank else 4]:
+            x = torch.tanh(layer(x))
+        x.sum().backward()
+        started_early = sum(bucket.work is not None for bucket in reducer._buckets)
+        reducer.finish()
+    return {
+        "gradients": {n: p.grad for n, p in net.named_parameters()},
+        "bytes": reducer.reduced_bytes,
+        "early": started_early,
+        "kept": kept,
+    }
+
+
+def expected(ranks: int, skipping: bool) -> dict[str, torch.Tensor | None]:
+    torch.manual_seed(0)
+    net = Net()
+    for rank in range(ranks):
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(20 + rank))
+        for layer in net.layers[: 3 if skipping and rank else 4]:
+            x = torch.tanh(layer(x))
+        (x.sum() / ranks).backward()
+    return {name: p.grad for name, p in net.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["dense", "unused layer"])
+def test_gradients_are_averaged_and_unused_ones_stay_none(kind: str) -> None:
+    results = run_ranks(2, reduce_on_ranks, kind)
+    for name, gradient in expected(2, kind == "unused layer").items():
+        for result in results:
+            got = result["gradients"][name]
+            assert (got is None) == (gradient is None), name
+            if gradient is not None:
+                assert torch.allclose(got, gradient, atol=1e-7), name
+
+
+def test_what_is_sent_is_what_the_parameters_are() -> None:
+    dense, sparse = (run_ranks(2, reduce_on_ranks, kind)[0] for kind in ("dense", "sparse"))
+    rest = 4 * 64 + 3 * 3 + 3
+    assert dense["bytes"] == 4 * (4 * 64 * 64 + rest)
+    assert sparse["bytes"] == 4 * (sum(sparse["kept"].values()) + rest)
+    for name, kept in sparse["kept"].items():
+        assert sparse["gradients"][name].shape == (kept,)
+
+
+def test_buckets_leave_while_the_backward_pass_goes_on() -> None:
+    # Parameters that get no gradient hold up their bucket alone, which is the first.
+    result = run_ranks(2, reduce_on_ranks, "unused layer")[0]
+    assert result["early"] == 0
+    result = run_ranks(1, overlap)[0]
+    assert result == [1, 2, 3, 4]
+
+
+def overlap() -> list[int]:
+    import torch.distributed as dist
+
+    from lightning_axosparse import reduce
+    from lightning_axosparse.mpi.backend import init_process_group
+
+    init_process_group("cpu")
+    layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    reduce.BUCKET_BYTES = 1
+    reducer = reduce.GradientReducer([reduce.Share(dist.group.WORLD, list(layers.parameters()))], 1)
+    sent: list[int] = []
+    reducer.arm()
+    for layer in layers:
+        layer.weight.register_post_accumulate_grad_hook(
+            lambda _: sent.append(sum(bucket.work is not None for bucket in reducer._buckets))
+        )
+    layers(torch.randn(8, 64)).sum().backward()
+    reducer.finish()
+    return sent

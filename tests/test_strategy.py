@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelPruning
+from torch import Tensor, nn
+
+from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
+from tests.parity.cases import CLASSES, FEATURES, Net, difference, fit, loader, trainer
+
+
+class TwoBranches(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Flat(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(FEATURES, CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"g_inter": 0}, "g_inter=0"),
+        ({"microbatches": -1}, "microbatches=-1"),
+        ({"in_flight": 0}, "in_flight=0"),
+        ({"schedule": "2f2b"}, "'2f2b'.*message-driven"),
+        ({"transport": "carrier pigeon"}, "'carrier pigeon'.*loopback"),
+        ({"schedule": "1f1b", "in_flight": 3}, "in_flight=3 belongs to"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(MisconfigurationException, match=words):
+        AxoSparseStrategy(**arguments)
+
+
+def test_a_grid_that_does_not_fit_is_refused_by_the_trainer() -> None:
+    with pytest.raises(MisconfigurationException, match=r"g_inter=3 .* 4 rank.*\[1, 2, 4\]"):
+        trainer(AxoSparseStrategy(g_inter=3), 4)
+
+
+@pytest.mark.parametrize(
+    ("module", "strategy", "callbacks", "words"),
+    [
+        (Net, {"g_inter": 8}, [], "g_inter=8 stages.* has 6"),
+        (TwoBranches, {"g_inter": 2}, [], "'model'.*'other'"),
+        (TwoBranches, {"g_inter": 2, "pipeline": "accuracy"}, [], "'accuracy' must name"),
+        (Flat, {"g_inter": 2}, [], "nothing to deal"),
+        (Manual, {"g_inter": 2}, [], "automatic_optimization"),
+        (Net, {"g_inter": 2, "balance": [2, 2]}, [], r"balance=\[2, 2\]"),
+        (Net, {"g_inter": 2}, [ModelPruning("l1_unstructured")], "EarlyBirdTicket"),
+    ],
+)
+def test_modules_that_do_not_fit_are_refused_before_any_rank_starts(
+    module: type[Net], strategy: dict[str, Any], callbacks: list[Any], words: str
+) -> None:
+    run = trainer(AxoSparseStrategy(**strategy), strategy["g_inter"], callbacks=callbacks)
+    with pytest.raises(MisconfigurationException, match=words):
+        run.fit(module(), loader(1))
+
+
+def test_the_string_names_the_strategy() -> None:
+    run = trainer("axosparse")
+    assert isinstance(run.strategy, AxoSparseStrategy)
+    fit(run, Net())
+
+
+def test_one_rank_starts_no_mpi() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys\n"
+        "from tests.parity.cases import Net, fit, trainer\n"
+        "from lightning_axosparse import AxoSparseStrategy\n"
+        "fit(trainer(AxoSparseStrategy(g_inter=2, transport='loopback')), Net())\n"
+        "assert 'mpi4py.MPI' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_fit_validate_test_and_predict_return_as_usual() -> None:
+    L.seed_everything(0, verbose=False)
+    plain, module = trainer("auto"), Net()
+    expected = fit(plain, module)
+    results = [
+        plain.validate(module, loader(2, 3), verbose=False),
+        plain.test(module, loader(3, 2), verbose=False),
+        plain.predict(module, loader(4, 2)),
+    ]
+    L.seed_everything(0, verbose=False)
+    run, copy = trainer(AxoSparseStrategy(g_inter=2, microbatches=4), 2), Net()
+    before = dict(copy.named_parameters())
+    assert difference(expected, fit(run, copy)) <= 5e-7
+    assert all(parameter is before[name] for name, parameter in copy.named_parameters())
+    assert run.callback_metrics.keys() == plain.callback_metrics.keys()
+    assert run.current_epoch == plain.current_epoch
+    ours = [
+        run.validate(copy, loader(2, 3), verbose=False),
+        run.test(copy, loader(3, 2), verbose=False),
+    ]
+    for mine, theirs in zip(ours, results, strict=False):
+        assert mine[0] == pytest.approx(theirs[0], abs=1e-6)
+    predictions = run.predict(copy, loader(4, 2))
+    assert predictions is not None
+    for mine, theirs in zip(predictions, results[2], strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-6)
+
+
+def test_a_ticket_comes_back_with_the_callback_and_the_module_dense() -> None:
+    L.seed_everything(0, verbose=False)
+    ticket = EarlyBirdTicket(0.75, draw_by_epoch=2)
+    run, module = trainer(AxoSparseStrategy(g_inter=2), 2, callbacks=[ticket]), Net()
+    fit(run, module)
+    assert ticket.ticket is not None
+    assert ticket.ticket.epoch == 1
+    for name, mask in ticket.ticket.masks.items():
+        weight: Tensor = module.get_parameter(name)
+        assert weight.shape == mask.shape
+        assert torch.equal(weight != 0, mask)
+    L.seed_everything(0, verbose=False)
+    alone = EarlyBirdTicket(0.75, draw_by_epoch=2)
+    other = Net()
+    fit(trainer(AxoSparseStrategy(), callbacks=[alone]), other)
+    assert alone.ticket == ticket.ticket
+    for name, weight in other.state_dict().items():
+        assert torch.allclose(weight, module.state_dict()[name], atol=1e-6)
+    adopted = EarlyBirdTicket(ticket=ticket.ticket)
+    third = Net()
+    fit(trainer(AxoSparseStrategy(), callbacks=[adopted]), third)
+    masks = ticket.ticket.masks
+    assert all(torch.equal(third.get_parameter(n) != 0, m) for n, m in masks.items())
+
+
+class Failing(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        raise ArithmeticError("seven is not prime enough")
+
+
+def test_a_rank_that_raises_ends_the_job_and_is_named() -> None:
+    from lightning_axosparse.mpi.launcher import RankFailedError
+
+    run = trainer(AxoSparseStrategy(g_inter=2), 2)
+    with pytest.raises(RankFailedError, match=r"rank 1 \(stage 1 of replica 0\)") as failure:
+        run.fit(Failing(), loader(1), loader(2))
+    assert isinstance(failure.value.__cause__, ArithmeticError)
+    assert "seven is not prime enough" in str(failure.value)
