@@ -1,0 +1,167 @@
+"""Facts: what a run measured, as plain values that a report is made of."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from lightning_axosparse.callbacks.context import Period
+from lightning_axosparse.timing import Activity
+
+Share = Literal["compute", "waiting", "all-reduce", "optimizer", "densify, compress", "other"]
+"""A part of a step's time: see :meth:`Work.shares`."""
+
+
+@dataclass
+class Work:
+    """What one rank did and held in one period of the training.
+
+    Attributes:
+        steps: batches trained on.
+        seconds: wall time of these batches.
+        activities: seconds of each activity within them.
+        state: bytes of the model state at the end of the period: "weights", "indices",
+            "gradients" and "optimizer".
+        reduced_bytes: gradient bytes handed to the all-reduce in one optimizer step.
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+    activities: dict[Activity, float] = field(default_factory=dict)
+    state: dict[str, int] = field(default_factory=dict)
+    reduced_bytes: int = 0
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the whole model state."""
+        return sum(self.state.values())
+
+    def shares(self) -> dict[Share, float]:
+        """How the mean step's seconds divide; together they are the whole step."""
+        spent = {name: self.activities.get(name, 0.0) for name in _ACTIVITIES}
+        swapping = spent["densify"] + spent["compress"]
+        seconds: dict[Share, float] = {
+            "compute": spent["forward"] + spent["backward"] - swapping,
+            "waiting": spent["wait"],
+            "all-reduce": spent["all-reduce"],
+            "optimizer": spent["optimizer"],
+            "densify, compress": swapping,
+        }
+        seconds["other"] = self.seconds - sum(seconds.values())
+        return {share: value / max(1, self.steps) for share, value in seconds.items()}
+
+
+_ACTIVITIES: tuple[Activity, ...] = (
+    "forward",
+    "backward",
+    "wait",
+    "all-reduce",
+    "optimizer",
+    "densify",
+    "compress",
+)
+
+
+@dataclass
+class RankFacts:
+    """One rank's place in the grid, its work in each period, and the loss of each batch."""
+
+    rank: int
+    stage: int
+    replica: int
+    work: dict[Period, Work]
+    losses: list[float]
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The mean loss over the validation text (nats) after ``step`` optimizer steps."""
+
+    epoch: int
+    step: int
+    loss: float
+    period: Period
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The ticket, and when it was drawn.
+
+    Attributes:
+        pruning_ratio: part of all entries that was to be removed.
+        sparsity: part removed of each pruned weight.
+        epochs: number of epochs after which it was drawn; None if it was there from the start.
+        step: number of optimizer steps after which it was drawn, or None.
+    """
+
+    pruning_ratio: float
+    sparsity: Mapping[str, float]
+    epochs: int | None = None
+    step: int | None = None
+
+
+@dataclass
+class RunFacts:
+    """Everything a report shows.
+
+    Attributes:
+        ranks: what each rank measured, in rank order.
+        steps: optimizer steps done at the end of each batch, in the order of ``losses``.
+        validations: in the order of time.
+        distances: number of epochs -> the mask distance after them.
+        threshold: the distance below which a ticket may be drawn.
+        draw: None while no ticket was drawn.
+        test_loss: None until the run was tested.
+    """
+
+    ranks: list[RankFacts]
+    steps: list[int]
+    validations: list[Validation]
+    distances: dict[int, float] = field(default_factory=dict)
+    threshold: float | None = None
+    draw: Draw | None = None
+    test_loss: float | None = None
+
+    @property
+    def losses(self) -> list[float]:
+        """The training loss of each batch, the mean over the replicas."""
+        firsts = [rank.losses for rank in self.ranks if rank.stage == 0]
+        return [sum(batch) / len(batch) for batch in zip(*firsts, strict=True)]
+
+    @property
+    def dense_validation(self) -> Validation | None:
+        """The last validation before the draw."""
+        return _last(self.validations, "dense") if self.draw else None
+
+    @property
+    def final_validation(self) -> Validation | None:
+        """The last validation of the run."""
+        return self.validations[-1] if self.validations else None
+
+    def save(self, path: Path) -> None:
+        """Write the facts, and what follows from them, as JSON."""
+        content = asdict(self)
+        content["losses"] = self.losses
+        for name, validation in (
+            ("dense_at_draw", self.dense_validation),
+            ("final", self.final_validation),
+        ):
+            content[name] = validation and quality(validation.loss)
+        content["test"] = self.test_loss and quality(self.test_loss)
+        for rank, facts in zip(content["ranks"], self.ranks, strict=True):
+            for period, work in facts.work.items():
+                rank["work"][period]["seconds_per_step"] = work.shares()
+        path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def quality(loss: float) -> dict[str, float]:
+    """A mean loss in nats per byte, as the units that language models are compared in."""
+    return {"loss": loss, "perplexity": math.exp(loss), "bits_per_byte": loss / math.log(2)}
+
+
+def _last(validations: Sequence[Validation], period: Period) -> Validation | None:
+    return next((v for v in reversed(validations) if v.period == period), None)

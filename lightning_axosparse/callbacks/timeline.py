@@ -1,0 +1,103 @@
+"""PipelineTimeline: records what every rank does during one training step."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from matplotlib.figure import Figure
+from typing_extensions import override
+
+from lightning_axosparse.callbacks.context import Period, folder_of, gather, grid_of, period_of
+from lightning_axosparse.callbacks.gantt import RecordedStep, chrome_trace, draw_gantt, place
+from lightning_axosparse.timing import Span, clock
+
+
+class PipelineTimeline(L.Callback):
+    """Writes one training step as a trace and as a picture, with the ranks beneath each other.
+
+    Of the recorded steps the last with dense weights and the last with sparse weights are kept, so
+    that a run which draws a ticket shows both. When training ends, the folder holds for each
+    ``timeline-dense.json`` or ``timeline-sparse.json``, which https://ui.perfetto.dev and
+    chrome://tracing open, and a ``.png`` of the same name; :attr:`steps` holds them for code.
+
+    Times are those of each host's wall clock.
+
+    Args:
+        batch_idx: the batch of an epoch to record. The first one is seldom typical.
+        epoch: the only epoch to record in; None: every one.
+        folder: where to write; None takes the trainer's ``default_root_dir``.
+    """
+
+    def __init__(
+        self,
+        batch_idx: int = 1,
+        epoch: int | None = None,
+        folder: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.batch_idx = batch_idx
+        self.epoch = epoch
+        self.folder = None if folder is None else Path(folder)
+        self.steps: list[RecordedStep] = []
+        self._recorded: dict[Period, tuple[int, list[Span]]] = {}
+
+    @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._recorded = {}
+
+    @override
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._chosen(trainer, batch_idx):
+            clock.record()
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        if self._chosen(trainer, batch_idx):
+            self._recorded[period_of(trainer)] = trainer.current_epoch, clock.recorded()
+
+    @override
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        grid = grid_of(trainer)
+        mine = {
+            period: place(spans, grid.replica, grid.stage)
+            for period, (_, spans) in self._recorded.items()
+        }
+        everyone = gather(mine)
+        self.steps = [
+            RecordedStep(
+                epoch, self.batch_idx, period, [span for rank in everyone for span in rank[period]]
+            )
+            for period, (epoch, _) in self._recorded.items()
+        ]
+        if trainer.is_global_zero:
+            self._write(folder_of(trainer, self.folder))
+
+    def _write(self, folder: Path) -> None:
+        if not self.steps:
+            epoch = "any epoch" if self.epoch is None else f"epoch {self.epoch}"
+            warnings.warn(
+                f"PipelineTimeline recorded nothing: no batch_idx={self.batch_idx} in {epoch}.",
+                stacklevel=2,
+            )
+        for step in self.steps:
+            path = folder / f"timeline-{step.weights}"
+            path.with_suffix(".json").write_text(json.dumps(chrome_trace(step)))
+            figure = Figure(figsize=(12, 1.5 + 0.6 * len(step.rows)), layout="constrained")
+            draw_gantt(figure.subplots(), step)
+            figure.savefig(path.with_suffix(".png"), dpi=120)
+
+    def _chosen(self, trainer: L.Trainer, batch_idx: int) -> bool:
+        return batch_idx == self.batch_idx and self.epoch in (None, trainer.current_epoch)

@@ -1,0 +1,227 @@
+"""GPT: a small byte-level language model as an ordinary LightningModule."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_axosparse.examples.text import VOCABULARY
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Embedding(nn.Module):
+    """Token plus position: int64 (batch, time) -> (batch, time, width)."""
+
+    def __init__(self, vocabulary: int, context: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(context, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Embed every token at its place."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        embedded: Tensor = self.dropout(self.tokens(tokens) + self.positions(places))
+        return embedded
+
+
+class Attention(nn.Module):
+    """Causal self-attention: (batch, time, width) -> the same shape."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.dropout = dropout
+        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.output = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Let every place look at itself and at what came before."""
+        split = self.queries_keys_values(x).unflatten(-1, (3, self.heads, -1))
+        queries, keys, values = split.permute(2, 0, 3, 1, 4)
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(
+            queries, keys, values, dropout_p=dropout, is_causal=True
+        )
+        attended: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return attended
+
+
+class Block(nn.Module):
+    """One pre-norm transformer layer: attention, then a two-layer perceptron, both residual."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(width, heads, dropout)
+        self.perceptron_norm = nn.LayerNorm(width)
+        self.perceptron = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add to each place what it attends to, then what the perceptron makes of it."""
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        perceived: Tensor = x + self.dropout(self.perceptron(self.perceptron_norm(x)))
+        return perceived
+
+
+class GPT(L.LightningModule):
+    """A decoder-only transformer in the manner of GPT-2 (Radford et al., 2019), over bytes.
+
+    Logs ``train_loss``, ``val_loss``, ``val_perplexity``, ``val_bits_per_byte`` and ``test_loss``.
+    Losses are means over the batch, in nats per byte.
+
+    Args:
+        width: size of the residual stream.
+        depth: number of transformer blocks.
+        heads: attention heads in a block; must divide ``width``.
+        context: most bytes that the model can look at.
+        dropout: probability of dropping an activation.
+        learning_rate: of AdamW, after the warm-up.
+        weight_decay: for the matrices; biases and norms do not decay.
+        warmup: part of the training in which the learning rate rises linearly; then it falls along
+            a half cosine to a tenth.
+        vocabulary: number of tokens.
+
+    Raises:
+        ValueError: if ``heads`` does not divide ``width``.
+    """
+
+    def __init__(
+        self,
+        width: int = 192,
+        depth: int = 6,
+        heads: int = 6,
+        context: int = 128,
+        dropout: float = 0.0,
+        learning_rate: float = 1e-3,
+        weight_decay: float = 0.1,
+        warmup: float = 0.1,
+        vocabulary: int = VOCABULARY,
+    ) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(f"heads={heads} must divide width={width}: each head takes a share.")
+        self.save_hyperparameters()
+        self.context = context
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.warmup = warmup
+        self.model = nn.Sequential(
+            Embedding(vocabulary, context, width, dropout),
+            *(Block(width, heads, dropout) for _ in range(depth)),
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)),
+        )
+        self._initialise(depth)
+
+    def _initialise(self, depth: int) -> None:
+        """GPT-2's: normal with 0.02, and less for what 2 x depth residual additions sum up."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.dim() < 2:
+                continue
+            adds_to_residual = name.endswith(("attention.output.weight", "perceptron.2.weight"))
+            nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * depth) if adds_to_residual else 1))
+        for module in self.modules():
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Scores of every next token: int64 (batch, time) -> (batch, time, vocabulary)."""
+        logits: Tensor = self.model(tokens)
+        return logits
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Mean cross-entropy of the next tokens, in nats: a scalar."""
+        tokens, next_tokens = batch
+        return F.cross_entropy(self(tokens).flatten(0, 1), next_tokens.flatten())
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The loss of a batch, logged each step."""
+        loss = self.loss(batch)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log the mean loss over the validation text."""
+        self.log("val_loss", self.loss(batch), prog_bar=True, sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the loss of the whole text in the two units that are usual for language models."""
+        loss = self.trainer.callback_metrics["val_loss"]
+        self.log("val_perplexity", loss.exp())
+        self.log("val_bits_per_byte", loss / math.log(2))
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log the mean loss over the test text."""
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        """AdamW, with a linear warm-up and a cosine decay over the whole training."""
+        matrices = [parameter for parameter in self.parameters() if parameter.dim() > 1]
+        vectors = [parameter for parameter in self.parameters() if parameter.dim() == 1]
+        groups = [
+            {"params": matrices, "weight_decay": self.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=(0.9, 0.95))
+        steps = int(self.trainer.estimated_stepping_batches)
+        warmup = max(1, round(self.warmup * steps))
+
+        def rate(step: int) -> float:
+            done = min(1.0, max(0, step - warmup) / max(1, steps - warmup))
+            return min(1.0, (step + 1) / warmup) * (0.55 + 0.45 * math.cos(math.pi * done))
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+    @torch.no_grad()
+    def generate(
+        self, prompt: str, n: int, temperature: float = 0.8, seed: int | None = None
+    ) -> str:
+        """Continue ``prompt`` by ``n`` bytes.
+
+        Args:
+            prompt: the text to start from; not empty.
+            n: bytes to add.
+            temperature: 0 takes the likeliest byte each time, 1 draws as the model believes.
+            seed: makes the draw repeatable.
+
+        Returns:
+            The prompt and its continuation; bytes that are no UTF-8 are shown as U+FFFD.
+
+        Raises:
+            ValueError: if ``prompt`` is empty or ``temperature`` negative.
+        """
+        if not prompt:
+            raise ValueError("prompt is empty: give at least one character to continue from.")
+        if temperature < 0:
+            raise ValueError(f"temperature={temperature} is negative: 0 is the greedy choice.")
+        generator = torch.Generator()
+        if seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(seed)
+        training = self.training
+        self.eval()
+        tokens = torch.tensor(list(prompt.encode()), device=self.device)[None]
+        for _ in range(n):
+            scores = self(tokens[:, -self.context :])[0, -1].float().cpu()
+            if temperature == 0:
+                drawn = scores.argmax()[None]
+            else:
+                likelihood = (scores / temperature).softmax(0)
+                drawn = torch.multinomial(likelihood, 1, generator=generator)
+            tokens = torch.cat([tokens, drawn.to(self.device)[None]], dim=1)
+        self.train(training)
+        return bytes(tokens[0].tolist()).decode(errors="replace")

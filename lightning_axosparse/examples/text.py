@@ -1,0 +1,206 @@
+"""Text as bytes: a data module for any file, folder or glob; by default Python's own sources."""
+
+from __future__ import annotations
+
+import glob
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+VOCABULARY = 256
+"""A byte has 256 values: the vocabulary of every model trained on bytes."""
+
+# Of the folder of Python's sources: what others installed, what tests, and what is tables.
+_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
+
+
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """Non-overlapping windows of a text, in its order, each with the bytes that follow its own.
+
+    Args:
+        text: the bytes, uint8, shape (n,).
+        context: bytes in a window.
+        at_most: take no more windows than this, evenly spread over the text; None: all.
+    """
+
+    def __init__(self, text: Tensor, context: int, at_most: int | None = None) -> None:
+        self.text = text
+        self.context = context
+        self.fitting = (len(text) - 1) // context
+        self.size = self.fitting if at_most is None else min(at_most, self.fitting)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """The window's bytes and, for each of them, the next one: two int64 of shape (context,)."""
+        start = index * self.fitting // self.size * self.context
+        window = self.text[start : start + self.context + 1].long()
+        return window[:-1], window[1:]
+
+
+class EpochShuffle(Sampler[int]):
+    """Each epoch its own order, which the seed and the epoch alone decide.
+
+    So every rank and every resumed run sees the same order, whatever else drew random numbers.
+    Lightning calls :meth:`set_epoch`.
+    """
+
+    def __init__(self, size: int, seed: int) -> None:
+        self.size = size
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next iteration."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        return iter(torch.randperm(self.size, generator=generator).tolist())
+
+
+class TextDataModule(L.LightningDataModule):
+    """A text, byte by byte, cut into contiguous parts for training, validation and test.
+
+    A batch is ``(bytes, next_bytes)``, both int64 of shape (batch_size, context).
+
+    Args:
+        path: a file, a folder (all files in it, sorted) or a glob. None: the sources of Python's
+            standard library, which every machine has.
+        context: bytes in a window.
+        batch_size: windows in a batch.
+        held_out: the part of the text for validation, and again for test.
+        max_held_out: validate and test with no more than this many windows each, evenly spread.
+        max_bytes: read no more than this many bytes.
+        seed: decides the order of the training windows.
+        num_workers: processes that load batches.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        context: int = 128,
+        batch_size: int = 32,
+        held_out: float = 0.05,
+        max_held_out: int | None = None,
+        max_bytes: int | None = None,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        if not 0 < held_out < 0.5:
+            raise MisconfigurationException(
+                f"held_out={held_out} leaves nothing to train on or to validate with: it is the "
+                "part of the text for validation, and again for test, so between 0 and 0.5."
+            )
+        self.path = path
+        self.context = context
+        self.batch_size = batch_size
+        self.held_out = held_out
+        self.max_held_out = max_held_out
+        self.max_bytes = max_bytes
+        self.seed = seed
+        self.num_workers = num_workers
+
+    def setup(self, stage: str) -> None:
+        """Read the text and cut it: the last two parts of ``held_out`` validate and test."""
+        text = read_text(text_files(self.path), self.max_bytes)
+        held_out = int(len(text) * self.held_out)
+        needed = self.context + 1
+        if held_out < needed:
+            raise MisconfigurationException(
+                f"Too little text: of {len(text)} bytes, held_out={self.held_out} leaves "
+                f"{held_out} for validation, but one window of context={self.context} takes "
+                f"{needed}. Give more text, a smaller context or a larger held_out."
+            )
+        self.train = Windows(text[: -2 * held_out], self.context)
+        validation, test = text[-2 * held_out : -held_out], text[-held_out:]
+        self.validation = Windows(validation, self.context, self.max_held_out)
+        self.test = Windows(test, self.context, self.max_held_out)
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        """The training windows, in a new order each epoch; a short last batch is left out."""
+        if len(self.train) < self.batch_size:
+            raise MisconfigurationException(
+                f"Too little text: {len(self.train)} training windows of context={self.context} "
+                f"do not fill one batch of batch_size={self.batch_size}."
+            )
+        order = EpochShuffle(len(self.train), self.seed)
+        return self._loader(self.train, sampler=order, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        """The validation windows, in the order of the text."""
+        return self._loader(self.validation)
+
+    def test_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        """The test windows, in the order of the text."""
+        return self._loader(self.test)
+
+    def _loader(
+        self, windows: Windows, sampler: Sampler[int] | None = None, drop_last: bool = False
+    ) -> DataLoader[tuple[Tensor, Tensor]]:
+        return DataLoader(
+            windows,
+            self.batch_size,
+            sampler=sampler,
+            drop_last=drop_last,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+        )
+
+
+def text_files(path: str | os.PathLike[str] | None) -> list[Path]:
+    """The files that ``path`` names, sorted; None names the standard library's sources.
+
+    Raises:
+        MisconfigurationException: if there is no such file.
+    """
+    if path is None:
+        files = [file for file in _sources(standard_library()) if file.suffix == ".py"]
+    elif Path(path).is_dir():
+        files = [file for file in Path(path).rglob("*") if file.is_file()]
+    elif Path(path).is_file():
+        files = [Path(path)]
+    else:
+        matches = glob.glob(os.fspath(path), recursive=True)
+        files = [Path(match) for match in matches if Path(match).is_file()]
+    if not files:
+        missing = standard_library() if path is None else os.fspath(path)
+        raise MisconfigurationException(
+            f"No text found: {str(missing)!r} names no file (seen from {str(Path.cwd())!r}). "
+            "Give `path` an existing file, folder or glob."
+        )
+    return sorted(files)
+
+
+def standard_library() -> Path:
+    """The folder of this Python's own sources."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def read_text(files: list[Path], max_bytes: int | None = None) -> Tensor:
+    """The files one after the other, at most ``max_bytes`` of them: uint8 of shape (n,)."""
+    text = bytearray()
+    for file in files:
+        text += file.read_bytes()
+        if max_bytes is not None and len(text) >= max_bytes:
+            del text[max_bytes:]
+            break
+    return torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+
+
+def _sources(folder: Path) -> Iterator[Path]:
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _SKIPPED]
+        yield from (Path(parent) / name for name in names)

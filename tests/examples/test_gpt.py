@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import math
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_axosparse.examples.gpt import GPT
+from lightning_axosparse.examples.text import TextDataModule
+
+TINY = {"width": 32, "depth": 2, "heads": 2, "context": 16}
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    L.seed_everything(0)
+
+
+def trainer(folder, **kwargs) -> L.Trainer:
+    return L.Trainer(
+        accelerator="cpu",
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        **kwargs,
+    )
+
+
+def test_the_future_does_not_change_the_past():
+    model = GPT(**TINY).eval()
+    tokens = torch.randint(256, (3, 16))
+    changed = tokens.clone()
+    changed[:, 9:] = torch.randint(256, (3, 7))
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :9], after[:, :9])
+    assert not torch.allclose(before[:, 9:], after[:, 9:])
+
+
+def test_loss_is_the_mean_of_the_sequences_losses():
+    model = GPT(**TINY)
+    x, y = torch.randint(256, (2, 4, 16))
+    parts = [model.loss((x[i : i + 1], y[i : i + 1])) for i in range(4)]
+    torch.testing.assert_close(model.loss((x, y)), torch.stack(parts).mean())
+
+
+def test_a_fresh_model_is_near_the_uniform_guess():
+    x, y = torch.randint(256, (2, 8, 16))
+    assert float(GPT(**TINY).loss((x, y)).detach()) == pytest.approx(math.log(256), abs=0.1)
+
+
+def test_initial_residual_branches_are_scaled_by_depth():
+    model = GPT(width=128, depth=8, heads=2)
+    block = model.model[1]
+    assert block.perceptron[0].weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert block.perceptron[2].weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
+    assert block.attention.output.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
+
+
+def test_learns_and_logs(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("to be, or not to be: that is the question. " * 200)
+    data = TextDataModule(path, context=16, batch_size=8)
+    model = GPT(**TINY, learning_rate=1e-2)
+    fit = trainer(tmp_path, max_steps=120, num_sanity_val_steps=0)
+    fit.fit(model, datamodule=data)
+    metrics = {name: float(value) for name, value in fit.callback_metrics.items()}
+    assert metrics["val_loss"] < 0.5 < math.log(20)  # 20 different bytes
+    assert metrics["val_perplexity"] == pytest.approx(math.exp(metrics["val_loss"]))
+    assert metrics["val_bits_per_byte"] == pytest.approx(metrics["val_loss"] / math.log(2))
+    assert "train_loss" in metrics
+    [tested] = fit.test(model, datamodule=data, verbose=False)
+    assert tested["test_loss"] < 0.5
+    assert model.generate("to be, or ", 15, temperature=0) == "to be, or not to be: that"
+
+
+def test_learning_rate_rises_then_falls_to_a_tenth(tmp_path):
+    rates = []
+
+    class Rates(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    path = tmp_path / "text.txt"
+    path.write_bytes(bytes(range(256)) * 20)
+    data = TextDataModule(path, context=16, batch_size=8)
+    model = GPT(**TINY, learning_rate=1.0, warmup=0.2)
+    trainer(tmp_path, max_steps=20, callbacks=[Rates()]).fit(model, datamodule=data)
+    assert rates[:4] == pytest.approx([0.5, 0.75, 1.0, 1.0])
+    assert rates[3:] == sorted(rates[3:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1)
+
+
+def test_matrices_decay_and_vectors_do_not(tmp_path):
+    model = GPT(**TINY, weight_decay=0.3)
+    model.trainer = type("", (), {"estimated_stepping_batches": 10})()
+    groups = model.configure_optimizers()["optimizer"].param_groups
+    assert {(p.dim() > 1, group["weight_decay"]) for group in groups for p in group["params"]} == {
+        (True, 0.3),
+        (False, 0.0),
+    }
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+
+
+def test_generate_is_repeatable_and_goes_beyond_the_context():
+    model = GPT(**TINY)
+    first = model.generate("def ", 30, seed=1)
+    assert first == model.generate("def ", 30, seed=1)
+    assert first != model.generate("def ", 30, seed=2)
+    assert first.startswith("def ")
+    assert model.training
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match="heads=5 must divide width=32"):
+        GPT(width=32, heads=5)
+    with pytest.raises(ValueError, match="prompt is empty"):
+        GPT(**TINY).generate("", 1)
+    with pytest.raises(ValueError, match="temperature=-1"):
+        GPT(**TINY).generate("a", 1, temperature=-1)

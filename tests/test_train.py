@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning as L
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_axosparse import train as entry
+from lightning_axosparse.train import configuration, printable, train
+
+GROUPS = [folder.name for folder in sorted(configuration().iterdir()) if folder.is_dir()]
+CHOICES = [
+    f"{group}={file.stem}"
+    for group in GROUPS
+    for file in sorted((configuration() / group).glob("*.yaml"))
+]
+SMALL = ["experiment=smoke", "trainer.enable_progress_bar=false"]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("One ring to rule them all, one ring to find them. " * 400)
+    return path
+
+
+def configured(*overrides: str) -> DictConfig:
+    with initialize_config_dir(str(configuration()), version_base="1.3"):
+        return compose("config", list(overrides))
+
+
+def test_groups():
+    assert GROUPS == [
+        "callbacks",
+        "data",
+        "experiment",
+        "logger",
+        "model",
+        "pruning",
+        "strategy",
+        "trainer",
+    ]
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_choice_composes_and_describes_objects_that_exist(choice, tmp_path):
+    # An experiment may override a group, so a choice is added to the defaults by its own name.
+    config = configured(choice, f"folder={tmp_path}")
+    OmegaConf.resolve(config)
+    assert isinstance(instantiate(config.model), L.LightningModule)
+    assert isinstance(instantiate(config.data), L.LightningDataModule)
+    for callback in [*config.callbacks.values(), config.pruning.callback]:
+        assert callback is None or isinstance(instantiate(callback), L.Callback)
+    if isinstance(config.strategy, DictConfig):
+        strategy = instantiate(config.strategy)
+        assert config.trainer.devices % strategy.g_inter == 0
+
+
+def test_the_main_job_is_the_default():
+    config = configured("folder=here")
+    assert config.trainer.devices == 2
+    assert config.strategy.g_inter == 2
+    assert config.data.path is None
+    assert config.pruning.draw_by_epoch < config.trainer.max_epochs - 1
+
+
+def test_ratio_reaches_the_callback():
+    config = configured("pruning.ratio=0.35")
+    assert instantiate(config.pruning.callback).pruning_ratio == 0.35
+
+
+def test_one_process_of_plain_lightning_for_comparison():
+    config = configured("strategy=single", "folder=here")
+    assert (config.strategy, config.trainer.devices, config.pruning.callback) == ("auto", 1, None)
+
+
+def test_configuration_lies_in_the_package_or_beside_it(tmp_path, monkeypatch):
+    package = tmp_path / "lightning_axosparse"
+    package.mkdir()
+    monkeypatch.setattr(entry, "__file__", str(package / "train.py"))
+    assert configuration() == tmp_path / "conf"
+    (package / "conf").mkdir()
+    assert configuration() == package / "conf"
+
+
+def test_printable_text_moves_no_cursor():
+    assert printable("if x:\n    y\x1b[2J\x07") == "if x:\n    y�[2J�"
+
+
+@pytest.mark.parametrize(
+    "strategy", [["strategy=single"], ["strategy.g_inter=1", "trainer.devices=1"]]
+)
+def test_one_rank_from_start_to_report(strategy, text, tmp_path, capsys):
+    loss = train(configured(*SMALL, *strategy, f"data.path={text}", f"folder={tmp_path}"))
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["final"]["loss"] == pytest.approx(loss)
+    assert report["test"]["loss"] == pytest.approx(loss, abs=0.5)
+    assert (report["draw"] is None) == (strategy == ["strategy=single"])
+    shown = capsys.readouterr().out
+    for words in ["Quality", "test, at the end", "The model writes", "def ", str(tmp_path)]:
+        assert words in shown
+
+
+def test_multirun_on_two_ranks(text, tmp_path):
+    overrides = [*SMALL, f"data.path={text}", f"hydra.sweep.dir={tmp_path}/sweep"]
+    command = [sys.executable, "-m", "lightning_axosparse.train", "-m", "pruning.ratio=0.5,0.9"]
+    subprocess.run([*command, *overrides], check=True, cwd=tmp_path, timeout=200)
+    for job, ratio in enumerate([0.5, 0.9]):
+        folder = tmp_path / "sweep" / str(job)
+        report = json.loads((folder / "report.json").read_text())
+        assert report["draw"]["pruning_ratio"] == ratio
+        assert [(rank["stage"], rank["replica"]) for rank in report["ranks"]] == [(0, 0), (1, 0)]
+        assert report["test"] is not None
+        for name in ["report.md", "loss.png", "mask_distance.png", "gantt.png"]:
+            assert (folder / name).stat().st_size > 0
+        assert list((folder / "checkpoints").glob("*.ckpt"))
+        assert list(folder.rglob("metrics.csv"))
