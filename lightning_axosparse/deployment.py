@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_axosparse.adapters.device import move_held
-from lightning_axosparse.grid import Grid
 from lightning_axosparse.groups import Groups
 from lightning_axosparse.pipeline.link import Link, LoopbackLink, MailboxLink
 from lightning_axosparse.pipeline.partition import (
@@ -68,7 +67,7 @@ class Deployment:
     Args:
         module: the user's module, whole.
         dealt: which layers each stage computes.
-        grid: the ranks.
+        groups: the process groups of the job's grid.
         stages: the stages on this rank: one, or all with the loopback transport.
         device: device of this rank.
     """
@@ -77,13 +76,14 @@ class Deployment:
         self,
         module: LightningModule,
         dealt: Deal,
-        grid: Grid,
+        groups: Groups,
         stages: range,
         device: torch.device,
     ) -> None:
-        self.module, self.grid, self.stages, self.device = module, grid, stages, device
+        self.module, self.stages, self.device = module, stages, device
+        self.groups, self.grid = groups, groups.grid
         self.split = Split(module, dealt.names, dealt.parts)
-        self.groups = Groups(grid, device.type, self._shared_sets())
+        groups.share(self._shared_sets())
         self.layers = PipelinedLayers(dealt.names, dealt.layers, dealt.parts)
         self.optimizer_groups: list[list[list[str]]] = []
         self.reducer: GradientReducer | None = None
@@ -115,6 +115,10 @@ class Deployment:
         move_held(self.module, self.device)
         self._agree_on_weights()
         self.layers.install(self.stages)
+        # Lightning's model summary would send it through layers that are elsewhere.
+        self._example_input = self.module.example_input_array
+        if len(self.stages) <= self.last_stage:
+            self.module.example_input_array = None
         if self.grid.world_size > 1:
             self.reducer = GradientReducer(self._shares(), self.grid.g_data)
 
@@ -123,6 +127,7 @@ class Deployment:
         if self.reducer is not None:
             self.reducer.remove()
         self.layers.uninstall()
+        self.module.example_input_array = self._example_input
         densify(self.module, optimizers[0] if optimizers else None)
         self.split.give_back()
         self.module.cpu()

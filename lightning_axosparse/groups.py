@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -22,29 +23,30 @@ class Groups:
     Args:
         grid: the grid of ranks, with this rank.
         device_type: "cpu" or "cuda".
-        shared: sets of stages that hold parameters in common.
     """
 
-    def __init__(self, grid: Grid, device_type: str, shared: Iterable[frozenset[int]]) -> None:
+    def __init__(self, grid: Grid, device_type: str) -> None:
         self.grid = grid
         self.mesh: DeviceMesh | None = None
         self.world = self.inter = self.data = None
-        self._holding: dict[frozenset[int], dist.ProcessGroup | None] = {}
         if grid.world_size == 1:
             return
-        self.mesh = init_device_mesh(
-            device_type, (grid.g_data, grid.g_inter), mesh_dim_names=("data", "inter")
-        )
+        self.mesh = _mesh(device_type, grid.g_data, grid.g_inter)
         self.world = dist.group.WORLD
         self.inter = self.mesh.get_group("inter") if grid.g_inter > 1 else None
         self.data = self.mesh.get_group("data") if grid.g_data > 1 else None
-        for stages in sorted(set(shared), key=sorted):
+
+    def share(self, sets: Iterable[frozenset[int]]) -> None:
+        """Make groups for the sets of stages that hold parameters in common; collective."""
+        for stages in sorted(set(sets), key=sorted):
             if len(stages) > 1:
-                self._holding[stages] = dist.new_group(grid.ranks_holding(stages))
+                _group(tuple(self.grid.ranks_holding(stages)))
 
     def holding(self, stages: frozenset[int]) -> dist.ProcessGroup | None:
         """The ranks that hold what lives on ``stages``, of which this rank's is one."""
-        return self.data if len(stages) == 1 else self._holding[stages]
+        if len(stages) == 1:
+            return self.data
+        return _group(tuple(self.grid.ranks_holding(stages)))
 
     def broadcast_along_pipeline(self, value: T, stage: int) -> T:
         """Hand every stage of this pipeline the ``value`` of ``stage``."""
@@ -64,6 +66,18 @@ class Groups:
         values: list[Any] | None = [None] * self.grid.g_inter if self.grid.stage == 0 else None
         dist.gather_object(value, values, dst=first, group=self.inter)
         return values or []
+
+
+# Groups are kept for the next run of the same grid: a backend has only so many.
+@cache
+def _mesh(device_type: str, g_data: int, g_inter: int) -> DeviceMesh:
+    return init_device_mesh(device_type, (g_data, g_inter), mesh_dim_names=("data", "inter"))
+
+
+@cache
+def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_group(list(ranks))
+    return group
 
 
 def _broadcast(value: T, source: int, group: dist.ProcessGroup) -> T:

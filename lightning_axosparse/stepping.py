@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
 from lightning_axosparse.adapters.gradients import ParkedGradients
-from lightning_axosparse.adapters.logging import MicrobatchLog
+from lightning_axosparse.adapters.logging import MicrobatchLog, silence_sync_advice
 from lightning_axosparse.adapters.metrics import PipelinedMetrics
 from lightning_axosparse.adapters.precision import scale_loss
 from lightning_axosparse.adapters.sampling import agree_randomness, check_same_batch
@@ -77,6 +77,8 @@ class Stepper:
         self.metrics.attach()
         self._log = MicrobatchLog(module)
         self._log.attach()
+        if groups.data is None:
+            silence_sync_advice()
         self._deployment, self._module, self._trainer = deployment, module, trainer
         self._precision, self._cut = precision, cut
         self._parked = ParkedGradients()

@@ -124,6 +124,7 @@ class AxoSparseStrategy(ParallelStrategy):
         self._container_path, self._balance = pipeline, balance
         self._split_batch = split_batch
         self._num_nodes = 1
+        self._groups: Groups | None = None
         self._deployment: Deployment | None = None
 
     # Ranks
@@ -205,6 +206,7 @@ class AxoSparseStrategy(ParallelStrategy):
             from lightning_axosparse.mpi.backend import init_process_group
 
             init_process_group(self.root_device.type)
+        self._groups = Groups(self.grid, self.root_device.type)
         self.set_world_ranks()
         super().setup_environment()
 
@@ -218,17 +220,20 @@ class AxoSparseStrategy(ParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers)
-        first = 0 if self.transport == "loopback" else self.grid.stage
-        stages = range(self.g_inter) if self.transport == "loopback" else range(first, first + 1)
-        deployment = Deployment(module, self._dealt, self.grid, stages, self.root_device)
+        stage = self.grid.stage
+        stages = range(self.g_inter) if self.transport == "loopback" else range(stage, stage + 1)
+        assert self._groups is not None
+        deployment = Deployment(module, self._dealt, self._groups, stages, self.root_device)
         deployment.occupy(self.optimizers)
         self._deployment = deployment
         _optimizers_to_device(self.optimizers, self.root_device)
         held = deployment.split.held()
         counted = {held[name] for name in deployment.split.counted()}
-        groups = deployment.groups
         self.precision_plugin = pipeline_precision(
-            self.precision_plugin, groups.inter, groups.world, counted.__contains__
+            self.precision_plugin,
+            self._groups.inter,
+            self._groups.world,
+            counted.__contains__,
         )
         self.setup_precision_plugin()
         self._stepper = Stepper(
@@ -314,12 +319,12 @@ class AxoSparseStrategy(ParallelStrategy):
     @property
     def inter_group(self) -> dist.ProcessGroup | None:
         """The stages of this rank's pipeline; None if this rank runs all of them."""
-        return self._groups.inter
+        return None if self._groups is None else self._groups.inter
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
         """This rank's stage in all replicas; None if there is one replica."""
-        return self._groups.data
+        return None if self._groups is None else self._groups.data
 
     @property
     def reduced_bytes(self) -> int:
@@ -382,7 +387,7 @@ class AxoSparseStrategy(ParallelStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks of the job, or any, decide so."""
-        if self._groups.world is None:
+        if not dist.is_initialized():
             return decision
         votes = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(votes, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
@@ -398,6 +403,8 @@ class AxoSparseStrategy(ParallelStrategy):
         """The whole module's state on the first rank; collective."""
         if self._deployment is None:
             return self._module.state_dict()
+        if self.grid.replica > 0:
+            return {}
         self._stepper.metrics.share_states()
         deployed = self._deployment
         gather = deployed.groups.gather_to_first_stage
@@ -415,6 +422,8 @@ class AxoSparseStrategy(ParallelStrategy):
         """The whole optimizer's state on the first rank; collective."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
+        if self.grid.replica > 0:
+            return {}
         deployed = self._deployed
         return gather_optimizer_state(
             optimizer,
@@ -448,10 +457,6 @@ class AxoSparseStrategy(ParallelStrategy):
         if self._deployment is None:
             raise RuntimeError("AxoSparseStrategy holds a module only while the Trainer runs.")
         return self._deployment
-
-    @property
-    def _groups(self) -> Groups:
-        return self._deployed.groups
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

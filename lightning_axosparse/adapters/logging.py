@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _get_default_dtype,
@@ -20,6 +22,18 @@ from torch import Tensor
 from torchmetrics import Metric
 
 _LOG_SIGNATURE = inspect.signature(LightningModule.log)
+
+
+def silence_sync_advice() -> None:
+    """Stop Lightning from advising ``sync_dist=True`` where one replica has nothing to synchronise.
+
+    It takes the stages of a pipeline, which log the same values, for replicas.
+    """
+    warnings.filterwarnings(
+        "ignore",
+        message=r"It is recommended to use `self\.log\(.*sync_dist=True",
+        category=PossibleUserWarning,
+    )
 
 
 @dataclass(frozen=True)

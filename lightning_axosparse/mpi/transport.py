@@ -13,7 +13,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -202,9 +202,16 @@ def neighbours(
 ) -> tuple[Mailbox | None, Mailbox | None]:
     """Connect one stage of one pipeline to its previous and next stage.
 
-    Collective over all ranks of the job, whose rank is ``replica * stages + stage``.
+    The first call for a grid is collective over all ranks of the job, whose rank is
+    ``replica * stages + stage``.
     """
-    comm = MPI.COMM_WORLD.Split(replica, stage)
+    comm = _pipeline(stages, replica, stage)
     previous = Mailbox(comm, stage - 1, window) if stage > 0 else None
     following = Mailbox(comm, stage + 1, window) if stage < stages - 1 else None
     return previous, following
+
+
+@cache
+def _pipeline(stages: int, replica: int, stage: int) -> MPI.Comm:
+    """The ranks of one pipeline; kept, because an MPI has only so many communicators."""
+    return MPI.COMM_WORLD.Split(replica, stage)

@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.parity.cases import BATCH, EPOCHS, Net, Record, loader, trainer
 from tests.ranks import run_ranks
@@ -16,6 +17,17 @@ from tests.ranks import run_ranks
 GRIDS = {"1x1": (1, 1), "2x1": (2, 2), "2x2": (2, 4), "4x1": (4, 4)}
 TICKETS = {"dense": None, "sparse": 1, "sparse later": EPOCHS + 1}
 """When the ticket is drawn: never, before the stop, after it."""
+
+
+def double() -> Net:
+    """Float64 from the start: Lightning restores weights before it converts the module."""
+    return Net(outer=True, tied=True).double()
+
+
+def share(data: DataLoader, num_replicas: int, rank: int) -> DataLoader:
+    """One replica's part of every batch."""
+    sampler = DistributedSampler(data.dataset, num_replicas, rank, shuffle=False)
+    return DataLoader(data.dataset, BATCH // num_replicas, sampler=sampler)
 
 
 def train(
@@ -34,11 +46,17 @@ def train(
         callbacks=[*draw, ModelCheckpoint(folder, filename="stop", save_top_k=-1)],
         enable_checkpointing=True,
         precision="64-true",
+        use_distributed_sampler=False,  # Lightning's own would shuffle
     )
-    module = Net(outer=True, tied=True)
-    replicas = ranks // g_inter
-    data = [loader(1, batches=6 * replicas, batch=BATCH // replicas), loader(2, batches=2)]
-    run.fit(module, *data, ckpt_path=resume, weights_only=False)
+    module = double()
+    places = run.strategy.distributed_sampler_kwargs
+    run.fit(
+        module,
+        share(loader(1), **places),
+        share(loader(2, batches=2), **places),
+        ckpt_path=resume,
+        weights_only=False,
+    )
     record: Record = run.callbacks[0].record
     record.weights = {k: v.clone() for k, v in module.state_dict().items()}
     drawn = dict(draw[0].ticket.masks) if draw and draw[0].ticket else {}
@@ -113,7 +131,7 @@ def test_the_file_is_what_one_process_writes(folder: Path) -> None:
         callbacks=[ModelCheckpoint(folder / "plain", filename="stop", save_top_k=-1)],
         enable_checkpointing=True,
     )
-    run.fit(Net(outer=True, tied=True), loader(1), loader(2, batches=2))
+    run.fit(double(), loader(1), loader(2, batches=2))
     plain = torch.load(folder / "plain" / "stop.ckpt", weights_only=False)
     for grid in GRIDS:
         ours = torch.load(folder / grid / "dense" / "stop.ckpt", weights_only=False)
@@ -142,7 +160,7 @@ def test_the_file_is_what_one_process_writes(folder: Path) -> None:
 def test_a_plain_checkpoint_resumes_on_a_grid_and_back(folder: Path) -> None:
     L.seed_everything(0, verbose=False)
     run = trainer("auto", max_epochs=EPOCHS + 2, precision="64-true")
-    module = Net(outer=True, tied=True)
+    module = double()
     run.fit(
         module,
         loader(1),
