@@ -1,0 +1,66 @@
+"""The torch.distributed backend "mpi4py": its registration, and its start and end in a rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from mpi4py import MPI
+from torch.distributed import TCPStore
+
+from lightning_axosparse.mpi.environment import placement
+from lightning_axosparse.mpi.process_group import MPIProcessGroup
+
+NAME = "mpi4py"
+
+
+def init_process_group(device_type: str) -> None:
+    """Connect all ranks of the MPI job by torch.distributed; once per process.
+
+    Args:
+        device_type: ``"cpu"``, or ``"cuda"`` for NCCL beside MPI.
+
+    Raises:
+        MisconfigurationException: if torch.distributed runs already, on another backend.
+    """
+    if dist.is_initialized():
+        if isinstance(dist.group.WORLD, MPIProcessGroup):
+            return
+        raise MisconfigurationException(
+            f"torch.distributed is initialised already, with the backend {dist.get_backend()!r}; "
+            f"the ranks of this strategy are connected by {NAME!r}. Remove the call of "
+            "torch.distributed.init_process_group, or destroy that process group before."
+        )
+    here = placement()
+    backend = NAME if device_type == "cpu" else f"cpu:{NAME},cuda:nccl"
+    dist.init_process_group(
+        backend, store=_common_store(), rank=here.rank, world_size=here.world_size
+    )
+
+
+def destroy_process_group() -> None:
+    """Undo :func:`init_process_group`; called by all ranks. Other backends are left alone."""
+    if dist.is_initialized() and isinstance(dist.group.WORLD, MPIProcessGroup):
+        dist.destroy_process_group()
+
+
+def _common_store() -> TCPStore:
+    here = placement()
+    server = None
+    if here.rank == 0:
+        server = TCPStore(here.main_address, 0, is_master=True, wait_for_workers=False)
+    port = MPI.COMM_WORLD.bcast(server and server.port)
+    return server or TCPStore(here.main_address, port, is_master=False)
+
+
+def _create(options: Any, _: Any) -> MPIProcessGroup:
+    world = MPI.COMM_WORLD
+    ranks = list(options.global_ranks_in_group) or list(range(world.size))
+    members = world.group.Incl(ranks)
+    communicator = world.Create_group(members)
+    members.Free()
+    return MPIProcessGroup(communicator, options.store)
+
+
+dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])

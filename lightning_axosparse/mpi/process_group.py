@@ -1,0 +1,299 @@
+"""ProcessGroup: the collectives and messages of torch.distributed, carried by MPI."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import Tensor
+from torch.distributed import PrefixStore, Store
+
+from lightning_axosparse.mpi.buffers import (
+    Reduction,
+    detached,
+    empty_for,
+    flat,
+    hand_all_over,
+    hand_out,
+    hand_over,
+    raw,
+    tensors_in,
+    typed,
+)
+from lightning_axosparse.mpi.work import MPIWork
+
+
+def _nccl_for_cuda(method: Callable[..., MPIWork]) -> Any:
+    """Start the operation; NCCL runs the one of the same name when it is given CUDA tensors."""
+
+    @functools.wraps(method)
+    def run(self: MPIProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        if any(tensor.is_cuda for tensor in tensors_in(args)):
+            return getattr(self.nccl, method.__name__)(*args, **kwargs)
+        with torch.no_grad():
+            return self._started(method(self, *map(detached, args), **kwargs))
+
+    return run
+
+
+class MPIProcessGroup(dist.ProcessGroup):
+    """The ranks of one MPI communicator as a torch.distributed process group.
+
+    The methods are those that torch.distributed calls; their arguments are its own.
+
+    Args:
+        communicator: its ranks, in the order of the group's; freed by :meth:`shutdown`.
+        store: where NCCL's ranks find one another.
+    """
+
+    def __init__(self, communicator: MPI.Intracomm, store: Store) -> None:
+        # The stubs know the constructor with a store alone, which no Python subclass may call.
+        super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
+        self._comm = communicator
+        self._store = store
+        self._pending: list[MPIWork] = []
+        self._name = self._desc = ""
+
+    # The base class keeps name and description in C++ backends, of which this group has none.
+
+    @property
+    def group_name(self) -> Any:
+        """The name that torch.distributed gave this group."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What the group is for, in words."""
+        return self._desc
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    @functools.cached_property
+    def nccl(self) -> dist.ProcessGroup:
+        """The same ranks connected by NCCL; made on first use, by all of them."""
+        kind, device = dist.ProcessGroup.BackendType.NCCL, torch.device("cuda")
+        group = dist.ProcessGroup(self._store, self.rank(), self.size())
+        group._set_default_backend(kind)
+        store = PrefixStore("cuda/", self._store)
+        nccl = dist.ProcessGroupNCCL(
+            store, self.rank(), self.size(), dist.ProcessGroupNCCL.Options()
+        )
+        group._register_backend(device, kind, nccl)
+        return group
+
+    def getBackendName(self) -> str:
+        """The name under which torch.distributed knows this backend."""
+        return "mpi4py"
+
+    def shutdown(self) -> None:
+        """Finish what is under way and free the communicator; called by all its ranks."""
+        for work in self._pending:
+            work.wait()
+        self._pending.clear()
+        if "nccl" in vars(self):
+            self.nccl.shutdown()
+        self._comm.Free()
+
+    def _started(self, work: MPIWork) -> MPIWork:
+        # A caller may drop the work it is given, yet its buffers must outlive the operation.
+        self._pending = [other for other in self._pending if not other.is_completed()]
+        self._pending.append(work)
+        return work
+
+    @_nccl_for_cuda
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> MPIWork:
+        """Reduce each tensor over all ranks, in its own memory where MPI can."""
+        reduction = Reduction(opts.reduceOp, self.size())
+        wires = [reduction.stage(tensor) for tensor in tensors]
+        requests = [
+            self._comm.Iallreduce(MPI.IN_PLACE, typed(wire), reduction.operation(tensor.dtype))
+            for wire, tensor in zip(wires, tensors, strict=True)
+        ]
+        return MPIWork(requests, tensors, wires, lambda: reduction.deliver(wires, tensors))
+
+    @_nccl_for_cuda
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Any:
+        """The same as :meth:`allreduce`."""
+        return self.allreduce(tensors, opts)
+
+    @_nccl_for_cuda
+    def reduce(self, tensors: list[Tensor], opts: Any) -> MPIWork:
+        """Reduce a tensor over all ranks into the root's."""
+        reduction = Reduction(opts.reduceOp, self.size())
+        (tensor,), root = tensors, opts.rootRank
+        wire, operation = reduction.stage(tensor), reduction.operation(tensor.dtype)
+        if self.rank() != root:
+            return MPIWork(
+                [self._comm.Ireduce(typed(wire), None, operation, root)], tensors, [wire]
+            )
+        request = self._comm.Ireduce(MPI.IN_PLACE, typed(wire), operation, root)
+        return MPIWork([request], tensors, [wire], lambda: reduction.deliver([wire], tensors))
+
+    @_nccl_for_cuda
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any
+    ) -> MPIWork:
+        """Reduce the r-th tensor of each list over all ranks into rank r's output."""
+        reduction = Reduction(opts.reduceOp, self.size())
+        sources = [reduction.stage(flat(parts)) for parts in inputs]
+        wires = [
+            source.new_empty(output.numel())
+            for source, output in zip(sources, outputs, strict=True)
+        ]
+        requests = [
+            self._comm.Ireduce_scatter(
+                typed(source),
+                typed(wire),
+                [part.numel() for part in parts],
+                reduction.operation(parts[0].dtype),
+            )
+            for source, wire, parts in zip(sources, wires, inputs, strict=True)
+        ]
+        buffers = [*sources, *wires]
+        return MPIWork(requests, outputs, buffers, lambda: reduction.deliver(wires, outputs))
+
+    @_nccl_for_cuda
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
+    ) -> Any:
+        """Reduce the r-th slice of each input into rank r's output."""
+        parts = [list(source.reshape(-1).chunk(self.size())) for source in inputs]
+        return self.reduce_scatter(outputs, parts, opts)
+
+    @_nccl_for_cuda
+    def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any) -> Any:
+        return self.reduce_scatter_tensor_coalesced([output], [source], opts)
+
+    @_nccl_for_cuda
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> MPIWork:
+        """Copy the root's tensors to all ranks."""
+        wires = [tensor.contiguous() for tensor in tensors]
+        requests = [self._comm.Ibcast(raw(wire), opts.rootRank) for wire in wires]
+        return MPIWork(requests, tensors, wires, lambda: hand_all_over(wires, tensors))
+
+    @_nccl_for_cuda
+    def allgather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> MPIWork:
+        """Collect each rank's tensor into a list on every rank."""
+        sources = [source.contiguous() for source in inputs]
+        wires = [empty_for(parts) for parts in outputs]
+        requests = [
+            self._comm.Iallgatherv(raw(source), raw(wire, parts))
+            for source, wire, parts in zip(sources, wires, outputs, strict=True)
+        ]
+
+        def finish() -> None:
+            for wire, parts in zip(wires, outputs, strict=True):
+                hand_out(wire, parts)
+
+        return MPIWork(requests, [*tensors_in(outputs)], [*sources, *wires], finish)
+
+    @_nccl_for_cuda
+    def allgather_coalesced(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> Any:
+        """The same as :meth:`allgather`."""
+        return self.allgather(outputs, inputs)
+
+    @_nccl_for_cuda
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> MPIWork:
+        """Collect each rank's tensor into one tensor on every rank."""
+        sources = [source.contiguous() for source in inputs]
+        wires = [output.contiguous() for output in outputs]
+        requests = [
+            self._comm.Iallgather(raw(source), raw(wire))
+            for source, wire in zip(sources, wires, strict=True)
+        ]
+        return MPIWork(requests, outputs, [*sources, *wires], lambda: hand_all_over(wires, outputs))
+
+    @_nccl_for_cuda
+    def _allgather_base(self, output: Tensor, source: Tensor, opts: Any = None) -> Any:
+        return self.allgather_into_tensor_coalesced([output], [source])
+
+    @_nccl_for_cuda
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> MPIWork:
+        """Collect each rank's tensor into a list on the root."""
+        source, root = inputs[0].contiguous(), opts.rootRank
+        if self.rank() != root:
+            return MPIWork([self._comm.Igatherv(raw(source), None, root)], (), [source])
+        wire = empty_for(outputs[0])
+        request = self._comm.Igatherv(raw(source), raw(wire, outputs[0]), root)
+        return MPIWork([request], outputs[0], [source, wire], lambda: hand_out(wire, outputs[0]))
+
+    @_nccl_for_cuda
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> MPIWork:
+        """Deal the root's list of tensors out to the ranks."""
+        wire, root = outputs[0].contiguous(), opts.rootRank
+        source = flat(inputs[0]) if self.rank() == root else None
+        message = None if source is None else raw(source, inputs[0])
+        request = self._comm.Iscatterv(message, raw(wire), root)
+        return MPIWork([request], outputs, [source, wire], lambda: hand_over(wire, outputs[0]))
+
+    @_nccl_for_cuda
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> MPIWork:
+        """Send the r-th tensor to rank r, and receive likewise."""
+        source, wire = flat(inputs), empty_for(outputs)
+        request = self._comm.Ialltoallv(raw(source, inputs), raw(wire, outputs))
+        return MPIWork([request], outputs, [source, wire], lambda: hand_out(wire, outputs))
+
+    @_nccl_for_cuda
+    def alltoall_base(
+        self,
+        output: Tensor,
+        source: Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
+    ) -> Any:
+        """Send the r-th rows to rank r, and receive likewise."""
+        outputs = (
+            torch.split(output, output_splits)
+            if output_splits
+            else output.tensor_split(self.size())
+        )
+        inputs = (
+            torch.split(source, input_splits) if input_splits else source.tensor_split(self.size())
+        )
+        return self.alltoall(list(outputs), list(inputs))
+
+    @_nccl_for_cuda
+    def send(self, tensors: list[Tensor], destination: int, tag: int = 0) -> MPIWork:
+        """Send tensors to one rank."""
+        wires = [tensor.contiguous() for tensor in tensors]
+        requests = [self._comm.Isend(raw(wire), destination, tag) for wire in wires]
+        return MPIWork(requests, tensors, wires)
+
+    @_nccl_for_cuda
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> MPIWork:
+        """Receive tensors from one rank."""
+        wires = [tensor.contiguous() for tensor in tensors]
+        requests = [self._comm.Irecv(raw(wire), source, tag) for wire in wires]
+        return MPIWork(requests, tensors, wires, lambda: hand_all_over(wires, tensors))
+
+    @_nccl_for_cuda
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
+        """Receive tensors from whichever rank sends first."""
+        return self.recv(tensors, MPI.ANY_SOURCE, tag)
+
+    @_nccl_for_cuda
+    def barrier(self, opts: Any = None) -> MPIWork:
+        """Wait for all ranks."""
+        return MPIWork([self._comm.Ibarrier()])
+
+    # What torch 2.13 calls the same operations.
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    all_to_all_single = alltoall_base
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced

@@ -1,0 +1,87 @@
+"""Work: an MPI operation under way, as torch.distributed's asynchronous calls hand it out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import Tensor
+
+from lightning_axosparse.backoff import BackOff
+
+
+class MPIWork(dist.Work):
+    """A collective or message under way.
+
+    MPI makes progress inside its own calls only, so :meth:`is_completed` also drives the work on.
+
+    Args:
+        requests: what MPI has been asked to do.
+        result: the tensors that the operation fills.
+        buffers: what MPI reads and writes, kept alive until the requests are done.
+        finish: called once when they are, to hand staged results over.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[MPI.Request],
+        result: Sequence[Tensor] = (),
+        buffers: Iterable[Any] = (),
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._requests: list[MPI.Request] | None = list(requests)
+        self._result = list(result)
+        self._buffers = list(buffers)
+        self._finish = finish
+        self._status = [MPI.Status() for _ in requests]
+
+    def is_completed(self) -> bool:
+        """Whether the operation is done; polls MPI, never blocks."""
+        if self._requests is None:
+            return True
+        if not MPI.Request.Testall(self._requests, self._status):
+            return False
+        self._requests = None
+        if self._finish is not None:
+            self._finish()
+        self._finish = None
+        self._buffers.clear()
+        return True
+
+    def is_success(self) -> bool:
+        """Same as :meth:`is_completed`: a failing MPI operation raises."""
+        return self.is_completed()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Give the core up until the operation is done.
+
+        Raises:
+            RuntimeError: if ``timeout`` is given and passes first.
+        """
+        deadline = time.monotonic() + timeout.total_seconds() if timeout else None
+        back_off = BackOff()
+        while not self.is_completed():
+            if deadline is not None and time.monotonic() > deadline:
+                raise RuntimeError(f"An MPI operation did not finish within {timeout}.")
+            back_off.pause()
+        return True
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """A future that holds the result; waits for it, as nothing drives MPI in the background."""
+        self.wait()
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result(self._result)
+        return future
+
+    def result(self) -> list[Tensor]:
+        """The tensors that the operation filled."""
+        return self._result
+
+    def _source_rank(self) -> int:
+        return self._status[0].Get_source()
