@@ -31,7 +31,10 @@ def train(config: DictConfig) -> float | None:
     L.seed_everything(config.seed)
     data = instantiate(config.data)
     model = instantiate(config.model)
-    callbacks = [*config.callbacks.values(), config.pruning.callback]
+    callbacks = [
+        *(callback for name, callback in config.callbacks.items() if _wanted(config, name)),
+        config.pruning.callback,
+    ]
     trainer: L.Trainer = instantiate(
         config.trainer,
         callbacks=[instantiate(callback) for callback in callbacks if callback],
@@ -43,6 +46,11 @@ def train(config: DictConfig) -> float | None:
     if trainer.is_global_zero:
         show(config, trainer, model)
     return None if loss is None else float(loss)
+
+
+def _wanted(config: DictConfig, callback: str) -> bool:
+    """Lightning refuses a progress bar beside ``enable_progress_bar=false``."""
+    return callback != "progress" or bool(config.trainer.enable_progress_bar)
 
 
 def show(config: DictConfig, trainer: L.Trainer, model: L.LightningModule) -> None:

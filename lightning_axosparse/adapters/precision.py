@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from lightning_axosparse.timing import clock
+
 
 def pipeline_precision(
     plugin: Precision,
@@ -109,4 +111,5 @@ def _mix_in(instance: object, mixin: type) -> None:
 
 def _all_reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup | None) -> None:
     if group is not None:
-        dist.all_reduce(tensor, op=op, group=group)
+        with clock.span("wait"):
+            dist.all_reduce(tensor, op=op, group=group)

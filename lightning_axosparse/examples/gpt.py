@@ -76,6 +76,8 @@ class Block(nn.Module):
 class GPT(L.LightningModule):
     """A decoder-only transformer in the manner of GPT-2 (Radford et al., 2019), over bytes.
 
+    The head shares the embedding's weight, as there.
+
     Logs ``train_loss``, ``val_loss``, ``val_perplexity``, ``val_bits_per_byte`` and ``test_loss``.
     Losses are means over the batch, in nats per byte.
 
@@ -115,10 +117,13 @@ class GPT(L.LightningModule):
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
         self.warmup = warmup
+        embedding = Embedding(vocabulary, context, width, dropout)
+        head = nn.Linear(width, vocabulary, bias=False)
+        head.weight = embedding.tokens.weight
         self.model = nn.Sequential(
-            Embedding(vocabulary, context, width, dropout),
+            embedding,
             *(Block(width, heads, dropout) for _ in range(depth)),
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)),
+            nn.Sequential(nn.LayerNorm(width), head),
         )
         self._initialise(depth)
 

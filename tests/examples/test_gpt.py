@@ -64,7 +64,7 @@ def test_learns_and_logs(tmp_path):
     path.write_text("to be, or not to be: that is the question. " * 200)
     data = TextDataModule(path, context=16, batch_size=8)
     model = GPT(**TINY, learning_rate=1e-2)
-    fit = trainer(tmp_path, max_steps=120, num_sanity_val_steps=0)
+    fit = trainer(tmp_path, max_steps=500, num_sanity_val_steps=0)
     fit.fit(model, datamodule=data)
     metrics = {name: float(value) for name, value in fit.callback_metrics.items()}
     assert metrics["val_loss"] < 0.5 < math.log(20)  # 20 different bytes
