@@ -35,6 +35,7 @@ from lightning_axosparse.adapters.checkpoint import (
 )
 from lightning_axosparse.adapters.precision import pipeline_precision
 from lightning_axosparse.adapters.requirements import (
+    foreseen_optimizers,
     refuse_callbacks,
     refuse_module,
     refuse_optimizers,
@@ -189,6 +190,8 @@ class AxoSparseStrategy(ParallelStrategy):
         """
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_module(self._module)
+            if self._launcher is not None:
+                refuse_optimizers(foreseen_optimizers(self._module))
         if self.g_inter > 1:
             refuse_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         self.connect(self._module)

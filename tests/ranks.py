@@ -46,12 +46,22 @@ def _main(job: str) -> None:
     try:
         result = function(*args)
         Path(f"{job}.{MPI.COMM_WORLD.rank}").write_bytes(cloudpickle.dumps(result))
+        _close_process_groups()
     except BaseException:
         import traceback
 
         traceback.print_exc()
         sys.stderr.flush()
         MPI.COMM_WORLD.Abort(1)
+
+
+def _close_process_groups() -> None:
+    """Gloo aborts a process whose peers are gone while its threads still run."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -53,6 +53,16 @@ def test_a_grid_that_does_not_fit_is_refused_by_the_trainer() -> None:
         trainer(AxoSparseStrategy(g_inter=3), 4)
 
 
+class LineSearch(Net):
+    def configure_optimizers(self) -> Any:
+        return {"optimizer": torch.optim.LBFGS(self.parameters())}
+
+
+class TwoOptimizers(Net):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.model[i].parameters(), 0.1) for i in (0, 2)]
+
+
 @pytest.mark.parametrize(
     ("module", "strategy", "callbacks", "words"),
     [
@@ -61,6 +71,8 @@ def test_a_grid_that_does_not_fit_is_refused_by_the_trainer() -> None:
         (TwoBranches, {"g_inter": 2, "pipeline": "accuracy"}, [], "'accuracy' must name"),
         (Flat, {"g_inter": 2}, [], "nothing to deal"),
         (Manual, {"g_inter": 2}, [], "automatic_optimization"),
+        (LineSearch, {"g_inter": 2}, [], "LBFGS"),
+        (TwoOptimizers, {"g_inter": 2}, [], "2 optimizers"),
         (Net, {"g_inter": 2, "balance": [2, 2]}, [], r"balance=\[2, 2\]"),
         (Net, {"g_inter": 2}, [ModelPruning("l1_unstructured")], "EarlyBirdTicket"),
     ],

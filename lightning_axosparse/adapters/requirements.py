@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch.optim import LBFGS, Optimizer
 
 _STRATEGY = "AxoSparseStrategy"
@@ -55,15 +56,36 @@ def refuse_callbacks(callbacks: Sequence[Callback]) -> None:
             )
 
 
+def foreseen_optimizers(module: LightningModule) -> list[Optimizer]:
+    """The optimizers that a module will have, where its hook can tell before the run is set up.
+
+    One that asks for the Trainer, the data or a rank cannot; it is asked again on the ranks.
+    """
+    try:
+        configured = module.configure_optimizers()
+    except Exception:
+        return []
+    found: list[Optimizer] = []
+    apply_to_collection(configured, Optimizer, found.append)
+    return found
+
+
 def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse an optimizer that stages cannot step on their own.
+    """Refuse what stages cannot step on their own.
 
     Args:
-        optimizers: what ``configure_optimizers`` returned; known on the ranks alone.
+        optimizers: what ``configure_optimizers`` returned.
 
     Raises:
-        MisconfigurationException: if one calls its closure again.
+        MisconfigurationException: if there are several, or one calls its closure again.
     """
+    if len(optimizers) > 1:
+        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+        raise MisconfigurationException(
+            f"`configure_optimizers` returned {len(optimizers)} optimizers ({names}), which takes"
+            f" manual optimization; {_STRATEGY} drives one. Give one optimizer several parameter"
+            " groups: `AdamW([{'params': a, 'lr': 1e-3}, {'params': b, 'lr': 1e-4}])`."
+        )
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
             raise MisconfigurationException(

@@ -52,6 +52,8 @@ def test_optimizers() -> None:
     parameters = [nn.Parameter(torch.zeros(1))]
     refuse_optimizers([])
     refuse_optimizers([AdamW(parameters)])
+    with pytest.raises(MisconfigurationException, match=r"2 optimizers \(AdamW, AdamW\)"):
+        refuse_optimizers([AdamW(parameters), AdamW(parameters)])
     with pytest.raises(MisconfigurationException, match="LBFGS"):
         refuse_optimizers([LBFGS(parameters)])
 
