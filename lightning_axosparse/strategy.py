@@ -9,21 +9,13 @@ from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.distributed import (
-    ReduceOp,
-    _all_gather_ddp_if_available,
-    _sync_ddp_if_available,
-)
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -39,16 +31,10 @@ from lightning_axosparse.adapters.requirements import (
     refuse_callbacks,
     refuse_module,
     refuse_optimizers,
-    refuse_world,
-)
-from lightning_axosparse.adapters.sampling import (
-    process_dataloader,
 )
 from lightning_axosparse.deployment import Deployment, deal
-from lightning_axosparse.grid import Grid
-from lightning_axosparse.groups import Groups
-from lightning_axosparse.mpi import environment
 from lightning_axosparse.pipeline.schedule import SCHEDULES
+from lightning_axosparse.ranks import GridStrategy
 from lightning_axosparse.sparse import sparsify
 from lightning_axosparse.sparse.swap import layouts
 from lightning_axosparse.stepping import Stepper, cut
@@ -57,7 +43,7 @@ from lightning_axosparse.timing import clock
 T = TypeVar("T")
 
 
-class AxoSparseStrategy(ParallelStrategy):
+class AxoSparseStrategy(GridStrategy):
     """Inter-layer pipeline x data parallelism over MPI, with message-driven scheduling.
 
     The LightningModule does not change: every stage runs its ``training_step``, micro-batch by
@@ -111,9 +97,10 @@ class AxoSparseStrategy(ParallelStrategy):
     ) -> None:
         _refuse_arguments(g_inter, microbatches, in_flight, schedule, transport)
         super().__init__(
+            1 if transport == "loopback" else g_inter,
             accelerator,
             parallel_devices,
-            cluster_environment or environment.MPIJobEnvironment(),
+            cluster_environment,
             checkpoint_io,
             precision_plugin,
         )
@@ -124,61 +111,7 @@ class AxoSparseStrategy(ParallelStrategy):
         self.transport = transport
         self._container_path, self._balance = pipeline, balance
         self._split_batch = split_batch
-        self._num_nodes = 1
-        self._groups: Groups | None = None
         self._deployment: Deployment | None = None
-
-    # Ranks
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of nodes, as given to the Trainer."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def root_device(self) -> torch.device:
-        """The device of this rank."""
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def grid(self) -> Grid:
-        """The ranks of the job; with the loopback transport a replica is one rank."""
-        return Grid(
-            self._ranks, 1 if self.transport == "loopback" else self.g_inter, self.global_rank
-        )
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether there are replicas, which Lightning has to give different samples."""
-        return self.grid.g_data > 1
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which samples this rank's replica is given."""
-        return {"num_replicas": self.grid.g_data, "rank": self.grid.replica}
-
-    def set_world_ranks(self) -> None:
-        """Tell Lightning's rank-zero helpers which rank this is."""
-        vars(rank_zero_only).update(rank=self.global_rank)
-
-    def _configure_launcher(self) -> None:
-        devices = len(self.parallel_devices or ())
-        job_size = environment.job_size()
-        refuse_world(devices, self.num_nodes, job_size)
-        _ = self.grid
-        if job_size == 1 and self._ranks > 1:
-            from lightning_axosparse.mpi.launcher import MPILauncher
-
-            self._launcher = MPILauncher(self, self._ranks)
-
-    @property
-    def _ranks(self) -> int:
-        return len(self.parallel_devices or (None,)) * self.num_nodes
 
     # Setting up and leaving
 
@@ -201,17 +134,6 @@ class AxoSparseStrategy(ParallelStrategy):
         sizes = None if self._balance == "parameters" else self._balance
         self._dealt = deal(model, self._container_path, sizes, self.g_inter)
         super().connect(model)
-
-    def setup_environment(self) -> None:
-        """Join the other ranks."""
-        if self._ranks > 1:
-            environment.limit_threads()
-            from lightning_axosparse.mpi.backend import init_process_group
-
-            init_process_group(self.root_device.type)
-        self._groups = Groups(self.grid, self.root_device.type)
-        self.set_world_ranks()
-        super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Deal the module to the stages; optimizers are configured for the whole of it before."""
@@ -250,11 +172,6 @@ class AxoSparseStrategy(ParallelStrategy):
 
     def model_to_device(self) -> None:
         """Need nothing: the deployment moves what lives here."""
-
-    def on_exception(self, exception: BaseException) -> None:
-        """End the job, so that no other rank waits for this one for ever."""
-        if self._ranks > 1:
-            environment.abort_job(exception, self.grid)
 
     def teardown(self) -> None:
         """Hand back an ordinary module: whole and dense on every rank."""
@@ -320,16 +237,6 @@ class AxoSparseStrategy(ParallelStrategy):
     # Sparse storage
 
     @property
-    def inter_group(self) -> dist.ProcessGroup | None:
-        """The stages of this rank's pipeline; None if this rank runs all of them."""
-        return None if self._groups is None else self._groups.inter
-
-    @property
-    def data_group(self) -> dist.ProcessGroup | None:
-        """This rank's stage in all replicas; None if there is one replica."""
-        return None if self._groups is None else self._groups.data
-
-    @property
     def reduced_bytes(self) -> int:
         """Bytes of gradients that this rank handed to the all-reduce in its last step."""
         reducer = self._deployed.reducer
@@ -356,49 +263,6 @@ class AxoSparseStrategy(ParallelStrategy):
                 kept. Read one at a time.
         """
         sparsify(self._module, masks, self.optimizers[0] if self.optimizers else None)
-
-    # Collectives: values are the same on all stages, so that replicas are what is reduced over
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks of the job."""
-        if dist.is_initialized():
-            dist.barrier()
-
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        """Hand every rank the ``obj`` of rank ``src``."""
-        if not dist.is_initialized():
-            return obj
-        values = [obj]
-        dist.broadcast_object_list(values, src=src)
-        return values[0]
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Stack the tensors of all replicas, shape ``(g_data, *tensor.shape)``."""
-        group = group or self.data_group
-        if group is None:
-            return tensor.unsqueeze(0)
-        return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
-
-    def reduce(
-        self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean"
-    ) -> Any:
-        """Reduce a tensor over the replicas."""
-        group = group or self.data_group
-        if group is None or not isinstance(tensor, Tensor):
-            return tensor
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks of the job, or any, decide so."""
-        if not dist.is_initialized():
-            return decision
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
-        return bool(votes.item())
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Let all stages of a replica load the same samples."""
-        return process_dataloader(dataloader, self.grid.replica)
 
     # Checkpoints: one file, dense, as one process writes it
 
@@ -473,7 +337,11 @@ class AxoSparseStrategy(ParallelStrategy):
 
 
 def _refuse_arguments(
-    g_inter: int, microbatches: int | None, in_flight: int | None, schedule: str, transport: str
+    g_inter: int,
+    microbatches: int | None,
+    in_flight: int | None,
+    schedule: str,
+    transport: str,
 ) -> None:
     for name, value in (
         ("g_inter", g_inter),
