@@ -44,14 +44,16 @@ class _Bucket:
     flat: Tensor | None = None
     work: Any = None
 
-    def pack_and_send(self) -> int:
-        """Copy the gradients into one block, start its all-reduce and return its bytes."""
+    def pack_and_send(self, replicas: int) -> int:
+        """Copy the gradients' shares into one block, start its all-reduce, return its bytes."""
         first = self.parameters[0]
         sizes = [parameter.numel() for parameter in self.parameters]
-        self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        self.flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
         for parameter, piece in zip(self.parameters, self.flat.split(sizes), strict=True):
-            if parameter.grad is not None:
-                piece.copy_(parameter.grad.reshape(-1))
+            if parameter.grad is None:
+                piece.zero_()
+            else:
+                torch.div(parameter.grad.reshape(-1), replicas, out=piece)
                 parameter.grad = piece.view_as(parameter.grad)
         self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
         return self.flat.numel() * self.flat.element_size()
@@ -97,8 +99,6 @@ class GradientReducer:
             for bucket in self._buckets:
                 bucket.work.wait()
                 assert bucket.flat is not None
-                if self._replicas > 1:
-                    bucket.flat.div_(self._replicas)
                 sizes = [parameter.numel() for parameter in bucket.parameters]
                 for parameter, piece in zip(
                     bucket.parameters, bucket.flat.split(sizes), strict=True
@@ -123,7 +123,7 @@ class GradientReducer:
     def _send(self, buckets: Sequence[_Bucket]) -> None:
         for bucket in buckets:
             if bucket.work is None:
-                self.reduced_bytes += bucket.pack_and_send()
+                self.reduced_bytes += bucket.pack_and_send(self._replicas)
 
     def _used_anywhere(self) -> dict[nn.Parameter, bool]:
         """Which parameters have a gradient on any rank; the others keep None, as on one process."""
