@@ -1,0 +1,130 @@
+"""The message-driven engine over MPI against torch.distributed.pipelining's 1F1B over gloo.
+
+    mpiexec -n 2 python -m benchmarks.pipeline.peers
+
+The same transformer blocks, the same micro-batches, the same job; gradients are compared with those
+of one process to the bit before anything is timed. Prints Markdown rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import socket
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from benchmarks.interleave import ratios, trials
+from lightning_axosparse.examples.gpt import Block
+from lightning_axosparse.mpi.transport import neighbours
+from lightning_axosparse.pipeline import engine
+from lightning_axosparse.pipeline.engine import StageEngine
+from lightning_axosparse.pipeline.link import MailboxLink
+from lightning_axosparse.pipeline.schedule import SCHEDULES
+
+WIDTH, HEADS, BLOCKS, MICROBATCHES = 256, 8, 8, 8
+SAMPLES = 1  # in a micro-batch
+
+
+def connect_gloo() -> None:
+    world = MPI.COMM_WORLD
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = world.bcast(probe.getsockname()[1])
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=world.rank, world_size=world.size
+    )
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+class Ours:
+    """One stage in the message-driven engine, or in its static 1F1B."""
+
+    def __init__(self, layers: nn.Module, schedule: str, limit: int, link: MailboxLink) -> None:
+        self._layers, self._schedule, self._limit, self._link = layers, schedule, limit, link
+
+    def __call__(self, x: Tensor, y: Tensor) -> None:
+        stage, stages = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+        inputs, targets = x.split(SAMPLES), y.split(SAMPLES)
+
+        def compute(microbatch: int, received: Any) -> Any:
+            output = self._layers(inputs[microbatch] if stage == 0 else received)
+            last = stage == stages - 1
+            return loss_of(output, targets[microbatch]) / MICROBATCHES if last else output
+
+        def differentiate(microbatch: int, output: Any, gradients: Any) -> None:
+            torch.autograd.backward([output], gradients)
+
+        decides = SCHEDULES[self._schedule](stage, stages, MICROBATCHES, self._limit)
+        engine.run([StageEngine(stage, stages, decides, self._link, compute, differentiate)])
+
+
+class Torch:
+    """One stage in torch's 1F1B."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        stage, stages = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+        part = PipelineStage(layers, stage, stages, torch.device("cpu"))
+        self._schedule = Schedule1F1B(part, MICROBATCHES, loss_fn=loss_of)
+
+    def __call__(self, x: Tensor, y: Tensor) -> None:
+        first = MPI.COMM_WORLD.rank == 0
+        last = MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1
+        arguments = (x,) if first else ()
+        self._schedule.step(*arguments, **({"target": y} if last else {}))
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--trials", type=int, default=15)
+    arguments.add_argument("--tokens", type=int, default=128)
+    options = arguments.parse_args()
+    torch.set_num_threads(1)
+    connect_gloo()
+    world = MPI.COMM_WORLD
+    torch.manual_seed(0)
+    blocks = [Block(WIDTH, HEADS, 0.0) for _ in range(BLOCKS)]
+    x, y = torch.randn(2, MICROBATCHES * SAMPLES, options.tokens, WIDTH)
+    share = BLOCKS // world.size
+    mine = nn.Sequential(*blocks[world.rank * share : (world.rank + 1) * share])
+    link = MailboxLink(*neighbours(world.rank, world.size, 0, MICROBATCHES), torch.device("cpu"))
+    twice = 2 * world.size
+    steps = {
+        "torch 1F1B, gloo": Torch(copy.deepcopy(mine)),
+        "1F1B, ours": Ours(copy.deepcopy(mine), "1f1b", world.size, link),
+        "message-driven": Ours(copy.deepcopy(mine), "message-driven", twice, link),
+    }
+    modules = [steps["torch 1F1B, gloo"]._schedule._stage.submod]
+    modules += [step._layers for step in list(steps.values())[1:]]
+
+    for part_x, part_y in zip(x.split(SAMPLES), y.split(SAMPLES), strict=True):
+        (loss_of(nn.Sequential(*blocks)(part_x), part_y) / MICROBATCHES).backward()
+    for step in steps.values():
+        step(x, y)
+    for module in modules:
+        for ours, theirs in zip(module.parameters(), mine.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad), "gradients are not those of one process"
+
+    def runner(step: Any) -> Any:
+        return lambda trial: step(x, y)
+
+    seconds = trials({name: runner(step) for name, step in steps.items()}, options.trials)
+    if world.rank == 0:
+        kilobytes = SAMPLES * options.tokens * WIDTH * 4 / 1e3
+        for name, ratio in ratios(seconds, "torch 1F1B, gloo").items():
+            step = np.median(seconds[name]) * 1e3
+            print(f"| {world.size} ranks, {kilobytes:.0f} kB | {name} | {step:.0f} | {ratio:.3f} |")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
