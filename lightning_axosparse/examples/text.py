@@ -166,17 +166,18 @@ def text_files(path: str | os.PathLike[str] | None) -> list[Path]:
     Raises:
         MisconfigurationException: if there is no such file.
     """
+    named = Path(standard_library() if path is None else path).expanduser()
     if path is None:
-        files = [file for file in _sources(standard_library()) if file.suffix == ".py"]
-    elif Path(path).is_dir():
-        files = [file for file in Path(path).rglob("*") if file.is_file()]
-    elif Path(path).is_file():
-        files = [Path(path)]
+        files = [file for file in _sources(named) if file.suffix == ".py"]
+    elif named.is_dir():
+        files = [file for file in named.rglob("*") if file.is_file()]
+    elif named.is_file():
+        files = [named]
     else:
-        matches = glob.glob(os.fspath(path), recursive=True)
+        matches = glob.glob(str(named), recursive=True)
         files = [Path(match) for match in matches if Path(match).is_file()]
     if not files:
-        missing = standard_library() if path is None else os.fspath(path)
+        missing = named if path is None else os.fspath(path)
         raise MisconfigurationException(
             f"No text found: {str(missing)!r} names no file (seen from {str(Path.cwd())!r}). "
             "Give `path` an existing file, folder or glob."

@@ -109,6 +109,14 @@ def test_a_file_whose_name_looks_like_a_glob(tmp_path):
     assert text_files(path) == [path]
 
 
+def test_a_path_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name)
+    assert text_files("~/a.txt") == [tmp_path / "a.txt"]
+    assert text_files("~/*.txt") == [tmp_path / "a.txt", tmp_path / "b.txt"]
+
+
 def test_default_is_the_standard_library():
     files = text_files(None)
     assert standard_library() / "abc.py" in files
