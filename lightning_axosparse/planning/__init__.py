@@ -1,0 +1,1 @@
+"""Planning: which grid, micro-batch and in-flight limit suit a model and a cluster."""
