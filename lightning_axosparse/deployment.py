@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 from torch.optim import Optimizer
 
@@ -19,7 +21,10 @@ from lightning_axosparse.pipeline.partition import (
     count_parameters,
     find_container,
     given,
+    imbalance,
 )
+from lightning_axosparse.pipeline.profile import layer_seconds
+from lightning_axosparse.pipeline.recompute import Recompute
 from lightning_axosparse.pipeline.split import Split
 from lightning_axosparse.pipeline.stage import PipelinedLayers
 from lightning_axosparse.reduce import GradientReducer, Share
@@ -27,11 +32,35 @@ from lightning_axosparse.sparse import densify
 
 
 class Deal(NamedTuple):
-    """Which layers of a module each stage computes; one stage computes the module as it is."""
+    """Which layers of a module each stage computes."""
 
     names: list[str]
     layers: list[nn.Module]
     parts: list[range]
+    costs: Sequence[float]
+    measure: str
+
+    def by_time(self, seconds: Sequence[float]) -> Deal:
+        """Deal the same layers so that the slowest stage is as fast as possible.
+
+        Args:
+            seconds: time that each layer takes.
+        """
+        parts = balance(seconds, len(self.parts))
+        return self._replace(parts=parts, costs=seconds, measure="time")
+
+    def __str__(self) -> str:
+        """Tell the parts, and how uneven they are expected to be."""
+        sizes = " + ".join(str(len(part)) for part in self.parts)
+        worst = imbalance(self.costs, self.parts)
+        return (
+            f"Layers {self.names[0]!r} to {self.names[-1]!r} dealt to {len(self.parts)} stages: "
+            f"{sizes}. The largest stage has {worst:.2f} times the mean stage's {self.measure}."
+        )
+
+
+UNDIVIDED = Deal([], [], [range(0)], [], "parameters")
+"""One stage, which computes the module as it is."""
 
 
 def deal(
@@ -48,15 +77,55 @@ def deal(
     Raises:
         MisconfigurationException: if there is no such container or not enough layers.
     """
-    if stages == 1:
-        return Deal([], [], [range(0)])
     path, found = find_container(module, container, stages)
-    layers = dict(found.named_children())
-    if sizes is None:
-        parts = balance(count_parameters(list(layers.values())), stages)
-    else:
-        parts = given(sizes, len(layers), stages)
-    return Deal([f"{path}.{key}" for key in layers], list(layers.values()), parts)
+    names = [f"{path}.{key}" for key, _ in found.named_children()]
+    layers = list(found.children())
+    counts = count_parameters(layers)
+    parts = balance(counts, stages) if sizes is None else given(sizes, len(layers), stages)
+    return Deal(names, layers, parts, counts, "parameters")
+
+
+def refuse_no_example(module: LightningModule) -> None:
+    """Refuse to time the layers of a module that does not say on what.
+
+    Raises:
+        MisconfigurationException: if it has no ``example_input_array``.
+    """
+    if module.example_input_array is None:
+        raise MisconfigurationException(
+            f"balance='time' runs {type(module).__name__} on its example_input_array, which is "
+            "None. Set it in __init__ to what `forward` takes, of a micro-batch's size, or use "
+            "balance='parameters'."
+        )
+
+
+def time_layers(
+    module: LightningModule, dealt: Deal, precision: Precision, device: torch.device
+) -> list[float]:
+    """Time the layers on the module's ``example_input_array``.
+
+    Args:
+        module: the user's module, whole and on CPU.
+        dealt: its layers.
+        precision: of the forward pass.
+        device: where to time.
+
+    Returns:
+        Seconds of one forward and backward pass of each layer.
+
+    Raises:
+        MisconfigurationException: if the example does not reach every layer.
+    """
+    example = precision.convert_input(module.example_input_array)
+
+    def forward() -> None:
+        if isinstance(example, Mapping):
+            module(**example)
+        else:
+            module(*(example if isinstance(example, tuple) else (example,)))
+
+    layers = dict(zip(dealt.names, dealt.layers, strict=True))
+    return layer_seconds(layers, forward, precision.forward_context, device)
 
 
 class Deployment:
@@ -70,6 +139,7 @@ class Deployment:
         groups: the process groups of the job's grid.
         stages: the stages on this rank: one, or all with the loopback transport.
         device: device of this rank.
+        recompute: which layers are computed again in the backward pass; None for none.
     """
 
     def __init__(
@@ -79,12 +149,13 @@ class Deployment:
         groups: Groups,
         stages: range,
         device: torch.device,
+        recompute: Recompute | None,
     ) -> None:
         self.module, self.stages, self.device = module, stages, device
         self.groups, self.grid = groups, groups.grid
         self.split = Split(module, dealt.names, dealt.parts)
         groups.share(self._shared_sets())
-        self.layers = PipelinedLayers(dealt.names, dealt.layers, dealt.parts)
+        self.layers = PipelinedLayers(dealt.names, dealt.layers, dealt.parts, recompute)
         self.optimizer_groups: list[list[list[str]]] = []
         self.reducer: GradientReducer | None = None
 

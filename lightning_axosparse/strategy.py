@@ -16,6 +16,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -32,7 +33,14 @@ from lightning_axosparse.adapters.requirements import (
     refuse_module,
     refuse_optimizers,
 )
-from lightning_axosparse.deployment import Deployment, deal
+from lightning_axosparse.deployment import (
+    UNDIVIDED,
+    Deployment,
+    deal,
+    refuse_no_example,
+    time_layers,
+)
+from lightning_axosparse.pipeline.recompute import Recompute
 from lightning_axosparse.pipeline.schedule import SCHEDULES
 from lightning_axosparse.ranks import GridStrategy
 from lightning_axosparse.sparse import sparsify
@@ -62,8 +70,10 @@ class AxoSparseStrategy(GridStrategy):
             with fewer samples gives one micro-batch a sample.
         pipeline: attribute path of the ``nn.Sequential`` or ``nn.ModuleList`` whose layers are
             dealt to the stages, such as ``"model.transformer.h"``. None takes the only candidate.
-        balance: "parameters" deals layers so that the largest stage is as small as possible; a
-            sequence gives the number of layers of each stage.
+        balance: "parameters" deals layers so that the largest stage is as small as possible, "time"
+            so that the slowest is as fast as possible, timing them on the module's
+            ``example_input_array``, which should be like a micro-batch; a sequence gives the number
+            of layers of each stage.
         in_flight: most micro-batches that a stage may hold between forward and backward; None takes
             ``2 * g_inter``, which hides jitter and latency. ``g_inter`` is what 1F1B holds.
         schedule: "message-driven", or for comparison "1f1b" or "gpipe".
@@ -71,6 +81,9 @@ class AxoSparseStrategy(GridStrategy):
             process, through the same schedule, for notebooks, debuggers and tests.
         split_batch: cuts a batch into micro-batches, ``(batch, microbatches) -> list``; None cuts
             every tensor along its first dimension.
+        recompute: saves memory for time: every so many layers of a stage keep only their first
+            input, and are computed again in the backward pass; "sqrt" takes the square root of the
+            stage's layers (AxoNN). Gradients are the same to the bit.
 
     Raises:
         MisconfigurationException: for arguments out of range, here; for a grid, a module or an MPI
@@ -84,18 +97,19 @@ class AxoSparseStrategy(GridStrategy):
         g_inter: int = 1,
         microbatches: int | None = None,
         pipeline: str | None = None,
-        balance: Literal["parameters"] | Sequence[int] = "parameters",
+        balance: Literal["parameters", "time"] | Sequence[int] = "parameters",
         in_flight: int | None = None,
         schedule: Literal["message-driven", "1f1b", "gpipe"] = "message-driven",
         transport: Literal["mpi", "loopback"] = "mpi",
         split_batch: Callable[[Any, int], list[Any]] | None = None,
+        recompute: int | Literal["sqrt"] | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        _refuse_arguments(g_inter, microbatches, in_flight, schedule, transport)
+        _refuse_arguments(g_inter, microbatches, in_flight, schedule, transport, recompute, balance)
         super().__init__(
             1 if transport == "loopback" else g_inter,
             accelerator,
@@ -110,7 +124,7 @@ class AxoSparseStrategy(GridStrategy):
         self.schedule = schedule
         self.transport = transport
         self._container_path, self._balance = pipeline, balance
-        self._split_batch = split_batch
+        self._split_batch, self._recompute = split_batch, recompute
         self._deployment: Deployment | None = None
 
     # Setting up and leaving
@@ -127,12 +141,16 @@ class AxoSparseStrategy(GridStrategy):
                 refuse_optimizers(foreseen_optimizers(self._module))
         if self.g_inter > 1:
             refuse_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+            if self._balance == "time":
+                refuse_no_example(self._module)
         self.connect(self._module)
 
     def connect(self, model: pl.LightningModule) -> None:
         """Take the module and deal its layers."""
-        sizes = None if self._balance == "parameters" else self._balance
-        self._dealt = deal(model, self._container_path, sizes, self.g_inter)
+        self._dealt = UNDIVIDED
+        if self.g_inter > 1 or self._recompute is not None:
+            sizes = None if isinstance(self._balance, str) else self._balance
+            self._dealt = deal(model, self._container_path, sizes, self.g_inter)
         super().connect(model)
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -148,7 +166,15 @@ class AxoSparseStrategy(GridStrategy):
         stage = self.grid.stage
         stages = range(self.g_inter) if self.transport == "loopback" else range(stage, stage + 1)
         assert self._groups is not None
-        deployment = Deployment(module, self._dealt, self._groups, stages, self.root_device)
+        if self.g_inter > 1:
+            self._time_layers()
+            rank_zero_info(str(self._dealt))
+        recompute = (
+            None if self._recompute is None else Recompute(self._recompute, self.root_device)
+        )
+        deployment = Deployment(
+            module, self._dealt, self._groups, stages, self.root_device, recompute
+        )
         deployment.occupy(self.optimizers)
         self._deployment = deployment
         _optimizers_to_device(self.optimizers, self.root_device)
@@ -169,6 +195,15 @@ class AxoSparseStrategy(GridStrategy):
             self.in_flight,
             lambda batch: cut(batch, self.microbatches, self._split_batch),
         )
+
+    def _time_layers(self) -> None:
+        """Deal by time, if asked for, with the times that the first rank takes."""
+        if self._balance == "time":
+            seconds: list[float] = []
+            if self.global_rank == 0:
+                arguments = self._dealt, self.precision_plugin, self.root_device
+                seconds = time_layers(self._module, *arguments)
+            self._dealt = self._dealt.by_time(self.broadcast(seconds))
 
     def model_to_device(self) -> None:
         """Need nothing: the deployment moves what lives here."""
@@ -342,6 +377,8 @@ def _refuse_arguments(
     in_flight: int | None,
     schedule: str,
     transport: str,
+    recompute: int | Literal["sqrt"] | None,
+    balance: str | Sequence[int],
 ) -> None:
     for name, value in (
         ("g_inter", g_inter),
@@ -350,6 +387,16 @@ def _refuse_arguments(
     ):
         if value is not None and value < 1:
             raise MisconfigurationException(f"{name}={value} must be at least 1.")
+    if recompute not in (None, "sqrt") and not (isinstance(recompute, int) and recompute >= 1):
+        raise MisconfigurationException(
+            f"recompute={recompute!r} must be 'sqrt', or the number, at least 1, of layers that "
+            "keep one input together."
+        )
+    if isinstance(balance, str) and balance not in ("parameters", "time"):
+        raise MisconfigurationException(
+            f"balance={balance!r} is not known. Choose 'parameters', 'time', or the number of "
+            "layers of each stage."
+        )
     if schedule not in SCHEDULES:
         raise MisconfigurationException(
             f"schedule={schedule!r} is not known. Choose from {list(SCHEDULES)}."

@@ -127,6 +127,13 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
     return [range(ends[i], ends[i + 1]) for i in range(stages)]
 
 
+def imbalance(costs: Sequence[float], parts: Sequence[range]) -> float:
+    """The dearest part's cost over the mean part's: 1.0 where all are equal."""
+    totals = [sum(costs[layer] for layer in part) for part in parts]
+    mean = sum(totals) / len(totals)
+    return max(totals) / mean if mean else 1.0
+
+
 def given(sizes: Sequence[int], layers: int, stages: int) -> list[range]:
     """Turn the number of layers of each stage, as a user gives it, into layer indices.
 

@@ -4,7 +4,7 @@ Every stage runs the user's whole step. The container and its layers stay where 
 calling a layer does is changed while a stage computes:
 
     layer of an earlier stage    returns what the last of them sent, computes nothing
-    own layer                    computes
+    own layer                    computes, perhaps to compute again in the backward pass
     the stage's last layer       computes, then ends the step by raising ``StageEdge``
 
 so the code before the container runs on every stage and the code behind it on the last alone.
@@ -17,9 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+from lightning_axosparse.pipeline.recompute import Recompute, Segment
 
 
 class StageEdge(BaseException):
@@ -41,6 +44,8 @@ class Visit:
     next_layer: int = 0
     unused: dict[int, list[Tensor]] = field(default_factory=dict)
     """Per earlier layer, stand-ins for its output, which nobody may differentiate."""
+    segment: Segment | None = None
+    """The own layers since the last whose input is kept, if they are recomputed."""
 
     def check_skips(self, names: Sequence[str]) -> None:
         """Refuse a use of an earlier layer's output that went round the layers in between.
@@ -65,12 +70,18 @@ class PipelinedLayers:
         names: the layers' names, for messages.
         layers: the layers in the order in which they are called.
         parts: the layer indices of each stage.
+        recompute: which layers are computed again in the backward pass; None for none.
     """
 
     def __init__(
-        self, names: Sequence[str], layers: Sequence[nn.Module], parts: Sequence[range]
+        self,
+        names: Sequence[str],
+        layers: Sequence[nn.Module],
+        parts: Sequence[range],
+        recompute: Recompute | None = None,
     ) -> None:
         self.names, self.layers, self.parts = list(names), list(layers), list(parts)
+        self._recompute = recompute
         self._visit: Visit | None = None
         self._present: set[int] = set()
         self._own_forwards: dict[nn.Module, Callable[..., Any]] = {}
@@ -111,12 +122,27 @@ class PipelinedLayers:
                 return self._stand_in(visit, index)
             if index == part.start:
                 visit.enter()
-            output = compute(*args, **kwargs)
+            output = self._own(visit, index, compute, args, kwargs)
             if index == part.stop - 1 and visit.stage < len(self.parts) - 1:
                 raise StageEdge(output)
             return output
 
         return forward
+
+    def _own(
+        self,
+        visit: Visit,
+        index: int,
+        compute: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if self._recompute is None or not torch.is_grad_enabled():
+            return compute(*args, **kwargs)
+        part = self.parts[visit.stage]
+        if visit.segment is None or self._recompute.begins_segment(index - part.start, len(part)):
+            visit.segment = Segment(self._recompute.device)
+        return visit.segment.run(self.names[index], self.layers[index], compute, args, kwargs)
 
     def _outside_step(self, index: int, compute: Callable[..., Any], *args: Any, **kw: Any) -> Any:
         # Activation checkpointing calls a layer again in the backward pass.
@@ -151,8 +177,11 @@ class PipelinedLayers:
         stand_ins: list[Tensor] = []
 
         def alias(tensor: Tensor) -> Tensor:
-            stand_in = tensor.detach().requires_grad_(tensor.requires_grad)
-            stand_ins.append(stand_in)
+            if not tensor.is_floating_point():
+                return tensor
+            # Not a number, lest a use that no gradient reveals, as in validation, go unnoticed.
+            stand_in = tensor.new_full((), torch.nan).expand(tensor.shape)
+            stand_ins.append(stand_in.requires_grad_(tensor.requires_grad))
             return stand_in
 
         output = pytree.tree_map_only(Tensor, alias, visit.received)

@@ -1,0 +1,198 @@
+"""Networks of `transformers`, as they come, train in a pipeline as they do on one process.
+
+Their blocks stand in an ``nn.ModuleList`` and are called with masks, keyword arguments, position
+biases and caches, which have to cross the edges of the stages, or be made anew on each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+from lightning_axosparse import AxoSparseStrategy
+from tests.parity.cases import Record, Recorder, difference
+from tests.ranks import run_ranks
+
+VOCABULARY, STEPS, WIDTH, LAYERS = 23, 20, 16, 4
+
+
+class Texts(Dataset):
+    """Token ids with padding behind each text, as tokenizers return them."""
+
+    def __init__(self, samples: int) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.ids = torch.randint(1, VOCABULARY, (samples, 12), generator=generator)
+        lengths = torch.randint(5, 13, (samples, 1), generator=generator)
+        self.mask = (torch.arange(12) < lengths).long()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.ids[index], "attention_mask": self.mask[index]}
+
+
+class Language(L.LightningModule):
+    """Any of the networks, with a loss that is a mean over samples, however much is padding."""
+
+    def __init__(self, network: nn.Module, shift: int) -> None:
+        super().__init__()
+        self.network, self.shift = network, shift
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        inputs = {"labels": ids} if self.network.config.is_encoder_decoder else {}
+        logits = self.network(**batch, **inputs).logits
+        width = ids.shape[1] - self.shift
+        logits, targets, real = logits[:, :width], ids[:, self.shift :], mask[:, self.shift :]
+        losses = nn.functional.cross_entropy(logits.mT, targets, reduction="none")
+        loss = ((losses * real).sum(1) / real.sum(1)).mean()
+        self.log("loss", loss)
+        return {"loss": loss}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def gpt2() -> Language:
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        bos_token_id=0,
+        eos_token_id=0,
+        n_positions=16,
+        n_embd=WIDTH,
+        n_layer=LAYERS,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    return Language(GPT2LMHeadModel(config), shift=1)
+
+
+def bert() -> Language:
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return Language(BertForMaskedLM(config), shift=0)
+
+
+def t5() -> Language:
+    config = T5Config(
+        vocab_size=VOCABULARY,
+        d_model=WIDTH,
+        d_kv=8,
+        d_ff=32,
+        num_layers=LAYERS,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    network = T5ForConditionalGeneration(config)
+    # T5LayerNorm rounds to float32, in backward too. A pipelined decoder sends one gradient a stage
+    # into the encoder, and rounded sums differ by 1e-8 from the rounded whole.
+    for module in list(network.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, T5LayerNorm):
+                setattr(module, name, nn.RMSNorm(WIDTH, eps=child.variance_epsilon))
+    return Language(network, shift=0)
+
+
+def gpt2_without_cache() -> Language:
+    module = gpt2()
+    module.network.config.use_cache = False
+    return module
+
+
+NETWORKS = {"GPT-2": gpt2, "GPT-2 without cache": gpt2_without_cache, "BERT": bert, "T5": t5}
+# Row: network, strategy.
+ROWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "GPT-2": ("GPT-2", {"pipeline": "network.transformer.h"}),
+    "GPT-2 recomputed": (
+        "GPT-2 without cache",
+        {"pipeline": "network.transformer.h", "recompute": 2},
+    ),
+    "BERT": ("BERT", {"pipeline": "network.bert.encoder.layer"}),
+    "T5 encoder": ("T5", {"pipeline": "network.encoder.block"}),
+    "T5 decoder": ("T5", {"pipeline": "network.decoder.block"}),
+}
+
+
+def train(network: str, strategy: Any, ranks: int = 1) -> Record:
+    L.seed_everything(0, verbose=False)
+    module = NETWORKS[network]()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy=strategy,
+        precision="64-true",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Recorder()],
+    )
+    trainer.fit(module, DataLoader(Texts(6 * STEPS), batch_size=6))
+    record: Record = trainer.callbacks[0].record
+    record.weights = {k: v.detach().clone() for k, v in module.state_dict().items()}
+    return record
+
+
+def train_rows(ranks: int) -> dict[str, Record]:
+    return {
+        row: train(network, AxoSparseStrategy(g_inter=ranks, microbatches=4, **options), ranks)
+        for row, (network, options) in ROWS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[int, list[dict[str, Record]]]:
+    """The records of every row on every rank, by number of ranks."""
+    return {ranks: run_ranks(ranks, train_rows, ranks) for ranks in (2, 3)}
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Record]:
+    """What one process does with each network."""
+    return {network: train(network, "auto") for network in NETWORKS}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("row", ROWS)
+def test_a_network_of_transformers_trains_as_on_one_process(
+    row: str, ranks: int, runs: Any, expected: dict[str, Record]
+) -> None:
+    network, _ = ROWS[row]
+    assert len(expected[network].losses) == STEPS
+    for records in runs[ranks]:
+        assert difference(expected[network], records[row]) <= 1e-12
+
+
+def test_a_cache_that_recomputing_would_fill_twice_is_refused() -> None:
+    strategy = AxoSparseStrategy(
+        g_inter=2, transport="loopback", pipeline="network.transformer.h", recompute=1
+    )
+    with pytest.raises(RuntimeError, match=r"'network\.transformer\.h\.\d'.*use_cache=False"):
+        train("GPT-2", strategy)
