@@ -39,7 +39,26 @@ def run_ranks(ranks: int, function: Callable[..., Any], *args: Any, timeout: flo
         return [cloudpickle.loads(Path(f"{job}.{rank}").read_bytes()) for rank in range(ranks)]
 
 
+def _without_transformers() -> None:
+    """Keep torchmetrics from importing transformers, which doubles the time a rank takes to start.
+
+    Tests of models from transformers import it themselves.
+    """
+    from lightning_utilities.core.imports import RequirementCache
+
+    check = RequirementCache._check_requirement
+
+    def check_others(cache: RequirementCache) -> None:
+        if str(cache.requirement).startswith("transformers"):
+            cache.available, cache.message = False, "left out"
+        else:
+            check(cache)
+
+    RequirementCache._check_requirement = check_others
+
+
 def _main(job: str) -> None:
+    _without_transformers()
     from mpi4py import MPI
 
     function, args = cloudpickle.loads(Path(job).read_bytes())

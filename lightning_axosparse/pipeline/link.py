@@ -45,10 +45,17 @@ class Mailbox(Protocol):
 
     arrived: deque[tuple[bytes, Tensor]]
 
-    def begin(self, messages: int) -> None: ...  # noqa: D102
-    def send(self, header: bytes, block: Tensor) -> None: ...  # noqa: D102
-    def poll(self) -> None: ...  # noqa: D102
-    def end(self) -> None: ...  # noqa: D102
+    def begin(self, messages: int) -> None:
+        """Start a batch in which so many messages will be received."""
+
+    def send(self, header: bytes, block: Tensor) -> None:
+        """Send a message without waiting."""
+
+    def poll(self) -> None:
+        """Append to ``arrived`` what has come."""
+
+    def end(self) -> None:
+        """Wait until everything sent has left."""
 
 
 class MailboxLink:

@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -119,7 +120,7 @@ def fit(network: Network, ranks: int = 1, **options: Any) -> tuple[list[str], li
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger = rank_zero.log  # of whichever Lightning package was imported last
     logger.addHandler(handler)
     held = Held()
     trainer = L.Trainer(
