@@ -5,14 +5,16 @@ What a stage of ``S`` stages does with what it may run (``held`` = forwards - ba
 
     schedule         held < warm-up and   otherwise          when the message for it is missing
                      forwards remain
-    message-driven   prefers forward      prefers backward   runs the other, below the limit
+    message-driven   prefers forward      prefers backward   runs the other, if there is slack
     1f1b             forward              backward           waits
     gpipe            forward              forward, until     waits
                                           all are done
 
 The preference of the message-driven schedule is 1F1B's and not AxoNN's backward-first: at the same
 memory, draining backwards first starves the later stages. What makes it faster than 1F1B is slack,
-an in-flight limit above 1F1B's, which the message-driven order can use and a static order cannot.
+an in-flight limit above the number of stages, which a static order cannot use. Without slack a
+stage still goes ahead with a forward below the limit, but no longer with a backward below its
+warm-up: one that runs when the missing activation comes delays all later stages.
 """
 
 from __future__ import annotations
@@ -92,10 +94,16 @@ class Schedule(ABC):
 class MessageDriven(Schedule):
     """Prefers what 1F1B would run, and runs whatever else has arrived rather than wait."""
 
+    def __init__(self, stage: int, stages: int, microbatches: int, in_flight: int) -> None:
+        super().__init__(stage, stages, microbatches, in_flight)
+        self._has_slack = in_flight > stages
+
     def _choose(self, can_forward: bool, can_backward: bool) -> Kind | None:
         if can_forward and (self._warming_up or not can_backward):
             return "forward"
-        return "backward" if can_backward else None
+        if can_backward and (self._has_slack or not self._warming_up):
+            return "backward"
+        return None
 
 
 class OneForwardOneBackward(Schedule):

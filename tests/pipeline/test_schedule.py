@@ -91,6 +91,15 @@ def test_message_driven_never_waits_while_something_may_run(
     assert schedule.backwards == min(gradients, schedule.forwards)
 
 
+def test_without_slack_it_waits_for_a_missing_activation_below_its_warm_up() -> None:
+    tight, loose = MessageDriven(0, 4, 8, 4), MessageDriven(0, 4, 8, 5)
+    for schedule in (tight, loose):
+        assert [schedule.start_next(2, 1) for _ in range(2)] == [Op("forward", i) for i in range(2)]
+    assert tight.start_next(2, 1) is None
+    assert loose.start_next(2, 1) == Op("backward", 0)
+    assert tight.start_next(3, 1) == Op("forward", 2)
+
+
 def test_message_driven_runs_in_1f1b_order_when_messages_come_in_time() -> None:
     for stage in range(4):
         orders = []

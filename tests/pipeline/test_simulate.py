@@ -104,7 +104,9 @@ def test_a_forward_that_fills_a_gap_can_delay_a_gradient() -> None:
     """What slack is for: at 1F1B's memory the message-driven order may lose to it."""
     assert run((7, 8), "1f1b", forward=1.0, backward=1.3).makespan == pytest.approx(14 * 2.3)
     tight = run((7, 8), in_flight=7, forward=1.0, backward=1.3)
-    assert tight.makespan == pytest.approx(15 * 2.3)
+    assert tight.makespan == pytest.approx(14 * 2.3 + 1.4)
+    slack = run((7, 8), in_flight=14, forward=1.0, backward=1.3)
+    assert slack.makespan == pytest.approx(14 * 2.3)
 
 
 @given(name=names, shape=shapes, limit=st.integers(1, 14), wire=wires, seed=seeds)
@@ -205,7 +207,7 @@ def test_the_unit_of_time_does_not_matter(
         (0.3, 8, 0.91),
         (0.6, 8, 0.88),
         (1.0, 8, 0.86),
-        (0.3, 4, 1.03),
+        (0.3, 4, 1.00),
         (0.6, 4, 1.00),
         (0.6, 16, 0.85),
     ],
@@ -222,7 +224,7 @@ def test_under_jitter_slack_in_flight_beats_1f1b(sigma: float, limit: int, ratio
 
 @pytest.mark.parametrize(
     ("latency", "limit", "ratio"),
-    [(0.5, 8, 0.845), (1.0, 8, 0.741), (2.0, 8, 0.64), (2.0, 16, 0.611), (1.0, 4, 0.988)],
+    [(0.5, 8, 0.845), (1, 8, 0.741), (2, 8, 0.64), (2, 16, 0.611), (0.5, 4, 1.0), (2, 4, 1.0)],
 )
 def test_under_latency_slack_in_flight_beats_1f1b(latency: float, limit: int, ratio: float) -> None:
     wire = Wire(latency=latency)
@@ -231,7 +233,7 @@ def test_under_latency_slack_in_flight_beats_1f1b(latency: float, limit: int, ra
     assert driven / static == pytest.approx(ratio, abs=0.01)
 
 
-@pytest.mark.parametrize(("slack", "bound"), [(1, 1.15), (2, 1.06)])
+@pytest.mark.parametrize(("slack", "bound"), [(1, 1.09), (2, 1.06)])
 def test_message_driven_is_never_much_slower_than_1f1b(slack: int, bound: float) -> None:
     """At 1F1B's memory, and at twice that, over pipelines of all lengths, jitter and latency."""
     ratios = []
