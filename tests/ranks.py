@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ def run_ranks(ranks: int, function: Callable[..., Any], *args: Any, timeout: flo
             cloudpickle.unregister_pickle_by_value(sys.modules[function.__module__])
         mpiexec = Path(sys.executable).parent / "mpiexec"
         done = subprocess.run(
-            [mpiexec, "-n", str(ranks), sys.executable, "-m", "tests.ranks", str(job)],
+            [mpiexec, "-n", str(ranks), *warm_python(), "-m", "tests.ranks", str(job)],
             cwd=REPOSITORY,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
@@ -39,7 +41,25 @@ def run_ranks(ranks: int, function: Callable[..., Any], *args: Any, timeout: flo
         return [cloudpickle.loads(Path(f"{job}.{rank}").read_bytes()) for rank in range(ranks)]
 
 
-def _without_transformers() -> None:
+@cache
+def warm_python() -> list[str]:
+    """The command that runs ``-m MODULE`` in a process forked from one with all imports done."""
+    address = str(Path(tempfile.mkdtemp()) / "warm")
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.warm.server", address],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    atexit.register(server.kill)
+    assert server.stdout is not None
+    assert server.stdout.readline() == b"ready\n"
+    os.environ["WARM_START"] = address
+    return [sys.executable, "-S", "-E", str(REPOSITORY / "tests" / "warm" / "stub.py")]
+
+
+def without_transformers() -> None:
     """Keep torchmetrics from importing transformers, which doubles the time a rank takes to start.
 
     Tests of models from transformers import it themselves.
@@ -58,7 +78,7 @@ def _without_transformers() -> None:
 
 
 def _main(job: str) -> None:
-    _without_transformers()
+    without_transformers()
     from mpi4py import MPI
 
     function, args = cloudpickle.loads(Path(job).read_bytes())

@@ -1,0 +1,114 @@
+"""Server: forks a process for each stub, with what ranks import already there."""
+
+from __future__ import annotations
+
+import array
+import atexit
+import fcntl
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import threading
+import traceback
+from typing import Any
+
+_HIGH = 500  # above the numbers of files that come from stubs
+
+
+def serve(address: str) -> None:
+    """Take orders until the process that started this one goes."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    print("ready", flush=True)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    while True:
+        stub, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            _be_rank(stub)
+        stub.close()
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(0)
+
+
+def _be_rank(stub: socket.socket) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    stub = socket.socket(fileno=_raised(stub.detach()))
+    order = _receive(stub)
+    threading.Thread(target=_end_with_stub, args=[stub], daemon=True).start()
+    os.setpgrp()
+    os.chdir(order["cwd"])
+    os.environ.clear()
+    os.environ.update(order["env"])
+    code = _run(order["argv"])
+    _finalize()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    stub.sendall(bytes([code]))
+    os._exit(code)
+
+
+def _run(argv: list[str]) -> int:
+    """Do what ``python -m MODULE ARGUMENTS`` would; the exit code."""
+    _, module, *arguments = argv
+    sys.argv = [module, *arguments]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _finalize() -> None:
+    """Do what the end of an interpreter would: mpi4py finalizes MPI there, not in `atexit`."""
+    atexit._run_exitfuncs()
+    if "mpi4py.MPI" in sys.modules and not sys.modules["mpi4py.MPI"].Is_finalized():
+        sys.modules["mpi4py.MPI"].Finalize()
+
+
+def _receive(stub: socket.socket) -> dict[str, Any]:
+    head, rights, *_ = stub.recvmsg(8, socket.CMSG_SPACE(16 * 4))
+    body = b""
+    while len(body) < int.from_bytes(head, "big"):
+        body += stub.recv(1 << 16)
+    order: dict[str, Any] = json.loads(body)
+    received = array.array("i", rights[0][2][: len(order["files"]) * 4])
+    raised = [_raised(file) for file in received]
+    for file, number in zip(raised, order["files"], strict=True):
+        os.dup2(file, number)
+        os.close(file)
+    return order
+
+
+def _raised(file: int) -> int:
+    high = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _HIGH)
+    os.close(file)
+    return high
+
+
+def _end_with_stub(stub: socket.socket) -> None:
+    stub.recv(1)
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    from tests.ranks import without_transformers
+
+    without_transformers()
+    import torchmetrics  # noqa: F401
+
+    import lightning_axosparse.mpi.worker
+    import lightning_axosparse.strategy  # noqa: F401
+
+    serve(sys.argv[1])
