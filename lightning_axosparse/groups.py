@@ -58,6 +58,14 @@ class Groups:
         """Hand every rank of the job the ``value`` of ``rank``."""
         return value if self.world is None else _broadcast(value, rank, self.world)
 
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks of the job, in rank order, on every rank."""
+        if self.world is None:
+            return [value]
+        values = [value] * self.grid.world_size
+        dist.all_gather_object(values, value, group=self.world)
+        return values
+
     def gather_to_first_stage(self, value: T) -> list[T]:
         """The values of this pipeline's stages, on its first stage; an empty list elsewhere."""
         if self.inter is None:

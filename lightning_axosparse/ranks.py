@@ -79,6 +79,12 @@ class GridStrategy(ParallelStrategy):
         return self.parallel_devices[self.local_rank]
 
     @property
+    def ranks_on_device(self) -> int:
+        """How many ranks share this rank's device; on CPU, this node."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices.count(self.root_device)
+
+    @property
     def grid(self) -> Grid:
         """The ranks of the job."""
         return Grid(self._ranks, self._ranks_a_replica, self.global_rank)

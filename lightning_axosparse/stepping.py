@@ -18,6 +18,7 @@ from lightning_axosparse.adapters.metrics import PipelinedMetrics
 from lightning_axosparse.adapters.precision import scale_loss
 from lightning_axosparse.adapters.sampling import agree_randomness, check_same_batch
 from lightning_axosparse.deployment import Deployment
+from lightning_axosparse.pipeline.limit import Limit
 from lightning_axosparse.pipeline.microbatch import MicroBatch, merge, split, weigh
 from lightning_axosparse.pipeline.pipeline import Pipeline
 from lightning_axosparse.pipeline.randomness import Randomness
@@ -44,7 +45,7 @@ class Stepper:
         trainer: the running Trainer.
         precision: the pipeline's precision plugin.
         schedule: class of the training schedule.
-        in_flight: most micro-batches that a stage may hold.
+        limit: most micro-batches that a stage may hold.
         cut: cuts a batch into micro-batches.
     """
 
@@ -54,7 +55,7 @@ class Stepper:
         trainer: pl.Trainer,
         precision: Precision,
         schedule: type[Schedule],
-        in_flight: int,
+        limit: Limit,
         cut: Callable[[Any], list[MicroBatch]],
     ) -> None:
         module, grid, groups = deployment.module, deployment.grid, deployment.groups
@@ -62,9 +63,9 @@ class Stepper:
         agree_randomness(groups.inter, ranks[0])
         self.pipeline = Pipeline(
             deployment.layers,
-            deployment.links(in_flight),
+            deployment.links(limit.largest),
             schedule,
-            in_flight,
+            limit,
             Randomness(torch.initial_seed(), deployment.last_stage + 1, deployment.device),
         )
         self.metrics = PipelinedMetrics(

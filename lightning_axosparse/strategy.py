@@ -40,6 +40,8 @@ from lightning_axosparse.deployment import (
     refuse_no_example,
     time_layers,
 )
+from lightning_axosparse.memory import free_bytes
+from lightning_axosparse.pipeline.limit import FixedLimit, Limit, MemoryLimit
 from lightning_axosparse.pipeline.recompute import Recompute
 from lightning_axosparse.pipeline.schedule import SCHEDULES
 from lightning_axosparse.ranks import GridStrategy
@@ -74,8 +76,10 @@ class AxoSparseStrategy(GridStrategy):
             so that the slowest is as fast as possible, timing them on the module's
             ``example_input_array``, which should be like a micro-batch; a sequence gives the number
             of layers of each stage.
-        in_flight: most micro-batches that a stage may hold between forward and backward; None takes
-            ``2 * g_inter``, which hides jitter and latency. ``g_inter`` is what 1F1B holds.
+        in_flight: most micro-batches that a stage may hold between forward and backward. None takes
+            what memory allows after the first step, and again after a ticket was drawn: from
+            ``g_inter``, which is what 1F1B holds, to ``2 * g_inter``, which hides jitter and
+            latency. No number of the training depends on it.
         schedule: "message-driven", or for comparison "1f1b" or "gpipe".
         transport: "mpi" gives each stage a rank; "loopback" runs all stages of a replica in one
             process, through the same schedule, for notebooks, debuggers and tests.
@@ -120,9 +124,9 @@ class AxoSparseStrategy(GridStrategy):
         )
         self.g_inter = g_inter
         self.microbatches = microbatches or (4 * g_inter if g_inter > 1 else 1)
-        self.in_flight = in_flight or (2 * g_inter if g_inter > 1 else 1)
         self.schedule = schedule
         self.transport = transport
+        self._in_flight = in_flight
         self._container_path, self._balance = pipeline, balance
         self._split_batch, self._recompute = split_batch, recompute
         self._deployment: Deployment | None = None
@@ -192,7 +196,7 @@ class AxoSparseStrategy(GridStrategy):
             trainer,
             self.precision_plugin,
             SCHEDULES[self.schedule],
-            self.in_flight,
+            self._limit(trainer),
             lambda batch: cut(batch, self.microbatches, self._split_batch),
         )
 
@@ -204,6 +208,18 @@ class AxoSparseStrategy(GridStrategy):
                 arguments = self._dealt, self.precision_plugin, self.root_device
                 seconds = time_layers(self._module, *arguments)
             self._dealt = self._dealt.by_time(self.broadcast(seconds))
+
+    def _limit(self, trainer: pl.Trainer) -> Limit:
+        if self._in_flight is not None or self.g_inter == 1 or self.schedule != "message-driven":
+            return FixedLimit(self._in_flight or self.g_inter)
+        assert self._groups is not None
+        return MemoryLimit(
+            self.g_inter,
+            lambda: free_bytes(self.root_device, self.ranks_on_device),
+            self.root_device,
+            lambda: trainer.global_step,
+            self._groups.gather,
+        )
 
     def model_to_device(self) -> None:
         """Need nothing: the deployment moves what lives here."""
@@ -278,6 +294,11 @@ class AxoSparseStrategy(GridStrategy):
         return 0 if reducer is None else reducer.reduced_bytes
 
     @property
+    def in_flight(self) -> int:
+        """Most micro-batches that a stage may hold, as of the last training batch."""
+        return self._stepper.pipeline.limit.value
+
+    @property
     def peak_in_flight(self) -> dict[int, int]:
         """Most micro-batches that each stage of this rank held in its last training batch."""
         return self._stepper.pipeline.peak_in_flight
@@ -298,6 +319,7 @@ class AxoSparseStrategy(GridStrategy):
                 kept. Read one at a time.
         """
         sparsify(self._module, masks, self.optimizers[0] if self.optimizers else None)
+        self._stepper.pipeline.limit.measure_again()
 
     # Checkpoints: one file, dense, as one process writes it
 

@@ -27,6 +27,9 @@ class Work:
         state: bytes of the model state at the end of the period: "weights", "indices",
             "gradients" and "optimizer".
         reduced_bytes: gradient bytes handed to the all-reduce in one optimizer step.
+        in_flight: most micro-batches that a stage might hold at the end of the period; 0 without a
+            pipeline.
+        peak_in_flight: stage -> most micro-batches that it held at any time of the period.
     """
 
     steps: int = 0
@@ -34,6 +37,8 @@ class Work:
     activities: dict[Activity, float] = field(default_factory=dict)
     state: dict[str, int] = field(default_factory=dict)
     reduced_bytes: int = 0
+    in_flight: int = 0
+    peak_in_flight: dict[int, int] = field(default_factory=dict)
 
     @property
     def state_bytes(self) -> int:

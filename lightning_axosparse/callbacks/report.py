@@ -87,9 +87,12 @@ class TrainingReport(L.Callback):
         # Not read yet: on a GPU that would wait for the step to end.
         self._losses.append(outputs["loss"].detach() * trainer.accumulate_grad_batches)
         self._steps.append(trainer.global_step)
+        for stage, held in getattr(trainer.strategy, "peak_in_flight", {}).items():
+            work.peak_in_flight[stage] = max(held, work.peak_in_flight.get(stage, 0))
         if trainer.is_last_batch:
             work.state = asdict(state_bytes(pl_module, trainer.optimizers[0]))
             work.reduced_bytes = getattr(trainer.strategy, "reduced_bytes", 0)
+            work.in_flight = getattr(trainer.strategy, "in_flight", 0)
 
     @override
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

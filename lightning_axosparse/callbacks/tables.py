@@ -62,7 +62,14 @@ def markdown(facts: RunFacts, pictures: Sequence[str] = ()) -> str:
 
 def sections(facts: RunFacts) -> list[Section]:
     """What a report says, in its order; a section with nothing to say is left out."""
-    every = [_quality(facts), _ticket(facts), _memory(facts), _time(facts), _sparsity(facts)]
+    every = [
+        _quality(facts),
+        _ticket(facts),
+        _memory(facts),
+        _in_flight(facts),
+        _time(facts),
+        _sparsity(facts),
+    ]
     return [section for section in every if section.rows]
 
 
@@ -104,6 +111,25 @@ def _memory(facts: RunFacts) -> Section:
     return Section(
         "Memory and traffic of each rank",
         ("rank", "stage", "replica", "bytes", "dense weights", "sparse weights"),
+        rows,
+    )
+
+
+def _in_flight(facts: RunFacts) -> Section:
+    """The peak and the limit of each stage; nothing where no stage may hold two micro-batches."""
+
+    def cell(work: Work | None, stage: int) -> str:
+        return "" if work is None else f"{work.peak_in_flight[stage]} of {work.in_flight}"
+
+    rows = [
+        (str(rank.rank), str(stage), *(cell(rank.work.get(p), stage) for p in ("dense", "sparse")))
+        for rank in facts.ranks
+        for stage in sorted({s for work in rank.work.values() for s in work.peak_in_flight})
+        if max(work.in_flight for work in rank.work.values()) > 1
+    ]
+    return Section(
+        "Most micro-batches in flight, and the limit",
+        ("rank", "stage", "dense weights", "sparse weights"),
         rows,
     )
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_axosparse.pipeline import engine
 from lightning_axosparse.pipeline.engine import StageEngine
+from lightning_axosparse.pipeline.limit import Limit
 from lightning_axosparse.pipeline.link import Link
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.randomness import Randomness
@@ -29,7 +30,7 @@ class Pipeline:
         links: the link of each stage on this rank: of one, or of all where the whole pipeline lives
             in one process.
         schedule: class of the training schedule.
-        in_flight: most micro-batches that a stage may hold.
+        limit: most micro-batches that a stage may hold.
         randomness: random numbers of the pipeline.
     """
 
@@ -38,13 +39,13 @@ class Pipeline:
         layers: PipelinedLayers,
         links: Mapping[int, Link],
         schedule: type[Schedule],
-        in_flight: int,
+        limit: Limit,
         randomness: Randomness,
     ) -> None:
         self.peak_in_flight: dict[int, int] = {}
         """Most micro-batches that each stage of this rank held in its last training batch."""
         self._layers, self._links, self._randomness = layers, links, randomness
-        self._schedule, self._in_flight = schedule, in_flight
+        self._schedule, self.limit = schedule, limit
         self._last = len(layers.parts) - 1
 
     def train(
@@ -60,6 +61,7 @@ class Pipeline:
         Returns:
             The last stage's step, which has the loss and the outputs; None on other ranks.
         """
+        self.limit.begin_batch()
         steps = {
             stage: TrainingStageStep(
                 self._layers,
@@ -73,7 +75,8 @@ class Pipeline:
             )
             for stage in self._links
         }
-        engines = self._run(steps, self._schedule, len(microbatches))
+        computes = {s: self.limit.observed(s, step.compute) for s, step in steps.items()}
+        engines = self._run(steps, computes, self._schedule, len(microbatches))
         self.peak_in_flight = {engine.stage: engine.peak_in_flight for engine in engines}
         return steps.get(self._last)
 
@@ -89,20 +92,25 @@ class Pipeline:
             stage: StageStep(self._layers, stage, microbatches, step, observe, self._randomness)
             for stage in self._links
         }
-        self._run(steps, ForwardOnly, len(microbatches))
+        computes = {stage: step.compute for stage, step in steps.items()}
+        self._run(steps, computes, ForwardOnly, len(microbatches))
         return steps.get(self._last)
 
     def _run(
-        self, steps: Mapping[int, StageStep], schedule: type[Schedule], microbatches: int
+        self,
+        steps: Mapping[int, StageStep],
+        computes: Mapping[int, engine.Compute],
+        schedule: type[Schedule],
+        microbatches: int,
     ) -> list[StageEngine]:
         stages = self._last + 1
         engines = [
             StageEngine(
                 stage,
                 stages,
-                schedule(stage, stages, microbatches, self._in_flight),
+                schedule(stage, stages, microbatches, self.limit.value),
                 self._links[stage],
-                step.compute,
+                computes[stage],
                 step.differentiate,
             )
             for stage, step in steps.items()

@@ -60,7 +60,12 @@ def run(data, folder, *callbacks, test=False, **options) -> tuple[GPT, TrainingR
 def test_one_rank_before_and_after_the_draw(data, tmp_path):
     search = EarlyBirdTicket(pruning_ratio=0.75, window=2, draw_by_epoch=2)
     model, report, losses = run(
-        data, tmp_path, search, PipelineTimeline(), devices=1, strategy=AxoSparseStrategy()
+        data,
+        tmp_path,
+        search,
+        PipelineTimeline(),
+        devices=1,
+        strategy=AxoSparseStrategy(g_inter=2, transport="loopback", in_flight=3),
     )
     facts = report.facts
     assert facts.losses == pytest.approx(losses.training)
@@ -74,6 +79,8 @@ def test_one_rank_before_and_after_the_draw(data, tmp_path):
     [rank] = facts.ranks
     assert {period: work.steps for period, work in rank.work.items()} == {"dense": 6, "sparse": 3}
     assert all(work.reduced_bytes == 0 for work in rank.work.values())
+    assert all(work.in_flight == 3 for work in rank.work.values())
+    assert all(work.peak_in_flight[0] == 3 for work in rank.work.values())
 
     entries = sum(parameter.numel() for parameter in model.parameters())
     pruned = sum(mask.numel() for mask in search.ticket.masks.values())

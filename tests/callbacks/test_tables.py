@@ -92,6 +92,15 @@ def test_one_replica_all_reduces_plainly_nothing(facts):
     assert rows(facts, "Memory")[1] == ("0", "0", "0", "all-reduced per step", "0", "2.00 MB")
 
 
+def test_the_limit_and_the_peaks_of_every_stage(facts):
+    assert not any("in flight" in section.title for section in sections(facts))
+    for rank in facts.ranks[:2]:
+        rank.work["dense"] = replace(work(1), in_flight=2, peak_in_flight={rank.stage: 2})
+        rank.work["sparse"] = replace(work(1), in_flight=4, peak_in_flight={rank.stage: 3})
+    del facts.ranks[1].work["sparse"]
+    assert rows(facts, "Most micro") == [("0", "0", "2 of 2", "3 of 4"), ("1", "1", "2 of 2", "")]
+
+
 def test_time_of_each_rank_and_period(facts):
     times = rows(facts, "Where")
     assert len(times) == 8

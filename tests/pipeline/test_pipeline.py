@@ -9,6 +9,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lightning_axosparse.pipeline.limit import FixedLimit
 from lightning_axosparse.pipeline.link import LoopbackLink
 from lightning_axosparse.pipeline.microbatch import split
 from lightning_axosparse.pipeline.partition import balance
@@ -29,7 +30,7 @@ def pipeline(
     dealt.install(range(stages))
     links = dict(enumerate(LoopbackLink.chain(stages)))
     randomness = Randomness(0, stages, torch.device("cpu"))
-    return Pipeline(dealt, links, SCHEDULES[schedule], in_flight, randomness), dealt
+    return Pipeline(dealt, links, SCHEDULES[schedule], FixedLimit(in_flight), randomness), dealt
 
 
 def train(pipe: Pipeline, step: Any, batch: Any, microbatches: int) -> Tensor:

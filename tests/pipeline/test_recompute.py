@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_axosparse import AxoSparseStrategy, sparsify
+from lightning_axosparse.pipeline.limit import FixedLimit
 from lightning_axosparse.pipeline.link import LoopbackLink
 from lightning_axosparse.pipeline.microbatch import split
 from lightning_axosparse.pipeline.partition import balance
@@ -76,7 +77,7 @@ def gradients(
         layers,
         dict(enumerate(LoopbackLink.chain(stages))),
         SCHEDULES["message-driven"],
-        4,
+        FixedLimit(4),
         Randomness(0, stages, CPU),
     )
 
