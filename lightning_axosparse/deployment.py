@@ -23,7 +23,7 @@ from lightning_axosparse.pipeline.partition import (
     given,
     imbalance,
 )
-from lightning_axosparse.pipeline.profile import layer_seconds
+from lightning_axosparse.pipeline.profile import LayerProfile, profile_layers
 from lightning_axosparse.pipeline.recompute import Recompute
 from lightning_axosparse.pipeline.split import Split
 from lightning_axosparse.pipeline.stage import PipelinedLayers
@@ -99,19 +99,19 @@ def refuse_no_example(module: LightningModule) -> None:
         )
 
 
-def time_layers(
+def profile_example(
     module: LightningModule, dealt: Deal, precision: Precision, device: torch.device
-) -> list[float]:
-    """Time the layers on the module's ``example_input_array``.
+) -> list[LayerProfile]:
+    """Measure the layers on the module's ``example_input_array``.
 
     Args:
         module: the user's module, whole and on CPU.
         dealt: its layers.
         precision: of the forward pass.
-        device: where to time.
+        device: where to measure.
 
     Returns:
-        Seconds of one forward and backward pass of each layer.
+        What each layer takes.
 
     Raises:
         MisconfigurationException: if the example does not reach every layer.
@@ -125,7 +125,7 @@ def time_layers(
             module(*(example if isinstance(example, tuple) else (example,)))
 
     layers = dict(zip(dealt.names, dealt.layers, strict=True))
-    return layer_seconds(layers, forward, precision.forward_context, device)
+    return profile_layers(layers, forward, precision.forward_context, device)
 
 
 class Deployment:

@@ -104,7 +104,7 @@ def _weights(ratio: float) -> str:
 def _job(options: argparse.Namespace, ratio: float) -> Job:
     microseconds, giga = 1e-6 * options.latency, 1e9
     return Job(
-        model=Transformer(*options.shape) if options.shape else MODELS[options.model],
+        layers=(Transformer(*options.shape) if options.shape else MODELS[options.model]).costs,
         cluster=Cluster(
             devices=options.devices,
             devices_per_node=options.devices_per_node,

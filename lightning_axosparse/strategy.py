@@ -33,17 +33,19 @@ from lightning_axosparse.adapters.requirements import (
     refuse_module,
     refuse_optimizers,
 )
+from lightning_axosparse.autogrid import refuse_stages, suitable_grid
 from lightning_axosparse.deployment import (
     UNDIVIDED,
     Deployment,
     deal,
+    profile_example,
     refuse_no_example,
-    time_layers,
 )
 from lightning_axosparse.memory import free_bytes
 from lightning_axosparse.pipeline.limit import FixedLimit, Limit, MemoryLimit
 from lightning_axosparse.pipeline.recompute import Recompute
 from lightning_axosparse.pipeline.schedule import SCHEDULES
+from lightning_axosparse.planning.automatic import default_microbatches
 from lightning_axosparse.ranks import GridStrategy
 from lightning_axosparse.sparse import sparsify
 from lightning_axosparse.sparse.swap import layouts
@@ -67,6 +69,10 @@ class AxoSparseStrategy(GridStrategy):
 
     Args:
         g_inter: stages per replica. The number of replicas follows: ``world_size // g_inter``.
+            "auto" lets the planner choose before the ranks start, by what the module's layers take
+            on its ``example_input_array``, which should be like a micro-batch, and the memory that
+            is free, and tells why; without an example it takes the shortest balanced pipeline whose
+            parameters, gradients and optimizer state (AdamW's, float32) fit.
         microbatches: micro-batches per batch and replica; None takes ``4 * g_inter`` (one without a
             pipeline). A batch that they do not divide is cut unevenly and weighted rightly; one
             with fewer samples gives one micro-batch a sample.
@@ -98,7 +104,7 @@ class AxoSparseStrategy(GridStrategy):
 
     def __init__(
         self,
-        g_inter: int = 1,
+        g_inter: int | Literal["auto"] = 1,
         microbatches: int | None = None,
         pipeline: str | None = None,
         balance: Literal["parameters", "time"] | Sequence[int] = "parameters",
@@ -115,21 +121,26 @@ class AxoSparseStrategy(GridStrategy):
     ) -> None:
         _refuse_arguments(g_inter, microbatches, in_flight, schedule, transport, recompute, balance)
         super().__init__(
-            1 if transport == "loopback" else g_inter,
+            g_inter if transport == "mpi" and g_inter != "auto" else 1,
             accelerator,
             parallel_devices,
             cluster_environment,
             checkpoint_io,
             precision_plugin,
         )
-        self.g_inter = g_inter
-        self.microbatches = microbatches or (4 * g_inter if g_inter > 1 else 1)
+        self._chooses_grid = g_inter == "auto"
+        self.g_inter = 1 if g_inter == "auto" else g_inter
         self.schedule = schedule
         self.transport = transport
-        self._in_flight = in_flight
+        self._microbatches, self._in_flight = microbatches, in_flight
         self._container_path, self._balance = pipeline, balance
         self._split_batch, self._recompute = split_batch, recompute
         self._deployment: Deployment | None = None
+
+    @property
+    def microbatches(self) -> int:
+        """Micro-batches per batch and replica."""
+        return self._microbatches or default_microbatches(self.g_inter)
 
     # Setting up and leaving
 
@@ -139,6 +150,7 @@ class AxoSparseStrategy(GridStrategy):
         Raises:
             MisconfigurationException: for a module or callback that cannot work in a pipeline.
         """
+        self.connect(self._module)
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_module(self._module)
             if self._launcher is not None:
@@ -147,10 +159,12 @@ class AxoSparseStrategy(GridStrategy):
             refuse_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
             if self._balance == "time":
                 refuse_no_example(self._module)
-        self.connect(self._module)
 
     def connect(self, model: pl.LightningModule) -> None:
-        """Take the module and deal its layers."""
+        """Take the module and deal its layers, choosing the number of stages if that is open."""
+        if self._chooses_grid:
+            self._choose_grid(model)
+            self._chooses_grid = False
         self._dealt = UNDIVIDED
         if self.g_inter > 1 or self._recompute is not None:
             sizes = None if isinstance(self._balance, str) else self._balance
@@ -206,8 +220,22 @@ class AxoSparseStrategy(GridStrategy):
             seconds: list[float] = []
             if self.global_rank == 0:
                 arguments = self._dealt, self.precision_plugin, self.root_device
-                seconds = time_layers(self._module, *arguments)
+                seconds = [layer.seconds for layer in profile_example(self._module, *arguments)]
             self._dealt = self._dealt.by_time(self.broadcast(seconds))
+
+    def _choose_grid(self, model: pl.LightningModule) -> None:
+        if self._ranks > 1:
+            decision = suitable_grid(
+                self,
+                model,
+                self._container_path,
+                self._microbatches,
+                self._in_flight,
+                self._recompute is not None,
+                "time" if self._balance == "time" else "parameters",
+            )
+            self.g_inter = self._ranks_a_replica = decision.g_inter
+            rank_zero_info(str(decision))
 
     def _limit(self, trainer: pl.Trainer) -> Limit:
         if self._in_flight is not None or self.g_inter == 1 or self.schedule != "message-driven":
@@ -394,7 +422,7 @@ class AxoSparseStrategy(GridStrategy):
 
 
 def _refuse_arguments(
-    g_inter: int,
+    g_inter: int | Literal["auto"],
     microbatches: int | None,
     in_flight: int | None,
     schedule: str,
@@ -402,8 +430,8 @@ def _refuse_arguments(
     recompute: int | Literal["sqrt"] | None,
     balance: str | Sequence[int],
 ) -> None:
+    refuse_stages(g_inter, transport, balance)
     for name, value in (
-        ("g_inter", g_inter),
         ("microbatches", microbatches),
         ("in_flight", in_flight),
     ):

@@ -35,7 +35,7 @@ class Flat(Net):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"g_inter": 0}, "g_inter=0"),
+        ({"g_inter": 0}, "g_inter=0 must"),
         ({"microbatches": -1}, "microbatches=-1"),
         ({"in_flight": 0}, "in_flight=0"),
         ({"schedule": "2f2b"}, "'2f2b'.*message-driven"),

@@ -75,7 +75,7 @@ def axonn(name: str, speed: float, batch: int = 16384) -> tuple[Plan, float]:
     """The plan of one row and its share of the peak in per cent."""
     model, devices, g_inter, microbatch, _ = AXONN[name]
     cluster = summit(devices, speed, network=12.5e9, overhead=0.0)
-    job = Job(model, cluster, batch, OFFLOADED, recompute=True)
+    job = Job(model.costs, cluster, batch, OFFLOADED, recompute=True)
     plan = evaluate(job, Choice(g_inter, microbatch, g_inter))
     share = flops(model, batch) / plan.simulation.makespan / devices / PEAK
     return plan, 100 * share
@@ -163,7 +163,7 @@ def samo(
     """One run; pruned by ``ratio`` where that is not zero, in micro-batches of one sample."""
     g_inter = g_inter or stages(model, ratio)
     job = Job(
-        model,
+        model.costs,
         summit(
             devices, constants.speed, constants.network, model.message_bytes / constants.message
         ),

@@ -8,10 +8,12 @@ import socket
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from lightning.pytorch.plugins.environments import ClusterEnvironment
@@ -32,6 +34,9 @@ _GET_MPI = (
     "Install one with `pip install 'lightning-axosparse[mpich]'`, or load your cluster's MPI "
     "module and build mpi4py with it: `pip install --no-binary mpi4py mpi4py`."
 )
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,17 @@ def _library() -> str:
     from mpi4py import MPI
 
     return MPI.Get_library_version().split("\n")[0].strip()
+
+
+def from_first_rank(decide: Callable[[], T]) -> T:
+    """What ``decide`` returns on rank 0, on every rank; collective over the job, before setup."""
+    if job_size() == 1:
+        return decide()
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    decision: T = world.bcast(decide() if world.rank == 0 else None)
+    return decision
 
 
 class MPIJobEnvironment(ClusterEnvironment):

@@ -1,29 +1,45 @@
-"""Profile: how long each layer takes, forward and back, on the inputs that it is given."""
+"""Profile: what each layer takes on the inputs that it is given: time, memory, a message."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_axosparse.pipeline.activations import kept_bytes
+
 _REPEATS = 5
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def layer_seconds(
+class LayerProfile(NamedTuple):
+    """What one layer takes.
+
+    Attributes:
+        seconds: of one forward and backward pass.
+        kept_bytes: what it keeps from one for the other, besides its inputs.
+        output_bytes: of what it returns.
+    """
+
+    seconds: float
+    kept_bytes: int
+    output_bytes: int
+
+
+def profile_layers(
     layers: Mapping[str, nn.Module],
     forward: Callable[[], Any],
     context: Callable[[], AbstractContextManager[Any]],
     device: torch.device,
-) -> list[float]:
-    """Time each layer; the fastest of a few passes counts, which no other process slowed.
+) -> list[LayerProfile]:
+    """Measure each layer; of a few passes the fastest counts, which no other process slowed.
 
     Weights, buffers and random generators are left as they were. No more than one layer is on
     ``device`` at a time.
@@ -35,7 +51,7 @@ def layer_seconds(
         device: where the layers are timed.
 
     Returns:
-        Seconds of one forward and backward pass of each layer.
+        What each layer takes.
 
     Raises:
         MisconfigurationException: if ``forward`` does not call a layer.
@@ -44,16 +60,17 @@ def layer_seconds(
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         with context(), torch.no_grad():
             inputs = _inputs(layers, forward)
-        seconds = []
+        profiles = []
         for name, layer in layers.items():
             layer.to(device)
             given = pytree.tree_map_only(Tensor, lambda t: t.to(device), inputs[name])
-            passes = [_pass(layer, given, context, device) for _ in range(1 + _REPEATS)]
-            seconds.append(min(passes[1:]))
+            sizes = _sizes(layer, given, context, device)
+            seconds = min(_pass(layer, given, context, device) for _ in range(_REPEATS))
+            profiles.append(LayerProfile(seconds, *sizes))
             layer.to("cpu")
     for buffer, value in buffers:
         buffer.data.copy_(value)
-    return seconds
+    return profiles
 
 
 def _inputs(layers: Mapping[str, nn.Module], forward: Callable[[], Any]) -> dict[str, Inputs]:
@@ -73,10 +90,26 @@ def _inputs(layers: Mapping[str, nn.Module], forward: Callable[[], Any]) -> dict
     missing = [name for name in layers if name not in inputs]
     if missing:
         raise MisconfigurationException(
-            f"balance='time' runs the module on its example_input_array, but that did not call "
-            f"layer {missing[0]!r}. Let `forward` call every layer, or use balance='parameters'."
+            f"balance='time' and g_inter='auto' run the module on its example_input_array, but "
+            f"that did not call layer {missing[0]!r}. Let `forward` call every layer, or use "
+            "balance='parameters' and a number for g_inter."
         )
     return inputs
+
+
+def _sizes(
+    layer: nn.Module,
+    inputs: Inputs,
+    context: Callable[[], AbstractContextManager[Any]],
+    device: torch.device,
+) -> tuple[int, int]:
+    """The bytes that a forward pass keeps, and those of its output; also warms up."""
+    args, kwargs = pytree.tree_map_only(Tensor, _leaf, inputs)
+    with context(), torch.enable_grad(), kept_bytes(device, None) as kept:
+        output = layer(*args, **kwargs)
+        size = kept()
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    return size, sum(leaf.numel() * leaf.itemsize for leaf in leaves)
 
 
 def _pass(

@@ -1,10 +1,36 @@
-"""Cost: the work, memory and messages of a transformer, and the speed of a cluster."""
+"""Cost: the work, memory and messages of a model's layers, and the speed of a cluster."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from lightning_axosparse.pipeline.simulate import Wire
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """What the layers of a model cost, one entry a layer; work, activations and messages a sample.
+
+    Attributes:
+        forward: work of the way forward, in the unit of which :attr:`Cluster.speed` counts so many
+            a second.
+        backward: work of the way back.
+        again: work of another way forward, where layers are recomputed.
+        weights: weights of each layer.
+        kept_bytes: bytes that a layer keeps for its backward pass.
+        output_bytes: bytes that a layer hands on.
+        outside_weights: weights round the layers, which every stage holds.
+        closing_bytes: bytes that live for a moment behind the last layer.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    again: tuple[float, ...]
+    weights: tuple[float, ...]
+    kept_bytes: tuple[float, ...]
+    output_bytes: tuple[float, ...]
+    outside_weights: float = 0.0
+    closing_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -69,6 +95,25 @@ class Transformer:
         """
         per_token = 34 * self.width + 5 * self.heads * self.sequence
         return self.sequence * per_token * self.itemsize / 2
+
+    @property
+    def costs(self) -> LayerCosts:
+        """The costs of the blocks; the head's work stands with the last one's."""
+
+        def each(cost: float) -> tuple[float, ...]:
+            return (cost,) * self.layers
+
+        forward = (*each(self.layer_flops)[1:], self.layer_flops + self.head_flops)
+        return LayerCosts(
+            forward=forward,
+            backward=tuple(2 * flops for flops in forward),
+            again=each(self.layer_flops),
+            weights=each(self.layer_weights),
+            kept_bytes=each(self.layer_activation_bytes),
+            output_bytes=each(self.message_bytes),
+            outside_weights=self.embedding_weights,
+            closing_bytes=self.sequence * self.vocabulary * 4.0,
+        )
 
 
 @dataclass(frozen=True)

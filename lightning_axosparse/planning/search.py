@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from lightning_axosparse.pipeline.simulate import (
     ring_all_reduce,
     simulate,
 )
-from lightning_axosparse.planning.cost import Cluster, Transformer
+from lightning_axosparse.planning.cost import Cluster, LayerCosts
 from lightning_axosparse.planning.memory import Storage
 
 
@@ -25,22 +26,24 @@ class Job:
     """What is to be trained, and on what.
 
     Attributes:
-        model: the model.
+        layers: the layers of the model.
         cluster: the machine.
         batch: samples of a step, over all replicas.
         storage: how weights are stored.
         pruning_ratio: share of the weights that are pruned.
-        recompute: whether blocks keep only their input and run forward again in backward.
+        recompute: whether layers keep only their input and run forward again in backward.
         overhead: time that sparse storage adds to a pass, as a share of it.
+        balance: what the stages are given evenly: time, or parameters.
     """
 
-    model: Transformer
+    layers: LayerCosts
     cluster: Cluster
     batch: int
     storage: Storage
     pruning_ratio: float = 0.0
     recompute: bool = False
     overhead: float = 0.0
+    balance: Literal["time", "parameters"] = "time"
 
 
 @dataclass(frozen=True)
@@ -89,8 +92,8 @@ def search(job: Job, best: int = 10) -> list[Plan]:
     if not stepped:
         raise ValueError(
             f"A batch of {job.batch} samples cannot be dealt evenly to the replicas of "
-            f"{job.cluster.devices} devices with at most {job.model.layers} stages. Choose a "
-            "batch that the number of devices divides."
+            f"{job.cluster.devices} devices with at most {len(job.layers.forward)} stages. Choose "
+            "a batch that the number of devices divides."
         )
     fitting = [step for step in stepped if step.memory <= job.cluster.memory]
     if not fitting:
@@ -130,26 +133,19 @@ def _rank(plan: Plan) -> tuple[float, float]:
 
 
 def _choices(job: Job) -> Iterator[Choice]:
-    for g_inter in _divisors(job.cluster.devices):
+    for g_inter in divisors(job.cluster.devices):
         share, rest = divmod(job.batch * g_inter, job.cluster.devices)
-        if rest or g_inter > job.model.layers:
+        if rest or g_inter > len(job.layers.forward):
             continue
-        for microbatch in _divisors(share):
+        for microbatch in divisors(share):
             microbatches = share // microbatch
             limits = {g_inter, 2 * g_inter} if g_inter > 1 else {1}
             for in_flight in {min(limit, microbatches) for limit in limits}:
                 yield Choice(g_inter, microbatch, in_flight)
 
 
-@cache
-def _dealt(model: Transformer, stages: int) -> tuple[int, ...]:
-    """How many blocks each stage computes; the last stage has the head, too."""
-    costs = [model.layer_flops] * model.layers
-    costs[-1] += model.head_flops
-    return tuple(len(part) for part in balance(costs, stages))
-
-
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """All divisors of a number, in ascending order."""
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
@@ -158,20 +154,18 @@ class _Step:
 
     def __init__(self, job: Job, choice: Choice) -> None:
         self.choice = choice
-        self._job, stages = job, choice.g_inter
-        model, ratio = job.model, job.pruning_ratio
+        layers, stages, ratio = job.layers, choice.g_inter, job.pruning_ratio
         self._g_data = job.cluster.devices // stages
         self._microbatches = job.batch // self._g_data // choice.microbatch
-        layers: Seconds = np.array(_dealt(model, stages), dtype=np.float64)
-        head = np.zeros(stages)
-        head[-1] = model.head_flops
-        seconds_a_flop = choice.microbatch * (1 + job.overhead) / job.cluster.speed
-        blocks = layers * model.layer_flops * seconds_a_flop
-        self._forward: Seconds = blocks + head * seconds_a_flop
-        self._backward: Seconds = 2 * self._forward + job.recompute * blocks
-        weights = layers * model.layer_weights + model.embedding_weights
+        evened = layers.forward if job.balance == "time" else layers.weights
+        parts = _dealt(evened, stages)
+        seconds = choice.microbatch * (1 + job.overhead) / job.cluster.speed
+        again = job.recompute * _sums(layers.again, parts)
+        self._forward: Seconds = seconds * _sums(layers.forward, parts)
+        self._backward: Seconds = seconds * (_sums(layers.backward, parts) + again)
+        weights = _sums(layers.weights, parts) + layers.outside_weights
         state = np.array([job.storage.state_bytes(n, ratio) for n in weights])
-        self.memory = float((state + self._activation_bytes(layers)).max())
+        self.memory = float((state + _activation_bytes(job, choice, parts)).max())
         self._optimizer: Seconds = state / job.cluster.memory_bandwidth
         ring = job.cluster.ring(stages)
         self._all_reduce: Seconds = np.array(
@@ -182,7 +176,8 @@ class _Step:
                 for n in weights
             ]
         )
-        self._message_bytes = choice.microbatch * model.message_bytes
+        sent = [layers.output_bytes[part[-1]] for part in parts[:-1]]
+        self._message_bytes = choice.microbatch * max(sent, default=0.0)
         self._wires = job.cluster.wires(stages)
 
     @property
@@ -223,11 +218,23 @@ class _Step:
             simulation=simulation,
         )
 
-    def _activation_bytes(self, layers: Seconds) -> Seconds:
-        """What a stage may hold at its in-flight limit, and one micro-batch's logits."""
-        model, microbatch = self._job.model, self.choice.microbatch
-        kept = model.message_bytes if self._job.recompute else model.layer_activation_bytes
-        transient = model.layer_activation_bytes if self._job.recompute else 0.0
-        logits = np.zeros(len(layers))
-        logits[-1] = model.sequence * model.vocabulary * 4.0
-        return microbatch * (self.choice.in_flight * layers * kept + transient + logits)
+
+@cache
+def _dealt(costs: tuple[float, ...], stages: int) -> list[range]:
+    return balance(costs, stages)
+
+
+def _sums(costs: Sequence[float], parts: Sequence[range]) -> Seconds:
+    """What the layers of each stage cost together, shape ``(stages,)``."""
+    return np.array([sum(costs[layer] for layer in part) for part in parts], dtype=np.float64)
+
+
+def _activation_bytes(job: Job, choice: Choice, parts: Sequence[range]) -> Seconds:
+    """What each stage may hold at its in-flight limit, and what lives for a moment beside it."""
+    layers = job.layers
+    moment = np.zeros(len(parts))
+    if job.recompute:
+        moment += [max(layers.kept_bytes[layer] for layer in part) for part in parts]
+    moment[-1] += layers.closing_bytes
+    kept = _sums(layers.output_bytes if job.recompute else layers.kept_bytes, parts)
+    return choice.microbatch * (choice.in_flight * kept + moment)

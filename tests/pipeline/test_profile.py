@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.pipeline import profile
 from lightning_axosparse.pipeline.partition import imbalance
-from lightning_axosparse.pipeline.profile import layer_seconds
+from lightning_axosparse.pipeline.profile import profile_layers
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -93,8 +93,8 @@ def test_a_forward_and_a_backward_pass_are_timed_and_nothing_is_left_behind(cloc
     layers = {f"layers.{i}": layer for i, layer in enumerate(network.layers)}
     before = {name: value.clone() for name, value in network.state_dict().items()}
     state = torch.get_rng_state()
-    seconds = layer_seconds(layers, lambda: network(*example()), nullcontext, CPU)
-    assert seconds == [18.0, 3.0, 3.0, 6.0, 6.0]
+    profiles = profile_layers(layers, lambda: network(*example()), nullcontext, CPU)
+    assert [profile.seconds for profile in profiles] == [18.0, 3.0, 3.0, 6.0, 6.0]
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(before[name], value) for name, value in network.state_dict().items())
     assert all(parameter.grad is None for parameter in network.parameters())
@@ -105,7 +105,7 @@ def test_a_layer_that_the_example_does_not_reach_is_refused(clock: Clock) -> Non
     network = Network(clock, example())
     layers = {f"layers.{i}": layer for i, layer in enumerate(network.layers)}
     with pytest.raises(MisconfigurationException, match=r"did not call layer 'layers\.0'"):
-        layer_seconds(layers, lambda: None, nullcontext, CPU)
+        profile_layers(layers, lambda: None, nullcontext, CPU)
 
 
 class Held(L.Callback):

@@ -19,7 +19,7 @@ CLUSTER = Cluster(
     node=Wire(1e-6, 1e10),
     network=Wire(1e-5, 1e9),
 )
-JOB = Job(MODEL, CLUSTER, batch=32, storage=DENSE)
+JOB = Job(MODEL.costs, CLUSTER, batch=32, storage=DENSE)
 DIVISORS_OF_32 = (1, 2, 4, 8, 16, 32)
 
 
@@ -65,7 +65,7 @@ def test_without_communication_or_optimizer_a_step_takes_the_closed_form() -> No
     free = Wire()
     cluster = replace(CLUSTER, node=free, network=free, memory_bandwidth=float("inf"))
     model = replace(MODEL, vocabulary=0)
-    plan = evaluate(replace(JOB, model=model, cluster=cluster), Choice(4, 2, 4))
+    plan = evaluate(replace(JOB, layers=model.costs, cluster=cluster), Choice(4, 2, 4))
     assert (plan.g_data, plan.microbatches) == (2, 8)
     stage = 3 * 2 * 2 * model.layer_flops / cluster.speed
     assert plan.simulation.makespan == pytest.approx((8 + 4 - 1) * stage)
@@ -85,7 +85,7 @@ def test_memory_is_state_and_activations_of_the_fullest_stage() -> None:
 
 def test_the_stage_with_the_head_gets_fewer_blocks() -> None:
     heavy = replace(MODEL, vocabulary=int(2 * MODEL.layer_flops / MODEL.head_flops * 1000))
-    job = replace(JOB, model=heavy, cluster=replace(CLUSTER, node=Wire(), network=Wire()))
+    job = replace(JOB, layers=heavy.costs, cluster=replace(CLUSTER, node=Wire(), network=Wire()))
     busy = evaluate(job, Choice(2, 1, 2)).simulation.busy
     # eight blocks and a head as dear as two: five units each
     assert busy[0] == pytest.approx(busy[1], rel=0.01)
