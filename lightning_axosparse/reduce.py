@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_axosparse.blocks import Blocks
 from lightning_axosparse.timing import clock
 
-BUCKET_BYTES = 4 * 2**20
+BUCKET_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,16 @@ class _Bucket:
     flat: Tensor | None = None
     work: Any = None
 
-    def pack_and_send(self, replicas: int) -> int:
+    @property
+    def sizes(self) -> list[int]:
+        """Number of elements of each parameter."""
+        return [parameter.numel() for parameter in self.parameters]
+
+    def pack_and_send(self, replicas: int, blocks: Blocks) -> int:
         """Copy the gradients' shares into one block, start its all-reduce, return its bytes."""
         first = self.parameters[0]
-        sizes = [parameter.numel() for parameter in self.parameters]
-        self.flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
-        for parameter, piece in zip(self.parameters, self.flat.split(sizes), strict=True):
+        self.flat = blocks.lend((sum(self.sizes),), first.dtype, first.device)
+        for parameter, piece in zip(self.parameters, self.flat.split(self.sizes), strict=True):
             if parameter.grad is None:
                 piece.zero_()
             else:
@@ -74,6 +79,8 @@ class GradientReducer:
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
+        self._sizes: list[list[int]] = []
+        self._blocks = Blocks()
 
     def remove(self) -> None:
         """Take the hooks off the parameters."""
@@ -85,6 +92,9 @@ class GradientReducer:
         self.reduced_bytes = 0
         self._buckets = [bucket for share in self._shares for bucket in _buckets(share)]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        sizes = [bucket.sizes for bucket in self._buckets]
+        if sizes != self._sizes:
+            self._sizes, self._blocks = sizes, Blocks()
         # Parameters may be unfrozen at any time, and a frozen one takes no hook.
         for parameter in self._bucket_of.keys() - self._hooks.keys():
             hook = parameter.register_post_accumulate_grad_hook(self._on_final)
@@ -99,10 +109,8 @@ class GradientReducer:
             for bucket in self._buckets:
                 bucket.work.wait()
                 assert bucket.flat is not None
-                sizes = [parameter.numel() for parameter in bucket.parameters]
-                for parameter, piece in zip(
-                    bucket.parameters, bucket.flat.split(sizes), strict=True
-                ):
+                pieces = bucket.flat.split(bucket.sizes)
+                for parameter, piece in zip(bucket.parameters, pieces, strict=True):
                     parameter.grad = piece.view(parameter.shape) if used[parameter] else None
         self._buckets = []
 
@@ -123,7 +131,7 @@ class GradientReducer:
     def _send(self, buckets: Sequence[_Bucket]) -> None:
         for bucket in buckets:
             if bucket.work is None:
-                self.reduced_bytes += bucket.pack_and_send(self._replicas)
+                self.reduced_bytes += bucket.pack_and_send(self._replicas, self._blocks)
 
     def _used_anywhere(self) -> dict[nn.Parameter, bool]:
         """Which parameters have a gradient on any rank; the others keep None, as on one process."""

@@ -37,7 +37,10 @@ def reduce_on_ranks(kind: str) -> dict[str, Any]:
     share = reduce.Share(dist.group.WORLD, list(net.parameters()))
     reducer = reduce.GradientReducer([share], size)
     started_early = 0
-    for step in range(3):
+    kept_gradients, places = [], set()
+    for step in range(4):
+        if step == 1:
+            kept_gradients = [(p.grad, p.grad.clone()) for p in net.layers.parameters()]
         net.zero_grad()
         x = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + rank))
         reducer.arm()
@@ -46,7 +49,10 @@ def reduce_on_ranks(kind: str) -> dict[str, Any]:
         x.sum().backward()
         started_early = sum(bucket.work is not None for bucket in reducer._buckets)
         reducer.finish()
+        places.add(net.layers[0].bias.grad.untyped_storage().data_ptr())
     return {
+        "kept gradients": all(torch.equal(now, then) for now, then in kept_gradients),
+        "places": len(places),
         "gradients": {n: p.grad for n, p in net.named_parameters()},
         "bytes": reducer.reduced_bytes,
         "early": started_early,
@@ -58,7 +64,7 @@ def expected(ranks: int, skipping: bool) -> dict[str, torch.Tensor | None]:
     torch.manual_seed(0)
     net = Net()
     for rank in range(ranks):
-        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(20 + rank))
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(30 + rank))
         for layer in net.layers[: 3 if skipping and rank else 4]:
             x = torch.tanh(layer(x))
         (x.sum() / ranks).backward()
@@ -74,6 +80,9 @@ def test_gradients_are_averaged_and_unused_ones_stay_none(kind: str) -> None:
             assert (got is None) == (gradient is None), name
             if gradient is not None:
                 assert torch.allclose(got, gradient, atol=1e-7), name
+    for result in results:
+        assert result["kept gradients"]
+        assert result["places"] == 2  # one was kept
 
 
 def test_what_is_sent_is_what_the_parameters_are() -> None:
