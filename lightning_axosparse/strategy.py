@@ -43,6 +43,7 @@ from lightning_axosparse.deployment import (
 )
 from lightning_axosparse.memory import free_bytes
 from lightning_axosparse.pipeline.limit import FixedLimit, Limit, MemoryLimit
+from lightning_axosparse.offload import OptimizerOffload, refuse_joint_optimizers
 from lightning_axosparse.pipeline.recompute import Recompute
 from lightning_axosparse.pipeline.schedule import SCHEDULES
 from lightning_axosparse.planning.automatic import default_microbatches
@@ -94,6 +95,9 @@ class AxoSparseStrategy(GridStrategy):
         recompute: saves memory for time: every so many layers of a stage keep only their first
             input, and are computed again in the backward pass; "sqrt" takes the square root of the
             stage's layers (AxoNN). Gradients are the same to the bit.
+        offload_optimizer: keeps the optimizer's state in host memory and steps there; the device
+            keeps parameters and gradients. Parameters of less than 32 bits get float32 masters.
+        offload_bucket: elements that are on their way through the host at a time, with it.
 
     Raises:
         MisconfigurationException: for arguments out of range, here; for a grid, a module or an MPI
@@ -113,13 +117,24 @@ class AxoSparseStrategy(GridStrategy):
         transport: Literal["mpi", "loopback"] = "mpi",
         split_batch: Callable[[Any, int], list[Any]] | None = None,
         recompute: int | Literal["sqrt"] | None = None,
+        offload_optimizer: bool = False,
+        offload_bucket: int = 4_000_000,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        _refuse_arguments(g_inter, microbatches, in_flight, schedule, transport, recompute, balance)
+        _refuse_arguments(
+            g_inter,
+            microbatches,
+            in_flight,
+            schedule,
+            transport,
+            recompute,
+            balance,
+            offload_bucket,
+        )
         super().__init__(
             g_inter if transport == "mpi" and g_inter != "auto" else 1,
             accelerator,
@@ -135,6 +150,8 @@ class AxoSparseStrategy(GridStrategy):
         self._microbatches, self._in_flight = microbatches, in_flight
         self._container_path, self._balance = pipeline, balance
         self._split_batch, self._recompute = split_batch, recompute
+        self._offload_bucket = offload_bucket if offload_optimizer else None
+        self._offload: OptimizerOffload | None = None
         self._deployment: Deployment | None = None
 
     @property
@@ -154,7 +171,7 @@ class AxoSparseStrategy(GridStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_module(self._module)
             if self._launcher is not None:
-                refuse_optimizers(foreseen_optimizers(self._module))
+                self._refuse_optimizers(foreseen_optimizers(self._module))
         if self.g_inter > 1:
             refuse_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
             if self._balance == "time":
@@ -180,7 +197,7 @@ class AxoSparseStrategy(GridStrategy):
         self.precision_plugin.convert_module(module)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            refuse_optimizers(self.optimizers)
+            self._refuse_optimizers(self.optimizers)
         stage = self.grid.stage
         stages = range(self.g_inter) if self.transport == "loopback" else range(stage, stage + 1)
         assert self._groups is not None
@@ -195,7 +212,11 @@ class AxoSparseStrategy(GridStrategy):
         )
         deployment.occupy(self.optimizers)
         self._deployment = deployment
-        _optimizers_to_device(self.optimizers, self.root_device)
+        if self._offload_bucket is None:
+            _optimizers_to_device(self.optimizers, self.root_device)
+        elif self.optimizers:
+            arguments = self.optimizers[0], self._offload_bucket, self.root_device
+            self._offload = OptimizerOffload(*arguments)
         held = deployment.split.held()
         counted = {held[name] for name in deployment.split.counted()}
         self.precision_plugin = pipeline_precision(
@@ -213,6 +234,12 @@ class AxoSparseStrategy(GridStrategy):
             self._limit(trainer),
             lambda batch: cut(batch, self.microbatches, self._split_batch),
         )
+
+    def _refuse_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        refuse_optimizers(optimizers)
+        if self._offload_bucket is not None:
+            for optimizer in optimizers:
+                refuse_joint_optimizers(optimizer)
 
     def _time_layers(self) -> None:
         """Deal by time, if asked for, with the times that the first rank takes."""
@@ -254,6 +281,9 @@ class AxoSparseStrategy(GridStrategy):
 
     def teardown(self) -> None:
         """Hand back an ordinary module: whole and dense on every rank."""
+        if self._offload is not None:
+            self._offload.remove()
+            self._offload = None
         if self._deployment is not None:
             self._stepper.close()
             self._deployment.leave(self.optimizers)
@@ -392,10 +422,12 @@ class AxoSparseStrategy(GridStrategy):
             self.optimizers, checkpoint["optimizer_states"], deployed.optimizer_groups, strict=True
         ):
             names, sparse = deployed.split.names, layouts(self._module)
-            optimizer.load_state_dict(
-                local_optimizer_state(state, optimizer, groups, names, sparse)
-            )
-        _optimizers_to_device(self.optimizers, self.root_device)
+            local = local_optimizer_state(state, optimizer, groups, names, sparse)
+            if self._offload is None:
+                optimizer.load_state_dict(local)
+                _optimizers_to_device([optimizer], self.root_device)
+            else:
+                self._offload.load_state_dict(local)
 
     # State
 
@@ -429,11 +461,13 @@ def _refuse_arguments(
     transport: str,
     recompute: int | Literal["sqrt"] | None,
     balance: str | Sequence[int],
+    offload_bucket: int,
 ) -> None:
     refuse_stages(g_inter, transport, balance)
     for name, value in (
         ("microbatches", microbatches),
         ("in_flight", in_flight),
+        ("offload_bucket", offload_bucket),
     ):
         if value is not None and value < 1:
             raise MisconfigurationException(f"{name}={value} must be at least 1.")

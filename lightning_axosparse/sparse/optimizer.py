@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,22 +94,24 @@ def _tried(
         torch.manual_seed(0)
         numbers = torch.randn(1 + _TRIAL_STEPS, *_TRIAL_SHAPE).to(like.device, like.dtype)
         parameter = nn.Parameter(numbers[0].reshape(shape).clone())
-        trial = _copy_for(optimizer, group, parameter)
+        trial = copy_for(optimizer, group, [parameter])
         for gradient in numbers[1:]:
             parameter.grad = gradient.reshape(shape).clone()
             type(trial).step(trial)
     return parameter.detach().reshape(-1)
 
 
-def _copy_for(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> Optimizer:
-    """An optimizer with the settings of ``optimizer`` that holds ``parameter`` alone.
+def copy_for(
+    optimizer: Optimizer, group: Mapping[str, Any], parameters: Sequence[nn.Parameter]
+) -> Optimizer:
+    """An optimizer to try out: the settings of ``group`` for other parameters, and no hooks.
 
     The learning rate is set, because a warm-up schedule may have begun at zero.
     """
-    settings = {**group, "params": [parameter]}
+    settings = {**group, "params": list(parameters)}
     if settings.get("lr") is not None:
         settings["lr"] = settings["lr"] * 0 + _TRIAL_LR
-    without_hooks = vars(SGD([parameter], lr=0.0))
+    without_hooks = vars(SGD(parameters, lr=0.0))
     copy = type(optimizer).__new__(type(optimizer))
     vars(copy).update({**vars(optimizer), **without_hooks, "defaults": optimizer.defaults})
     copy.param_groups = [settings]

@@ -1,0 +1,293 @@
+"""Offload: the optimizer's state and master values in host memory, stepped there in buckets.
+
+The device keeps parameters and gradients. In a step their values and gradients come down to the
+host bucket by bucket, the user's own optimizer steps them there, and the values go up again, while
+the next bucket is coming down. AxoNN (Singh & Bhatele, IPDPS 2022) sends the state up instead and
+steps on the device, which takes 16 bytes of it for each element of a bucket; this takes none.
+
+On a CUDA device the copies run on a stream of their own, through pinned memory. The code for that
+is complete, but has not been run on one yet; on the CPU, where device and host are the same memory,
+all else is tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_axosparse.sparse.optimizer import copy_for
+
+T = TypeVar("T")
+
+HOST = torch.device("cpu")
+MASTER = "master"
+"""Name, in the optimizer's state, of the float32 values of a parameter of lower precision."""
+
+
+class OptimizerOffload:
+    """Steps an optimizer on the host, whatever device its parameters live on.
+
+    To everybody else the optimizer is the same object with the same parameters: its state is filed
+    under them, and clipping, loss scaling and hooks see them and their gradients on the device. The
+    numbers are the same to the bit as those of the same optimizer on the CPU. A parameter of less
+    than 32 bits is stepped as its float32 master, of which the device gets the rounded value.
+
+    Args:
+        optimizer: the user's, configured.
+        bucket: elements that are stepped at a time; a larger parameter is a bucket of its own.
+        device: where the parameters live.
+    """
+
+    def __init__(self, optimizer: Optimizer, bucket: int, device: torch.device) -> None:
+        self._optimizer, self._bucket = optimizer, bucket
+        self._copies = _SideStream(device) if device.type == "cuda" else _InOrder()
+        self._gradients: dict[nn.Parameter, Tensor] = {}
+        if optimizer.state:  # Adagrad makes it when it is constructed
+            self.load_state_dict(optimizer.state_dict())
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._step),
+            optimizer.register_step_post_hook(self._show_gradients),
+        ]
+
+    def remove(self) -> None:
+        """Let the optimizer step where its parameters live again."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the optimizer's state onto the host, in the precision of the master values."""
+        masters: dict[Tensor, Tensor] = {
+            parameter: torch.empty((), dtype=_master_dtype(parameter)).expand(parameter.shape)
+            for parameter in self._parameters()
+        }
+        with _instead(self._optimizer, masters):
+            self._optimizer.load_state_dict(dict(state))
+
+    def _step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Step on the host, and leave nothing to do to the optimizer's own step, which follows."""
+        _, *given = args
+        closure = kwargs.pop("closure", given[0] if given else None)
+        loss = None if closure is None else closure()
+        trained = [parameter for parameter in self._parameters() if parameter.grad is not None]
+        with torch.no_grad(), self._copies.joined():
+            buckets = _buckets(trained, self._bucket)
+            for stay in _one_ahead(_Stay(bucket, self._copies) for bucket in buckets):
+                with _instead(optimizer, stay.begin(optimizer)), _without_hooks(optimizer):
+                    type(optimizer).step(optimizer)
+                stay.end(optimizer)
+        self._hide_gradients()
+        return (optimizer,), {**kwargs, "closure": lambda: loss}
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for group in self._optimizer.param_groups:
+            yield from group["params"]
+
+    def _hide_gradients(self) -> None:
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                self._gradients[parameter] = parameter.grad
+                parameter.grad = None
+
+    def _show_gradients(self, *_: Any) -> None:
+        for parameter, gradient in self._gradients.items():
+            parameter.grad = gradient
+        self._gradients = {}
+
+
+class _Stay:
+    """The values and gradients of a bucket's parameters while they are on the host.
+
+    Creating it starts the copies down.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], copies: _InOrder | _SideStream) -> None:
+        self._parameters, self._copies = parameters, copies
+        self._masters: dict[Tensor, Tensor] = {}
+        with copies.beside():
+            self._values = [_to_host(parameter) for parameter in parameters]
+            self._gradients = [_to_host(p.grad) for p in parameters if p.grad is not None]
+        self._wait_for_arrival = copies.mark()
+
+    def begin(self, optimizer: Optimizer) -> Mapping[Tensor, Tensor]:
+        """Wait until the copies are here, and make the parameters that the optimizer steps."""
+        self._wait_for_arrival()
+        for parameter, value, gradient in zip(
+            self._parameters, self._values, self._gradients, strict=True
+        ):
+            kept = optimizer.state[parameter].pop(MASTER, None)
+            master = nn.Parameter(_master(value, kept))
+            master.grad = gradient.to(master.dtype)
+            self._masters[parameter] = master
+        return self._masters
+
+    def end(self, optimizer: Optimizer) -> None:
+        """Start the copies up, and keep the masters that say more than those do."""
+        for parameter, value in zip(self._parameters, self._values, strict=True):
+            master = self._masters[parameter].detach()
+            if master.dtype != parameter.dtype:
+                optimizer.state[parameter][MASTER] = master
+                value.copy_(master)
+            with self._copies.beside():
+                parameter.copy_(value, non_blocking=True)
+
+
+class _InOrder:
+    """Copies within the memory of the CPU: done when they return."""
+
+    def joined(self) -> AbstractContextManager[None]:
+        """The device's computation is over before the copies inside, and goes on after them."""
+        return nullcontext()
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """Start copies that the device's computation does not wait for."""
+        return nullcontext()
+
+    def mark(self) -> Callable[[], None]:
+        """A function that waits for the copies started so far."""
+        return lambda: None
+
+
+class _SideStream:
+    """The same between a CUDA device and pinned memory, which PyTorch's allocators reuse."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        computation = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(computation)
+        yield
+        computation.wait_stream(self._stream)
+
+    def beside(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream)
+
+    def mark(self) -> Callable[[], None]:
+        arrival = self._stream.record_event()
+        return lambda: arrival.synchronize()
+
+
+def refuse_joint_optimizers(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that cannot step its parameters on the host and one after the other.
+
+    That is tried out, with the optimizer's own class and settings, on small random parameters;
+    nothing of the optimizer itself is touched.
+
+    Raises:
+        MisconfigurationException: if the numbers differ from those of a step as a whole, or one of
+            them cannot be taken.
+    """
+    for group in optimizer.param_groups:
+        try:
+            whole, offloaded = (_tried(optimizer, group, offload) for offload in (False, True))
+        except Exception as error:
+            raise _refusal(optimizer, f"a trial step on the CPU failed: {error}") from error
+        if not torch.allclose(whole, offloaded):
+            raise _refusal(optimizer, "one parameter after the other gives other numbers")
+
+
+def _tried(optimizer: Optimizer, group: Mapping[str, Any], offload: bool) -> Tensor:
+    """Two small random parameters after a few steps."""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        numbers = torch.randn(4, 2, 3, 5)
+    parameters = [nn.Parameter(values.clone()) for values in numbers[0]]
+    trial = copy_for(optimizer, group, parameters)
+    if offload:
+        OptimizerOffload(trial, 1, HOST)
+    for gradients in numbers[1:]:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        type(trial).step(trial)
+    return torch.stack([parameter.detach() for parameter in parameters])
+
+
+def _refusal(optimizer: Optimizer, reason: str) -> MisconfigurationException:
+    return MisconfigurationException(
+        f"{type(optimizer).__name__} cannot be offloaded: {reason}. offload_optimizer=True steps "
+        "parameters on the CPU, bucket by bucket: use AdamW, Adam, SGD, RMSprop, NAdam, Adagrad or "
+        "the like, with their default `capturable=False`, or leave offload_optimizer out."
+    )
+
+
+@contextmanager
+def _instead(optimizer: Optimizer, stand_ins: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Let an optimizer have stand-ins, and their state, in place of its parameters; no others."""
+    parameters = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = [stand_ins[p] for p in group["params"] if p in stand_ins]
+    for parameter, stand_in in stand_ins.items():
+        _move_state(optimizer, parameter, stand_in)
+    try:
+        yield
+    finally:
+        for group, params in zip(optimizer.param_groups, parameters, strict=True):
+            group["params"] = params
+        for parameter, stand_in in stand_ins.items():
+            _move_state(optimizer, stand_in, parameter)
+
+
+@contextmanager
+def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Keep hooks from running: they belong to the step as a whole, not to those of buckets."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    hooks = {name: getattr(optimizer, name) for name in names}
+    vars(optimizer).update({name: {} for name in names})
+    try:
+        yield
+    finally:
+        vars(optimizer).update(hooks)
+
+
+def _move_state(optimizer: Optimizer, owner: Tensor, to: Tensor) -> None:
+    state = optimizer.state.pop(owner, None)
+    if state:
+        optimizer.state[to] = state
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    # Pinned memory, where it comes from a CUDA device without blocking.
+    return tensor.detach().to(HOST, non_blocking=True, copy=True)
+
+
+def _master_dtype(parameter: Tensor) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _master(value: Tensor, kept: Tensor | None) -> Tensor:
+    """The values to step: what was kept of them, unless somebody has changed the parameter."""
+    if kept is None:
+        return value.to(_master_dtype(value))
+    return torch.where(kept.to(value.dtype) == value, kept, value.to(kept.dtype))
+
+
+def _buckets(parameters: Iterable[nn.Parameter], size: int) -> list[list[nn.Parameter]]:
+    """Cut a sequence of parameters so that no part has more elements than ``size`` needlessly."""
+    buckets: list[list[nn.Parameter]] = []
+    room = 0
+    for parameter in parameters:
+        if not buckets or parameter.numel() > room:
+            buckets.append([])
+            room = size
+        buckets[-1].append(parameter)
+        room -= parameter.numel()
+    return buckets
+
+
+def _one_ahead(items: Iterable[T]) -> Iterator[T]:
+    """Hand out items, each when the next one has been made."""
+    iterator = iter(items)
+    for item in iterator:
+        for following in iterator:
+            yield item
+            item = following
+        yield item
