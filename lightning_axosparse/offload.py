@@ -3,7 +3,9 @@
 The device keeps parameters and gradients. In a step their values and gradients come down to the
 host bucket by bucket, the user's own optimizer steps them there, and the values go up again, while
 the next bucket is coming down. AxoNN (Singh & Bhatele, IPDPS 2022) sends the state up instead and
-steps on the device, which takes 16 bytes of it for each element of a bucket; this takes none.
+steps on the device, which takes 16 bytes of it for each element of a bucket; this takes none. AxoNN
+also hides the all-reduce behind the steps of earlier buckets; here it is over before them, hidden
+behind the backward pass, because clipping and hooks may want all gradients.
 
 On a CUDA device the copies run on a stream of their own, through pinned memory. The code for that
 is complete, but has not been run on one yet; on the CPU, where device and host are the same memory,

@@ -41,18 +41,24 @@ def reduced(model: nn.Module) -> Runner:
     reducer = GradientReducer(
         [Share(dist.group.WORLD, list(model.parameters()))], MPI.COMM_WORLD.size
     )
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
+    gradients = {parameter: torch.ones_like(parameter) for parameter in model.parameters()}
 
     def run(trial: int) -> None:
+        for parameter, gradient in gradients.items():  # by itself, as backward leaves it
+            parameter.grad = gradient
         reducer.arm()
         reducer.finish()
 
     return run
 
 
-def network() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+def network(ratio: float = 0.0) -> nn.Module:
+    """The model, with ``ratio`` of its weights pruned at random."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    if ratio:
+        names = [name for name, _ in model.named_parameters()]
+        sparsify(model, {name: torch.rand(WIDTH, WIDTH) > ratio for name in names})
+    return model
 
 
 def main() -> None:
@@ -67,10 +73,7 @@ def main() -> None:
         "dense, ours": reduced(network()),
     }
     for ratio in (0.8, 0.9):
-        model = network()
-        masks = {name: torch.rand(WIDTH, WIDTH) > ratio for name, _ in model.named_parameters()}
-        sparsify(model, masks)
-        runners[f"sparse {ratio}, ours"] = reduced(model)
+        runners[f"sparse {ratio}, ours"] = reduced(network(ratio))
     seconds = trials(runners, count)
     if MPI.COMM_WORLD.rank == 0:
         for name, ratio in ratios(seconds, "dense, gloo").items():
