@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_axosparse.sparse.compiled import recomputed_densify
 from lightning_axosparse.sparse.kernels import reference
 from lightning_axosparse.sparse.layout import CooLayout
 
@@ -20,14 +21,15 @@ def sparse_weight(values: Tensor, layout: CooLayout) -> Tensor:
     """The dense-shaped weight whose kept entries are ``values``, differentiable in ``values``.
 
     Its gradient is compressed to the kept entries as soon as it is complete. While torch.compile
-    traces, which cannot follow a wrapper into its operators, it is a plain scatter instead.
+    traces, which cannot follow a wrapper into its operators, it is a dense tensor that the backward
+    pass makes again, so none is saved there either.
 
     Args:
         values: kept entries, shape ``(layout.nnz,)``, floating.
         layout: where they lie.
     """
     if torch.compiler.is_compiling():
-        return reference.densify(values, layout.indices, layout.shape)
+        return recomputed_densify(values, layout.indices, layout.shape)
     weight: Tensor = _Expand.apply(values, layout)  # type: ignore[no-untyped-call]
     return weight
 
@@ -175,6 +177,16 @@ class _Expand(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return compress_gradient(gradient, ctx.layout), None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, None], values: Tensor, layout: CooLayout
+    ) -> tuple[Tensor, int | None]:
+        """Stay lazy for one set of values under vmap; make several sets dense together."""
+        if in_dims[0] is None:
+            return sparse_weight(values, layout), None
+        weights = torch.vmap(lambda one: reference.densify(one, layout.indices, layout.shape))
+        return weights(values.movedim(in_dims[0], 0)), 0
 
 
 def compress_gradient(gradient: Tensor, layout: CooLayout) -> Tensor:
