@@ -8,6 +8,7 @@ from difflib import get_close_matches
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_axosparse.sparse.layout import CooLayout
@@ -43,7 +44,8 @@ def sparsify(
     the weight itself stored sparse as well.
 
     Args:
-        module: the model, or any part of it.
+        module: the model, or any part of it. If it is wrapped in ``DistributedDataParallel``, hand
+            over the wrapper, which then reduces the kept entries alone.
         masks: parameter name, as in ``module.named_parameters()`` -> bool tensor of the
             parameter's shape, True where an entry is kept. A tied parameter may be given under
             any of its names. A parameter already stored with just this mask is left alone.
@@ -77,6 +79,7 @@ def sparsify(
     for entry, layout in layouts.values():
         if entry.layout is None:
             _to_values(entry, layout, optimizer)
+    _renew_reducers(module)
 
 
 def densify(module: nn.Module, optimizer: Optimizer | None = None) -> None:
@@ -95,6 +98,7 @@ def densify(module: nn.Module, optimizer: Optimizer | None = None) -> None:
     for submodule in module.modules():
         if isinstance(submodule, SparseModule):
             make_dense(submodule)
+    _renew_reducers(module)
 
 
 def layouts(module: nn.Module) -> dict[str, CooLayout]:
@@ -170,3 +174,10 @@ def _replace(parameter: nn.Parameter, values: Tensor, gradient: Tensor | None) -
     with torch.no_grad():
         parameter.set_(values)  # type: ignore[call-overload]
     parameter.grad = gradient
+
+
+def _renew_reducers(module: nn.Module) -> None:
+    """Let each ``DistributedDataParallel`` make its buckets anew, as it does when unpickled."""
+    for submodule in module.modules():
+        if isinstance(submodule, DistributedDataParallel):
+            submodule.__setstate__(submodule.__getstate__())

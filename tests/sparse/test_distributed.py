@@ -1,0 +1,77 @@
+"""DistributedDataParallel reduces the kept entries, wrapped before the swap or after it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.ranks import run_ranks
+
+RANKS, STEPS = 2, 3
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+def masks():
+    torch.manual_seed(1)
+    return {"0.weight": torch.rand(8, 6) < 0.4, "2.weight": torch.rand(4, 8) < 0.4}
+
+
+def batch(step, rank):
+    torch.manual_seed(10 * step + rank)
+    return torch.randn(5, 6).double()
+
+
+def train(model, inputs_of):
+    """The weights after some steps of SGD, dense."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(inputs_of(step)).square().mean().backward()
+        optimizer.step()
+    return {name.removeprefix("module."): value for name, value in model.state_dict().items()}
+
+
+def on_a_rank(folder):
+    from mpi4py import MPI
+
+    from lightning_axosparse import densify, sparsify
+
+    rank = MPI.COMM_WORLD.rank
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
+    )
+
+    def shard(step):
+        return batch(step, rank)
+
+    inner = network()
+    sparsify(inner, masks())
+    after = train(DistributedDataParallel(inner), shard)
+    before = DistributedDataParallel(network())
+    before(shard(0)).sum().backward()
+    sparsify(before, {f"module.{name}": mask for name, mask in masks().items()})
+    results = after, train(before, shard)
+    densify(before)
+    before(shard(0)).sum().backward()
+    return *results, {name: p.grad for name, p in before.module.named_parameters()}
+
+
+def test_wrapped_before_and_after_the_swap(tmp_path: Path):
+    from lightning_axosparse import sparsify
+
+    alone = network()
+    sparsify(alone, masks())
+    expected = train(alone, lambda step: torch.cat([batch(step, rank) for rank in range(RANKS)]))
+    results = run_ranks(RANKS, on_a_rank, tmp_path)
+    for after, before, _ in results:
+        torch.testing.assert_close(after, expected)
+        torch.testing.assert_close(before, expected)
+    torch.testing.assert_close(results[0][2], results[1][2])
