@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
 
 from lightning_axosparse.sparse.kernels import reference
 from tests.sparse.masking import kept, random_masks, sparse_and_dense
@@ -44,6 +46,50 @@ class Recurrent(nn.Module):
 
     def forward(self, x):
         return self.rnn(x)[0]
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerDecoderLayer(8, 2, 16, 0.0, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x, x.flip(1), tgt_mask=torch.ones(5, 5).triu(1).bool())
+
+
+class Cell(nn.Module):
+    """Unrolls a recurrent cell over the sequence: its weights serve five times."""
+
+    def __init__(self, cell):
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x):
+        state, states = None, []
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+            states.append(state[0] if isinstance(state, tuple) else state)
+        return torch.stack(states)
+
+
+class Twofold(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x, x.flip(1))
+
+
+class Twice(nn.Module):
+    """One layer serves twice in a forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(self.layer(x).tanh())
 
 
 class Own(nn.Module):
@@ -86,7 +132,11 @@ LAYERS = {
     "conv1d": (lambda: nn.Conv1d(4, 8, 3), image(1)),
     "conv2d": (lambda: nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 3, groups=2)), image(2)),
     "conv3d": (lambda: nn.Conv3d(4, 4, 3), image(3)),
+    "conv_transpose1d": (lambda: nn.ConvTranspose1d(4, 8, 3), image(1)),
     "conv_transpose2d": (lambda: nn.ConvTranspose2d(4, 8, 3), image(2)),
+    "conv_transpose3d": (lambda: nn.ConvTranspose3d(4, 4, 3), image(3)),
+    "bilinear": (lambda: Twofold(nn.Bilinear(8, 8, 4)), sequence),
+    "transformers_conv1d": (lambda: nn.Sequential(Conv1D(16, 8), Conv1D(8, 16)), sequence),
     "embedding": (lambda: nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 4)), tokens),
     "embedding_sparse": (lambda: nn.Embedding(11, 8, sparse=True), tokens),
     "embedding_bag": (lambda: nn.EmbeddingBag(11, 8), tokens),
@@ -94,10 +144,15 @@ LAYERS = {
     "attention": (Attention, sequence),
     "attention_separate": (lambda: Attention(kdim=6, vdim=6), sequence),
     "encoder": (lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), sequence),
+    "decoder": (Decoder, sequence),
     "lstm": (lambda: Recurrent(nn.LSTM(8, 6, 2, bidirectional=True)), sequence),
     "lstm_projected": (lambda: Recurrent(nn.LSTM(8, 6, proj_size=3)), sequence),
     "gru": (lambda: Recurrent(nn.GRU(8, 6, batch_first=True)), sequence),
     "rnn": (lambda: Recurrent(nn.RNN(8, 6)), sequence),
+    "lstm_cell": (lambda: Cell(nn.LSTMCell(8, 6)), sequence),
+    "gru_cell": (lambda: Cell(nn.GRUCell(8, 6)), sequence),
+    "rnn_cell": (lambda: Cell(nn.RNNCell(8, 6)), sequence),
+    "twice": (Twice, sequence),
     "own": (Own, sequence),
     "checkpoint": (lambda: Checkpointed(use_reentrant=False), sequence),
     "checkpoint_reentrant": (lambda: Checkpointed(use_reentrant=True), sequence),
@@ -144,24 +199,36 @@ def test_evaluation(name):
         torch.testing.assert_close(sparse(inputs), dense(inputs))
 
 
-@layer_types
-def test_no_dense_weight_lives_between_forward_and_backward(name, monkeypatch):
+@pytest.fixture
+def made(monkeypatch):
+    """The dtype and the storage of every dense weight that was made."""
     made = []
     densify = reference.densify
 
     def watched(*args):
         dense = densify(*args)
-        made.append(StorageWeakRef(dense.untyped_storage()))
+        made.append((dense.dtype, StorageWeakRef(dense.untyped_storage())))
         return dense
 
+    monkeypatch.setattr(reference, "densify", watched)
+    return made
+
+
+def alive(made):
+    return [dtype for dtype, storage in made if not storage.expired()]
+
+
+@layer_types
+@pytest.mark.parametrize("saving", [nullcontext, torch.autograd.graph.save_on_cpu])
+def test_no_dense_weight_lives_between_forward_and_backward(name, saving, made):
     module, inputs, masks = build(name)
     sparse, _ = sparse_and_dense(module, masks)
-    monkeypatch.setattr(reference, "densify", watched)
-    loss = sparse(inputs).square().sum()
+    with saving():
+        loss = sparse(inputs).square().sum()
     assert made
-    assert all(storage.expired() for storage in made)
+    assert not alive(made)
     loss.backward()
-    assert all(storage.expired() for storage in made)
+    assert not alive(made)
 
 
 @layer_types
@@ -192,24 +259,140 @@ def test_functional_call_takes_values_and_dense_tensors(name):
 
 
 @pytest.mark.parametrize("name", ["linear", "conv2d", "tied"])
-def test_compiled_whole(name):
+def test_compiled_whole_without_saving_a_dense_weight(name):
     module, inputs, masks = build(name)
     sparse, dense = sparse_and_dense(module, masks)
     compiled = torch.compile(sparse, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(run(compiled, inputs)[0], run(dense, inputs)[0])
+    saved = []
+
+    def noted(tensor):
+        saved.append(sorted(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(noted, lambda tensor: tensor):
+        output = compiled(inputs)
+    output.square().sum().backward()
+    assert saved
+    for mask in masks.values():
+        assert sorted(mask.shape) not in saved
+        assert [mask.numel()] not in saved
+    torch.testing.assert_close(output, run(dense, inputs)[0])
     expected = dict(dense.named_parameters())
     for parameter_name, parameter in sparse.named_parameters():
         gradient = kept(parameter_name, expected[parameter_name].grad, masks)
         torch.testing.assert_close(parameter.grad, gradient)
 
 
-def test_saved_on_cpu():
-    module, inputs, masks = build("linear")
+@layer_types
+def test_state_goes_out_dense_and_comes_back(name):
+    module, inputs, masks = build(name)
     sparse, dense = sparse_and_dense(module, masks)
-    with torch.autograd.graph.save_on_cpu():
-        output = sparse(inputs)
-    output.square().sum().backward()
-    run(dense, inputs)
-    for name, parameter in sparse.named_parameters():
-        gradient = dict(dense.named_parameters())[name].grad
-        assert torch.equal(parameter.grad, kept(name, gradient, masks))
+    state = copy.deepcopy(sparse.state_dict())
+    torch.testing.assert_close(state, dense.state_dict(), rtol=0, atol=0)
+    with torch.no_grad():
+        for parameter in sparse.parameters():
+            parameter.zero_()
+    sparse.load_state_dict(state)
+    torch.testing.assert_close(run(sparse, inputs)[0], run(dense, inputs)[0])
+
+
+AUTOCAST = ["linear", "conv1d", "conv2d", "conv3d", "conv_transpose2d", "transformers_conv1d"]
+AUTOCAST += ["attention", "encoder", "decoder", "twice", "checkpoint", "checkpoint_reentrant"]
+
+
+@pytest.mark.parametrize("name", AUTOCAST)
+def test_autocast_makes_no_float32_copy(name, made):
+    module, inputs, masks = build(name)
+    sparse, dense = sparse_and_dense(module, masks)
+    outputs = []
+    for one in (sparse, dense):
+        # The cache would add the gradients of several uses in bfloat16.
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            outputs.append(one(inputs))
+        outputs[-1].float().square().sum().backward()
+    torch.testing.assert_close(*outputs)
+    assert {dtype for dtype, _ in made} == {torch.bfloat16}
+    expected = dict(dense.named_parameters())
+    for parameter_name, parameter in sparse.named_parameters():
+        gradient = kept(parameter_name, expected[parameter_name].grad, masks)
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_fast_path_is_taken(padded, monkeypatch):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    module, inputs = nn.TransformerEncoder(layer, 2).eval(), torch.randn(3, 5, 8)
+    sparse, dense = sparse_and_dense(module, random_masks(module))
+    taken = []
+    fast = torch._transformer_encoder_layer_fwd
+    monkeypatch.setattr(
+        torch, "_transformer_encoder_layer_fwd", lambda *a: (taken.append(1), fast(*a))[1]
+    )
+    padding = torch.arange(5).expand(3, 5) >= torch.tensor([[5], [3], [2]]) if padded else None
+    with torch.no_grad():
+        outputs = [one(inputs, src_key_padding_mask=padding) for one in (sparse, dense)]
+    torch.testing.assert_close(*outputs)
+    assert len(taken) == 4  # two layers of each
+
+
+TRANSFORMED = ["linear", "conv2d", "attention", "transformers_conv1d", "twice", "own"]
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_double_backward(name):
+    module, inputs, masks = build(name)
+    sparse, dense = (one.double() for one in sparse_and_dense(module, masks))
+    inputs = inputs.detach().double().requires_grad_()
+    found = []
+    for one in (sparse, dense):
+        (slope,) = torch.autograd.grad(one(inputs).pow(3).sum(), inputs, create_graph=True)
+        slope.square().sum().backward()
+        found.append({n: p.grad for n, p in one.named_parameters() if p.grad is not None})
+    expected = {n: kept(n, gradient, masks) for n, gradient in found[1].items()}
+    torch.testing.assert_close(found[0], expected)
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_functional_gradients_of_a_batch_and_of_each_sample(name):
+    module, inputs, masks = build(name)
+    sparse, dense = sparse_and_dense(module, masks)
+
+    def gradients(one):
+        values = {n: p.detach() for n, p in one.named_parameters()}
+
+        def loss(values, x):
+            return torch.func.functional_call(one, values, (x,)).square().sum()
+
+        each = torch.func.vmap(torch.func.grad(loss), (None, 0))
+        return torch.func.grad(loss)(values, inputs), each(values, inputs.unsqueeze(1).detach())
+
+    for found, expected in zip(gradients(sparse), gradients(dense), strict=True):
+        for n, gradient in expected.items():
+            if n in masks:
+                gradient = gradient[..., masks[n]]
+            torch.testing.assert_close(found[n], gradient)
+
+
+def test_an_ensemble_of_values_shares_one_mask():
+    module, inputs, masks = build("linear")
+    sparse, _ = sparse_and_dense(module, masks)
+    several = {n: torch.stack([p.detach(), 2 * p.detach()]) for n, p in sparse.named_parameters()}
+
+    def call(values):
+        return torch.func.functional_call(sparse, values, (inputs,))
+
+    outputs = torch.func.vmap(call)(several)
+    for number, output in enumerate(outputs):
+        torch.testing.assert_close(output, call({n: v[number] for n, v in several.items()}))
+
+
+@pytest.mark.parametrize("name", ["linear", "conv2d", "attention", "lstm", "tied", "own"])
+def test_a_change_between_forward_and_backward_is_detected(name):
+    module, inputs, masks = build(name)
+    sparse, _ = sparse_and_dense(module, masks)
+    loss = sparse(inputs).square().sum()
+    with torch.no_grad():
+        for parameter_name in masks:
+            dict(sparse.named_parameters())[parameter_name].add_(1)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        loss.backward()
