@@ -4,8 +4,9 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_axosparse.callbacks.early_bird import EarlyBirdTicket
 from lightning_axosparse.callbacks.timeline import PipelineTimeline
+from lightning_axosparse.files import load_sparse
 from lightning_axosparse.pruning import Ticket
-from lightning_axosparse.sparse import densify, sparsify
+from lightning_axosparse.sparse import densify, save_safetensors, sparsify
 from lightning_axosparse.strategy import AxoSparseStrategy
 
 __version__ = "0.1.0"
@@ -15,6 +16,8 @@ __all__ = [
     "PipelineTimeline",
     "Ticket",
     "densify",
+    "load_sparse",
+    "save_safetensors",
     "sparsify",
 ]
 

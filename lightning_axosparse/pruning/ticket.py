@@ -69,6 +69,11 @@ class Ticket:
         fields = {name: value for name, value in vars(self).items() if name != "masks"}
         return {"format": _FORMAT, "masks": self._packed.state_dict(), **fields}
 
+    @staticmethod
+    def is_state(value: object) -> bool:
+        """Whether ``value`` came from :meth:`state_dict` of this version."""
+        return isinstance(value, Mapping) and value.get("format") == _FORMAT
+
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Ticket:
         """The ticket that :meth:`state_dict` described."""
@@ -93,8 +98,8 @@ class Ticket:
             state = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # what another kind of file raises depends on its bytes
             raise ValueError(f"'{path}' is not a ticket file: {error}") from error
-        found = state.get("format") if isinstance(state, dict) else None
-        if found != _FORMAT:
+        if not cls.is_state(state):
+            found = state.get("format") if isinstance(state, dict) else None
             raise ValueError(
                 f"'{path}' is not a ticket file of this version ({_FORMAT}); it says {found!r}. "
                 "Write one with Ticket.save."

@@ -18,7 +18,7 @@ from lightning_axosparse.sparse.weight import compress_gradient
 
 
 @dataclass
-class _Owned:
+class Owned:
     """A parameter, its names in the root module, and the modules that have it as an attribute."""
 
     parameter: nn.Parameter
@@ -57,9 +57,9 @@ def sparsify(
             one that is stored sparse with another mask, and optimizer state that is not
             elementwise. Nothing has been changed then.
     """
-    owned = _owned_parameters(module)
+    owned = owned_parameters(module)
     by_name = {name: entry for entry in owned for name in entry.names}
-    layouts: dict[int, tuple[_Owned, CooLayout]] = {}
+    layouts: dict[int, tuple[Owned, CooLayout]] = {}
     for name, mask in masks.items():
         if name not in by_name:
             close = get_close_matches(name, by_name, n=3, cutoff=0.4) or list(by_name)[:5]
@@ -79,7 +79,7 @@ def sparsify(
     for entry, layout in layouts.values():
         if entry.layout is None:
             _to_values(entry, layout, optimizer)
-    _renew_reducers(module)
+    renew_reducers(module)
 
 
 def densify(module: nn.Module, optimizer: Optimizer | None = None) -> None:
@@ -92,37 +92,37 @@ def densify(module: nn.Module, optimizer: Optimizer | None = None) -> None:
         module: the model, or any part of it.
         optimizer: the optimizer that holds the parameters, if there is one.
     """
-    for entry in _owned_parameters(module):
+    for entry in owned_parameters(module):
         if entry.layout is not None:
             _to_dense(entry, entry.layout, optimizer)
     for submodule in module.modules():
         if isinstance(submodule, SparseModule):
             make_dense(submodule)
-    _renew_reducers(module)
+    renew_reducers(module)
 
 
 def layouts(module: nn.Module) -> dict[str, CooLayout]:
     """The layout of each sparsely stored parameter, by name as in ``named_parameters()``."""
     return {
         entry.names[0]: entry.layout
-        for entry in _owned_parameters(module)
+        for entry in owned_parameters(module)
         if entry.layout is not None
     }
 
 
-def _owned_parameters(module: nn.Module) -> list[_Owned]:
+def owned_parameters(module: nn.Module) -> list[Owned]:
     """Every parameter once, in module order."""
-    owned: dict[int, _Owned] = {}
+    owned: dict[int, Owned] = {}
     for prefix, submodule in module.named_modules():
         for attribute, parameter in submodule._parameters.items():
             if parameter is not None:
-                entry = owned.setdefault(id(parameter), _Owned(parameter, [], []))
+                entry = owned.setdefault(id(parameter), Owned(parameter, [], []))
                 entry.names.append(f"{prefix}.{attribute}" if prefix else attribute)
                 entry.owners.append((submodule, attribute))
     return list(owned.values())
 
 
-def _checked_layout(name: str, entry: _Owned, mask: Tensor) -> CooLayout:
+def _checked_layout(name: str, entry: Owned, mask: Tensor) -> CooLayout:
     parameter, present = entry.parameter, entry.layout
     shape = parameter.shape if present is None else present.shape
     if mask.dtype != torch.bool:
@@ -144,10 +144,10 @@ def _checked_layout(name: str, entry: _Owned, mask: Tensor) -> CooLayout:
     return layout
 
 
-def _to_values(entry: _Owned, layout: CooLayout, optimizer: Optimizer | None) -> None:
+def _to_values(entry: Owned, layout: CooLayout, optimizer: Optimizer | None) -> None:
     parameter, gradient = entry.parameter, entry.parameter.grad
     kept = None if gradient is None else compress_gradient(gradient, layout)
-    _replace(parameter, layout.compress(parameter.detach()), kept)
+    replace(parameter, layout.compress(parameter.detach()), kept)
     if optimizer is not None and parameter in optimizer.state:
         state = optimizer.state[parameter]
         state.update(compress_state(state, layout))
@@ -155,16 +155,16 @@ def _to_values(entry: _Owned, layout: CooLayout, optimizer: Optimizer | None) ->
         make_sparse(owner, attribute, layout)
 
 
-def _to_dense(entry: _Owned, layout: CooLayout, optimizer: Optimizer | None) -> None:
+def _to_dense(entry: Owned, layout: CooLayout, optimizer: Optimizer | None) -> None:
     parameter, gradient = entry.parameter, entry.parameter.grad
     dense = None if gradient is None else layout.densify(gradient)
-    _replace(parameter, layout.densify(parameter.detach()), dense)
+    replace(parameter, layout.densify(parameter.detach()), dense)
     if optimizer is not None and parameter in optimizer.state:
         state = optimizer.state[parameter]
         state.update(expand_state(state, layout))
 
 
-def _replace(parameter: nn.Parameter, values: Tensor, gradient: Tensor | None) -> None:
+def replace(parameter: nn.Parameter, values: Tensor, gradient: Tensor | None) -> None:
     """Give ``parameter`` new values of another shape, and the gradient that goes with them.
 
     ``set_`` and not ``.data =``: it also renews the node at which autograd accumulates the
@@ -176,7 +176,7 @@ def _replace(parameter: nn.Parameter, values: Tensor, gradient: Tensor | None) -
     parameter.grad = gradient
 
 
-def _renew_reducers(module: nn.Module) -> None:
+def renew_reducers(module: nn.Module) -> None:
     """Let each ``DistributedDataParallel`` make its buckets anew, as it does when unpickled."""
     for submodule in module.modules():
         if isinstance(submodule, DistributedDataParallel):

@@ -1,0 +1,107 @@
+"""Files: a trained model from its checkpoint straight into sparse storage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_axosparse.pruning.packed import PackedMasks
+from lightning_axosparse.pruning.ticket import Ticket
+from lightning_axosparse.sparse.files import SafetensorsState
+from lightning_axosparse.sparse.loading import load_kept
+from lightning_axosparse.sparse.packed import Packed
+
+
+def load_sparse(
+    module: nn.Module,
+    source: str | Path | Mapping[str, Any],
+    ticket: Ticket | str | Path | None = None,
+    skip: Sequence[str] = (),
+) -> Ticket:
+    """Load a model and store its pruned weights sparse, in place, without their dense forms.
+
+    The file is mapped into memory and read one tensor at a time, so a model may be loaded whose
+    dense weights would not fit; build it under ``torch.device("meta")`` then. What comes out
+    predicts as it is, with any Trainer or none; to train on with the same ticket, give the
+    returned one to ``EarlyBirdTicket(ticket=...)``.
+
+    Args:
+        module: the model, or with ``skip`` one that has parts of its own.
+        source: a Lightning checkpoint, a file of a state dict, a ``.safetensors`` file (of
+            :func:`save_safetensors` or dense), or what ``torch.load`` returned of such a file: do
+            that with ``weights_only=False`` where a checkpoint that you trust holds other objects.
+        ticket: what to keep, or its file; None takes the one that is in ``source``.
+        skip: patterns (as in :mod:`fnmatch`) of names to leave as they are in ``module``, such as
+            ``["head.*"]`` for a fresh head. They may be missing in ``source``, of another shape
+            there, or unknown to ``module``.
+
+    Returns:
+        The ticket, for what is stored sparse now.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if there is no ticket, or for names or shapes that do not fit.
+    """
+    contents = source if isinstance(source, Mapping) else _read(Path(source))
+    if isinstance(ticket, str | Path):
+        ticket = Ticket.load(ticket)
+    ticket = ticket or _ticket_in(contents)
+    if ticket is None:
+        raise ValueError(
+            "There is no ticket in the file, so nothing tells which weights to keep. Give `ticket=`"
+            ": an EarlyBirdTicket callback has it as its `ticket`."
+        )
+    state = contents.get("state_dict", contents)
+    adopted = load_kept(module, _LazyState(state), ticket.masks, skip)
+    return replace(ticket, masks=ticket.part(adopted))
+
+
+class _LazyState(Mapping[str, Tensor]):
+    """A state dict whose packed tensors are unpacked as they are asked for."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._state = state
+
+    def __getitem__(self, name: str) -> Tensor:
+        value = self._state[name]
+        if Packed.is_record(value):
+            return Packed.from_record(value).lazy()
+        tensor: Tensor = value
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no file '{path}'.")
+    if path.suffix == ".safetensors":
+        return SafetensorsState(path)
+    contents: Mapping[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    return contents
+
+
+def _ticket_in(contents: Mapping[str, Any]) -> Ticket | None:
+    """The ticket that a checkpoint's EarlyBirdTicket, or a sparse safetensors file, keeps."""
+    if isinstance(contents, SafetensorsState):
+        masks = [PackedMasks({name: contents.packed(name).mask()}) for name in contents.sparse]
+        return _with_ratio(PackedMasks.merged(masks)) if masks else None
+    for state in contents.get("callbacks", {}).values():
+        if isinstance(state, Mapping) and Ticket.is_state(state.get("ticket")):
+            return Ticket.from_state_dict(state["ticket"])
+    return None
+
+
+def _with_ratio(masks: PackedMasks) -> Ticket:
+    """A ticket of ``masks`` whose ratio is what they prune."""
+    ticket = Ticket(masks, pruning_ratio=0.0)
+    return replace(ticket, pruning_ratio=ticket.sparsity)

@@ -1,0 +1,137 @@
+"""Loading: weights from a file straight into sparse storage, one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from lightning_axosparse.sparse.layout import CooLayout
+from lightning_axosparse.sparse.module import make_sparse
+from lightning_axosparse.sparse.swap import Owned, owned_parameters, renew_reducers, replace
+
+Skipped = Callable[[str], bool]
+
+
+def load_kept(
+    module: nn.Module,
+    state: Mapping[str, Tensor],
+    masks: Mapping[str, Tensor],
+    skip: Sequence[str] = (),
+) -> list[str]:
+    """Load a module's state, in place, and store the masked parameters sparse.
+
+    Neither the masked parameters of ``state`` nor those of the module are ever dense all at once
+    through this: each is read, reduced to its kept entries and let go. What of the module is on the
+    meta device comes to be on CPU.
+
+    Args:
+        module: the model; a parameter that is stored sparse already takes over its mask here.
+        state: name -> tensor, as in ``module.state_dict()``; best one that reads when asked.
+        masks: parameter name -> bool tensor of its shape, True where an entry is kept.
+        skip: patterns (as in :mod:`fnmatch`) of names to leave alone: a fresh head. They may be
+            missing in ``state``, of another shape there, or unknown to the module.
+
+    Returns:
+        The masked names that are stored sparse now.
+
+    Raises:
+        ValueError: for names that are on one side alone, or a module on the meta device that
+            ``state`` does not fill, before anything has changed; for a shape that does not fit.
+    """
+
+    def skipped(name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in skip)
+
+    owned = [entry for entry in owned_parameters(module) if not all(map(skipped, entry.names))]
+    _refuse_names(module, owned, state, skipped)
+    adopted = []
+    rest = {name for name in state if not skipped(name)}
+    for entry in owned:
+        masked = next((name for name in entry.names if name in masks), None)
+        if masked is None:
+            _materialise(entry)
+        else:
+            stored = next(name for name in entry.names if name in state)
+            _adopt(entry, masked, state[stored], masks[masked])
+            adopted.append(masked)
+            rest.difference_update(entry.names)
+    _materialise_buffers(module)
+    module.load_state_dict({name: state[name] for name in state if name in rest}, strict=False)
+    renew_reducers(module)
+    return adopted
+
+
+def _adopt(entry: Owned, name: str, tensor: Tensor, mask: Tensor) -> None:
+    """Make ``entry`` the kept entries of ``tensor``."""
+    parameter = entry.parameter
+    shape = parameter.shape if entry.layout is None else entry.layout.shape
+    if not shape == tensor.shape == mask.shape:
+        raise ValueError(
+            f"'{name}' has shape {tuple(shape)} in the module, {tuple(tensor.shape)} in the file "
+            f"and {tuple(mask.shape)} in the mask. Skip it (`skip=`), or load into the model that "
+            "it was saved from."
+        )
+    layout = CooLayout.from_mask(mask.to(tensor.device))
+    values = layout.compress(tensor.detach()).to(parameter.dtype)
+    if parameter.is_meta:
+        _take_the_place(entry, values)
+    else:
+        layout.move(parameter.device)
+        replace(parameter, values.to(parameter.device), None)
+    for owner, attribute in entry.owners:
+        make_sparse(owner, attribute, layout)
+
+
+def _materialise(entry: Owned) -> None:
+    """Give a dense parameter that is on the meta device memory on CPU."""
+    if entry.parameter.is_meta:
+        _take_the_place(entry, torch.empty_like(entry.parameter, device="cpu"))
+
+
+def _take_the_place(entry: Owned, values: Tensor) -> None:
+    parameter = nn.Parameter(values, requires_grad=entry.parameter.requires_grad)
+    for owner, attribute in entry.owners:
+        owner._parameters[attribute] = parameter
+
+
+def _materialise_buffers(module: nn.Module) -> None:
+    for submodule in module.modules():
+        for attribute, buffer in submodule._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                submodule._buffers[attribute] = torch.empty_like(buffer, device="cpu")
+
+
+def _refuse_names(
+    module: nn.Module, owned: Sequence[Owned], state: Mapping[str, Tensor], skipped: Skipped
+) -> None:
+    """Refuse names that are on one side alone, and what would stay on the meta device."""
+    expected = module.state_dict(keep_vars=True)
+    filled = {name for entry in owned for name in entry.names if state.keys() & entry.names}
+    problems = {
+        "The file lacks": [
+            name for name in expected if not (name in state or name in filled or skipped(name))
+        ],
+        "The module has no": [name for name in state if not (name in expected or skipped(name))],
+        "On the meta device, and not to be filled from the file:": [
+            name
+            for name, tensor in chain(module.named_parameters(), module.named_buffers())
+            if tensor.is_meta and (name not in expected or skipped(name))
+        ],
+    }
+    told = [f"{what} {_few(names)}." for what, names in problems.items() if names]
+    if told:
+        raise ValueError(
+            " ".join(told)
+            + " Skip what is not to be loaded (`skip=`, such as ['head.*']); build what is "
+            "computed or fresh outside of `torch.device('meta')`."
+        )
+
+
+def _few(names: Sequence[str]) -> str:
+    """Some of ``names``, and how many more there are."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(f"'{name}'" for name in names[:5]) + more
