@@ -27,8 +27,10 @@ def load_sparse(
 
     The file is mapped into memory and read one tensor at a time, so a model may be loaded whose
     dense weights would not fit; build it under ``torch.device("meta")`` then. What comes out
-    predicts as it is, with any Trainer or none; to train on with the same ticket, give the
-    returned one to ``EarlyBirdTicket(ticket=...)``.
+    predicts and trains on as it is, with any Trainer or none, and only kept entries change. Mind
+    that a pruned parameter is a vector: where ``configure_optimizers`` tells matrices by their
+    dimensions, use ``AxoSparseStrategy``, which shows it the dense shapes, and for a pipeline give
+    the returned ticket to ``EarlyBirdTicket(ticket=...)``, which keeps it in checkpoints.
 
     Args:
         module: the model, or with ``skip`` one that has parts of its own.

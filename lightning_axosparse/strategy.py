@@ -49,6 +49,7 @@ from lightning_axosparse.pipeline.schedule import SCHEDULES
 from lightning_axosparse.planning.automatic import default_microbatches
 from lightning_axosparse.ranks import GridStrategy
 from lightning_axosparse.sparse import sparsify
+from lightning_axosparse.sparse.configure import dense_shapes
 from lightning_axosparse.sparse.swap import layouts
 from lightning_axosparse.stepping import Stepper, cut
 from lightning_axosparse.timing import clock
@@ -196,7 +197,9 @@ class AxoSparseStrategy(GridStrategy):
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(module)
         if trainer.state.fn == TrainerFn.FITTING:
-            self.setup_optimizers(trainer)
+            with dense_shapes(module) as made:
+                self.setup_optimizers(trainer)
+                made += self.optimizers
             self._refuse_optimizers(self.optimizers)
         stage = self.grid.stage
         stages = range(self.g_inter) if self.transport == "loopback" else range(stage, stage + 1)

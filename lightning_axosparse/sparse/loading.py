@@ -40,7 +40,8 @@ def load_kept(
 
     Raises:
         ValueError: for names that are on one side alone, or a module on the meta device that
-            ``state`` does not fill, before anything has changed; for a shape that does not fit.
+            ``state`` does not fill, and for masks of other shapes, before anything has changed; for
+            a shape that does not fit in ``state``.
     """
 
     def skipped(name: str) -> bool:
@@ -48,6 +49,7 @@ def load_kept(
 
     owned = [entry for entry in owned_parameters(module) if not all(map(skipped, entry.names))]
     _refuse_names(module, owned, state, skipped)
+    _refuse_masks(owned, masks)
     adopted = []
     rest = {name for name in state if not skipped(name)}
     for entry in owned:
@@ -68,12 +70,10 @@ def load_kept(
 def _adopt(entry: Owned, name: str, tensor: Tensor, mask: Tensor) -> None:
     """Make ``entry`` the kept entries of ``tensor``."""
     parameter = entry.parameter
-    shape = parameter.shape if entry.layout is None else entry.layout.shape
-    if not shape == tensor.shape == mask.shape:
+    if tensor.shape != mask.shape:
         raise ValueError(
-            f"'{name}' has shape {tuple(shape)} in the module, {tuple(tensor.shape)} in the file "
-            f"and {tuple(mask.shape)} in the mask. Skip it (`skip=`), or load into the model that "
-            "it was saved from."
+            f"'{name}' has shape {tuple(tensor.shape)} in the file, {tuple(mask.shape)} in the "
+            "module and the ticket. Load into the model that it was saved from."
         )
     layout = CooLayout.from_mask(mask.to(tensor.device))
     values = layout.compress(tensor.detach()).to(parameter.dtype)
@@ -129,6 +129,19 @@ def _refuse_names(
             + " Skip what is not to be loaded (`skip=`, such as ['head.*']); build what is "
             "computed or fresh outside of `torch.device('meta')`."
         )
+
+
+def _refuse_masks(owned: Sequence[Owned], masks: Mapping[str, Tensor]) -> None:
+    """Refuse masks of other shapes than the parameters have."""
+    for entry in owned:
+        shape = entry.parameter.shape if entry.layout is None else entry.layout.shape
+        for name in entry.names:
+            if name in masks and masks[name].shape != shape:
+                raise ValueError(
+                    f"'{name}' has shape {tuple(shape)} in the module, "
+                    f"{tuple(masks[name].shape)} in the ticket. Skip it (`skip=['{name}']`), or "
+                    "load into the model that the ticket was drawn from."
+                )
 
 
 def _few(names: Sequence[str]) -> str:
