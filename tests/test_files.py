@@ -93,7 +93,7 @@ def test_every_form_of_file_loads_and_predicts(
 
 
 class ByName(Net):
-    """The same optimizer groups, told by names: a plain Trainer shows a pruned matrix as a vector."""
+    """The same optimizer groups, told by names: a plain Trainer shows vectors for matrices."""
 
     def configure_optimizers(self) -> Any:
         named = dict(self.named_parameters())
