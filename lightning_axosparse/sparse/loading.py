@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_axosparse.sparse.layout import CooLayout
 from lightning_axosparse.sparse.module import make_sparse
 from lightning_axosparse.sparse.swap import Owned, owned_parameters, renew_reducers, replace
+from lightning_axosparse.sparse.weight import SparseWeight
 
 Skipped = Callable[[str], bool]
 
@@ -76,7 +77,7 @@ def _adopt(entry: Owned, name: str, tensor: Tensor, mask: Tensor) -> None:
             "module and the ticket. Load into the model that it was saved from."
         )
     layout = CooLayout.from_mask(mask.to(tensor.device))
-    values = layout.compress(tensor.detach()).to(parameter.dtype)
+    values = _kept(tensor.detach(), layout).to(parameter.dtype)
     if parameter.is_meta:
         _take_the_place(entry, values)
     else:
@@ -84,6 +85,13 @@ def _adopt(entry: Owned, name: str, tensor: Tensor, mask: Tensor) -> None:
         replace(parameter, values.to(parameter.device), None)
     for owner, attribute in entry.owners:
         make_sparse(owner, attribute, layout)
+
+
+def _kept(tensor: Tensor, layout: CooLayout) -> Tensor:
+    """The entries of ``tensor`` that ``layout`` keeps, not by way of a dense one if it has them."""
+    if isinstance(tensor, SparseWeight) and tensor.entries.same_entries(layout):
+        return tensor.kept.clone()
+    return layout.compress(tensor)
 
 
 def _materialise(entry: Owned) -> None:
