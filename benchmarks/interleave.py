@@ -27,10 +27,19 @@ def trials(runners: Mapping[str, Runner], count: int) -> dict[str, list[float]]:
             world.Barrier()
             start = time.perf_counter()
             runners[name](max(trial, 0))
-            elapsed = world.allreduce(time.perf_counter() - start, op=MPI.MAX)
+            elapsed = time.perf_counter() - start
+            _meet(world)
+            slowest = world.allreduce(elapsed, op=MPI.MAX)
             if trial >= 0:
-                seconds[name].append(elapsed)
+                seconds[name].append(slowest)
     return seconds
+
+
+def _meet(world: MPI.Comm) -> None:
+    """Wait for the others asleep: MPI's barrier spins, and would take the core of one at work."""
+    everyone = world.Ibarrier()
+    while not everyone.Test():
+        time.sleep(500e-6)
 
 
 def ratios(seconds: Mapping[str, list[float]], baseline: str) -> dict[str, float]:

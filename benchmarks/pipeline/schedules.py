@@ -3,7 +3,10 @@
     mpiexec -n 4 python -m benchmarks.pipeline.schedules
 
 Sleeping stages hardly need the CPU, so jitter and link latency can be dealt out exactly, the same
-to every schedule, on a machine with fewer cores than stages. Prints a Markdown table.
+to every schedule, on a machine with fewer cores than stages. Beside every measured step stands what
+the simulator makes of the same schedule and the same passes. It is told two numbers, what a pass
+and a message cost beyond what was asked for, both taken from 1F1B in the first case. Prints
+Markdown rows.
 """
 
 from __future__ import annotations
@@ -11,30 +14,53 @@ from __future__ import annotations
 import argparse
 import time
 from collections import deque
-from typing import Any
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from mpi4py import MPI
 
-from benchmarks.interleave import ratios, trials
+from benchmarks.interleave import Runner, ratios, trials
+from benchmarks.pipeline.table import head, row
 from lightning_axosparse.mpi.transport import neighbours
 from lightning_axosparse.pipeline import engine
 from lightning_axosparse.pipeline.engine import StageEngine
 from lightning_axosparse.pipeline.link import MailboxLink
 from lightning_axosparse.pipeline.schedule import SCHEDULES
+from lightning_axosparse.pipeline.simulate import Wire, simulate
+from lightning_axosparse.timing import Span, clock
 
 FORWARD, BACKWARD = 0.010, 0.020
 MICROBATCHES = 16
-CASES = {
-    "no jitter, no latency": (0.0, 0.0),
-    "jitter, sigma 0.3": (0.3, 0.0),
-    "jitter, sigma 0.6": (0.6, 0.0),
-    "jitter, sigma 1.0": (1.0, 0.0),
-    "latency 0.5 forward": (0.0, 0.5),
-    "latency 1 forward": (0.0, 1.0),
-    "latency 2 forward": (0.0, 2.0),
-}
+NOISE = 0.01  # what two runs of the same passes differ by on an idle machine
+STILL = dict.fromkeys(("limit P", "limit 2P", "limit M"), 1 + NOISE)
+
+
+def moving(bar: float) -> dict[str, float]:
+    """The bars of a case with jitter or latency: ``bar`` with slack, and little lost without."""
+    return {"limit P": 1.03, "limit 2P": bar}
+
+
+class Case(NamedTuple):
+    """Standard deviation of the logarithm of a pass, latency in forward passes, bars of ratios."""
+
+    name: str
+    sigma: float
+    latency: float
+    bars: dict[str, float]
+
+
+CASES = [
+    Case("no jitter, no latency", 0.0, 0.0, STILL),
+    Case("jitter, sigma 0.3", 0.3, 0.0, moving(0.92)),
+    Case("jitter, sigma 0.6", 0.6, 0.0, moving(0.89)),
+    Case("jitter, sigma 1.0", 1.0, 0.0, moving(0.87)),
+    Case("latency 0.5 forward", 0.0, 0.5, moving(0.86)),
+    Case("latency 1 forward", 0.0, 1.0, moving(0.76)),
+    Case("latency 2 forward", 0.0, 2.0, moving(0.65)),
+]
 
 
 class SlowLink(MailboxLink):
@@ -72,49 +98,117 @@ def delays(sigma: float, trial: int, stages: int) -> np.ndarray:
     return noise * np.array([FORWARD, BACKWARD])[:, None, None]
 
 
+class SleepingStage:
+    """This rank's stage, which sleeps through its passes.
+
+    Attributes:
+        recorded: the spans of every step run, in order, while ``recording``.
+    """
+
+    def __init__(self) -> None:
+        world = MPI.COMM_WORLD
+        self.stage, self.stages = world.rank, world.size
+        self.recorded: list[list[Span]] = []
+        mailboxes = neighbours(self.stage, self.stages, 0, 2 * self.stages)
+        self._link = SlowLink(*mailboxes, torch.device("cpu"))
+
+    def step(self, schedule: str, limit: int, case: Case, trial: int) -> None:
+        """Run the passes of one step in the order of ``schedule``."""
+        _Ripe.latency = case.latency * FORWARD
+        forward, backward = delays(case.sigma, trial, self.stages)[:, self.stage]
+        message = torch.zeros(64, requires_grad=True)
+
+        def compute(microbatch: int, received: Any) -> Any:
+            time.sleep(forward[microbatch])
+            return message
+
+        def differentiate(microbatch: int, output: Any, gradients: Any) -> None:
+            time.sleep(backward[microbatch])
+
+        decides = SCHEDULES[schedule](self.stage, self.stages, MICROBATCHES, limit)
+        engine.run(
+            [StageEngine(self.stage, self.stages, decides, self._link, compute, differentiate)]
+        )
+
+    def runner(self, schedule: str, limit: int, case: Case) -> Runner:
+        return lambda trial: self.step(schedule, limit, case, trial)
+
+    def recorded_runner(self, schedule: str, limit: int, case: Case) -> Runner:
+        def run(trial: int) -> None:
+            clock.record()
+            self.step(schedule, limit, case, trial)
+            self.recorded.append(clock.recorded())
+
+        return run
+
+
+class Overhead(NamedTuple):
+    """Seconds that a pass takes longer than it was told, and that a message is on its way."""
+
+    a_pass: float
+    a_message: float
+
+
+def overhead(ranks: list[list[Span]]) -> Overhead:
+    """Both means over one step without jitter, from the spans of every rank."""
+    passes, messages = [], []
+    ended = {
+        (span.activity, span.stage, span.microbatch): span.end for spans in ranks for span in spans
+    }
+    for spans in ranks:
+        waited = sum(span.end - span.start for span in spans if span.activity == "wait")
+        busy = spans[-1].end - spans[0].start - waited
+        passes.append(busy / MICROBATCHES / 2 - (FORWARD + BACKWARD) / 2)
+        for before, span in pairwise(spans):
+            if before.activity == "wait":
+                sender = span.stage + (1 if span.activity == "backward" else -1)
+                messages.append(span.start - ended[span.activity, sender, span.microbatch])
+    return Overhead(fmean(passes), fmean(messages))
+
+
+def simulated(schedule: str, limit: int, case: Case, trial: int, costs: Overhead) -> float:
+    """Seconds that the simulator gives the step."""
+    stages = MPI.COMM_WORLD.size
+    forward, backward = delays(case.sigma, trial, stages) + costs.a_pass
+    stage = SCHEDULES[schedule]
+    return simulate(
+        [stage(index, stages, MICROBATCHES, limit) for index in range(stages)],
+        forward,
+        backward,
+        # The latency runs from the sending, and so while the message is on its way.
+        Wire(latency=max(case.latency * FORWARD, costs.a_message)),
+    ).makespan
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--trials", type=int, default=7)
     count = arguments.parse_args().trials
     world = MPI.COMM_WORLD
-    stage, stages = world.rank, world.size
-    link = SlowLink(*neighbours(stage, stages, 0, 2 * stages), torch.device("cpu"))
-
-    def runner(schedule: str, limit: int, sigma: float) -> Any:
-        def run(trial: int) -> None:
-            table = delays(sigma, trial, stages)
-            message = torch.zeros(64, requires_grad=True)
-
-            def compute(microbatch: int, received: Any) -> Any:
-                time.sleep(table[0, stage, microbatch])
-                return message
-
-            def differentiate(microbatch: int, output: Any, gradients: Any) -> None:
-                time.sleep(table[1, stage, microbatch])
-
-            decides = SCHEDULES[schedule](stage, stages, MICROBATCHES, limit)
-            engine.run([StageEngine(stage, stages, decides, link, compute, differentiate)])
-
-        return run
-
+    mine, stages = SleepingStage(), world.size
+    runners = {
+        "1F1B": ("1f1b", stages),
+        "limit P": ("message-driven", stages),
+        "limit 2P": ("message-driven", 2 * stages),
+        "limit M": ("message-driven", MICROBATCHES),
+    }
     if world.rank == 0:
-        print("| case | 1F1B | limit P | limit 2P | limit M |\n| --- | --: | --: | --: | --: |")
-    for case, (sigma, latency) in CASES.items():
-        _Ripe.latency = latency * FORWARD
-        seconds = trials(
-            {
-                "1f1b": runner("1f1b", stages, sigma),
-                "P": runner("message-driven", stages, sigma),
-                "2P": runner("message-driven", 2 * stages, sigma),
-                "M": runner("message-driven", MICROBATCHES, sigma),
-            },
-            count,
-        )
+        head()
+    for case in CASES:
+        run = {name: mine.runner(*choice, case) for name, choice in runners.items()}
+        if case is CASES[0]:
+            run["1F1B"] = mine.recorded_runner(*runners["1F1B"], case)
+        seconds = trials(run, count)
+        if case is CASES[0]:
+            steps = zip(*world.allgather(mine.recorded), strict=True)
+            costs = Overhead(*map(fmean, zip(*map(overhead, steps), strict=True)))
         if world.rank == 0:
-            ratio = ratios(seconds, "1f1b")
-            step = np.median(seconds["1f1b"]) * 1e3
-            shown = " | ".join(f"{ratio[name]:.3f}" for name in ("P", "2P", "M"))
-            print(f"| {case} | {step:.0f} ms | {shown} |", flush=True)
+            for name, ratio in ratios(seconds, "1F1B").items():
+                guess = median(simulated(*runners[name], case, n, costs) for n in range(count))
+                row(case.name, name, median(seconds[name]), ratio, case.bars.get(name), guess)
+    if world.rank == 0:
+        a_pass, a_message = (cost * 1e3 for cost in costs)
+        print(f"\nA pass took {a_pass:.2f} ms more than told, a message {a_message:.2f} ms.")
 
 
 if __name__ == "__main__":
