@@ -30,7 +30,7 @@ def row(
     bar: float | None = None,
     simulated: float | None = None,
 ) -> None:
-    """Print seconds of a step, their ratio to the baseline's and its bar, and what was predicted."""
+    """Print a step's seconds, their ratio to the baseline's, its bar, and the seconds predicted."""
     bound = ("", "") if bar is None else (f"{bar:.2f}", _verdict(ratio <= bar))
     guess = ("", "")
     if simulated is not None:
