@@ -3,17 +3,19 @@
     mpiexec -n 2 python -m benchmarks.pipeline.peers
 
 The same transformer blocks, the same micro-batches, the same job; gradients are compared with those
-of one process to the bit before anything is timed. Prints Markdown rows.
+of one process to the bit before anything is timed. What the simulator makes of the stages' passes,
+timed by themselves, stands beside the measured step. Prints Markdown rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import os
 import socket
+from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
@@ -21,6 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from benchmarks.interleave import ratios, trials
+from benchmarks.pipeline.alone import Alone, ReadyLink
+from benchmarks.pipeline.table import head, row
 from lightning_axosparse.examples.gpt import Block
 from lightning_axosparse.mpi.transport import neighbours
 from lightning_axosparse.pipeline import engine
@@ -29,7 +33,6 @@ from lightning_axosparse.pipeline.link import MailboxLink
 from lightning_axosparse.pipeline.schedule import SCHEDULES
 
 WIDTH, HEADS, BLOCKS, MICROBATCHES = 256, 8, 8, 8
-SAMPLES = 1  # in a micro-batch
 
 
 def connect_gloo() -> None:
@@ -54,7 +57,7 @@ class Ours:
 
     def __call__(self, x: Tensor, y: Tensor) -> None:
         stage, stages = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-        inputs, targets = x.split(SAMPLES), y.split(SAMPLES)
+        inputs, targets = x.chunk(MICROBATCHES), y.chunk(MICROBATCHES)
 
         def compute(microbatch: int, received: Any) -> Any:
             output = self._layers(inputs[microbatch] if stage == 0 else received)
@@ -86,14 +89,15 @@ class Torch:
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--trials", type=int, default=15)
-    arguments.add_argument("--tokens", type=int, default=128)
+    arguments.add_argument("--tokens", type=int, default=128, help="of a sample")
+    arguments.add_argument("--samples", type=int, default=1, help="of a micro-batch")
     options = arguments.parse_args()
     torch.set_num_threads(1)
     connect_gloo()
     world = MPI.COMM_WORLD
     torch.manual_seed(0)
     blocks = [Block(WIDTH, HEADS, 0.0) for _ in range(BLOCKS)]
-    x, y = torch.randn(2, MICROBATCHES * SAMPLES, options.tokens, WIDTH)
+    x, y = torch.randn(2, MICROBATCHES * options.samples, options.tokens, WIDTH)
     share = BLOCKS // world.size
     mine = nn.Sequential(*blocks[world.rank * share : (world.rank + 1) * share])
     link = MailboxLink(*neighbours(world.rank, world.size, 0, MICROBATCHES), torch.device("cpu"))
@@ -106,7 +110,7 @@ def main() -> None:
     modules = [steps["torch 1F1B, gloo"]._schedule._stage.submod]
     modules += [step._layers for step in list(steps.values())[1:]]
 
-    for part_x, part_y in zip(x.split(SAMPLES), y.split(SAMPLES), strict=True):
+    for part_x, part_y in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
         (loss_of(nn.Sequential(*blocks)(part_x), part_y) / MICROBATCHES).backward()
     for step in steps.values():
         step(x, y)
@@ -117,12 +121,26 @@ def main() -> None:
     def runner(step: Any) -> Any:
         return lambda trial: step(x, y)
 
-    seconds = trials({name: runner(step) for name, step in steps.items()}, options.trials)
+    ready = ReadyLink(x[: options.samples])
+    lone = Ours(copy.deepcopy(mine), "1f1b", world.size, ready)
+    alone = Alone(lambda: lone(x, y))
+    runners = {name: runner(step) for name, step in steps.items()}
+    seconds = trials(runners | {"alone": alone}, options.trials)
+    del seconds["alone"]
+    predicted = {
+        "1F1B, ours": alone.predict("1f1b", world.size, MICROBATCHES),
+        "message-driven": alone.predict("message-driven", twice, MICROBATCHES),
+    }
     if world.rank == 0:
-        kilobytes = SAMPLES * options.tokens * WIDTH * 4 / 1e3
+        kilobytes = options.samples * options.tokens * WIDTH * 4 / 1e3
+        crowded = world.size > len(os.sched_getaffinity(0))
+        bars = {"message-driven": 0.97 if crowded else 0.92 if kilobytes >= 500 else 1.0}
+        case = f"8 GPT blocks, {world.size} ranks, {kilobytes:.0f} kB"
+        head()
         for name, ratio in ratios(seconds, "torch 1F1B, gloo").items():
-            step = np.median(seconds[name]) * 1e3
-            print(f"| {world.size} ranks, {kilobytes:.0f} kB | {name} | {step:.0f} | {ratio:.3f} |")
+            # Of cores that ranks share the simulator knows nothing.
+            guess = median(predicted[name]) if name in predicted and not crowded else None
+            row(case, name, median(seconds[name]), ratio, bars.get(name), guess)
     dist.destroy_process_group()
 
 

@@ -1,0 +1,82 @@
+"""What a stage's passes take by themselves, and what the simulator makes of a step from that."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from statistics import fmean
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from lightning_axosparse.pipeline.schedule import SCHEDULES
+from lightning_axosparse.pipeline.simulate import simulate
+from lightning_axosparse.timing import clock
+
+
+class ReadyLink:
+    """A link whose messages have all arrived, and which sends nothing.
+
+    Args:
+        example: what an activation looks like, and its gradient.
+    """
+
+    def __init__(self, example: Tensor) -> None:
+        self._example = example
+        self.activations: deque[Any] = deque()
+        self.gradients: deque[Any] = deque()
+
+    def begin(self, activations: int, gradients: int) -> None:
+        self.activations = deque(self._example.clone().requires_grad_() for _ in range(activations))
+        self.gradients = deque([torch.ones_like(self._example)] for _ in range(gradients))
+
+    def send_activation(self, tree: Any) -> None:
+        pass
+
+    def send_gradient(self, tree: Any) -> None:
+        pass
+
+    def poll(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+class Alone:
+    """A runner that times the passes of a stage for which nothing ever has to be waited.
+
+    Args:
+        step: runs one step of the stage over a :class:`ReadyLink`.
+    """
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        self._step = step
+        self._seconds: list[tuple[float, float]] = []
+
+    def __call__(self, trial: int) -> None:
+        clock.record()
+        self._step()
+        spans = clock.recorded()
+        forward, backward = (
+            fmean(span.end - span.start for span in spans if span.activity == activity)
+            for activity in ("forward", "backward")
+        )
+        self._seconds.append((forward, backward))
+
+    def predict(self, schedule: str, limit: int, microbatches: int) -> list[float]:
+        """Seconds of a step over ideal links in each trial; collective over the ranks."""
+        stages = MPI.COMM_WORLD.size
+        everyone = MPI.COMM_WORLD.allgather(self._seconds[1:])  # the first was to warm up
+        return [
+            simulate(
+                [
+                    SCHEDULES[schedule](stage, stages, microbatches, limit)
+                    for stage in range(stages)
+                ],
+                *zip(*passes, strict=True),
+            ).makespan
+            for passes in zip(*everyone, strict=True)
+        ]
