@@ -208,10 +208,13 @@ class Deployment:
         """Connect the stages of this rank; collective over the job."""
         if len(self.stages) > 1 or self.last_stage == 0:
             return dict(enumerate(LoopbackLink.chain(self.last_stage + 1)))
-        from lightning_axosparse.mpi.transport import neighbours
+        from lightning_axosparse.mpi.neighbours import neighbours
+        from lightning_axosparse.mpi.staging import staging
 
-        stage = self.grid.stage
-        previous, following = neighbours(stage, self.grid.g_inter, self.grid.replica, window)
+        stage, grid = self.grid.stage, self.grid
+        previous, following = neighbours(
+            stage, grid.g_inter, grid.replica, window, staging(self.device)
+        )
         return {stage: MailboxLink(previous, following, self.device)}
 
     def _shared_sets(self) -> set[frozenset[int]]:

@@ -42,8 +42,8 @@ from lightning_axosparse.deployment import (
     refuse_no_example,
 )
 from lightning_axosparse.memory import free_bytes
-from lightning_axosparse.pipeline.limit import FixedLimit, Limit, MemoryLimit
 from lightning_axosparse.offload import OptimizerOffload, refuse_joint_optimizers
+from lightning_axosparse.pipeline.limit import FixedLimit, Limit, MemoryLimit
 from lightning_axosparse.pipeline.recompute import Recompute
 from lightning_axosparse.pipeline.schedule import SCHEDULES
 from lightning_axosparse.planning.automatic import default_microbatches

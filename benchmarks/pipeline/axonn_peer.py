@@ -30,7 +30,8 @@ from benchmarks.interleave import Runner, ratios, trials
 from benchmarks.pipeline import peers, schedules
 from benchmarks.pipeline.table import head, row
 from lightning_axosparse.examples.gpt import Block
-from lightning_axosparse.mpi.transport import neighbours
+from lightning_axosparse.mpi.neighbours import neighbours
+from lightning_axosparse.mpi.staging import HostStaging
 from lightning_axosparse.pipeline.link import MailboxLink
 
 try:
@@ -127,7 +128,7 @@ def blocks() -> dict[str, Runner]:
     stage = nn.Sequential(*layers[world.rank * share : (world.rank + 1) * share])
     our_stage, shard = copy.deepcopy(stage), Shard(copy.deepcopy(stage), (TOKENS, peers.WIDTH))
     start_axonn(shard, peers.MICROBATCHES)
-    mailboxes = neighbours(world.rank, world.size, 0, peers.MICROBATCHES)
+    mailboxes = neighbours(world.rank, world.size, 0, peers.MICROBATCHES, HostStaging())
     link = MailboxLink(*mailboxes, torch.device("cpu"))
     ours = peers.Ours(our_stage, "message-driven", 2 * world.size, link)
 

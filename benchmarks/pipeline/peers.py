@@ -26,7 +26,8 @@ from benchmarks.interleave import ratios, trials
 from benchmarks.pipeline.alone import Alone, ReadyLink
 from benchmarks.pipeline.table import head, row
 from lightning_axosparse.examples.gpt import Block
-from lightning_axosparse.mpi.transport import neighbours
+from lightning_axosparse.mpi.neighbours import neighbours
+from lightning_axosparse.mpi.staging import HostStaging
 from lightning_axosparse.pipeline import engine
 from lightning_axosparse.pipeline.engine import StageEngine
 from lightning_axosparse.pipeline.link import MailboxLink
@@ -100,7 +101,9 @@ def main() -> None:
     x, y = torch.randn(2, MICROBATCHES * options.samples, options.tokens, WIDTH)
     share = BLOCKS // world.size
     mine = nn.Sequential(*blocks[world.rank * share : (world.rank + 1) * share])
-    link = MailboxLink(*neighbours(world.rank, world.size, 0, MICROBATCHES), torch.device("cpu"))
+    link = MailboxLink(
+        *neighbours(world.rank, world.size, 0, MICROBATCHES, HostStaging()), torch.device("cpu")
+    )
     twice = 2 * world.size
     steps = {
         "torch 1F1B, gloo": Torch(copy.deepcopy(mine)),

@@ -24,7 +24,8 @@ from mpi4py import MPI
 
 from benchmarks.interleave import Runner, ratios, trials
 from benchmarks.pipeline.table import head, row
-from lightning_axosparse.mpi.transport import neighbours
+from lightning_axosparse.mpi.neighbours import neighbours
+from lightning_axosparse.mpi.staging import HostStaging
 from lightning_axosparse.pipeline import engine
 from lightning_axosparse.pipeline.engine import StageEngine
 from lightning_axosparse.pipeline.link import MailboxLink
@@ -109,7 +110,7 @@ class SleepingStage:
         world = MPI.COMM_WORLD
         self.stage, self.stages = world.rank, world.size
         self.recorded: list[list[Span]] = []
-        mailboxes = neighbours(self.stage, self.stages, 0, 2 * self.stages)
+        mailboxes = neighbours(self.stage, self.stages, 0, 2 * self.stages, HostStaging())
         self._link = SlowLink(*mailboxes, torch.device("cpu"))
 
     def step(self, schedule: str, limit: int, case: Case, trial: int) -> None:

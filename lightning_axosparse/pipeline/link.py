@@ -64,7 +64,7 @@ class MailboxLink:
     Args:
         previous: mailbox shared with the previous stage; None on the first.
         following: mailbox shared with the next stage; None on the last.
-        device: where arriving tensors go.
+        device: of the stage, where messages come from and go to.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class MailboxLink:
     def send_activation(self, tree: Any) -> None:
         """Send to the next stage."""
         assert self._following is not None
-        self._following.send(*encode(tree))
+        self._following.send(*encode(tree, self._device))
 
     def send_gradient(self, tree: Any) -> None:
         """Send to the previous stage."""
         assert self._previous is not None
-        self._previous.send(*encode(tree))
+        self._previous.send(*encode(tree, self._device))
 
     def poll(self) -> None:
         """Take in what has arrived from both sides."""
@@ -100,7 +100,7 @@ class MailboxLink:
             if mailbox is not None:
                 mailbox.poll()
                 while mailbox.arrived:
-                    arrived.append(decode(*mailbox.arrived.popleft(), self._device))
+                    arrived.append(decode(*mailbox.arrived.popleft()))
 
     def end(self) -> None:
         """Wait until everything sent has left."""

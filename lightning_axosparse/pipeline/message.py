@@ -25,27 +25,27 @@ class _Place:
     requires_grad: bool
     offset: int
 
-    def read(self, block: Tensor, device: torch.device) -> Tensor:
+    def read(self, block: Tensor) -> Tensor:
         end = self.offset + self.dtype.itemsize * self.shape.numel()
-        tensor = block[self.offset : end].view(self.dtype).view(self.shape).to(device)
+        tensor = block[self.offset : end].view(self.dtype).view(self.shape)
         return tensor.requires_grad_(self.requires_grad)
 
 
-def encode(tree: Any) -> tuple[bytes, Tensor]:
-    """Turn a pytree into a header and the bytes of its tensors (1-D uint8, CPU).
+def encode(tree: Any, device: torch.device) -> tuple[bytes, Tensor]:
+    """Turn a pytree into a header and the bytes of its tensors (1-D uint8, on ``device``).
 
-    Leaves that are no tensors are pickled into the header. A single contiguous CPU tensor is not
-    copied: it must not change until the message has left.
+    Leaves that are no tensors are pickled into the header. A single contiguous tensor that is there
+    already is not copied: it must not change until the message has left.
     """
-    pieces = [torch.empty(0, dtype=torch.uint8)]
+    pieces = [torch.empty(0, dtype=torch.uint8, device=device)]
     end = 0
 
     def place(tensor: Tensor) -> _Place:
         nonlocal end
         offset = -(-end // _ALIGNMENT) * _ALIGNMENT
         if offset > end:
-            pieces.append(torch.zeros(offset - end, dtype=torch.uint8))
-        pieces.append(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
+            pieces.append(torch.zeros(offset - end, dtype=torch.uint8, device=device))
+        pieces.append(tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8))
         end = offset + pieces[-1].numel()
         return _Place(tensor.shape, tensor.dtype, tensor.requires_grad, offset)
 
@@ -53,11 +53,9 @@ def encode(tree: Any) -> tuple[bytes, Tensor]:
     return header, pieces[1] if len(pieces) == 2 else torch.cat(pieces)
 
 
-def decode(header: bytes, block: Tensor, device: torch.device) -> Any:
-    """Rebuild the pytree; its tensors are leaves of a new graph, views of the block on CPU."""
-    return pytree.tree_map_only(
-        _Place, lambda place: place.read(block, device), pickle.loads(header)
-    )
+def decode(header: bytes, block: Tensor) -> Any:
+    """Rebuild the pytree; its tensors are leaves of a new graph, and views of the block."""
+    return pytree.tree_map_only(_Place, lambda place: place.read(block), pickle.loads(header))
 
 
 def relink(tree: Any) -> Any:

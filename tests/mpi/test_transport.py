@@ -1,23 +1,38 @@
+from __future__ import annotations
+
 import random
 import time
 from typing import Any
 
-import pytest
 import torch
 
 from tests.ranks import run_ranks
 
+WAYS = [(1, False, False), (3, False, True), (3, True, True)]  # window, shares memory, slow copies
 
-def exchange(batches: list[list[list[int]]], window: int, seed: int) -> list[Any]:
+
+def exchange(
+    batches: list[list[list[int]]], seed: int, window: int, shares: bool, slow: bool
+) -> list[Any]:
     """Send and receive, in each batch, blocks of the sizes listed for this rank."""
     from mpi4py import MPI
 
     from lightning_axosparse.backoff import BackOff
+    from lightning_axosparse.mpi.progress import Progress
+    from lightning_axosparse.mpi.staging import HostStaging
     from lightning_axosparse.mpi.transport import Mailbox
+
+    class SlowStaging(HostStaging):
+        """Has blocks ready only some time after they were given to it, the later ones sooner."""
+
+        def outgoing(self, block: torch.Tensor) -> Any:
+            times = iter([False] * rng.randint(0, 5))
+            return block, lambda: next(times, True)
 
     comm = MPI.COMM_WORLD
     rng = random.Random(seed + comm.rank)
-    box = Mailbox(comm.Dup(), 1 - comm.rank, window)
+    staging = SlowStaging() if slow else HostStaging()
+    box = Mailbox(comm.Dup(), 1 - comm.rank, window, staging, shares, Progress(comm))
     received = []
     for number, sizes in enumerate(batches):
         box.begin(len(sizes[1 - comm.rank]))
@@ -33,12 +48,15 @@ def exchange(batches: list[list[list[int]]], window: int, seed: int) -> list[Any
                 time.sleep(0.001)
             box.poll()
             while box.arrived:
-                header, block = box.arrived.popleft()
-                got.append((header, block.numel(), block.unique().tolist()))
+                got.append(box.arrived.popleft())
             back_off.pause()
         box.end()
-        received.append(got)
+        received.append([(header, block.numel(), block.unique().tolist()) for header, block in got])
     return received
+
+
+def exchange_each_way(batches: list[list[list[int]]], seed: int) -> list[Any]:
+    return [exchange(batches, seed, *way) for way in WAYS]
 
 
 def expected(batches: list[list[list[int]]], sender: int) -> list[Any]:
@@ -55,8 +73,7 @@ def expected(batches: list[list[list[int]]], sender: int) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("window", [1, 3])
-def test_messages_of_any_and_changing_size_arrive_in_order(window: int) -> None:
+def test_messages_of_any_and_changing_size_arrive_in_order() -> None:
     big, huge = 100_000, 3_000_000
     batches = [
         [[0, 7, 2048, 2049, big, 100], [big] * 4],
@@ -64,9 +81,9 @@ def test_messages_of_any_and_changing_size_arrive_in_order(window: int) -> None:
         [[], [50_000] * 6],  # one way only, more than before
         [[huge, 7, huge], [huge, 3, 70_000]],
     ]
-    first, second = run_ranks(2, exchange, batches, window, 5)
-    assert second == expected(batches, 0)
-    assert first == expected(batches, 1)
+    first, second = run_ranks(2, exchange_each_way, batches, 5)
+    assert second == [expected(batches, 0)] * len(WAYS)
+    assert first == [expected(batches, 1)] * len(WAYS)
 
 
 def test_random_traffic() -> None:
@@ -75,6 +92,6 @@ def test_random_traffic() -> None:
     batches = [
         [[rng.choice(sizes) for _ in range(rng.randint(0, 6))] for _ in range(2)] for _ in range(12)
     ]
-    first, second = run_ranks(2, exchange, batches, 2, 9)
-    assert second == expected(batches, 0)
-    assert first == expected(batches, 1)
+    first, second = run_ranks(2, exchange_each_way, batches, 9)
+    assert second == [expected(batches, 0)] * len(WAYS)
+    assert first == [expected(batches, 1)] * len(WAYS)

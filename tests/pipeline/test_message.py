@@ -7,6 +7,8 @@ from torch.utils import _pytree as pytree
 
 from lightning_axosparse.pipeline.message import decode, encode, relink, tensors
 
+CPU = torch.device("cpu")
+
 dtypes = st.sampled_from(
     [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool]
 )
@@ -35,9 +37,9 @@ trees = st.recursive(
 
 @given(tree=trees)
 def test_a_tree_arrives_as_it_was_sent(tree: Any) -> None:
-    header, payload = encode(tree)
+    header, payload = encode(tree, CPU)
     assert payload.dtype is torch.uint8
-    arrived = decode(header, payload.clone(), torch.device("cpu"))
+    arrived = decode(header, payload.clone())
     for copy in (arrived, relink(tree)):
         assert pytree.tree_structure(copy) == pytree.tree_structure(tree)
         for got, sent in zip(pytree.tree_leaves(copy), pytree.tree_leaves(tree), strict=True):
@@ -52,7 +54,7 @@ def test_a_tree_arrives_as_it_was_sent(tree: Any) -> None:
 
 def test_one_contiguous_tensor_is_sent_without_a_copy() -> None:
     tensor = torch.arange(6.0)
-    _, payload = encode((tensor, None))
+    _, payload = encode((tensor, None), CPU)
     assert payload.data_ptr() == tensor.data_ptr()
 
 
