@@ -72,6 +72,12 @@ class Ours:
         engine.run([StageEngine(stage, stages, decides, self._link, compute, differentiate)])
 
 
+class ApartStaging(HostStaging):
+    """Keeps blocks out of shared memory, as between nodes."""
+
+    on_host = False
+
+
 class Torch:
     """One stage in torch's 1F1B."""
 
@@ -92,6 +98,7 @@ def main() -> None:
     arguments.add_argument("--trials", type=int, default=15)
     arguments.add_argument("--tokens", type=int, default=128, help="of a sample")
     arguments.add_argument("--samples", type=int, default=1, help="of a micro-batch")
+    arguments.add_argument("--apart", action="store_true", help="messages as between nodes")
     options = arguments.parse_args()
     torch.set_num_threads(1)
     connect_gloo()
@@ -101,9 +108,9 @@ def main() -> None:
     x, y = torch.randn(2, MICROBATCHES * options.samples, options.tokens, WIDTH)
     share = BLOCKS // world.size
     mine = nn.Sequential(*blocks[world.rank * share : (world.rank + 1) * share])
-    link = MailboxLink(
-        *neighbours(world.rank, world.size, 0, MICROBATCHES, HostStaging()), torch.device("cpu")
-    )
+    staging = ApartStaging() if options.apart else HostStaging()
+    boxes = neighbours(world.rank, world.size, 0, MICROBATCHES, staging)
+    link = MailboxLink(*boxes, torch.device("cpu"))
     twice = 2 * world.size
     steps = {
         "torch 1F1B, gloo": Torch(copy.deepcopy(mine)),

@@ -1,9 +1,9 @@
 """Staging: where the bytes of a message lie for MPI, if its tensors are on a GPU.
 
 MPI reads and writes device memory where it is CUDA-aware. Elsewhere a block is copied to and from
-pinned host memory, on a stream of its own, so that neither the host nor the kernels of the step
-wait for the copies. The GPU paths have been tested with stand-ins for streams alone, never on a
-GPU.
+pinned host memory, on streams beside the step's, so that the host waits for no copy and a kernel
+only for the block that it needs. The GPU paths have been tested with stand-ins for streams alone,
+never on a GPU.
 """
 
 from __future__ import annotations
@@ -73,15 +73,15 @@ class PinnedStaging:
     def __init__(self, device: torch.device, runtime: Any = torch.cuda) -> None:
         self._device, self._runtime = device, runtime
         self._pins = device.type == "cuda"
-        self._copies = runtime.Stream(device)
+        self._leaving, self._arriving = runtime.Stream(device), runtime.Stream(device)
 
     def outgoing(self, block: Tensor) -> tuple[Tensor, Ready]:
         """A copy in pinned memory, from when the copying is done."""
         host, copied = self.empty(block.numel()), self._runtime.Event()
-        self._copies.wait_stream(self._runtime.current_stream(self._device))
-        with self._runtime.stream(self._copies):
+        self._leaving.wait_stream(self._runtime.current_stream(self._device))
+        with self._runtime.stream(self._leaving):
             host.copy_(block, non_blocking=True)
-            copied.record(self._copies)
+            copied.record(self._leaving)
 
         def ready(source: Tensor = block) -> bool:  # It must live until it has been copied.
             return bool(copied.query())
@@ -95,9 +95,9 @@ class PinnedStaging:
     def incoming(self, block: Tensor) -> Tensor:
         """A copy on the device, for which the current stream waits."""
         current = self._runtime.current_stream(self._device)
-        with self._runtime.stream(self._copies):
+        with self._runtime.stream(self._arriving):
             arrived = block.to(self._device, non_blocking=True, copy=True)
-        current.wait_stream(self._copies)
+        current.wait_stream(self._arriving)
         arrived.record_stream(current)
         return arrived
 
