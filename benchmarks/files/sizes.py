@@ -1,0 +1,74 @@
+"""How many bytes pruned weights take on disk, for masks of a trained model and random ones."""
+
+from __future__ import annotations
+
+import math
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from lightning_axosparse.examples.gpt import GPT
+from lightning_axosparse.examples.text import TextDataModule
+from lightning_axosparse.pruning.masks import magnitude_masks, prunable
+from lightning_axosparse.sparse.packed import Packed
+
+RATIOS = (0.5, 0.8, 0.9, 0.95, 0.99)
+STEPS = 60
+
+
+def trained() -> GPT:
+    """A small GPT after its first steps on text."""
+    L.seed_everything(0, verbose=False)
+    model = GPT(width=128, depth=4, heads=4, context=64)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_steps=STEPS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+    )
+    trainer.fit(model, datamodule=TextDataModule(context=64, batch_size=16, max_bytes=500_000))
+    return model
+
+
+def entropy(mask: Tensor) -> float:
+    """Bytes that the places of a tensor's kept entries take at least, were they independent."""
+    share = float(mask.double().mean())
+    if share in (0, 1):
+        return 0
+    bits = -share * math.log2(share) - (1 - share) * math.log2(1 - share)
+    return bits * mask.numel() / 8
+
+
+def row(weights: dict[str, Tensor], masks: dict[str, Tensor]) -> list[float]:
+    """Bytes over those of the kept values: least places, places as written, and both packed."""
+    kept = least = places = packed = 0.0
+    for name, mask in masks.items():
+        values = weights[name][mask]
+        part = Packed.of(values, mask)
+        kept += values.nbytes
+        least += entropy(mask)
+        places += part.index.numel()
+        packed += part.index.numel() + part.values.numel()
+    return [1 + least / kept, 1 + places / kept, packed / kept]
+
+
+def main() -> None:
+    model = trained()
+    print("| dtype | pruned | mask | by entropy | values as they are | as written |")
+    print("| --- | --: | --- | --: | --: | --: |")
+    for dtype in (torch.float32, torch.bfloat16):
+        weights = {n: p.detach().to(dtype) for n, p in model.named_parameters()}
+        for ratio in RATIOS:
+            masks = magnitude_masks(weights, set(weights), prunable(model), ratio)
+            drawn = {n: torch.rand(m.shape) >= ratio for n, m in masks.items()}
+            for kind, chosen in (("magnitude", masks), ("random", drawn)):
+                shares = " | ".join(f"{share:.3f}" for share in row(weights, chosen))
+                print(f"| {str(dtype)[6:]} | {100 * ratio:.0f} % | {kind} | {shares} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
