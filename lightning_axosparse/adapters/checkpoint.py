@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_axosparse.pipeline.split import Split
-from lightning_axosparse.sparse.layout import CooLayout
+from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.optimizer import compress_state, expand_state
 
 Gather = Callable[[Any], "list[Any]"]
@@ -46,7 +46,7 @@ def gather_optimizer_state(
     optimizer: Optimizer,
     groups: GroupNames,
     names: Mapping[Any, str],
-    layouts: Mapping[str, CooLayout],
+    layouts: Mapping[str, Layout],
     gather: Gather,
 ) -> dict[str, Any]:
     """Collect an optimizer's state on the first stage, dense, as ``Optimizer.state_dict`` has it.
@@ -82,7 +82,7 @@ def local_optimizer_state(
     optimizer: Optimizer,
     groups: GroupNames,
     names: Mapping[Any, str],
-    layouts: Mapping[str, CooLayout],
+    layouts: Mapping[str, Layout],
 ) -> dict[str, Any]:
     """Choose this rank's part of a whole optimizer's state dict, compact where weights are sparse.
 

@@ -42,7 +42,9 @@ def state_bytes(module: nn.Module, optimizer: Optimizer | None = None) -> StateB
     counted: set[int] = set()
     return StateBytes(
         weights=_new_bytes(parameters, counted),
-        indices=_new_bytes((layout.indices for layout in layouts(module).values()), counted),
+        indices=_new_bytes(
+            (t for layout in layouts(module).values() for t in layout.tensors.values()), counted
+        ),
         gradients=_new_bytes((p.grad for p in parameters if p.grad is not None), counted),
         optimizer=_new_bytes(
             (

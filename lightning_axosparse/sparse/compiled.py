@@ -9,23 +9,28 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_axosparse.sparse import kernels
+from lightning_axosparse.sparse.kernels import reference
+from lightning_axosparse.sparse.layout import Layout
 
 
-def recomputed_densify(values: Tensor, indices: Tensor, shape: Sequence[int]) -> Tensor:
+def recomputed_densify(values: Tensor, layout: Layout) -> Tensor:
     """Make ``values`` dense in a graph that torch.compile traces, without saving the dense tensor.
 
-    Arguments as for :func:`lightning_axosparse.sparse.kernels.densify`; differentiable in
-    ``values``.
+    Differentiable in ``values``.
     """
-    dense: Tensor = checkpoint(_densify, values, indices, shape, use_reentrant=False)
+
+    def densify(values: Tensor) -> Tensor:
+        made: Tensor = _densify(values, layout.positions(), layout.shape)
+        return made
+
+    dense: Tensor = checkpoint(densify, values, use_reentrant=False)
     return dense
 
 
 # One opaque operator: of a zeros and a scatter, the compiler would save the zeros.
 @torch.library.custom_op("axosparse::densify", mutates_args=())
 def _densify(values: Tensor, indices: Tensor, shape: Sequence[int]) -> Tensor:
-    return kernels.densify(values, indices, shape)
+    return reference.scatter(values, indices, shape)
 
 
 @_densify.register_fake

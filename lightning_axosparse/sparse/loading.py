@@ -9,7 +9,8 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from lightning_axosparse.sparse.layout import CooLayout
+from lightning_axosparse.sparse.formats import layout_of
+from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.module import make_sparse
 from lightning_axosparse.sparse.swap import Owned, owned_parameters, renew_reducers, replace
 from lightning_axosparse.sparse.weight import SparseWeight
@@ -76,7 +77,7 @@ def _adopt(entry: Owned, name: str, tensor: Tensor, mask: Tensor) -> None:
             f"'{name}' has shape {tuple(tensor.shape)} in the file, {tuple(mask.shape)} in the "
             "module and the ticket. Load into the model that it was saved from."
         )
-    layout = CooLayout.from_mask(mask.to(tensor.device))
+    layout = layout_of(mask.to(tensor.device))
     values = _kept(tensor.detach(), layout).to(parameter.dtype)
     if parameter.is_meta:
         _take_the_place(entry, values)
@@ -87,7 +88,7 @@ def _adopt(entry: Owned, name: str, tensor: Tensor, mask: Tensor) -> None:
         make_sparse(owner, attribute, layout)
 
 
-def _kept(tensor: Tensor, layout: CooLayout) -> Tensor:
+def _kept(tensor: Tensor, layout: Layout) -> Tensor:
     """The entries of ``tensor`` that ``layout`` keeps, not by way of a dense one if it has them."""
     if isinstance(tensor, SparseWeight) and tensor.entries.same_entries(layout):
         return tensor.kept.clone()

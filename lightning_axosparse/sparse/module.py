@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_axosparse.sparse.layout import CooLayout
+from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.weight import sparse_weight
 
 
 class SparseModule(nn.Module):
     """Mixed into the class of a module while some of its parameters are stored sparse."""
 
-    _layouts: dict[str, CooLayout]
+    _layouts: dict[str, Layout]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SparseModule:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -98,7 +98,7 @@ class SparseRNN(SparseModule):
         """Do nothing: there are no dense weights to flatten."""
 
 
-def make_sparse(module: nn.Module, name: str, layout: CooLayout) -> None:
+def make_sparse(module: nn.Module, name: str, layout: Layout) -> None:
     """Let ``module.name`` read as a dense-shaped weight kept as ``layout`` says."""
     layouts = {**module.__dict__.get("_layouts", {}), name: layout}
     dense_class = _dense_class(module)

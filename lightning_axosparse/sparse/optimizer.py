@@ -11,14 +11,14 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from lightning_axosparse.sparse.layout import CooLayout
+from lightning_axosparse.sparse.layout import Layout
 
 _TRIAL_SHAPE = (4, 6)
 _TRIAL_STEPS = 3
 _TRIAL_LR = 1e-2
 
 
-def compress_state(state: Mapping[str, Any], layout: CooLayout) -> dict[str, Any]:
+def compress_state(state: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
     """One parameter's optimizer state with every tensor of its dense shape reduced to kept entries.
 
     Args:
@@ -34,7 +34,7 @@ def compress_state(state: Mapping[str, Any], layout: CooLayout) -> dict[str, Any
     }
 
 
-def expand_state(state: Mapping[str, Any], layout: CooLayout) -> dict[str, Any]:
+def expand_state(state: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
     """The inverse of :func:`compress_state`: tensors of kept entries become dense."""
     return {
         key: layout.to(value.device).densify(value)

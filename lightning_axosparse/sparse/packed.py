@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_axosparse.sparse.layout import CooLayout
+from lightning_axosparse.sparse.formats import layout_of
 from lightning_axosparse.sparse.weight import SparseWeight
 
 _ESCAPE = 255
@@ -75,7 +75,7 @@ class Packed:
         """The tensor, with the dense shape and only the kept entries inside; on CPU."""
         planes = np.frombuffer(_inflate(self.values), np.uint8).reshape(self.dtype.itemsize, -1)
         values = torch.from_numpy(planes.T.copy()).view(-1).view(self.dtype)
-        return SparseWeight(values, CooLayout.from_mask(self.mask()))
+        return SparseWeight(values, layout_of(self.mask()))
 
     def record(self) -> dict[str, Any]:
         """Plain containers and uint8 tensors, for ``torch.load(weights_only=True)``."""

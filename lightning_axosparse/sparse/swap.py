@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_axosparse.sparse.layout import CooLayout
+from lightning_axosparse.sparse.formats import layout_of
+from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.module import SparseModule, make_dense, make_sparse
 from lightning_axosparse.sparse.optimizer import check_state, compress_state, expand_state
 from lightning_axosparse.sparse.weight import compress_gradient
@@ -26,14 +27,17 @@ class Owned:
     owners: list[tuple[nn.Module, str]]
 
     @property
-    def layout(self) -> CooLayout | None:
+    def layout(self) -> Layout | None:
         """How the parameter is stored, or None while it is dense."""
         owner, attribute = self.owners[0]
         return owner._layouts.get(attribute) if isinstance(owner, SparseModule) else None
 
 
 def sparsify(
-    module: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimizer | None = None
+    module: nn.Module,
+    masks: Mapping[str, Tensor],
+    optimizer: Optimizer | None = None,
+    index_format: str | None = None,
 ) -> None:
     """Store the named parameters of ``module`` as their kept values alone, in place.
 
@@ -51,15 +55,17 @@ def sparsify(
             any of its names. A parameter already stored with just this mask is left alone.
         optimizer: the optimizer that holds the parameters, if there is one; its state of them is
             compressed.
+        index_format: how the places of kept entries are written down: "coo", "block", "gaps" or
+            "bitmap" (``sparse/formats.py``); None takes what is fastest on the device.
 
     Raises:
-        ValueError: for a name, shape or dtype that does not fit, a parameter on the meta device,
-            one that is stored sparse with another mask, and optimizer state that is not
-            elementwise. Nothing has been changed then.
+        ValueError: for an index format, name, shape or dtype that does not fit, a parameter on the
+            meta device, one that is stored sparse with another mask, and optimizer state that is
+            not elementwise. Nothing has been changed then.
     """
     owned = owned_parameters(module)
     by_name = {name: entry for entry in owned for name in entry.names}
-    layouts: dict[int, tuple[Owned, CooLayout]] = {}
+    layouts: dict[int, tuple[Owned, Layout]] = {}
     for name, mask in masks.items():
         if name not in by_name:
             close = get_close_matches(name, by_name, n=3, cutoff=0.4) or list(by_name)[:5]
@@ -67,7 +73,7 @@ def sparsify(
                 f"The module has no parameter '{name}' to make sparse. Close: {', '.join(close)}."
             )
         entry = by_name[name]
-        layout = _checked_layout(name, entry, mask)
+        layout = _checked_layout(name, entry, mask, index_format)
         _, known = layouts.setdefault(id(entry.parameter), (entry, layout))
         if not known.same_entries(layout):
             raise ValueError(
@@ -101,7 +107,7 @@ def densify(module: nn.Module, optimizer: Optimizer | None = None) -> None:
     renew_reducers(module)
 
 
-def layouts(module: nn.Module) -> dict[str, CooLayout]:
+def layouts(module: nn.Module) -> dict[str, Layout]:
     """The layout of each sparsely stored parameter, by name as in ``named_parameters()``."""
     return {
         entry.names[0]: entry.layout
@@ -122,7 +128,7 @@ def owned_parameters(module: nn.Module) -> list[Owned]:
     return list(owned.values())
 
 
-def _checked_layout(name: str, entry: Owned, mask: Tensor) -> CooLayout:
+def _checked_layout(name: str, entry: Owned, mask: Tensor, index_format: str | None) -> Layout:
     parameter, present = entry.parameter, entry.layout
     shape = parameter.shape if present is None else present.shape
     if mask.dtype != torch.bool:
@@ -135,7 +141,7 @@ def _checked_layout(name: str, entry: Owned, mask: Tensor) -> CooLayout:
         raise ValueError(f"'{name}' is on the meta device: this process does not hold its values.")
     if not parameter.is_floating_point():
         raise ValueError(f"'{name}' is of {parameter.dtype}; only floating parameters are pruned.")
-    layout = CooLayout.from_mask(mask.to(parameter.device))
+    layout = layout_of(mask.to(parameter.device), index_format)
     if present is not None and not present.same_entries(layout):
         raise ValueError(
             f"'{name}' is already stored sparse with another mask ({present.nnz} of "
@@ -144,7 +150,7 @@ def _checked_layout(name: str, entry: Owned, mask: Tensor) -> CooLayout:
     return layout
 
 
-def _to_values(entry: Owned, layout: CooLayout, optimizer: Optimizer | None) -> None:
+def _to_values(entry: Owned, layout: Layout, optimizer: Optimizer | None) -> None:
     parameter, gradient = entry.parameter, entry.parameter.grad
     kept = None if gradient is None else compress_gradient(gradient, layout)
     replace(parameter, layout.compress(parameter.detach()), kept)
@@ -155,7 +161,7 @@ def _to_values(entry: Owned, layout: CooLayout, optimizer: Optimizer | None) -> 
         make_sparse(owner, attribute, layout)
 
 
-def _to_dense(entry: Owned, layout: CooLayout, optimizer: Optimizer | None) -> None:
+def _to_dense(entry: Owned, layout: Layout, optimizer: Optimizer | None) -> None:
     parameter, gradient = entry.parameter, entry.parameter.grad
     dense = None if gradient is None else layout.densify(gradient)
     replace(parameter, layout.densify(parameter.detach()), dense)

@@ -12,12 +12,17 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_axosparse.sparse.compiled import recomputed_densify
 from lightning_axosparse.sparse.kernels import reference
-from lightning_axosparse.sparse.layout import CooLayout
+from lightning_axosparse.sparse.layout import Layout, row_length
 
 _to_copy = torch.ops.aten._to_copy.default
+_add = torch.ops.aten.add.Tensor
+
+OWN_WAYS: dict[Callable[..., Any], Callable[..., Any]] = {}
+"""Torch functions that need not see a whole dense weight, and what is called in their place, with
+the same arguments; it returns NotImplemented where it does not apply. Filled by the package."""
 
 
-def sparse_weight(values: Tensor, layout: CooLayout) -> Tensor:
+def sparse_weight(values: Tensor, layout: Layout) -> Tensor:
     """The dense-shaped weight whose kept entries are ``values``, differentiable in ``values``.
 
     Its gradient is compressed to the kept entries as soon as it is complete. While torch.compile
@@ -29,7 +34,7 @@ def sparse_weight(values: Tensor, layout: CooLayout) -> Tensor:
         layout: where they lie.
     """
     if torch.compiler.is_compiling():
-        return recomputed_densify(values, layout.indices, layout.shape)
+        return recomputed_densify(values, layout)
     weight: Tensor = _Expand.apply(values, layout)  # type: ignore[no-untyped-call]
     return weight
 
@@ -37,9 +42,11 @@ def sparse_weight(values: Tensor, layout: CooLayout) -> Tensor:
 class SparseWeight(Tensor):
     """A dense-shaped tensor that is made dense only inside the operator that uses it.
 
-    Views and casts of it stay sparse. Any other operator is given a dense copy that dies with it,
-    so what autograd saves for backward is this small object and never a dense weight. An in-place
-    operator writes through to the kept entries; what it writes elsewhere is dropped.
+    Views and casts of it stay sparse. Some functions have a way of their own with it
+    (``OWN_WAYS``). Any other operator is given a dense copy that dies with it, so what autograd
+    saves for backward is this small object and never a dense weight. An in-place operator writes
+    through to the kept entries; what it writes elsewhere is dropped. It also stands for a gradient
+    of which only the kept entries were computed.
 
     Attributes:
         kept: kept entries, shape ``(nnz,)``; shares storage with the parameter.
@@ -47,12 +54,12 @@ class SparseWeight(Tensor):
     """
 
     kept: Tensor
-    entries: CooLayout
+    entries: Layout
     _version_read: int
 
     @staticmethod
     def __new__(
-        cls, values: Tensor, layout: CooLayout, geometry: Tensor | None = None
+        cls, values: Tensor, layout: Layout, geometry: Tensor | None = None
     ) -> SparseWeight:
         """Wrap ``values``; size, strides and offset are those of ``geometry``, if given."""
         if geometry is None:
@@ -70,7 +77,19 @@ class SparseWeight(Tensor):
         weight._version_read = values._version
         return weight
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call a torch function: its own way with sparse weights, if it has one and it applies."""
+        with torch._C.DisableTorchFunctionSubclass():
+            own_way = OWN_WAYS.get(func)
+            result = own_way(*args, **(kwargs or {})) if own_way else NotImplemented
+            return func(*args, **(kwargs or {})) if result is NotImplemented else result
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -91,6 +110,8 @@ class SparseWeight(Tensor):
                 first = views if isinstance(views, Tensor) else views[0]
                 if first.dtype == source.dtype:
                     return _mapped(source._viewed, views, Tensor)
+            if func is _add and len(args) == 2 and not kwargs and source._adds_to(args[1]):
+                return source._with(source.kept + args[1].kept)
         written = _written_by(func, args, kwargs)
         if written:
             return _write_through(func, args, kwargs, written)
@@ -104,6 +125,16 @@ class SparseWeight(Tensor):
             RuntimeError: if the kept values changed in place since this weight was read.
         """
         return self._strided(self._whole())
+
+    def rows(self) -> bool:
+        """Whether this is a matrix whose rows are whole rows of the stored tensor, in order."""
+        rows = self.entries.shape[:1].numel()
+        columns = row_length(self.entries.shape)
+        return (
+            self.size() == (rows, columns)
+            and self.stride() == (columns, 1)
+            and self.storage_offset() == 0
+        )
 
     def tolist(self) -> Any:
         """The entries as nested lists."""
@@ -125,7 +156,7 @@ class SparseWeight(Tensor):
             f"kept={self.entries.nnz} of {self.entries.shape.numel()})"
         )
 
-    def _unchanged(self) -> Tensor:
+    def unchanged(self) -> Tensor:
         """The kept values, if they are still those that were read."""
         if self.kept._version != self._version_read:
             raise RuntimeError(
@@ -138,7 +169,7 @@ class SparseWeight(Tensor):
 
     def _whole(self) -> Tensor:
         """The dense tensor of the layout's shape, of which this weight is a view."""
-        return self.entries.densify(self._unchanged())
+        return self.entries.densify(self.unchanged())
 
     def _strided(self, base: Tensor) -> Tensor:
         return base.as_strided(self.size(), self.stride(), self.storage_offset())
@@ -151,6 +182,19 @@ class SparseWeight(Tensor):
         view._version_read = self._version_read
         return view
 
+    def _with(self, values: Tensor) -> SparseWeight:
+        return SparseWeight(values, self.entries, self._geometry())
+
+    def _adds_to(self, other: Any) -> bool:
+        """Whether the sum with ``other`` has its entries where both of them have theirs."""
+        return (
+            isinstance(other, SparseWeight)
+            and other.entries is self.entries
+            and other.dtype == self.dtype
+            and (other.size(), other.stride(), other.storage_offset())
+            == (self.size(), self.stride(), self.storage_offset())
+        )
+
     def _converted(
         self,
         dtype: torch.dtype | None = None,
@@ -159,7 +203,7 @@ class SparseWeight(Tensor):
     ) -> SparseWeight:
         device = device or self.device
         dtype = dtype or self.dtype
-        values = self._unchanged().to(device, dtype, non_blocking=non_blocking, copy=True)
+        values = self.unchanged().to(device, dtype, non_blocking=non_blocking, copy=True)
         return SparseWeight(values, self.entries.to(device), self._geometry())
 
 
@@ -167,11 +211,11 @@ class _Expand(torch.autograd.Function):
     """Kept values to lazy weight; backward, dense gradient to gradient of the kept values."""
 
     @staticmethod
-    def forward(values: Tensor, layout: CooLayout) -> SparseWeight:
+    def forward(values: Tensor, layout: Layout) -> SparseWeight:
         return SparseWeight(values.detach(), layout)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, CooLayout], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Layout], output: Tensor) -> None:
         ctx.layout = inputs[1]
 
     @staticmethod
@@ -180,18 +224,25 @@ class _Expand(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[int | None, None], values: Tensor, layout: CooLayout
+        info: Any, in_dims: tuple[int | None, None], values: Tensor, layout: Layout
     ) -> tuple[Tensor, int | None]:
         """Stay lazy for one set of values under vmap; make several sets dense together."""
         if in_dims[0] is None:
             return sparse_weight(values, layout), None
-        weights = torch.vmap(lambda one: reference.densify(one, layout.indices, layout.shape))
+        weights = torch.vmap(lambda one: reference.scatter(one, layout.positions(), layout.shape))
         return weights(values.movedim(in_dims[0], 0)), 0
 
 
-def compress_gradient(gradient: Tensor, layout: CooLayout) -> Tensor:
-    """The kept entries of a gradient, dense or (``nn.Embedding(sparse=True)``) sparse COO."""
-    return layout.compress(gradient.to_dense() if gradient.is_sparse else gradient)
+def compress_gradient(gradient: Tensor, layout: Layout) -> Tensor:
+    """The kept entries of a gradient: dense, sparse COO (``nn.Embedding``) or of them alone."""
+    if isinstance(gradient, SparseWeight):
+        if gradient.entries is layout and gradient.is_contiguous():
+            return gradient.kept
+        gradient = gradient.dense()
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    if torch.is_grad_enabled():
+        return reference.gather(dense, layout.positions())
+    return layout.compress(dense)
 
 
 def _mapped(function: Callable[[Any], Any], value: Any, kind: type[Tensor] = SparseWeight) -> Any:

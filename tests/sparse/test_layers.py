@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from lightning_axosparse.sparse.kernels import reference
+from lightning_axosparse.sparse.layout import Layout
 from tests.sparse.masking import kept, random_masks, sparse_and_dense
 
 
@@ -161,6 +161,14 @@ LAYERS = {
         sequence,
     ),
 }
+NEVER_WHOLE = {
+    "linear",
+    "transformers_conv1d",
+    "embedding",
+    "tied",
+    "checkpoint",
+    "checkpoint_reentrant",
+}
 layer_types = pytest.mark.parametrize("name", LAYERS)
 
 
@@ -203,14 +211,14 @@ def test_evaluation(name):
 def made(monkeypatch):
     """The dtype and the storage of every dense weight that was made."""
     made = []
-    densify = reference.densify
+    densify = Layout.densify
 
     def watched(*args):
         dense = densify(*args)
         made.append((dense.dtype, StorageWeakRef(dense.untyped_storage())))
         return dense
 
-    monkeypatch.setattr(reference, "densify", watched)
+    monkeypatch.setattr(Layout, "densify", watched)
     return made
 
 
@@ -225,7 +233,8 @@ def test_no_dense_weight_lives_between_forward_and_backward(name, saving, made):
     sparse, _ = sparse_and_dense(module, masks)
     with saving():
         loss = sparse(inputs).square().sum()
-    assert made
+    assert made or name in NEVER_WHOLE
+    assert not made or name not in NEVER_WHOLE or saving is not nullcontext
     assert not alive(made)
     loss.backward()
     assert not alive(made)

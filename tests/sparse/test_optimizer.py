@@ -8,7 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn, optim
 
 from lightning_axosparse.sparse import densify, sparsify
-from lightning_axosparse.sparse.layout import CooLayout
+from lightning_axosparse.sparse.formats import CooLayout
 from lightning_axosparse.sparse.optimizer import (
     compress_state,
     expand_state,

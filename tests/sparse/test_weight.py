@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_axosparse.sparse.layout import CooLayout
+from lightning_axosparse.sparse.formats import layout_of
 from lightning_axosparse.sparse.weight import SparseWeight, sparse_weight
 
 
@@ -25,7 +25,7 @@ def values(mask):
 
 @pytest.fixture
 def weight(values, mask):
-    return sparse_weight(values, CooLayout.from_mask(mask))
+    return sparse_weight(values, layout_of(mask))
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_double_backward(weight, values, dense, mask):
 
 
 def test_torch_func_grad(values, dense, mask):
-    layout, inputs = CooLayout.from_mask(mask), torch.randn(3, 6)
+    layout, inputs = layout_of(mask), torch.randn(3, 6)
     gradient = torch.func.grad(lambda v: F.linear(inputs, sparse_weight(v, layout)).sum())(
         values.detach()
     )
@@ -164,6 +164,6 @@ def test_autocast_casts_the_values(values, weight, dense, mask):
 
 
 def test_reading_without_gradient(mask):
-    weight = sparse_weight(torch.ones(int(mask.sum())), CooLayout.from_mask(mask))
+    weight = sparse_weight(torch.ones(int(mask.sum())), layout_of(mask))
     assert not weight.requires_grad
     assert torch.equal(weight + 0, mask.float())

@@ -1,32 +1,58 @@
 """Kernels: the two operations that every sparse weight is made of, timed.
 
-``densify`` scatters kept values into a fresh dense tensor, ``compress`` gathers them back. A kernel
-for another device is one more module with the same two functions.
+Both work on one tile of a layout. A kernel is a module with these two functions: ``reference`` runs
+anywhere, ``fused`` on CUDA where Triton is installed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from lightning_axosparse.sparse.kernels import reference
 from lightning_axosparse.timing import clock
 
+if TYPE_CHECKING:
+    from lightning_axosparse.sparse.layout import Layout, Tile
 
-def densify(values: Tensor, indices: Tensor, shape: Sequence[int]) -> Tensor:
-    """A new dense tensor with ``values`` at ``indices`` and zeros elsewhere.
+
+def densify(layout: Layout, tile: Tile, values: Tensor, out: Tensor) -> None:
+    """Write one tile of a dense tensor: ``values`` where an entry is kept, zeros elsewhere.
 
     Args:
-        values: kept entries, shape ``(nnz,)``, any dtype.
-        indices: where they lie in the flattened tensor, shape ``(nnz,)``, int32 or int64.
-        shape: shape of the dense tensor.
+        layout: which entries are kept.
+        tile: the part of the tensor to write.
+        values: the kept entries in the tile, shape ``(tile.nnz,)``, any dtype.
+        out: where to write, shape ``(tile.numel,)``, contiguous, dtype of ``values``.
     """
     with clock.span("densify"):
-        return reference.densify(values, indices, shape)
+        _kernel(out).densify(layout, tile, values, out)
 
 
-def compress(dense: Tensor, indices: Tensor) -> Tensor:
-    """The entries of the flattened ``dense`` at ``indices``: a new tensor of shape ``(nnz,)``."""
+def compress(layout: Layout, tile: Tile, dense: Tensor, out: Tensor) -> None:
+    """Read the kept entries of one tile of a dense tensor.
+
+    Args:
+        layout: which entries are kept.
+        tile: the part of the tensor to read.
+        dense: the tile, shape ``(tile.numel,)``, contiguous, any dtype.
+        out: where to write them, shape ``(tile.nnz,)``, contiguous, dtype of ``dense``.
+    """
     with clock.span("compress"):
-        return reference.compress(dense, indices)
+        _kernel(out).compress(layout, tile, dense, out)
+
+
+def _kernel(tensor: Tensor) -> ModuleType:
+    if tensor.is_cuda and tensor.is_floating_point() and _triton_installed():
+        return import_module("lightning_axosparse.sparse.kernels.fused")
+    return reference
+
+
+@cache
+def _triton_installed() -> bool:
+    return find_spec("triton") is not None

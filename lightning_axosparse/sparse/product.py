@@ -1,0 +1,200 @@
+"""Product: a matrix times a sparse weight, of which one tile of rows is dense at a time.
+
+Neither the dense weight nor its dense gradient exists as a whole, forward and backward: a tile of
+the weight is made dense in scratch memory just before its product, and a tile of the gradient is
+reduced to its kept entries just after. Applies to ``torch.nn.functional.linear`` and to matrix
+products with the weight on the right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_axosparse.sparse import kernels
+from lightning_axosparse.sparse.layout import Layout, Tile, row_length
+from lightning_axosparse.sparse.scratch import scratch
+from lightning_axosparse.sparse.weight import SparseWeight
+
+
+def linear(inputs: Any, weight: Any, bias: Any = None) -> Any:
+    """``torch.nn.functional.linear``, where ``weight`` is as stored or the transposed of it."""
+    if not _is_matrix(weight):
+        return NotImplemented
+    if weight.rows():
+        return _applied(inputs, weight, bias, by_rows=True)
+    transposed = weight.t()
+    return (
+        _applied(inputs, transposed, bias, by_rows=False) if transposed.rows() else NotImplemented
+    )
+
+
+def matmul(inputs: Any, weight: Any) -> Any:
+    """``inputs @ weight``, where ``weight`` is as stored or the transposed of it."""
+    return linear(inputs, weight.t()) if _is_matrix(weight) else NotImplemented
+
+
+def addmm(bias: Any, inputs: Any, weight: Any, **scales: Any) -> Any:
+    """``torch.addmm``, where ``weight`` is as stored or the transposed of it."""
+    if scales or not _is_matrix(weight):
+        return NotImplemented
+    return linear(inputs, weight.t(), bias)
+
+
+WAYS: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.linear: linear,
+    torch.mm: matmul,
+    torch.matmul: matmul,
+    torch.addmm: addmm,
+    Tensor.mm: matmul,
+    Tensor.matmul: matmul,
+    Tensor.__matmul__: matmul,
+    Tensor.addmm: addmm,
+}
+"""What is called in place of a torch function."""
+
+
+def _is_matrix(weight: Any) -> bool:
+    return isinstance(weight, SparseWeight) and weight.dim() == 2 and weight.numel() > 0
+
+
+def _applied(inputs: Any, weight: SparseWeight, bias: Any, by_rows: bool) -> Any:
+    """The product, if the other operands are plain tensors that fit; it follows autocast."""
+    width, features = weight.shape[::-1] if by_rows else weight.shape
+    plain = all(type(t) in (Tensor, torch.nn.Parameter) for t in (inputs, bias) if t is not None)
+    if not plain or inputs.dim() == 0 or inputs.shape[-1] != width:
+        return NotImplemented
+    if bias is not None and bias.shape != (features,):
+        return NotImplemented
+    device = inputs.device.type
+    operands = [inputs, weight, bias]
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        operands = [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in operands]
+    if len({(t.dtype, t.device) for t in operands if t is not None}) > 1:
+        return NotImplemented
+    return _Product.apply(*operands, by_rows)  # type: ignore[no-untyped-call]
+
+
+class _Product(torch.autograd.Function):
+    """inputs @ weight.t() + bias (``by_rows``), or inputs @ weight + bias."""
+
+    @staticmethod
+    def forward(inputs: Tensor, weight: SparseWeight, bias: Tensor | None, by_rows: bool) -> Tensor:
+        flat = inputs.reshape(-1, inputs.shape[-1])
+        values, layout = weight.unchanged(), weight.entries
+        product = times_transposed if by_rows else times
+        return product(flat, values, layout, bias).view(*inputs.shape[:-1], -1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        factor, weight, _, ctx.by_rows = inputs
+        ctx.layout = weight.entries
+        ctx.save_for_backward(factor, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        for_inputs = for_weight = for_bias = None
+        if ctx.needs_input_grad[0]:
+            for_inputs = F.linear(gradient, weight.t() if ctx.by_rows else weight)
+        if ctx.needs_input_grad[1]:
+            for_weight = _gradient(ctx, inputs, gradient)
+        if ctx.needs_input_grad[2]:
+            for_bias = gradient.sum(tuple(range(gradient.dim() - 1)))
+        return for_inputs, for_weight, for_bias, None
+
+
+def _gradient(ctx: Any, inputs: Tensor, gradient: Tensor) -> Tensor:
+    """The weight's gradient: its kept entries alone, unless it must be differentiable itself."""
+    sides = (gradient, inputs) if ctx.by_rows else (inputs, gradient)
+    left, right = (side.reshape(-1, side.shape[-1]) for side in sides)
+    if torch.is_grad_enabled():
+        return left.t() @ right
+    geometry = torch.empty(left.shape[1], right.shape[1], device="meta")
+    return SparseWeight(outer(left, right, ctx.layout), ctx.layout, geometry)
+
+
+def times_transposed(
+    inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = None
+) -> Tensor:
+    """``inputs`` times the transposed weight: every tile gives some columns of the result.
+
+    Args:
+        inputs: shape ``(n, columns)``.
+        values: the weight's kept entries, its shape seen as ``(rows, columns)``.
+        layout: where they lie.
+        bias: shape ``(rows,)``.
+
+    Returns:
+        A tensor of shape ``(n, rows)``.
+    """
+    result = inputs.new_empty(len(inputs), layout.shape[0])
+    for tile in layout.tiles:
+        columns, factor = result[:, tile.rows], _dense(layout, tile, values).t()
+        if bias is None:
+            torch.mm(inputs, factor, out=columns)
+        else:
+            torch.addmm(bias[tile.rows], inputs, factor, out=columns)
+    return result
+
+
+def times(inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = None) -> Tensor:
+    """``inputs`` times the weight: the results of the tiles add up, in float32 at least.
+
+    Args:
+        inputs: shape ``(n, rows)``.
+        values: the weight's kept entries, its shape seen as ``(rows, columns)``.
+        layout: where they lie.
+        bias: shape ``(columns,)``.
+
+    Returns:
+        A tensor of shape ``(n, columns)``.
+    """
+    tiles = layout.tiles
+    first = _dense(layout, tiles[0], values)
+    result = (
+        inputs[:, tiles[0].rows] @ first
+        if bias is None
+        else torch.addmm(bias, inputs[:, tiles[0].rows], first)
+    )
+    if len(tiles) == 1:
+        return result
+    total = result.to(torch.promote_types(result.dtype, torch.float32))
+    for tile in tiles[1:]:
+        part, factor = inputs[:, tile.rows], _dense(layout, tile, values)
+        if total.dtype == factor.dtype:
+            total.addmm_(part, factor)
+        else:
+            total.add_(part @ factor)
+    return total.to(result.dtype)
+
+
+def outer(left: Tensor, right: Tensor, layout: Layout) -> Tensor:
+    """The kept entries of ``left.t() @ right``.
+
+    Args:
+        left: shape ``(n, rows)``.
+        right: shape ``(n, columns)``.
+        layout: which entries of the result are kept, its shape seen as ``(rows, columns)``.
+
+    Returns:
+        A tensor of shape ``(layout.nnz,)``.
+    """
+    values = left.new_empty(layout.nnz)
+    for tile in layout.tiles:
+        out = scratch.take("tile", tile.numel, left.dtype, left.device)
+        torch.mm(left[:, tile.rows].t(), right, out=out.view(-1, right.shape[1]))
+        kernels.compress(layout, tile, out, values[tile.entries])
+    return values
+
+
+def _dense(layout: Layout, tile: Tile, values: Tensor) -> Tensor:
+    """One tile of the weight as a matrix, in scratch memory."""
+    out = scratch.take("tile", tile.numel, values.dtype, values.device)
+    kernels.densify(layout, tile, values[tile.entries], out)
+    return out.view(-1, row_length(layout.shape))

@@ -1,0 +1,46 @@
+"""Scratch: memory that one thread uses again and again for what lives within one function.
+
+Fresh memory costs page faults: they, and not the scatter, were most of the time that making a
+weight dense took on CPU. Whoever takes scratch must not let it escape: it is for tensors of our own
+that are handed only to operators whose result never aliases their inputs (products, gathers,
+scatters).
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Use = Literal["tile", "positions"]
+"""What scratch is for; two uses never share memory."""
+
+
+class _Scratch(threading.local):
+    """One buffer for each use, of this thread alone."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[Use, Tensor] = {}
+
+    def take(self, use: Use, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialised 1-D tensor, valid until the next call of this thread for this ``use``.
+
+        On other devices than the CPU it is a fresh one: their allocators keep freed memory anyway,
+        and know which stream still uses it.
+        """
+        if device.type != "cpu":
+            return torch.empty(numel, dtype=dtype, device=device)
+        size = numel * dtype.itemsize
+        buffer = self._buffers.get(use)
+        if buffer is None or buffer.numel() < size:
+            # A tensor made in inference mode could not be written outside it.
+            with torch.inference_mode(False):
+                buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
+            self._buffers[use] = buffer
+        return buffer[:size].view(dtype)
+
+
+scratch = _Scratch()
+"""The scratch of the calling thread."""
