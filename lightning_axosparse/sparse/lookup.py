@@ -53,8 +53,8 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(indices: Tensor, weight: SparseWeight, padding: int | None) -> Tensor:
-        flat = indices.reshape(-1)
-        return take_rows(flat, weight.unchanged(), weight.entries).view(*indices.shape, -1)
+        rows = take_rows(indices.reshape(-1), weight.unchanged(), weight.entries)
+        return rows.view(*indices.shape, rows.shape[1])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -88,7 +88,8 @@ class _Product(torch.autograd.Function):
         flat = inputs.reshape(-1, inputs.shape[-1])
         values, layout = weight.unchanged(), weight.entries
         product = times_transposed if by_rows else times
-        return product(flat, values, layout, bias).view(*inputs.shape[:-1], -1)
+        result = product(flat, values, layout, bias)
+        return result.view(*inputs.shape[:-1], result.shape[1])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -144,7 +145,9 @@ def times_transposed(
 
 
 def times(inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = None) -> Tensor:
-    """``inputs`` times the weight: the results of the tiles add up, in float32 at least.
+    """``inputs`` times the weight: the results of the tiles add up.
+
+    In half precision every sum would be rounded: there the weight is made dense as a whole.
 
     Args:
         inputs: shape ``(n, rows)``.
@@ -155,23 +158,13 @@ def times(inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = 
     Returns:
         A tensor of shape ``(n, columns)``.
     """
-    tiles = layout.tiles
-    first = _dense(layout, tiles[0], values)
-    result = (
-        inputs[:, tiles[0].rows] @ first
-        if bias is None
-        else torch.addmm(bias, inputs[:, tiles[0].rows], first)
-    )
-    if len(tiles) == 1:
-        return result
-    total = result.to(torch.promote_types(result.dtype, torch.float32))
-    for tile in tiles[1:]:
-        part, factor = inputs[:, tile.rows], _dense(layout, tile, values)
-        if total.dtype == factor.dtype:
-            total.addmm_(part, factor)
-        else:
-            total.add_(part @ factor)
-    return total.to(result.dtype)
+    columns = row_length(layout.shape)
+    if inputs.dtype.itemsize < 4:
+        return F.linear(inputs, layout.densify(values).view(-1, columns).t(), bias)
+    result = (inputs.new_zeros(columns) if bias is None else bias).repeat(len(inputs), 1)
+    for tile in layout.tiles:
+        result.addmm_(inputs[:, tile.rows], _dense(layout, tile, values))
+    return result
 
 
 def outer(left: Tensor, right: Tensor, layout: Layout) -> Tensor:
