@@ -1,4 +1,4 @@
-"""Memory of a training step: dense, sparse at two ratios, and masked as PyTorch's pruning has it.
+"""Memory of a training step: dense, sparse at two ratios, and pruned by PyTorch and by Lightning.
 
     python -m benchmarks.memory.step
 
@@ -17,6 +17,8 @@ import sys
 from pathlib import Path
 
 import torch
+from lightning import Trainer
+from lightning.pytorch.callbacks import ModelPruning
 from torch.nn.utils import prune
 
 from lightning_axosparse import sparsify
@@ -24,7 +26,7 @@ from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.pruning.masks import magnitude_masks, prunable
 from lightning_axosparse.sparse.accounting import state_bytes
 
-VARIANTS = ("dense", "sparse 0.8", "sparse 0.9", "masked 0.9")
+VARIANTS = ("dense", "sparse 0.8", "sparse 0.9", "prune 0.9", "ModelPruning 0.9")
 TOKENS = 128
 
 
@@ -46,12 +48,18 @@ def measure(variant: str, width: int, depth: int) -> dict[str, float]:
         parameters = dict(model.named_parameters())
         sizes = prunable(model)
         masks = magnitude_masks(parameters, set(sizes), sizes, float(ratio))
+        owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in masks}
         if kind == "sparse":
             sparsify(model, masks)
-        else:
+        elif kind == "prune":
             for name, mask in masks.items():
-                owner, _, attribute = name.rpartition(".")
-                prune.custom_from_mask(model.get_submodule(owner), attribute, mask)
+                prune.custom_from_mask(owners[name], "weight", mask)
+        else:
+            # What Lightning's callback does when fit starts and at its epochs' ends.
+            pruned = [(owner, "weight") for owner in owners.values()]
+            callback = ModelPruning("l1_unstructured", pruned, amount=float(ratio))
+            callback.setup(Trainer(logger=False, enable_checkpointing=False), model, "fit")
+            callback.apply_pruning(float(ratio))
         del masks, parameters
     parameters = sum(p.numel() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
