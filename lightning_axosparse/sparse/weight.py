@@ -35,18 +35,18 @@ def sparse_weight(values: Tensor, layout: Layout) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return recomputed_densify(values, layout)
-    weight: Tensor = _Expand.apply(values, layout)  # type: ignore[no-untyped-call]
+    kind = TrainedWeight if torch.is_grad_enabled() else SparseWeight
+    weight: Tensor = _Expand.apply(values, layout, kind)  # type: ignore[no-untyped-call]
     return weight
 
 
 class SparseWeight(Tensor):
     """A dense-shaped tensor that is made dense only inside the operator that uses it.
 
-    Views and casts of it stay sparse. Some functions have a way of their own with it
-    (``OWN_WAYS``). Any other operator is given a dense copy that dies with it, so what autograd
-    saves for backward is this small object and never a dense weight. An in-place operator writes
-    through to the kept entries; what it writes elsewhere is dropped. It also stands for a gradient
-    of which only the kept entries were computed.
+    Views and casts of it stay sparse. Any other operator is given a dense copy that dies with it,
+    so what autograd saves for backward is this small object and never a dense weight. An in-place
+    operator writes through to the kept entries; what it writes elsewhere is dropped. It also stands
+    for a gradient of which only the kept entries were computed.
 
     Attributes:
         kept: kept entries, shape ``(nnz,)``; shares storage with the parameter.
@@ -77,19 +77,7 @@ class SparseWeight(Tensor):
         weight._version_read = values._version
         return weight
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Call a torch function: its own way with sparse weights, if it has one and it applies."""
-        with torch._C.DisableTorchFunctionSubclass():
-            own_way = OWN_WAYS.get(func)
-            result = own_way(*args, **(kwargs or {})) if own_way else NotImplemented
-            return func(*args, **(kwargs or {})) if result is NotImplemented else result
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -178,12 +166,12 @@ class SparseWeight(Tensor):
         return self._strided(torch.empty(self.entries.shape, dtype=self.dtype, device="meta"))
 
     def _viewed(self, geometry: Tensor) -> SparseWeight:
-        view = SparseWeight(self.kept, self.entries, geometry)
+        view = type(self)(self.kept, self.entries, geometry)
         view._version_read = self._version_read
         return view
 
     def _with(self, values: Tensor) -> SparseWeight:
-        return SparseWeight(values, self.entries, self._geometry())
+        return type(self)(values, self.entries, self._geometry())
 
     def _adds_to(self, other: Any) -> bool:
         """Whether the sum with ``other`` has its entries where both of them have theirs."""
@@ -204,27 +192,49 @@ class SparseWeight(Tensor):
         device = device or self.device
         dtype = dtype or self.dtype
         values = self.unchanged().to(device, dtype, non_blocking=non_blocking, copy=True)
-        return SparseWeight(values, self.entries.to(device), self._geometry())
+        return type(self)(values, self.entries.to(device), self._geometry())
+
+
+class TrainedWeight(SparseWeight):
+    """A sparse weight read while gradients are wanted: some functions have a way of their own.
+
+    Not so without gradients: a tensor that overrides torch functions would keep
+    ``nn.TransformerEncoderLayer`` from its fast path.
+    """
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call a torch function: its own way with sparse weights, if it has one and it applies."""
+        with torch._C.DisableTorchFunctionSubclass():
+            own_way = OWN_WAYS.get(func)
+            result = own_way(*args, **(kwargs or {})) if own_way else NotImplemented
+            return func(*args, **(kwargs or {})) if result is NotImplemented else result
 
 
 class _Expand(torch.autograd.Function):
     """Kept values to lazy weight; backward, dense gradient to gradient of the kept values."""
 
     @staticmethod
-    def forward(values: Tensor, layout: Layout) -> SparseWeight:
-        return SparseWeight(values.detach(), layout)
+    def forward(values: Tensor, layout: Layout, kind: type[SparseWeight]) -> SparseWeight:
+        return kind(values.detach(), layout)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Layout], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.layout = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return compress_gradient(gradient, ctx.layout), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return compress_gradient(gradient, ctx.layout), None, None
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[int | None, None], values: Tensor, layout: Layout
+        info: Any, in_dims: tuple[int | None, ...], values: Tensor, layout: Layout, kind: type
     ) -> tuple[Tensor, int | None]:
         """Stay lazy for one set of values under vmap; make several sets dense together."""
         if in_dims[0] is None:

@@ -167,7 +167,7 @@ NEVER_WHOLE = {
     "embedding",
     "tied",
     "checkpoint",
-    "checkpoint_reentrant",
+    "twice",
 }
 layer_types = pytest.mark.parametrize("name", LAYERS)
 
