@@ -76,6 +76,9 @@ class _LazyState(Mapping[str, Tensor]):
         tensor: Tensor = value
         return tensor
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._state
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._state)
 

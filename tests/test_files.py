@@ -250,7 +250,7 @@ class Counted(TorchDispatchMode):
 
 @pytest.mark.parametrize("form", ["weights", "compact", "sparse safetensors"])
 def test_the_dense_weights_are_never_there_together(tmp_path: Path, form: str) -> None:
-    layers, width = 12, 128
+    layers, width = 48, 128
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
     masks = {f"{i}.weight": torch.rand(width, width) < 0.05 for i in range(layers)}
     sparse, dense = sparse_and_dense(model, masks)

@@ -132,8 +132,10 @@ class Layout(ABC):
                 f"This layout keeps entries of a tensor of shape {tuple(self.shape)}; "
                 f"got one of shape {tuple(dense.shape)}."
             )
-        rows = dense.view(1) if dense.dim() == 0 else dense
         values = dense.new_empty(self.nnz)
+        if dense.is_meta:  # of another stage
+            return values
+        rows = dense.view(1) if dense.dim() == 0 else dense
         for tile in self.tiles:
             kernels.compress(self, tile, rows[tile.rows].reshape(-1), values[tile.entries])
         return values
@@ -142,6 +144,8 @@ class Layout(ABC):
     def densify(self, values: Tensor) -> Tensor:
         """A new dense tensor of the layout's shape: ``values`` (shape ``(nnz,)``) and zeros."""
         dense = values.new_empty(self.shape)
+        if values.is_meta:  # of another stage
+            return dense
         flat = dense.view(-1)
         for tile in self.tiles:
             out = flat[tile.start : tile.start + tile.numel]
