@@ -29,6 +29,9 @@ from lightning_axosparse.pipeline.split import Split
 from lightning_axosparse.pipeline.stage import PipelinedLayers
 from lightning_axosparse.reduce import GradientReducer, Share
 from lightning_axosparse.sparse import densify
+from lightning_axosparse.sparse.parcel import forget
+from lightning_axosparse.sparse.swap import owners
+from lightning_axosparse.transfer import Transfer
 
 
 class Deal(NamedTuple):
@@ -39,6 +42,21 @@ class Deal(NamedTuple):
     parts: list[range]
     costs: Sequence[float]
     measure: str
+    given: bool = False
+
+    def among(self, stages: int) -> Deal:
+        """Deal the same layers to fewer stages; parts that the user gave are joined.
+
+        Args:
+            stages: a divisor of the present number of stages.
+        """
+        joined = len(self.parts) // stages
+        if self.given:
+            firsts, lasts = self.parts[::joined], self.parts[joined - 1 :: joined]
+            parts = [range(a.start, b.stop) for a, b in zip(firsts, lasts, strict=True)]
+        else:
+            parts = balance(self.costs, stages)
+        return self._replace(parts=parts)
 
     def by_time(self, seconds: Sequence[float]) -> Deal:
         """Deal the same layers so that the slowest stage is as fast as possible.
@@ -82,7 +100,7 @@ def deal(
     layers = list(found.children())
     counts = count_parameters(layers)
     parts = balance(counts, stages) if sizes is None else given(sizes, len(layers), stages)
-    return Deal(names, layers, parts, counts, "parameters")
+    return Deal(names, layers, parts, counts, "parameters", given=sizes is not None)
 
 
 def refuse_no_example(module: LightningModule) -> None:
@@ -155,6 +173,7 @@ class Deployment:
         self.groups, self.grid = groups, groups.grid
         self.split = Split(module, dealt.names, dealt.parts)
         groups.share(self._shared_sets())
+        self._recompute = recompute
         self.layers = PipelinedLayers(dealt.names, dealt.layers, dealt.parts, recompute)
         self.optimizer_groups: list[list[list[str]]] = []
         self.reducer: GradientReducer | None = None
@@ -176,33 +195,65 @@ class Deployment:
             [[names[parameter] for parameter in group["params"]] for group in opt.param_groups]
             for opt in optimizers
         ]
+        owned = owners(self.module)
         self.split.take_away(self.stages)
-        held = set(self.split.held().values())
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["params"] = [p for p in group["params"] if p in held]
-            for parameter in set(optimizer.state) - held:
-                del optimizer.state[parameter]
+        held = self.split.held()
+        for parameter, name in names.items():
+            if name not in held:
+                forget(parameter, owned[name], optimizers)
+        self._give_params(optimizers)
         move_held(self.module, self.device)
         self._agree_on_weights()
-        self.layers.install(self.stages)
-        # Lightning's model summary would send it through layers that are elsewhere.
         self._example_input = self.module.example_input_array
-        if len(self.stages) <= self.last_stage:
-            self.module.example_input_array = None
-        if self.grid.world_size > 1:
-            self.reducer = GradientReducer(self._shares(), self.grid.g_data)
+        self._install()
+
+    def move(self, dealt: Deal, groups: Groups, optimizers: Sequence[Optimizer]) -> None:
+        """Become the part of the module that lives on this rank in another grid.
+
+        Weights and optimizer state come from the ranks that had them; collective over the job.
+
+        Args:
+            dealt: the same layers, dealt to the stages of the new grid.
+            groups: the process groups of the new grid, whose feeds are those of the present one.
+            optimizers: the optimizers, between two steps.
+        """
+        self._uninstall()
+        old, new = self.grid, groups.grid
+        Transfer(self.split, old, new, optimizers, self.device).run(dealt.parts)
+        self._give_params(optimizers)
+        self.groups, self.grid, self.stages = groups, new, range(new.stage, new.stage + 1)
+        groups.share(self._shared_sets())
+        self.layers = PipelinedLayers(dealt.names, dealt.layers, dealt.parts, self._recompute)
+        self._install()
 
     def leave(self, optimizers: Sequence[Optimizer]) -> None:
         """Make the module whole, dense and ordinary again, on the CPU of every rank."""
-        if self.reducer is not None:
-            self.reducer.remove()
-        self.layers.uninstall()
-        self.module.example_input_array = self._example_input
+        self._uninstall()
         densify(self.module, optimizers[0] if optimizers else None)
         self.split.give_back()
         self.module.cpu()
         self._collect()
+
+    def _give_params(self, optimizers: Sequence[Optimizer]) -> None:
+        """Put the parameters that live here, and no others, into the optimizers' groups."""
+        held = self.split.held()
+        for optimizer, groups in zip(optimizers, self.optimizer_groups, strict=True):
+            for group, names in zip(optimizer.param_groups, groups, strict=True):
+                group["params"] = [held[name] for name in names if name in held]
+
+    def _install(self) -> None:
+        self.layers.install(self.stages)
+        # Lightning's model summary would send it through layers that are elsewhere.
+        if len(self.stages) <= self.last_stage:
+            self.module.example_input_array = None
+        if self.grid.world_size > 1:
+            self.reducer = GradientReducer(self._shares(), self.grid.feeds)
+
+    def _uninstall(self) -> None:
+        if self.reducer is not None:
+            self.reducer.remove()
+        self.layers.uninstall()
+        self.module.example_input_array = self._example_input
 
     def links(self, window: int) -> dict[int, Link]:
         """Connect the stages of this rank; collective over the job."""

@@ -18,6 +18,8 @@ class Grid:
         world_size: number of ranks in the job.
         g_inter: stages per replica; must divide ``world_size``.
         rank: this process's rank.
+        sharing: number of neighbouring replicas that share each batch, as the short pipelines do
+            that came out of a long one. They make up a feed: ranks that are given the same samples.
 
     Raises:
         MisconfigurationException: if ``g_inter`` is not a positive divisor of ``world_size``.
@@ -26,6 +28,7 @@ class Grid:
     world_size: int
     g_inter: int
     rank: int = 0
+    sharing: int = 1
 
     def __post_init__(self) -> None:
         if self.g_inter < 1 or self.world_size % self.g_inter:
@@ -50,6 +53,27 @@ class Grid:
         """Which pipeline this rank belongs to."""
         return self.rank // self.g_inter
 
+    @property
+    def feeds(self) -> int:
+        """Number of different batches that the job trains on at a time."""
+        return self.g_data // self.sharing
+
+    @property
+    def feed(self) -> int:
+        """Which of these batches this rank is given."""
+        return self.replica // self.sharing
+
+    @property
+    def fed_alike(self) -> range:
+        """The ranks of this rank's feed."""
+        width = self.g_inter * self.sharing
+        return range(self.feed * width, (self.feed + 1) * width)
+
+    @property
+    def share(self) -> int:
+        """Which share of its feed's batch this rank's replica computes."""
+        return self.replica % self.sharing
+
     def ranks_holding(self, stages: frozenset[int]) -> list[int]:
         """The ranks, over all replicas, of the given stages, in ascending order."""
         return [rank for rank in range(self.world_size) if rank % self.g_inter in stages]
@@ -57,3 +81,16 @@ class Grid:
     def pipeline(self, replica: int) -> list[int]:
         """The ranks of one replica, first stage first."""
         return list(range(replica * self.g_inter, (replica + 1) * self.g_inter))
+
+    def sharers(self, stage: int) -> list[int]:
+        """The ranks of a stage in the replicas that share this rank's batches, in their order."""
+        return [rank for rank in self.fed_alike if rank % self.g_inter == stage]
+
+    def shortened(self, g_inter: int) -> Grid:
+        """The grid whose pipelines have ``g_inter`` stages and whose feeds are the same ranks.
+
+        Args:
+            g_inter: stages of the shorter pipelines; must divide this grid's.
+        """
+        sharing = self.sharing * self.g_inter // g_inter
+        return Grid(self.world_size, g_inter, self.rank, sharing)

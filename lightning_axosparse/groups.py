@@ -23,18 +23,26 @@ class Groups:
     Args:
         grid: the grid of ranks, with this rank.
         device_type: "cpu" or "cuda".
+
+    Attributes:
+        world: all ranks.
+        inter: the stages of this pipeline.
+        data: this stage in all replicas.
+        feed: the ranks that are given the same batches; ``inter`` where replicas do not share them.
+        feeds: the ranks at this one's place in all feeds; ``data`` where replicas do not share.
     """
 
     def __init__(self, grid: Grid, device_type: str) -> None:
         self.grid = grid
         self.mesh: DeviceMesh | None = None
-        self.world = self.inter = self.data = None
+        self.world = self.inter = self.data = self.feed = self.feeds = None
         if grid.world_size == 1:
             return
         self.mesh = _mesh(device_type, grid.g_data, grid.g_inter)
         self.world = dist.group.WORLD
-        self.inter = self.mesh.get_group("inter") if grid.g_inter > 1 else None
-        self.data = self.mesh.get_group("data") if grid.g_data > 1 else None
+        self.inter, self.data = _groups(self.mesh)
+        feed_ranks = grid.world_size // grid.feeds
+        self.feed, self.feeds = _groups(_mesh(device_type, grid.feeds, feed_ranks))
 
     def share(self, sets: Iterable[frozenset[int]]) -> None:
         """Make groups for the sets of stages that hold parameters in common; collective."""
@@ -53,6 +61,34 @@ class Groups:
         if self.inter is None:
             return value
         return _broadcast(value, self.grid.pipeline(self.grid.replica)[stage], self.inter)
+
+    def broadcast_to_feed(self, value: T, stage: int) -> T:
+        """Hand all ranks given this batch the ``value`` of ``stage`` of its first replica."""
+        if self.feed is None:
+            return value
+        return _broadcast(value, self.grid.sharers(stage)[0], self.feed)
+
+    def collect(self, value: T, stage: int) -> list[T]:
+        """The values of ``stage`` in the replicas that share this batch, on all their ranks."""
+        if self.feed is None:
+            return [value]
+        return [_broadcast(value, rank, self.feed) for rank in self.grid.sharers(stage)]
+
+    def gather_shares(self, value: T, stage: int) -> list[T]:
+        """The values of the replicas that share a batch, on the first of them; elsewhere none.
+
+        To be called by the ranks of ``stage`` alone.
+        """
+        first, *others = self.grid.sharers(stage)
+        if self.grid.rank != first:
+            dist.send_object_list([value], dst=first)
+            return []
+        values = [value]
+        for rank in others:
+            box: list[Any] = [None]
+            dist.recv_object_list(box, src=rank)
+            values += box
+        return values
 
     def broadcast(self, value: T, rank: int) -> T:
         """Hand every rank of the job the ``value`` of ``rank``."""
@@ -80,6 +116,14 @@ class Groups:
 @cache
 def _mesh(device_type: str, g_data: int, g_inter: int) -> DeviceMesh:
     return init_device_mesh(device_type, (g_data, g_inter), mesh_dim_names=("data", "inter"))
+
+
+def _groups(mesh: DeviceMesh) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """This rank's row and column of a mesh."""
+    return (
+        mesh.get_group("inter") if mesh.size(1) > 1 else None,
+        mesh.get_group("data") if mesh.size(0) > 1 else None,
+    )
 
 
 @cache

@@ -86,18 +86,20 @@ class GridStrategy(ParallelStrategy):
 
     @property
     def grid(self) -> Grid:
-        """The ranks of the job."""
+        """The ranks of the job, as they now are."""
+        if self._groups is not None:
+            return self._groups.grid
         return Grid(self._ranks, self._ranks_a_replica, self.global_rank)
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are replicas, which Lightning has to give different samples."""
-        return self.grid.g_data > 1
+        """Whether there are ranks that Lightning has to give different samples."""
+        return self.grid.feeds > 1
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which samples this rank's replica is given."""
-        return {"num_replicas": self.grid.g_data, "rank": self.grid.replica}
+        """Which samples this rank is given."""
+        return {"num_replicas": self.grid.feeds, "rank": self.grid.feed}
 
     def set_world_ranks(self) -> None:
         """Tell Lightning's rank-zero helpers which rank this is."""
@@ -123,7 +125,8 @@ class GridStrategy(ParallelStrategy):
 
             environment.limit_threads()
             init_process_group(self.root_device.type)
-        self._groups = Groups(self.grid, self.root_device.type)
+        grid = Grid(self._ranks, self._ranks_a_replica, self.global_rank)
+        self._groups = Groups(grid, self.root_device.type)
         self.set_world_ranks()
         super().setup_environment()
 
@@ -142,6 +145,10 @@ class GridStrategy(ParallelStrategy):
         """This rank's stage in all replicas; None if there is one replica."""
         return None if self._groups is None else self._groups.data
 
+    @property
+    def _feeds(self) -> dist.ProcessGroup | None:
+        return None if self._groups is None else self._groups.feeds
+
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks of the job."""
         if dist.is_initialized():
@@ -158,9 +165,10 @@ class GridStrategy(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Stack the tensors of all replicas, shape ``(g_data, *tensor.shape)``.
 
-        With one replica it is the tensor itself, as on one process.
+        With one replica it is the tensor itself, as on one process. Replicas that share their
+        batches count as one, because they log the same values.
         """
-        group = group or self.data_group
+        group = group or self._feeds
         if group is None:
             return tensor
         return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
@@ -168,8 +176,8 @@ class GridStrategy(ParallelStrategy):
     def reduce(
         self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean"
     ) -> Any:
-        """Reduce a tensor over the replicas."""
-        group = group or self.data_group
+        """Reduce a tensor over the replicas, of which those that share batches count as one."""
+        group = group or self._feeds
         if group is None or not isinstance(tensor, Tensor):
             return tensor
         return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
@@ -183,5 +191,5 @@ class GridStrategy(ParallelStrategy):
         return bool(votes.item())
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Let all stages of a replica load the same samples."""
-        return process_dataloader(dataloader, self.grid.replica)
+        """Let all ranks of a feed load the same samples."""
+        return process_dataloader(dataloader, self.grid.feed)

@@ -15,11 +15,11 @@ from torch import Tensor
 from lightning_axosparse.adapters.gradients import ParkedGradients
 from lightning_axosparse.adapters.logging import MicrobatchLog, silence_sync_advice
 from lightning_axosparse.adapters.metrics import PipelinedMetrics
-from lightning_axosparse.adapters.precision import scale_loss
+from lightning_axosparse.adapters.precision import pipeline_precision, scale_loss
 from lightning_axosparse.adapters.sampling import agree_randomness, check_same_batch
 from lightning_axosparse.deployment import Deployment
 from lightning_axosparse.pipeline.limit import Limit
-from lightning_axosparse.pipeline.microbatch import MicroBatch, merge, split, weigh
+from lightning_axosparse.pipeline.microbatch import MicroBatch, merge, share, split, weigh
 from lightning_axosparse.pipeline.pipeline import Pipeline
 from lightning_axosparse.pipeline.randomness import Randomness
 from lightning_axosparse.pipeline.schedule import Schedule
@@ -41,55 +41,71 @@ class Stepper:
     """Runs the steps of a deployed module.
 
     Args:
-        deployment: the part of the module on this rank.
         trainer: the running Trainer.
         precision: the pipeline's precision plugin.
         schedule: class of the training schedule.
-        limit: most micro-batches that a stage may hold.
         cut: cuts a batch into micro-batches.
     """
 
+    pipeline: Pipeline
+    metrics: PipelinedMetrics
+
     def __init__(
         self,
-        deployment: Deployment,
         trainer: pl.Trainer,
         precision: Precision,
         schedule: type[Schedule],
-        limit: Limit,
         cut: Callable[[Any], list[MicroBatch]],
     ) -> None:
+        self._trainer, self._precision = trainer, precision
+        self._schedule, self._cut = schedule, cut
+        self._parked = ParkedGradients()
+        self._randomness: Randomness | None = None
+        self._reduces = True
+
+    def open(self, deployment: Deployment, limit: Limit) -> None:
+        """Begin to run steps on a deployment; once it is closed, another may follow.
+
+        Args:
+            deployment: the part of the module on this rank.
+            limit: most micro-batches that a stage may hold.
+        """
         module, grid, groups = deployment.module, deployment.grid, deployment.groups
-        ranks = grid.pipeline(grid.replica)
-        agree_randomness(groups.inter, ranks[0])
+        held = deployment.split.held()
+        counted = {held[name] for name in deployment.split.counted()}
+        pipeline_precision(self._precision, groups.inter, groups.world, counted.__contains__)
+        agree_randomness(groups.feed, grid.fed_alike[0])
+        if self._randomness is None:
+            stages = deployment.last_stage + 1
+            self._randomness = Randomness(torch.initial_seed(), stages, deployment.device)
         self.pipeline = Pipeline(
             deployment.layers,
             deployment.links(limit.largest),
-            schedule,
+            self._schedule,
             limit,
-            Randomness(torch.initial_seed(), deployment.last_stage + 1, deployment.device),
+            self._randomness,
         )
         self.metrics = PipelinedMetrics(
             module,
             groups.inter,
             groups.data,
-            last_stage_rank=ranks[-1],
+            last_stage_rank=grid.pipeline(grid.replica)[-1],
             is_last_stage=deployment.runs_last_stage,
         )
         self.metrics.attach()
         self._log = MicrobatchLog(module)
         self._log.attach()
-        if groups.data is None:
+        if groups.feeds is None:
             silence_sync_advice()
-        self._deployment, self._module, self._trainer = deployment, module, trainer
-        self._precision, self._cut = precision, cut
-        self._parked = ParkedGradients()
-        self._reduces = True
+        self._deployment, self._module = deployment, module
         self._unchecked_batches = _CHECKED_BATCHES
 
     def close(self) -> None:
-        """Give the module its own logging and metrics back."""
+        """Give the module its own logging and metrics back, with the states that count."""
         self._log.detach()
         self.metrics.detach()
+        if not self._deployment.runs_last_stage:
+            self.metrics.reset()
 
     def train(self, batch: Any, *rest: Any, **kwargs: Any) -> Any:
         """Run the module's ``training_step`` forward and back.
@@ -98,6 +114,7 @@ class Stepper:
             What it returned for the batch, on every stage.
         """
         microbatches = self._microbatches(batch)
+        own = self._own(microbatches)
 
         def step(part: Any) -> Any:
             with self._precision.train_step_context():
@@ -105,9 +122,11 @@ class Stepper:
 
         parameters = self._deployment.split.held().values()
         with torch.enable_grad(), self._parked.around_step(parameters, self._trainer):
+            if not own:
+                self._arm_reducer()
             with self.metrics.batch(len(microbatches)):
                 last = self.pipeline.train(
-                    step, microbatches, self._log.microbatch, self._differentiate, self._arm_reducer
+                    step, own, self._log.microbatch, self._differentiate, self._arm_reducer
                 )
             if self._deployment.reducer is not None and self._reduces:
                 self._deployment.reducer.finish()
@@ -133,7 +152,7 @@ class Stepper:
                 return user_step(part, *rest, **kwargs)
 
         with self.metrics.batch(len(microbatches)):
-            last = self.pipeline.evaluate(step, microbatches, self._log.microbatch)
+            last = self.pipeline.evaluate(step, self._own(microbatches), self._log.microbatch)
         return self._conclude(last, microbatches)
 
     def hand_over_gradients(self, loss: Tensor) -> Tensor:
@@ -155,8 +174,13 @@ class Stepper:
     def _microbatches(self, batch: Any) -> list[MicroBatch]:
         if self._unchecked_batches:
             self._unchecked_batches -= 1
-            check_same_batch(batch, self._deployment.groups.inter)
+            check_same_batch(batch, self._deployment.groups.feed)
         return self._cut(batch)
+
+    def _own(self, microbatches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """The micro-batches that this replica computes; the others are those it shares with."""
+        grid = self._deployment.grid
+        return share(microbatches, grid.share, grid.sharing)
 
     def _differentiate(self, loss: Tensor) -> None:
         loss = loss / self._trainer.accumulate_grad_batches
@@ -168,13 +192,26 @@ class Stepper:
 
     def _conclude(self, last: StageStep | None, microbatches: Sequence[MicroBatch]) -> Any:
         """Let every stage log and return what the last one did."""
+        groups, last_stage = self._deployment.groups, self._deployment.last_stage
         result: tuple[Any, Any] = (None, None)
         if last is not None:
-            output = merge(last.outputs, [part.weight for part in microbatches])
-            result = self._log.combine(self.metrics.batch_value), output
-        logged, output = self._deployment.groups.broadcast_along_pipeline(
-            result, self._deployment.last_stage
-        )
+            outputs = self._whole(last.outputs)
+            if outputs:
+                output = merge(outputs, [part.weight for part in microbatches])
+                result = self._log.combine(self.metrics.batch_value), output
+        logged, output = groups.broadcast_to_feed(result, last_stage)
         self._log.replay(logged)
         self._log.clear()
         return move_data_to_device(output, self._deployment.device)
+
+    def _whole(self, outputs: list[Any]) -> list[Any]:
+        """Join what the replicas that share a batch did; the first gets all, others nothing."""
+        groups, last_stage = self._deployment.groups, self._deployment.last_stage
+        if groups.grid.sharing == 1:
+            return outputs
+        mine = move_data_to_device(outputs, "cpu"), self._log.recorded(), self.metrics.recorded()
+        shares = groups.gather_shares(mine, last_stage)
+        self.metrics.join([twins for _, _, twins in shares])
+        for _, calls, _ in shares[1:]:
+            self._log.add(calls)
+        return [output for outputs, _, _ in shares for output in outputs]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from time import time
 from typing import Any, Literal, TypeVar
 
@@ -20,13 +21,13 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_axosparse import regrid as regridding
 from lightning_axosparse.adapters.checkpoint import (
     gather_model_state,
     gather_optimizer_state,
     local_model_state,
     local_optimizer_state,
 )
-from lightning_axosparse.adapters.precision import pipeline_precision
 from lightning_axosparse.adapters.requirements import (
     foreseen_optimizers,
     refuse_callbacks,
@@ -41,9 +42,11 @@ from lightning_axosparse.deployment import (
     profile_example,
     refuse_no_example,
 )
+from lightning_axosparse.groups import Groups
 from lightning_axosparse.memory import free_bytes
 from lightning_axosparse.offload import OptimizerOffload, refuse_joint_optimizers
 from lightning_axosparse.pipeline.limit import FixedLimit, Limit, MemoryLimit
+from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.recompute import Recompute
 from lightning_axosparse.pipeline.schedule import SCHEDULES
 from lightning_axosparse.planning.automatic import default_microbatches
@@ -99,6 +102,9 @@ class AxoSparseStrategy(GridStrategy):
         offload_optimizer: keeps the optimizer's state in host memory and steps there; the device
             keeps parameters and gradients. Parameters of less than 32 bits get float32 masters.
         offload_bucket: elements that are on their way through the host at a time, with it.
+        regrid: once the ticket is drawn, goes on from the next epoch with shorter pipelines and
+            more replicas: with so many stages, a divisor of ``g_inter``; with "auto" as few as
+            memory allows. Batches, their order and the losses stay the same.
 
     Raises:
         MisconfigurationException: for arguments out of range, here; for a grid, a module or an MPI
@@ -120,6 +126,7 @@ class AxoSparseStrategy(GridStrategy):
         recompute: int | Literal["sqrt"] | None = None,
         offload_optimizer: bool = False,
         offload_bucket: int = 4_000_000,
+        regrid: int | Literal["auto"] | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -136,6 +143,9 @@ class AxoSparseStrategy(GridStrategy):
             balance,
             offload_bucket,
         )
+        regridding.refuse_arguments(regrid, transport, in_flight, schedule)
+        if g_inter != "auto":
+            regridding.refuse_length(regrid, g_inter)
         super().__init__(
             g_inter if transport == "mpi" and g_inter != "auto" else 1,
             accelerator,
@@ -153,6 +163,9 @@ class AxoSparseStrategy(GridStrategy):
         self._split_batch, self._recompute = split_batch, recompute
         self._offload_bucket = offload_bucket if offload_optimizer else None
         self._offload: OptimizerOffload | None = None
+        self._regrid = regrid
+        self._regrid_is_due = False
+        self.regridded: regridding.Regridded | None = None
         self._deployment: Deployment | None = None
 
     @property
@@ -177,6 +190,9 @@ class AxoSparseStrategy(GridStrategy):
             refuse_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
             if self._balance == "time":
                 refuse_no_example(self._module)
+        if self._regrid is not None:
+            regridding.refuse_length(self._regrid, self.g_inter)
+            regridding.refuse_module(self._module)
 
     def connect(self, model: pl.LightningModule) -> None:
         """Take the module and deal its layers, choosing the number of stages if that is open."""
@@ -214,29 +230,20 @@ class AxoSparseStrategy(GridStrategy):
             module, self._dealt, self._groups, stages, self.root_device, recompute
         )
         deployment.occupy(self.optimizers)
-        self._deployment = deployment
+        self._deployment, self._regrid_is_due, self.regridded = deployment, False, None
         if self._offload_bucket is None:
             _optimizers_to_device(self.optimizers, self.root_device)
         elif self.optimizers:
             arguments = self.optimizers[0], self._offload_bucket, self.root_device
             self._offload = OptimizerOffload(*arguments)
-        held = deployment.split.held()
-        counted = {held[name] for name in deployment.split.counted()}
-        self.precision_plugin = pipeline_precision(
-            self.precision_plugin,
-            self._groups.inter,
-            self._groups.world,
-            counted.__contains__,
-        )
         self.setup_precision_plugin()
-        self._stepper = Stepper(
-            deployment,
-            trainer,
-            self.precision_plugin,
-            SCHEDULES[self.schedule],
-            self._limit(trainer),
-            lambda batch: cut(batch, self.microbatches, self._split_batch),
-        )
+        self._stepper = Stepper(trainer, self.precision_plugin, SCHEDULES[self.schedule], self._cut)
+        self._stepper.open(deployment, self._limit(trainer))
+
+    def _cut(self, batch: Any) -> list[MicroBatch]:
+        """Cut a batch so that the replicas which share it get equally many of its parts."""
+        sharing = self.grid.sharing
+        return cut(batch, -(-self.microbatches // sharing) * sharing, self._split_batch)
 
     def _refuse_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         refuse_optimizers(optimizers)
@@ -268,16 +275,44 @@ class AxoSparseStrategy(GridStrategy):
             rank_zero_info(str(decision))
 
     def _limit(self, trainer: pl.Trainer) -> Limit:
-        if self._in_flight is not None or self.g_inter == 1 or self.schedule != "message-driven":
-            return FixedLimit(self._in_flight or self.g_inter)
+        stages = self.g_inter // self.grid.sharing
+        if self._in_flight is not None or stages == 1 or self.schedule != "message-driven":
+            return FixedLimit(self._in_flight or stages)
         assert self._groups is not None
         return MemoryLimit(
-            self.g_inter,
+            stages,
             lambda: free_bytes(self.root_device, self.ranks_on_device),
             self.root_device,
             lambda: trainer.global_step,
             self._groups.gather,
         )
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Go over to shorter pipelines at the first batch of an epoch, once there is a ticket."""
+        if not self._regrid_is_due or batch_idx > 0:
+            return
+        stages = self._shortest() if self._regrid == "auto" else self._regrid
+        self._regrid_is_due = stages is None
+        if stages is not None and stages < self.grid.g_inter:
+            self._shorten(stages)
+
+    def _shortest(self) -> int | None:
+        groups, kept = self._deployed.groups, self._stepper.pipeline.limit.kept
+        free = free_bytes(self.root_device, self.ranks_on_device)
+        mine = regridding.measure(self._deployed, self.optimizers, kept, free)
+        return regridding.shortest(self._dealt, groups.gather(mine))
+
+    def _shorten(self, stages: int) -> None:
+        began, old = time(), self.grid
+        self._stepper.close()
+        self._groups = Groups(old.shortened(stages), self.root_device.type)
+        self._deployed.move(self._dealt.among(stages), self._groups, self.optimizers)
+        trainer = self._module.trainer
+        self._stepper.open(self._deployed, self._limit(trainer))
+        self.regridded = regridding.Regridded(
+            old, self.grid, trainer.current_epoch, time() - began, self.microbatches
+        )
+        rank_zero_info(str(self.regridded))
 
     def model_to_device(self) -> None:
         """Need nothing: the deployment moves what lives here."""
@@ -381,6 +416,7 @@ class AxoSparseStrategy(GridStrategy):
         """
         sparsify(self._module, masks, self.optimizers[0] if self.optimizers else None)
         self._stepper.pipeline.limit.measure_again()
+        self._regrid_is_due = self._regrid is not None
 
     # Checkpoints: one file, dense, as one process writes it
 
@@ -388,12 +424,15 @@ class AxoSparseStrategy(GridStrategy):
         """The whole module's state on the first rank; collective."""
         if self._deployment is None:
             return self._module.state_dict()
-        if self.grid.replica > 0:
+        deployed, groups = self._deployment, self._deployment.groups
+        if self.grid.feed > 0:
             return {}
-        self._stepper.metrics.share_states()
-        deployed = self._deployment
-        gather = deployed.groups.gather_to_first_stage
-        return gather_model_state(deployed.split, deployed.stages, gather)
+        with self._stepper.metrics.states_shared(
+            partial(groups.collect, stage=deployed.last_stage)
+        ):
+            if self.grid.replica > 0:
+                return {}
+            return gather_model_state(deployed.split, deployed.stages, groups.gather_to_first_stage)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load what lives here of a whole module's state."""

@@ -24,3 +24,17 @@ def test_a_pipeline_is_a_run_of_consecutive_ranks(g_inter: int, g_data: int) -> 
 def test_stages_that_do_not_divide_the_world_are_refused(g_inter: int) -> None:
     with pytest.raises(MisconfigurationException, match=rf"g_inter={g_inter} .* 4 rank.*1, 2, 4"):
         Grid(4, g_inter)
+
+
+@given(g_inter=st.integers(1, 4), joined=st.integers(1, 3), feeds=st.integers(1, 3))
+def test_shorter_pipelines_share_the_batches_of_the_long_one(
+    g_inter: int, joined: int, feeds: int
+) -> None:
+    world = g_inter * joined * feeds
+    old = [Grid(world, g_inter * joined, rank) for rank in range(world)]
+    for rank, new in enumerate(grid.shortened(g_inter) for grid in old):
+        assert (new.g_inter, new.sharing, new.feeds) == (g_inter, joined, feeds)
+        assert new.feed == old[rank].replica
+        assert list(new.fed_alike) == old[rank].pipeline(old[rank].replica)
+        assert new.sharers(new.stage)[new.share] == rank
+        assert old[rank].sharers(old[rank].stage) == [rank]

@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -55,12 +55,15 @@ class LoggedValue:
 
 
 @dataclass(frozen=True)
-class _Call:
-    """One call of ``self.log`` inside a micro-batch of ``size`` samples."""
+class LogCall:
+    """One call of ``self.log`` inside a micro-batch of ``size`` samples; can be pickled.
+
+    ``origin`` is the attribute path of the metric that returned the value, with its key there.
+    """
 
     name: str
     value: Any
-    origin: tuple[Metric, str | None] | None
+    origin: tuple[str, str | None] | None
     logged_metric: str | None
     options: Mapping[str, Any]
     size: int
@@ -70,11 +73,12 @@ class MicrobatchLog:
     """Stands in front of ``module.log``: records inside a micro-batch, passes through outside.
 
     One batch goes like this; the last three lines run on every rank, with what the last stage
-    combined::
+    combined, to which it may have added what others recorded of the same batch::
 
         for microbatch in microbatches:
             with log.microbatch(size):
                 training_step(microbatch)
+        log.add(received)
         values = broadcast(log.combine(metrics.batch_value))
         log.replay(values)
         log.clear()
@@ -88,9 +92,9 @@ class MicrobatchLog:
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
-        self._open: list[_Call] | None = None
+        self._open: list[LogCall] | None = None
         self._size = 0
-        self._microbatches: list[list[_Call]] = []
+        self._microbatches: list[list[LogCall]] = []
         self._metrics: dict[str, Metric] | None = None
 
     def attach(self) -> None:
@@ -115,6 +119,17 @@ class MicrobatchLog:
         finally:
             self._open = None
 
+    def recorded(self) -> list[list[LogCall]]:
+        """The calls in each micro-batch so far, their values on the CPU."""
+        return [
+            [replace(call, value=_on_cpu(call.value)) for call in calls]
+            for calls in self._microbatches
+        ]
+
+    def add(self, microbatches: Sequence[list[LogCall]]) -> None:
+        """Take in what another rank has :meth:`recorded` of the rest of this batch."""
+        self._microbatches.extend(microbatches)
+
     def combine(
         self, batch_value: Callable[[Metric], Any] = lambda metric: None
     ) -> list[LoggedValue]:
@@ -131,13 +146,13 @@ class MicrobatchLog:
             The values in the order in which their names were first logged; ``[]`` if no micro-batch
             reached the end of its step here.
         """
-        calls: dict[tuple[str, int], list[_Call]] = {}
+        calls: dict[tuple[str, int], list[LogCall]] = {}
         for microbatch in self._microbatches:
             occurrences: dict[str, int] = {}
             for call in microbatch:
                 nth = occurrences[call.name] = occurrences.get(call.name, 0) + 1
                 calls.setdefault((call.name, nth), []).append(call)
-        return [_combined(group, batch_value) for group in calls.values()]
+        return [self._combined(group, batch_value) for group in calls.values()]
 
     def replay(self, values: Sequence[LoggedValue]) -> None:
         """Call the module's own ``log`` with each value, so that callbacks and loggers see it."""
@@ -166,7 +181,7 @@ class MicrobatchLog:
         del options["self"]
         self._open.append(self._call(options.pop("name"), options.pop("value"), options))
 
-    def _call(self, name: str, value: Any, options: dict[str, Any]) -> _Call:
+    def _call(self, name: str, value: Any, options: dict[str, Any]) -> LogCall:
         if options.get("sync_dist_group") is not None:
             raise MisconfigurationException(
                 f"`self.log({name!r}, ..., sync_dist_group=...)` is not possible in a pipeline,"
@@ -176,9 +191,9 @@ class MicrobatchLog:
         options["reduce_fx"] = _reduction(name, options.get("reduce_fx", "mean"))
         if isinstance(value, Metric):
             path = self._path(name, value)
-            return _Call(name, value._forward_cache, (value, None), path, options, self._size)
+            return LogCall(name, value._forward_cache, (path, None), path, options, self._size)
         origin = self._origin(value)
-        return _Call(name, _scalar(name, value), origin, None, options, self._size)
+        return LogCall(name, _scalar(name, value), origin, None, options, self._size)
 
     def _path(self, name: str, metric: Metric) -> str:
         for path, known in self._known_metrics().items():
@@ -191,19 +206,38 @@ class MicrobatchLog:
             " MetricCollection."
         )
 
-    def _origin(self, value: Any) -> tuple[Metric, str | None] | None:
+    def _origin(self, value: Any) -> tuple[str, str | None] | None:
         """The metric whose ``forward`` just returned this very object, if there is one."""
         if not isinstance(value, Tensor):
             return None
-        for metric in self._known_metrics().values():
+        for path, metric in self._known_metrics().items():
             cache: Any = metric._forward_cache
             if cache is value:
-                return metric, None
+                return path, None
             if isinstance(cache, dict):
                 for key, entry in cache.items():
                     if entry is value:
-                        return metric, key
+                        return path, key
         return None
+
+    def _combined(
+        self, calls: Sequence[LogCall], batch_value: Callable[[Metric], Any]
+    ) -> LoggedValue:
+        first = calls[0]
+        options = dict(first.options)
+        if options.get("batch_size") is not None:
+            options["batch_size"] = sum(_weight(call) for call in calls)
+        value = self._exact(first, batch_value)
+        if value is None:
+            value = _reduced(calls, options["reduce_fx"])
+        return LoggedValue(first.name, _on_cpu(value), first.logged_metric, options)
+
+    def _exact(self, call: LogCall, batch_value: Callable[[Metric], Any]) -> Any:
+        if call.origin is None:
+            return None
+        path, key = call.origin
+        value = batch_value(cast(Metric, self._module.get_submodule(path)))
+        return value if key is None or value is None else value[key]
 
     def _known_metrics(self) -> dict[str, Metric]:
         # Looked up once a batch: users may add metrics at any epoch, and a walk costs milliseconds.
@@ -238,27 +272,11 @@ def _scalar(name: str, value: Any) -> Tensor:
         ) from error
 
 
-def _combined(calls: Sequence[_Call], batch_value: Callable[[Metric], Any]) -> LoggedValue:
-    first = calls[0]
-    options = dict(first.options)
-    if options.get("batch_size") is not None:
-        options["batch_size"] = sum(_weight(call) for call in calls)
-    value = _exact(first, batch_value)
-    if value is None:
-        value = _reduced(calls, options["reduce_fx"])
-    value = apply_to_collection(value, Tensor, lambda t: t.detach().cpu())
-    return LoggedValue(first.name, value, first.logged_metric, options)
+def _on_cpu(value: Any) -> Any:
+    return apply_to_collection(value, Tensor, lambda tensor: tensor.detach().cpu())
 
 
-def _exact(call: _Call, batch_value: Callable[[Metric], Any]) -> Any:
-    if call.origin is None:
-        return None
-    metric, key = call.origin
-    value = batch_value(metric)
-    return value if key is None or value is None else value[key]
-
-
-def _reduced(calls: Sequence[_Call], reduction: str) -> Any:
+def _reduced(calls: Sequence[LogCall], reduction: str) -> Any:
     """Reduce the micro-batches' scalars; of anything else (a metric's dict) keep the last."""
     values = [call.value for call in calls]
     if not all(isinstance(value, Tensor) and value.numel() == 1 for value in values):
@@ -276,6 +294,6 @@ def _reduced(calls: Sequence[_Call], reduction: str) -> Any:
     return (stacked.double() @ weights / weights.sum()).to(dtype)
 
 
-def _weight(call: _Call) -> int:
+def _weight(call: LogCall) -> int:
     size = call.options.get("batch_size")
     return call.size if size is None else size

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -29,6 +31,8 @@ class PipelinedMetrics:
     It also finds the value of a metric for a whole batch out of its micro-batches
     (:meth:`batch_value`): a twin of the metric sees the micro-batches of this batch alone. So it is
     exact for every metric, also those that cannot merge states, for one more ``update`` a call.
+    Where replicas share a batch, the twins' states come together on one rank
+    (:meth:`recorded`, :meth:`join`).
 
     Args:
         module: the LightningModule; its metrics are those among its submodules.
@@ -53,9 +57,9 @@ class PipelinedMetrics:
         self._is_last_stage = is_last_stage
         self._microbatches = 0
         self._local = False
+        # By id, since a metric's hash depends on its states.
         self._twins: dict[int, tuple[Metric, Metric]] = {}
         self._forwards: dict[int, int] = {}
-        self._batch_values: dict[int, Any] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedMetrics:
         # Metrics carry references to this object, and users copy metrics (MetricTracker does).
@@ -79,7 +83,7 @@ class PipelinedMetrics:
                 del metric.forward, metric._wrap_compute
                 _rewrap_compute(metric)
         self._twins.clear()
-        self._batch_values.clear()
+        self._forwards.clear()
 
     @contextmanager
     def batch(self, microbatches: int) -> Iterator[None]:
@@ -90,18 +94,32 @@ class PipelinedMetrics:
         """
         self._microbatches, self._local = microbatches, True
         self._forwards.clear()
-        self._batch_values.clear()
+        for _, twin in self._twins.values():
+            twin.reset()
         try:
             yield
-            self._batch_values = {
-                key: twin.compute()
-                for key, (_, twin) in self._twins.items()
-                if 0 < self._forwards.get(key, 0) <= microbatches
-            }
         finally:
             self._local = False
-            for _, twin in self._twins.values():
-                twin.reset()
+
+    def recorded(self) -> dict[str, TwinStates]:
+        """What this rank's micro-batches have told the twins, by the metrics' attribute paths."""
+        paths = {id(module): path for path, module in self._module.named_modules()}
+        return {
+            paths[key]: TwinStates(
+                count, [_to(_states(part), "cpu") for part in _parts(self._twins[key][1])]
+            )
+            for key, count in self._forwards.items()
+        }
+
+    def join(self, shares: Sequence[Mapping[str, TwinStates]]) -> None:
+        """Let the twins know all of a batch that several ranks have :meth:`recorded` shares of."""
+        for path in dict.fromkeys(path for share in shares for path in share):
+            told = [share[path] for share in shares if path in share]
+            metric = self._module.get_submodule(path)
+            assert isinstance(metric, Metric)
+            for index, part in enumerate(_parts(self._twin(metric))):
+                _merge(part, [states.parts[index] for states in told])
+            self._forwards[id(metric)] = sum(states.forwards for states in told)
 
     def batch_value(self, metric: Metric) -> Any:
         """What ``metric.forward`` would have returned for the last batch as a whole.
@@ -110,21 +128,43 @@ class PipelinedMetrics:
             None where micro-batches do not tell: the metric was not called, or more than once in
             one micro-batch, or the batch was a single micro-batch.
         """
-        return self._batch_values.get(id(metric))
+        if not 0 < self._forwards.get(id(metric), 0) <= self._microbatches:
+            return None
+        self._local = True
+        try:
+            return self._twins[id(metric)][1].compute()
+        finally:
+            self._local = False
 
-    def share_states(self) -> None:
-        """Bring the last stage's states, with their update counts, to every rank of the pipeline.
+    @contextmanager
+    def states_shared(self, collect: Callable[[Any], list[Any]] | None = None) -> Iterator[None]:
+        """Have the last stage's states, with their update counts, on every rank inside the context.
 
-        Needed before states are read without ``compute()``, as a checkpoint does with persistent
-        ones. All ranks of the pipeline have to call it.
+        Needed where states are read without ``compute()``, as a checkpoint does with persistent
+        ones. All ranks of the pipeline have to enter it.
+
+        Args:
+            collect: hands every rank that is given the same batches what their last stages have;
+                None where a pipeline shares its batches with no other.
         """
+        collect = collect or (lambda value: [self._from_last_stage(value)])
+        own = [
+            (metric, {k: vars(metric)[k] for k in _memory(metric)}) for metric in self._metrics()
+        ]
+        for metric, _ in own:
+            told = collect(_to((_states(metric), metric._update_count), "cpu"))
+            _merge(metric, [states for states, _ in told])
+            metric._update_count = sum(count for _, count in told)
+        try:
+            yield
+        finally:
+            for metric, memory in own:
+                vars(metric).update(memory)
+
+    def reset(self) -> None:
+        """Forget the states of all metrics here, which another rank counts."""
         for metric in self._metrics():
-            states = {name: getattr(metric, name) for name in metric._defaults}
-            states, count = self._from_last_stage((states, metric._update_count))
-            if not self._is_last_stage:
-                for name, state in states.items():
-                    setattr(metric, name, _to(state, metric.device))
-                metric._update_count = count
+            metric.reset()
 
     def _metrics(self) -> Iterator[Any]:
         return (module for module in self._module.modules() if isinstance(module, Metric))
@@ -133,6 +173,15 @@ class PipelinedMetrics:
         return self._data_group is not None
 
     def _gather(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
+        # A last stage that has seen no sample does not know what the others' states look like.
+        kinds: list[Any] = [None] * dist.get_world_size(self._data_group)
+        mine = (tensor.dtype, tensor.shape[1:]) if tensor.numel() else None
+        dist.all_gather_object(kinds, mine, group=self._data_group)
+        if None in kinds:
+            tensor = torch.atleast_1d(tensor)
+        if mine is None and any(kinds):
+            dtype, shape = next(kind for kind in kinds if kind)
+            tensor = torch.empty((0, *shape), dtype=dtype, device=tensor.device)
         gathered: list[Tensor] = gather_all_tensors(tensor, group=self._data_group)
         return gathered
 
@@ -142,12 +191,14 @@ class PipelinedMetrics:
             # Wrappers do not keep what they return, but it has to be recognised when logged.
             metric._forward_cache = value
         if self._local and self._microbatches > 1:
-            key = id(metric)
-            if key not in self._twins:
-                self._twins[key] = metric, _twin(metric)
-            self._twins[key][1].update(*args, **kwargs)
-            self._forwards[key] = self._forwards.get(key, 0) + 1
+            self._twin(metric).update(*args, **kwargs)
+            self._forwards[id(metric)] = self._forwards.get(id(metric), 0) + 1
         return value
+
+    def _twin(self, metric: Metric) -> Metric:
+        if id(metric) not in self._twins:
+            self._twins[id(metric)] = metric, _twin(metric)
+        return self._twins[id(metric)][1]
 
     def _wrap_compute(self, metric: Metric, compute: Callable[..., Any]) -> Callable[..., Any]:
         """Let the last stage compute for all; torchmetrics wraps copies of a metric with it too."""
@@ -175,6 +226,14 @@ class PipelinedMetrics:
         return value if self._is_last_stage else box[0]
 
 
+@dataclass(frozen=True)
+class TwinStates:
+    """How often a metric was called for a batch, and the states of its twin's parts."""
+
+    forwards: int
+    parts: list[dict[str, Any]]
+
+
 def _to(value: Any, device: Any) -> Any:
     return apply_to_collection(value, Tensor, lambda tensor: tensor.to(device))
 
@@ -188,8 +247,37 @@ def _twin(metric: Metric) -> Metric:
     """An empty copy that synchronises only what its original synchronises in every ``forward``."""
     twin = deepcopy(metric)
     twin.reset()
-    for part in twin.modules():
-        if isinstance(part, Metric):
-            part._to_sync = part.dist_sync_on_step
-            vars(part).pop("forward", None)
+    for part in _parts(twin):
+        part._to_sync = part.dist_sync_on_step
+        vars(part).pop("forward", None)
     return twin
+
+
+def _parts(metric: Metric) -> list[Any]:
+    return [module for module in metric.modules() if isinstance(module, Metric)]
+
+
+def _states(metric: Metric) -> dict[str, Any]:
+    return {name: getattr(metric, name) for name in metric._defaults}
+
+
+def _memory(metric: Metric) -> dict[str, Any]:
+    """The attributes of a metric that hold what it has seen."""
+    names = [*metric._defaults, "_update_count", "_computed"]
+    return {name: getattr(metric, name) for name in names}
+
+
+def _merge(metric: Metric, states: Sequence[Mapping[str, Any]]) -> None:
+    """Give a metric the states of several together, as torchmetrics' own synchronisation would."""
+    for name, reduction in metric._reductions.items():
+        values = [_to(state[name], metric.device) for state in states]
+        if len(values) == 1:
+            merged = values[0]
+        elif isinstance(values[0], list):
+            merged = [entry for value in values for entry in value]
+        else:
+            stacked = torch.stack(values)
+            merged = reduction(stacked) if callable(reduction) else stacked
+        setattr(metric, name, merged)
+    metric._update_count = max(1, metric._update_count)
+    metric._computed = None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_axosparse.callbacks.context import Period
+from lightning_axosparse.regrid import Regridded
 from lightning_axosparse.timing import Activity
 
 Share = Literal["compute", "waiting", "all-reduce", "optimizer", "densify, compress", "other"]
@@ -121,6 +122,7 @@ class RunFacts:
         threshold: the distance below which a ticket may be drawn.
         draw: None while no ticket was drawn.
         test_loss: None until the run was tested.
+        regrid: the move to shorter pipelines, if there was one.
     """
 
     ranks: list[RankFacts]
@@ -130,6 +132,7 @@ class RunFacts:
     threshold: float | None = None
     draw: Draw | None = None
     test_loss: float | None = None
+    regrid: Regridded | None = None
 
     @property
     def losses(self) -> list[float]:
@@ -147,6 +150,13 @@ class RunFacts:
         """The last validation of the run."""
         return self.validations[-1] if self.validations else None
 
+    def waiting(self, period: Period) -> float | None:
+        """Share of a period's time that the ranks waited for messages."""
+        works = [rank.work[period] for rank in self.ranks if period in rank.work]
+        seconds = sum(work.seconds for work in works)
+        waited = sum(work.activities.get("wait", 0.0) for work in works)
+        return waited / seconds if seconds else None
+
     def save(self, path: Path) -> None:
         """Write the facts, and what follows from them, as JSON."""
         content = asdict(self)
@@ -156,6 +166,8 @@ class RunFacts:
             ("final", self.final_validation),
         ):
             content[name] = validation and quality(validation.loss)
+        if self.regrid is not None:
+            content["regrid"]["bubbles"] = self.regrid.bubbles
         content["test"] = self.test_loss and quality(self.test_loss)
         for rank, facts in zip(content["ranks"], self.ranks, strict=True):
             for period, work in facts.work.items():

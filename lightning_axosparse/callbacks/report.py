@@ -27,6 +27,7 @@ from lightning_axosparse.callbacks.pictures import draw_pictures
 from lightning_axosparse.callbacks.tables import markdown
 from lightning_axosparse.callbacks.timeline import PipelineTimeline
 from lightning_axosparse.pruning.ticket import Ticket
+from lightning_axosparse.regrid import Regridded
 from lightning_axosparse.sparse.accounting import state_bytes
 from lightning_axosparse.timing import clock
 
@@ -67,6 +68,7 @@ class TrainingReport(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._totals = dict(clock.totals)
+        self._regrid = _regrid(trainer)
         self._start = time.perf_counter()
 
     @override
@@ -81,6 +83,9 @@ class TrainingReport(L.Callback):
         work = self._work.setdefault(period_of(trainer), Work())
         work.steps += 1
         work.seconds += time.perf_counter() - self._start
+        regrid = _regrid(trainer)
+        if regrid is not None and self._regrid is None:
+            work.seconds -= regrid.seconds
         for activity, total in clock.totals.items():
             spent = total - self._totals.get(activity, 0.0)
             work.activities[activity] = work.activities.get(activity, 0.0) + spent
@@ -111,6 +116,7 @@ class TrainingReport(L.Callback):
         mine = RankFacts(grid.rank, grid.stage, grid.replica, self._work, losses)
         search = search_of(trainer)
         self.facts = RunFacts(gather(mine), self._steps, self._validations)
+        self.facts.regrid = _regrid(trainer)
         if search is not None:
             self.facts.distances = dict(enumerate(search.distances, start=2))
             self.facts.threshold = search.threshold
@@ -134,6 +140,10 @@ class TrainingReport(L.Callback):
         self.facts.save(folder / "report.json")
         drawn = draw_pictures(self.facts, steps, folder)
         (folder / "report.md").write_text(markdown(self.facts, drawn))
+
+
+def _regrid(trainer: L.Trainer) -> Regridded | None:
+    return getattr(trainer.strategy, "regridded", None)
 
 
 def _draw(ticket: Ticket, work: Mapping[Period, Work]) -> Draw:

@@ -65,6 +65,7 @@ def sections(facts: RunFacts) -> list[Section]:
     every = [
         _quality(facts),
         _ticket(facts),
+        _regrid(facts),
         _memory(facts),
         _in_flight(facts),
         _time(facts),
@@ -97,6 +98,22 @@ def _ticket(facts: RunFacts) -> Section:
     elif rows:
         rows.append(("drawn", "never"))
     return Section("Early-bird ticket", ("", "value"), rows)
+
+
+def _regrid(facts: RunFacts) -> Section:
+    rows: list[tuple[str, ...]] = []
+    if facts.regrid is not None:
+        old, new = facts.regrid.old, facts.regrid.new
+        rows = [
+            ("stages", str(old.g_inter), str(new.g_inter)),
+            ("replicas", str(old.g_data), str(new.g_data)),
+            ("replicas that share a batch", str(old.sharing), str(new.sharing)),
+            ("bubble of equal stages", *(f"{share:.1%}" for share in facts.regrid.bubbles)),
+            ("time spent waiting", *(_percent(facts.waiting(p)) for p in ("dense", "sparse"))),
+            ("first epoch", "1", str(facts.regrid.epoch + 1)),
+            ("seconds of the move", "", f"{facts.regrid.seconds:.2f}"),
+        ]
+    return Section("Regrid", ("", "before", "after"), rows)
 
 
 def _memory(facts: RunFacts) -> Section:
@@ -157,6 +174,10 @@ def _sparsity(facts: RunFacts) -> Section:
 
 def _place(rank: RankFacts) -> tuple[str, str, str]:
     return str(rank.rank), str(rank.stage), str(rank.replica)
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
 
 
 def _bytes(number: int | None) -> str:

@@ -13,8 +13,14 @@ from matplotlib.figure import Figure
 from typing_extensions import override
 
 from lightning_axosparse.callbacks.context import Period, folder_of, gather, grid_of, period_of
-from lightning_axosparse.callbacks.gantt import RecordedStep, chrome_trace, draw_gantt, place
-from lightning_axosparse.timing import Span, clock
+from lightning_axosparse.callbacks.gantt import (
+    Placed,
+    RecordedStep,
+    chrome_trace,
+    draw_gantt,
+    place,
+)
+from lightning_axosparse.timing import clock
 
 
 class PipelineTimeline(L.Callback):
@@ -43,7 +49,7 @@ class PipelineTimeline(L.Callback):
         self.epoch = epoch
         self.folder = None if folder is None else Path(folder)
         self.steps: list[RecordedStep] = []
-        self._recorded: dict[Period, tuple[int, list[Span]]] = {}
+        self._recorded: dict[Period, tuple[int, list[Placed]]] = {}
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -66,16 +72,13 @@ class PipelineTimeline(L.Callback):
         batch_idx: int,
     ) -> None:
         if self._chosen(trainer, batch_idx):
-            self._recorded[period_of(trainer)] = trainer.current_epoch, clock.recorded()
+            grid = grid_of(trainer)
+            placed = place(clock.recorded(), grid.replica, grid.stage)
+            self._recorded[period_of(trainer)] = trainer.current_epoch, placed
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        grid = grid_of(trainer)
-        mine = {
-            period: place(spans, grid.replica, grid.stage)
-            for period, (_, spans) in self._recorded.items()
-        }
-        everyone = gather(mine)
+        everyone = gather({period: spans for period, (_, spans) in self._recorded.items()})
         self.steps = [
             RecordedStep(
                 epoch, self.batch_idx, period, [span for rank in everyone for span in rank[period]]

@@ -99,11 +99,9 @@ class StageEngine:
 
 def run(engines: Sequence[StageEngine]) -> None:
     """Run all stages of this process to the end of the batch."""
-    unfinished = list(engines)
-    while unfinished:
+    while unfinished := [engine for engine in engines if not engine.schedule.finished]:
         engine, op = _next(unfinished)
         engine.run(op)
-        unfinished = [engine for engine in unfinished if not engine.schedule.finished]
     for engine in engines:
         engine.end()
 

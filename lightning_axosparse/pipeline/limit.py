@@ -21,6 +21,9 @@ class Limit(Protocol):
     largest: int
     """What no batch's limit will exceed: room for so many messages is made ahead of time."""
 
+    kept: int
+    """Bytes that a micro-batch leaves behind on this rank, as last measured; 0: not measured."""
+
     def begin_batch(self) -> None:
         """Settle the limit of the training batch that begins; may be collective over the job."""
 
@@ -40,6 +43,7 @@ class FixedLimit:
 
     def __init__(self, value: int) -> None:
         self.value = self.largest = value
+        self.kept = 0
 
     def begin_batch(self) -> None:
         """Need nothing: the limit is settled."""
@@ -85,6 +89,7 @@ class MemoryLimit:
         gather: Callable[[_Room], list[_Room]],
     ) -> None:
         self.value, self.largest = stages, 2 * stages
+        self.kept = 0
         self._least, self._free, self._device = stages, free, device
         self._steps, self._gather = steps, gather
         self.measure_again()
@@ -110,15 +115,15 @@ class MemoryLimit:
             with kept_bytes(self._device, received) as kept:
                 output = compute(microbatch, received)
                 self._kept[stage] = kept()
+                self.kept = sum(self._kept.values())
             return output
 
         return measured
 
     def _settle(self) -> None:
-        kept = sum(self._kept.values())
         free = self._free()
-        fitting = min(free // max(1, kept), self.largest)
-        rooms = self._gather(_Room(max(fitting, self._least), kept, free))
+        fitting = min(free // max(1, self.kept), self.largest)
+        rooms = self._gather(_Room(max(fitting, self._least), self.kept, free))
         tightest = min(rooms)
         self.value, self._settled = tightest.micro_batches, True
         rank_zero_info(

@@ -14,12 +14,13 @@ from torch import Tensor
 class MicroBatch(NamedTuple):
     """A part of a batch.
 
-    ``size`` counts its samples; ``weight`` is its share of the batch.
+    ``size`` counts its samples; ``weight`` is its share of the batch; ``number`` is its place.
     """
 
     batch: Any
     size: int
     weight: float
+    number: int = 0
 
 
 def split(batch: Any, microbatches: int) -> list[MicroBatch]:
@@ -48,8 +49,8 @@ def split(batch: Any, microbatches: int) -> list[MicroBatch]:
     if parts == 1:
         return [MicroBatch(batch, samples, 1.0)]
     return [
-        MicroBatch(_cut(batch, lo, hi, samples), hi - lo, (hi - lo) / samples)
-        for lo, hi in pairwise(bounds)
+        MicroBatch(_cut(batch, lo, hi, samples), hi - lo, (hi - lo) / samples, number)
+        for number, (lo, hi) in enumerate(pairwise(bounds))
     ]
 
 
@@ -58,7 +59,16 @@ def weigh(batches: Sequence[Any]) -> list[MicroBatch]:
     firsts = [next((t for t in _tensors(batch) if t.dim()), None) for batch in batches]
     sizes = [1 if first is None else first.shape[0] for first in firsts]
     total = sum(sizes)
-    return [MicroBatch(b, n, n / total) for b, n in zip(batches, sizes, strict=True)]
+    return [
+        MicroBatch(batch, size, size / total, number)
+        for number, (batch, size) in enumerate(zip(batches, sizes, strict=True))
+    ]
+
+
+def share(microbatches: Sequence[MicroBatch], index: int, shares: int) -> Sequence[MicroBatch]:
+    """One of so many consecutive and nearly equal shares of a batch's micro-batches."""
+    count = len(microbatches)
+    return microbatches[count * index // shares : count * (index + 1) // shares]
 
 
 def samples(batch: Any) -> int:

@@ -7,10 +7,27 @@ stands one on the meta device, so that names, shapes and ``state_dict`` keys do 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from lightning_axosparse.sparse.swap import layouts
+
+
+class Rehoused(NamedTuple):
+    """A tensor of a module whose layers were dealt anew.
+
+    ``before`` and ``after`` are the stages, of the former and of the new pipeline, that have its
+    value and that need it.
+    """
+
+    name: str
+    tensor: Tensor
+    before: frozenset[int]
+    after: frozenset[int]
 
 
 class Split:
@@ -24,16 +41,15 @@ class Split:
 
     def __init__(self, module: nn.Module, layers: Sequence[str], parts: Sequence[range]) -> None:
         self.module = module
-        self.everywhere = frozenset(range(len(parts)))
-        self._stage_of_layer = {
-            layers[index]: stage for stage, part in enumerate(parts) for index in part
-        }
         self.names = {parameter: name for name, parameter in module.named_parameters()}
-        self.holders: dict[str, frozenset[int]] = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            first = self.names[parameter]
-            self.holders[first] = self.holders.get(first, frozenset()) | self._home(name)
+        self._layers = list(layers)
+        sparse = layouts(module)
+        self._shapes: dict[Tensor, torch.Size] = {
+            parameter: sparse[name].shape if name in sparse else parameter.shape
+            for parameter, name in self.names.items()
+        }
         self._taken: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+        self._deal(parts)
         self._local: Collection[int] = self.everywhere
 
     def stage_of(self, key: str) -> int | None:
@@ -65,45 +81,92 @@ class Split:
 
     def take_away(self, local: Collection[int]) -> None:
         """Put meta tensors in the place of all tensors that do not live on the ``local`` stages."""
+        for tensor in self._take_all(local, {}):
+            empty(tensor)
+
+    def give_back(self) -> None:
+        """Put the taken tensors back, on CPU, with values that are yet to be filled in."""
+        for original, stand_in in self._put_back().items():
+            if original.shape != stand_in.shape:
+                original.data = torch.empty_like(stand_in, device="cpu")
+        self._local = self.everywhere
+
+    def redeal(self, parts: Sequence[range], local: Collection[int]) -> list[Rehoused]:
+        """Deal the layers to other stages, of which the ``local`` ones live on this rank.
+
+        No value moves: what arrives is in its place and yet to be filled in; what leaves is out of
+        the module, and its values are yet to be dropped.
+
+        Returns:
+            Every tensor of the module, in the same order on all ranks.
+        """
+        stand_ins = self._put_back()
+        tensors = [(name, tensor, self._sources(tensor)) for name, tensor in self._tensors()]
+        self._deal(parts)
+        self._take_all(local, stand_ins)
+        return [
+            Rehoused(name, tensor, before, self._homes[tensor]) for name, tensor, before in tensors
+        ]
+
+    def _deal(self, parts: Sequence[range]) -> None:
+        self.everywhere = frozenset(range(len(parts)))
+        self._stage_of_layer = {
+            self._layers[index]: stage for stage, part in enumerate(parts) for index in part
+        }
+        self._homes: dict[Tensor, frozenset[int]] = {}
+        for name, tensor in self._tensors(remove_duplicate=False):
+            self._homes[tensor] = self._homes.get(tensor, frozenset()) | self._home(name)
+        self.holders = {name: self._homes[parameter] for parameter, name in self.names.items()}
+
+    def _tensors(self, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+        return chain(
+            self.module.named_parameters(remove_duplicate=remove_duplicate),
+            self.module.named_buffers(remove_duplicate=remove_duplicate),
+        )
+
+    def _sources(self, tensor: Tensor) -> frozenset[int]:
+        """The stages that have a tensor's value."""
+        homes = self._homes[tensor]
+        if homes == self.everywhere and not isinstance(tensor, nn.Parameter):
+            return frozenset([max(homes)])
+        return homes
+
+    def _take_all(self, local: Collection[int], stand_ins: dict[Tensor, Tensor]) -> list[Tensor]:
+        """Take what does not live on the ``local`` stages; some may have their stand-ins yet."""
         self._local = local
-        stand_ins: dict[Tensor, Tensor] = {}
         for name, layer in self.module.named_modules():
             if name not in self._stage_of_layer or self._stage_of_layer[name] in local:
                 continue
             for owner in layer.modules():
                 for tensors in (owner._parameters, owner._buffers):
                     self._take(tensors, stand_ins)
-        for tensor in stand_ins:
-            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            tensor.grad = None
-
-    def give_back(self) -> None:
-        """Put the taken tensors back, on CPU, with values that are yet to be filled in."""
-        for tensors, key, original in self._taken:
-            stand_in = tensors[key]
-            assert stand_in is not None
-            if original.shape != stand_in.shape:
-                original.data = torch.empty_like(stand_in, device="cpu")
-            tensors[key] = original
-        self._taken.clear()
-        self._local = self.everywhere
+        return [original for _, _, original in self._taken]
 
     def _take(self, tensors: dict[str, Tensor | None], stand_ins: dict[Tensor, Tensor]) -> None:
         for key, tensor in tensors.items():
-            if tensor is None or self._lives_here(tensor):
+            if tensor is None or self._is_local(self._homes[tensor]):
                 continue
             if tensor not in stand_ins:
-                meta = torch.empty_like(tensor, device="meta")
-                is_parameter = isinstance(tensor, nn.Parameter)
-                stand_ins[tensor] = (
-                    nn.Parameter(meta, tensor.requires_grad) if is_parameter else meta
-                )
+                stand_ins[tensor] = self._stand_in(tensor)
             self._taken.append((tensors, key, tensor))
             tensors[key] = stand_ins[tensor]
 
-    def _lives_here(self, tensor: Tensor) -> bool:
-        name = self.names.get(tensor)  # type: ignore[call-overload]
-        return name is not None and self._is_local(self.holders[name])
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        shape = self._shapes.get(tensor, tensor.shape)
+        meta = torch.empty(shape, dtype=tensor.dtype, device="meta")
+        return nn.Parameter(meta, tensor.requires_grad) if tensor in self.names else meta
+
+    def _put_back(self) -> dict[Tensor, Tensor]:
+        """Put the taken tensors back as they are, and return what stood in for each."""
+        stand_ins: dict[Tensor, Tensor] = {}
+        for tensors, key, original in self._taken:
+            stand_in = tensors[key]
+            assert stand_in is not None
+            stand_ins[original] = stand_in
+            # Whoever froze or unfroze it here did so to what stood in for it.
+            tensors[key] = original.requires_grad_(stand_in.requires_grad)
+        self._taken.clear()
+        return stand_ins
 
     def _home(self, name: str) -> frozenset[int]:
         stage = self.stage_of(name)
@@ -111,3 +174,9 @@ class Split:
 
     def _is_local(self, stages: frozenset[int]) -> bool:
         return not stages.isdisjoint(self._local)
+
+
+def empty(tensor: Tensor) -> None:
+    """Drop the values and the gradient of a tensor that lives elsewhere."""
+    tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    tensor.grad = None

@@ -49,11 +49,11 @@ class StageStep:
 
     def compute(self, microbatch: int, received: Any) -> Any:
         """Run the step up to the stage's edge; on the last stage to its end."""
-        visit = Visit(
-            self._stage, received, lambda: self._randomness.inside(microbatch, self._stage)
-        )
         part = self._microbatches[microbatch]
-        self._randomness.outside(microbatch)
+        visit = Visit(
+            self._stage, received, lambda: self._randomness.inside(part.number, self._stage)
+        )
+        self._randomness.outside(part.number)
         self._visits[microbatch] = visit
         try:
             with self._layers.visit(visit), self._observe(part.size):

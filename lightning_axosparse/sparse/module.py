@@ -107,6 +107,16 @@ def make_sparse(module: nn.Module, name: str, layout: Layout) -> None:
     module.__class__ = _sparse_class(dense_class, tuple(layouts))
 
 
+def forget_layout(module: nn.Module, name: str) -> None:
+    """Let ``module.name`` read as the parameter itself, the others stay as they are."""
+    layouts = {key: layout for key, layout in module.__dict__["_layouts"].items() if key != name}
+    if layouts:
+        module.__dict__["_layouts"] = layouts
+        module.__class__ = _sparse_class(_dense_class(module), tuple(layouts))
+    else:
+        make_dense(module)
+
+
 def make_dense(module: nn.Module) -> None:
     """Give ``module`` its own class back; its parameters must be dense again."""
     module.__class__ = _dense_class(module)

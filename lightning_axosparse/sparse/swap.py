@@ -116,6 +116,14 @@ def layouts(module: nn.Module) -> dict[str, Layout]:
     }
 
 
+def owners(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """The modules that have each parameter as an attribute, and by which name.
+
+    The parameters are named as in ``named_parameters()``.
+    """
+    return {entry.names[0]: entry.owners for entry in owned_parameters(module)}
+
+
 def owned_parameters(module: nn.Module) -> list[Owned]:
     """Every parameter once, in module order."""
     owned: dict[int, Owned] = {}

@@ -214,9 +214,9 @@ def unusual_metrics(groups: Groups) -> dict[str, Any]:
         "accuracy again": module.scores["MulticlassAccuracy"].compute(),
         "stepwise": metrics.batch_value(module.stepwise),
     }
-    metrics.share_states()
-    values["state"] = module.auroc.state_dict()
-    values["updates"] = module.auroc.update_count
+    with metrics.states_shared():
+        values["state"] = module.auroc.state_dict()
+        values["updates"] = module.auroc.update_count
     return values
 
 

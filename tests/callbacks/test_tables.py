@@ -12,6 +12,8 @@ from lightning_axosparse.callbacks.facts import Draw, RankFacts, RunFacts, Valid
 from lightning_axosparse.callbacks.gantt import Placed, RecordedStep
 from lightning_axosparse.callbacks.pictures import draw_pictures
 from lightning_axosparse.callbacks.tables import markdown, sections, terminal
+from lightning_axosparse.grid import Grid
+from lightning_axosparse.regrid import Regridded
 from lightning_axosparse.timing import Span
 
 
@@ -170,3 +172,23 @@ def test_pictures(facts, tmp_path):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     dense = replace(facts, draw=None, distances={})
     assert draw_pictures(dense, [], tmp_path) == ["loss.png"]
+
+
+def test_a_move_to_shorter_pipelines_is_shown(facts: RunFacts, tmp_path):
+    assert not [section for section in sections(facts) if section.title == "Regrid"]
+    old = Grid(4, 4)
+    facts.regrid = Regridded(old, old.shortened(2), epoch=2, seconds=0.25, microbatches=16)
+    facts.ranks[0].work["sparse"].activities["wait"] = 0.3
+    assert rows(facts, "Regrid") == [
+        ("stages", "4", "2"),
+        ("replicas", "1", "2"),
+        ("replicas that share a batch", "1", "2"),
+        ("bubble of equal stages", "15.8%", "11.1%"),
+        ("time spent waiting", "10.0%", "15.0%"),
+        ("first epoch", "1", "3"),
+        ("seconds of the move", "", "0.25"),
+    ]
+    facts.save(tmp_path / "report.json")
+    saved = json.loads((tmp_path / "report.json").read_text())["regrid"]
+    assert (saved["old"]["g_inter"], saved["new"]["g_inter"]) == (4, 2)
+    assert saved["bubbles"] == pytest.approx([3 / 19, 1 / 9])

@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_axosparse.pipeline.microbatch import merge, samples, split, weigh
+from lightning_axosparse.pipeline.microbatch import (
+    MicroBatch,
+    merge,
+    samples,
+    share,
+    split,
+    weigh,
+)
 
 
 class Pair(NamedTuple):
@@ -81,3 +88,11 @@ def test_outputs_are_merged() -> None:
     pairs = merge([Pair(torch.zeros(1), torch.ones(1))] * 2, [0.5, 0.5])
     assert isinstance(pairs, Pair)
     assert pairs.y.tolist() == [1, 1]
+
+
+@given(st.integers(0, 9), st.integers(1, 5))
+def test_shares_are_even_and_make_up_the_batch(count: int, shares: int) -> None:
+    parts = [MicroBatch(None, 1, 1 / 9, number) for number in range(count)]
+    each = [share(parts, index, shares) for index in range(shares)]
+    assert [part.number for own in each for part in own] == list(range(count))
+    assert max(map(len, each)) - min(map(len, each)) <= 1

@@ -1,0 +1,138 @@
+"""A run that moves to shorter pipelines gives the numbers of the run that never moved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torchmetrics import MeanMetric
+
+from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
+from tests.parity.cases import Net, difference, fit, loader, trainer
+from tests.ranks import run_ranks
+
+EPOCHS, DRAW = 4, 2
+LAST = f"epoch={EPOCHS - 1}.ckpt"
+# Row: (ranks, g_inter, regrid, stages in the end, module, optimizer, trainer).
+ROWS: dict[str, tuple[int, int, Any, int, dict[str, Any], str, dict[str, Any]]] = {
+    "2x1 -> 1x2": (2, 2, 1, 1, {"outer": True, "tied": True}, "adamw", {}),
+    "2x1 -> 1x2, uneven": (2, 2, 1, 1, {}, "sgd", {"extra": 1, "accumulate_grad_batches": 2}),
+    "2x1 -> auto": (2, 2, "auto", 1, {"outer": True}, "sgd", {}),
+    "4x1 -> 2x2": (4, 4, 2, 2, {"tied": True}, "sgd", {"gradient_clip_val": 0.05}),
+    "4x1 -> 1x4": (4, 4, 1, 1, {"outer": True}, "adamw", {"extra": 3}),
+    "2x2 -> 1x4": (4, 2, 1, 1, {"outer": True, "tied": True}, "adamw", {"gradient_clip_val": 0.05}),
+}
+
+
+class Lasting(Net):
+    """The same module, with a metric that is never reset and goes into checkpoints."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.mean = MeanMetric().set_dtype(torch.float64)
+        self.mean.persistent(True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.mean.update(batch[0].double().mean(-1))
+        return super().training_step(batch, batch_idx)
+
+
+class Momentum(Lasting):
+    """The same module, with SGD."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
+
+
+def train(
+    row: str, folder: Path, strategy: AxoSparseStrategy, ranks: int, resume: Path | None = None
+) -> dict[str, Any]:
+    """Train, test and predict; two epochs more if resumed."""
+    *_, module, optimizer, options = ROWS[row]
+    options = dict(options)
+    extra = options.pop("extra", 0)
+    L.seed_everything(0, verbose=False)
+    run = trainer(
+        strategy,
+        ranks,
+        max_epochs=EPOCHS + (2 if resume else 0),
+        precision="64-true",
+        callbacks=[
+            EarlyBirdTicket(0.6, draw_by_epoch=DRAW),
+            ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1),
+        ],
+        enable_checkpointing=True,
+        **options,
+    )
+    model = (Lasting if optimizer == "adamw" else Momentum)(**module).double()
+    record = fit(run, model, extra, ckpt_path=resume, weights_only=False)
+    regridded = run.strategy.regridded
+    # What a metric has seen is whole in a checkpoint; after the run each rank has its own part.
+    record.weights = {k: v for k, v in record.weights.items() if not k.startswith("mean.")}
+    return {
+        "record": record,
+        "regridded": regridded,
+        "tested": run.test(model, loader(3, extra=extra), verbose=False),
+        "predicted": run.predict(model, loader(3, batches=1)),
+    }
+
+
+def train_rows(ranks: int, folder: Path) -> dict[Any, Any]:
+    found = {}
+    for row, (needs, g_inter, regrid, *_) in ROWS.items():
+        if needs != ranks:
+            continue
+        for name, moves in (("stayed", None), ("moved", regrid)):
+            strategy = AxoSparseStrategy(g_inter=g_inter, microbatches=4, regrid=moves)
+            found[row, name] = train(row, folder / row / name, strategy, ranks)
+    if ranks == 2:
+        row = "2x1 -> 1x2"
+        strategy = AxoSparseStrategy(g_inter=2, microbatches=4, regrid=1)
+        found[row, "resumed"] = train(
+            row, folder / "on", strategy, ranks, folder / row / "moved" / LAST
+        )
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("regrid")
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> dict[int, list[dict[Any, Any]]]:
+    """The runs of every row on every rank, by number of ranks."""
+    return {n: run_ranks(n, train_rows, n, folder, timeout=300) for n in (2, 4)}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_run_that_moves_equals_one_that_does_not(row: str, runs: Any, folder: Path) -> None:
+    ranks, g_inter, _, stages, *_ = ROWS[row]
+    for results in runs[ranks]:
+        stayed, moved = results[row, "stayed"], results[row, "moved"]
+        assert stayed["regridded"] is None
+        assert moved["regridded"].epoch == DRAW
+        assert (moved["regridded"].old.g_inter, moved["regridded"].new.g_inter) == (g_inter, stages)
+        assert difference(stayed["record"], moved["record"]) <= 1e-12
+        assert moved["tested"][0] == pytest.approx(stayed["tested"][0], abs=1e-12)
+        torch.testing.assert_close(moved["predicted"], stayed["predicted"], rtol=0, atol=1e-12)
+    for epoch in range(EPOCHS):
+        files = [folder / row / name / f"epoch={epoch}.ckpt" for name in ("stayed", "moved")]
+        stayed, moved = (torch.load(file, weights_only=False) for file in files)
+        for part in ("state_dict", "optimizer_states", "lr_schedulers"):
+            torch.testing.assert_close(moved[part], stayed[part], rtol=0, atol=1e-12)
+
+
+def test_a_stopped_run_goes_on_with_shorter_pipelines(runs: Any, folder: Path) -> None:
+    row = "2x1 -> 1x2"
+    last = folder / row / "stayed" / LAST
+    expected = train(row, folder / "alone", AxoSparseStrategy(), 1, last)
+    for results in runs[2]:
+        resumed = results[row, "resumed"]
+        assert resumed["regridded"].epoch == EPOCHS
+        assert difference(expected["record"], resumed["record"]) <= 1e-12

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torchmetrics import MeanMetric
+
+from lightning_axosparse import AxoSparseStrategy
+from lightning_axosparse.deployment import Deal
+from lightning_axosparse.grid import Grid
+from lightning_axosparse.regrid import Memory, Regridded, bubble, refuse_module, shortest
+from tests.parity.cases import Net, fit, trainer
+
+
+def dealt(stages: int, layers: int = 8) -> Deal:
+    size = layers // stages
+    parts = [range(stage * size, (stage + 1) * size) for stage in range(stages)]
+    return Deal(
+        [str(i) for i in range(layers)], [nn.Identity()] * layers, parts, [1.0] * layers, ""
+    )
+
+
+def memories(stages: int, state: int, kept: int, room: int) -> list[Memory]:
+    """Every stage has its share of eight layers of ``state`` bytes, 10 bytes outside, ``room``."""
+    parts = dealt(stages).parts
+    return [
+        Memory(dict.fromkeys(part, state), 10, kept * len(part), room - 10 - state * len(part))
+        for part in parts
+    ]
+
+
+@pytest.mark.parametrize(
+    ("room", "stages"),
+    [(10 + 8 * (100 + 5), 1), (10 + 8 * 105 - 1, 2), (10 + 4 * 110, 2), (10 + 4 * 110 - 1, 4)],
+)
+def test_auto_takes_the_fewest_stages_that_fit(room: int, stages: int) -> None:
+    assert shortest(dealt(4), memories(4, state=100, kept=5, room=room)) == stages
+
+
+def test_auto_goes_by_the_rank_with_the_least_room() -> None:
+    ranks = memories(4, state=100, kept=5, room=10_000)
+    ranks[2] = Memory(ranks[2].layers, 10, 10, free=250)
+    assert shortest(dealt(4), ranks) == 2
+
+
+def test_auto_waits_until_a_micro_batch_was_measured() -> None:
+    assert shortest(dealt(4), memories(4, state=100, kept=0, room=10_000)) is None
+
+
+@given(st.sampled_from([1, 2, 4]), st.integers(0, 2000))
+def test_auto_never_takes_less_with_less_room(now: int, room: int) -> None:
+    fewer = shortest(dealt(now), memories(now, 100, 5, room + 100))
+    more = shortest(dealt(now), memories(now, 100, 5, room))
+    assert fewer is not None
+    assert more is not None
+    assert fewer <= more <= now
+
+
+def test_parts_that_the_user_gave_are_joined_and_others_dealt_anew() -> None:
+    deal = Deal(list("abcdef"), [], [range(3), range(3, 4), range(4, 5), range(5, 6)], [1] * 6, "")
+    assert deal.among(2).parts == [range(3), range(3, 6)]
+    assert deal._replace(given=True).among(2).parts == [range(4), range(4, 6)]
+
+
+def test_what_is_told_of_a_move() -> None:
+    old = Grid(4, 4)
+    moved = Regridded(old, old.shortened(2), epoch=3, seconds=0.5, microbatches=16)
+    assert moved.bubbles == (3 / 19, 1 / 9)
+    assert "2 stages x 2 replicas instead of 4 x 1" in str(moved)
+    assert "11.1% instead of 15.8%" in str(moved)
+    assert bubble(1, 8) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"g_inter": 4, "regrid": 3}, r"regrid=3 .*g_inter=4.*\[1, 2\]"),
+        ({"g_inter": 4, "regrid": 4}, r"regrid=4 .*\[1, 2\]"),
+        ({"g_inter": 1, "regrid": 1}, r"regrid=1 .*Leave regrid out"),
+        ({"g_inter": 4, "regrid": "some"}, r"regrid='some' is not known"),
+        ({"g_inter": 2, "regrid": 1, "transport": "loopback"}, "one process"),
+        ({"g_inter": 2, "regrid": "auto", "in_flight": 2}, "in_flight=None"),
+        ({"g_inter": 2, "regrid": "auto", "schedule": "gpipe"}, "message-driven"),
+    ],
+)
+def test_what_cannot_be_moved_to_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        AxoSparseStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (nn.BatchNorm1d(3), "BatchNorm1d.*GroupNorm"),
+        (MeanMetric(dist_sync_on_step=True), "MeanMetric.*dist_sync_on_step"),
+    ],
+)
+def test_what_replicas_would_not_agree_on_is_refused(part: nn.Module, message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        refuse_module(nn.ModuleDict({"part": part}))
+    refuse_module(nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False), MeanMetric()))
+
+
+def test_a_module_is_refused_before_any_rank_is_started() -> None:
+    module = Net()
+    module.norm = nn.BatchNorm1d(3)
+    with pytest.raises(MisconfigurationException, match="'norm'"):
+        fit(trainer(AxoSparseStrategy(g_inter=2, regrid=1), 2), module)
+
+
+def test_buffers_that_layers_share_stay_where_one_of_them_is() -> None:
+    from lightning_axosparse.pipeline.split import Split
+
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    common = torch.arange(3.0)
+    for layer in model:
+        layer.register_buffer("common", common)
+    split = Split(model, ["0", "1"], [range(1), range(1, 2)])
+    split.take_away([0])
+    assert torch.equal(model[0].common, torch.arange(3.0))
+    assert model[1].weight.is_meta
