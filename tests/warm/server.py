@@ -35,7 +35,7 @@ def serve(address: str) -> None:
 
 
 def _end_with_parent() -> None:
-    sys.stdin.read()
+    os.read(0, 1)  # sys.stdin would be forked with its lock held
     os._exit(0)
 
 
