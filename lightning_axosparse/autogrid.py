@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 
 from lightning_axosparse.deployment import deal, profile_example
@@ -15,30 +13,6 @@ from lightning_axosparse.planning.automatic import Decision, choose, layer_costs
 from lightning_axosparse.planning.memory import DENSE
 from lightning_axosparse.planning.search import Job
 from lightning_axosparse.ranks import GridStrategy
-
-
-def refuse_stages(
-    g_inter: int | Literal["auto"], transport: str, balance: str | Sequence[int]
-) -> None:
-    """Refuse a number of stages that is none, or that is left open where it cannot be.
-
-    Raises:
-        MisconfigurationException: says what to give instead.
-    """
-    if g_inter == "auto" and transport == "loopback":
-        raise MisconfigurationException(
-            "g_inter='auto' divides the ranks that there are into stages and replicas, but with "
-            "transport='loopback' all stages share one. Give g_inter a number."
-        )
-    if g_inter == "auto" and not isinstance(balance, str):
-        raise MisconfigurationException(
-            f"balance={list(balance)} gives the layers of {len(balance)} stages: say "
-            f"g_inter={len(balance)} instead of 'auto', or leave balance out."
-        )
-    if g_inter != "auto" and not (isinstance(g_inter, int) and g_inter >= 1):
-        raise MisconfigurationException(
-            f"g_inter={g_inter!r} must be a number of stages, at least 1, or 'auto'."
-        )
 
 
 def suitable_grid(

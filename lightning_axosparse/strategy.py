@@ -11,7 +11,6 @@ from typing import Any, Literal, TypeVar
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -34,7 +33,8 @@ from lightning_axosparse.adapters.requirements import (
     refuse_module,
     refuse_optimizers,
 )
-from lightning_axosparse.autogrid import refuse_stages, suitable_grid
+from lightning_axosparse.arguments import refuse_arguments
+from lightning_axosparse.autogrid import suitable_grid
 from lightning_axosparse.deployment import (
     UNDIVIDED,
     Deployment,
@@ -133,7 +133,7 @@ class AxoSparseStrategy(GridStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        _refuse_arguments(
+        refuse_arguments(
             g_inter,
             microbatches,
             in_flight,
@@ -492,48 +492,4 @@ class AxoSparseStrategy(GridStrategy):
             cls,
             description="message-driven pipeline x data parallelism over MPI",
             override=True,
-        )
-
-
-def _refuse_arguments(
-    g_inter: int | Literal["auto"],
-    microbatches: int | None,
-    in_flight: int | None,
-    schedule: str,
-    transport: str,
-    recompute: int | Literal["sqrt"] | None,
-    balance: str | Sequence[int],
-    offload_bucket: int,
-) -> None:
-    refuse_stages(g_inter, transport, balance)
-    for name, value in (
-        ("microbatches", microbatches),
-        ("in_flight", in_flight),
-        ("offload_bucket", offload_bucket),
-    ):
-        if value is not None and value < 1:
-            raise MisconfigurationException(f"{name}={value} must be at least 1.")
-    if recompute not in (None, "sqrt") and not (isinstance(recompute, int) and recompute >= 1):
-        raise MisconfigurationException(
-            f"recompute={recompute!r} must be 'sqrt', or the number, at least 1, of layers that "
-            "keep one input together."
-        )
-    if isinstance(balance, str) and balance not in ("parameters", "time"):
-        raise MisconfigurationException(
-            f"balance={balance!r} is not known. Choose 'parameters', 'time', or the number of "
-            "layers of each stage."
-        )
-    if schedule not in SCHEDULES:
-        raise MisconfigurationException(
-            f"schedule={schedule!r} is not known. Choose from {list(SCHEDULES)}."
-        )
-    if transport not in ("mpi", "loopback"):
-        raise MisconfigurationException(
-            f"transport={transport!r} is not known. Choose 'mpi', where each stage is a rank, or "
-            "'loopback', where all stages of a replica share one process."
-        )
-    if in_flight is not None and schedule != "message-driven":
-        raise MisconfigurationException(
-            f"in_flight={in_flight} belongs to schedule='message-driven'; {schedule!r} has its own "
-            "fixed limit. Leave one of them out."
         )

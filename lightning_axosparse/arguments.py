@@ -1,0 +1,79 @@
+"""Arguments: what AxoSparseStrategy cannot be told, or not together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_axosparse.pipeline.schedule import SCHEDULES
+
+
+def refuse_arguments(
+    g_inter: int | Literal["auto"],
+    microbatches: int | None,
+    in_flight: int | None,
+    schedule: str,
+    transport: str,
+    recompute: int | Literal["sqrt"] | None,
+    balance: str | Sequence[int],
+    offload_bucket: int,
+) -> None:
+    """Refuse arguments out of range, and those that contradict each other.
+
+    Raises:
+        MisconfigurationException: with the value, and what to give instead.
+    """
+    _refuse_stages(g_inter, transport, balance)
+    for name, value in (
+        ("microbatches", microbatches),
+        ("in_flight", in_flight),
+        ("offload_bucket", offload_bucket),
+    ):
+        if value is not None and value < 1:
+            raise MisconfigurationException(f"{name}={value} must be at least 1.")
+    if recompute not in (None, "sqrt") and not (isinstance(recompute, int) and recompute >= 1):
+        raise MisconfigurationException(
+            f"recompute={recompute!r} must be 'sqrt', or the number, at least 1, of layers that "
+            "keep one input together."
+        )
+    if isinstance(balance, str) and balance not in ("parameters", "time"):
+        raise MisconfigurationException(
+            f"balance={balance!r} is not known. Choose 'parameters', 'time', or the number of "
+            "layers of each stage."
+        )
+    if schedule not in SCHEDULES:
+        raise MisconfigurationException(
+            f"schedule={schedule!r} is not known. Choose from {list(SCHEDULES)}."
+        )
+    if transport not in ("mpi", "loopback"):
+        raise MisconfigurationException(
+            f"transport={transport!r} is not known. Choose 'mpi', where each stage is a rank, or "
+            "'loopback', where all stages of a replica share one process."
+        )
+    if in_flight is not None and schedule != "message-driven":
+        raise MisconfigurationException(
+            f"in_flight={in_flight} belongs to schedule='message-driven'; {schedule!r} has its own "
+            "fixed limit. Leave one of them out."
+        )
+
+
+def _refuse_stages(
+    g_inter: int | Literal["auto"], transport: str, balance: str | Sequence[int]
+) -> None:
+    """Refuse a number of stages that is none, or that is left open where it cannot be."""
+    if g_inter == "auto" and transport == "loopback":
+        raise MisconfigurationException(
+            "g_inter='auto' divides the ranks that there are into stages and replicas, but with "
+            "transport='loopback' all stages share one. Give g_inter a number."
+        )
+    if g_inter == "auto" and not isinstance(balance, str):
+        raise MisconfigurationException(
+            f"balance={list(balance)} gives the layers of {len(balance)} stages: say "
+            f"g_inter={len(balance)} instead of 'auto', or leave balance out."
+        )
+    if g_inter != "auto" and not (isinstance(g_inter, int) and g_inter >= 1):
+        raise MisconfigurationException(
+            f"g_inter={g_inter!r} must be a number of stages, at least 1, or 'auto'."
+        )
