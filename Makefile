@@ -5,22 +5,27 @@ BIN := .venv/bin
 
 .PHONY: train test lint clean
 
-train: .venv/ready
+train: .venv/installed
 	$(BIN)/axosparse-train $(ARGS)
 
 test: lint
 	$(BIN)/python -m pytest $(ARGS)
 
-lint: .venv/ready
+lint: .venv/checkable
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Made anew when what it was made from has changed.
-.venv/ready: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-		-c constraints.txt -e '.[mpich,notebook,dev]'
+# Both are made anew when what they were made from has changed.
+INSTALL = test -x $(BIN)/python || $(PYTHON) -m venv .venv; \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e
+
+.venv/installed: pyproject.toml constraints.txt
+	$(INSTALL) '.[mpich]'
+	touch $@
+
+.venv/checkable: pyproject.toml constraints.txt
+	$(INSTALL) '.[mpich,notebook,dev]'
 	touch $@
 
 clean:
