@@ -17,6 +17,9 @@ from lightning_axosparse.sparse.layout import Layout, row_length
 _to_copy = torch.ops.aten._to_copy.default
 _add = torch.ops.aten.add.Tensor
 
+OWN_WAY_ENTRIES = 2**18
+"""Weights with fewer entries are made dense whole: a Python call costs more than it saves there."""
+
 OWN_WAYS: dict[Callable[..., Any], Callable[..., Any]] = {}
 """Torch functions that need not see a whole dense weight, and what is called in their place, with
 the same arguments; it returns NotImplemented where it does not apply. Filled by the package."""
@@ -35,7 +38,8 @@ def sparse_weight(values: Tensor, layout: Layout) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return recomputed_densify(values, layout)
-    kind = TrainedWeight if torch.is_grad_enabled() else SparseWeight
+    large = layout.shape.numel() >= OWN_WAY_ENTRIES
+    kind = TrainedWeight if large and torch.is_grad_enabled() else SparseWeight
     weight: Tensor = _Expand.apply(values, layout, kind)  # type: ignore[no-untyped-call]
     return weight
 

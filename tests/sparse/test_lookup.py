@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_axosparse.sparse import layout as layout_module
+from lightning_axosparse.sparse import weight as weight_module
 from lightning_axosparse.sparse.formats import layout_of
 from lightning_axosparse.sparse.weight import sparse_weight
 
@@ -15,6 +16,7 @@ ROWS, COLUMNS = 300, 40
 @pytest.fixture
 def pair(monkeypatch):
     monkeypatch.setitem(layout_module.TILE_ENTRIES, "cpu", 1)
+    monkeypatch.setattr(weight_module, "OWN_WAY_ENTRIES", 0)
     mask = torch.rand(ROWS, COLUMNS) < 0.3
     values = nn.Parameter(torch.randn(int(mask.sum())))
     dense = torch.zeros(mask.shape).masked_scatter(mask, values.detach()).requires_grad_()

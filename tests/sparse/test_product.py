@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_axosparse.sparse import layout as layout_module
+from lightning_axosparse.sparse import weight as weight_module
 from lightning_axosparse.sparse.formats import FORMATS, layout_of
 from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.weight import SparseWeight, sparse_weight
@@ -20,6 +21,7 @@ ROWS, COLUMNS = 130, 96
 def never_whole(monkeypatch):
     """Tiles of one block (four of them here), and no way to a dense weight or gradient."""
     monkeypatch.setitem(layout_module.TILE_ENTRIES, "cpu", 1)
+    monkeypatch.setattr(weight_module, "OWN_WAY_ENTRIES", 0)
 
     def refuse(*_):
         raise AssertionError("a whole weight was made dense, or a whole gradient")
@@ -31,6 +33,7 @@ def never_whole(monkeypatch):
 def allow_whole(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setitem(layout_module.TILE_ENTRIES, "cpu", 1)
+    monkeypatch.setattr(weight_module, "OWN_WAY_ENTRIES", 0)
 
 
 def pair(index_format=None, dtype=torch.float32):
