@@ -10,6 +10,7 @@ from math import gcd, prod
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from typing_extensions import Self
 
 from lightning_axosparse.sparse import kernels
@@ -135,6 +136,9 @@ class Layout(ABC):
         values = dense.new_empty(self.nnz)
         if dense.is_meta:  # of another stage
             return values
+        if type(dense) not in (Tensor, Parameter):
+            # A lazy weight would become dense in the operator that has our positions in scratch.
+            dense = dense.clone()
         rows = dense.view(1) if dense.dim() == 0 else dense
         for tile in self.tiles:
             kernels.compress(self, tile, rows[tile.rows].reshape(-1), values[tile.entries])

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_axosparse.sparse.formats import layout_of
+from lightning_axosparse.sparse.scratch import scratch
 from lightning_axosparse.sparse.weight import SparseWeight, sparse_weight
 
 
@@ -167,3 +168,14 @@ def test_reading_without_gradient(mask):
     weight = sparse_weight(torch.ones(int(mask.sum())), layout_of(mask))
     assert not weight.requires_grad
     assert torch.equal(weight + 0, mask.float())
+
+
+def test_a_sparse_weight_is_compressed_by_another_mask():
+    torch.manual_seed(0)
+    masks = [torch.rand(64, 96) < share for share in (0.5, 0.1)]
+    values = torch.randn(int(masks[0].sum()))
+    weight = sparse_weight(values, layout_of(masks[0]))
+    scratch._buffers.clear()
+    for layout in (layout_of(masks[1]), layout_of(masks[1], "block")):
+        dense = torch.zeros(64, 96).masked_scatter(masks[0], values)
+        assert torch.equal(layout.compress(weight), dense[masks[1]])
