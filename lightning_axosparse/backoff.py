@@ -5,26 +5,29 @@ from __future__ import annotations
 import time
 
 _POLLS = 20
-_STEP = 20e-6
-_LONGEST = 200e-6
+_SHORTEST, _LONGEST = 20e-6, 1e-3
+_SHARE = 0.05
 
 
 class BackOff:
-    """Pauses between polls: none for the first 20, then sleeps that grow from 20 to 200 us.
+    """Pauses between polls: none for the first 20, then sleeps of a twentieth of the time waited.
 
-    MPI's own blocking waits spin, which starves the other ranks wherever there are more ranks than
-    cores.
+    They are 20 us at least and a millisecond at most, so that what is waited too long is little of
+    what was waited anyway. MPI's own blocking waits spin, and short sleeps take a tenth of a core,
+    which starves the other ranks wherever there are more ranks than cores.
     """
 
     def __init__(self) -> None:
-        self._polls = 0
+        self.reset()
 
     def pause(self) -> None:
         """Pause before the next poll."""
         self._polls += 1
         if self._polls > _POLLS:
-            time.sleep(min(_LONGEST, _STEP * (self._polls - _POLLS)))
+            waited = time.monotonic() - self._since
+            time.sleep(min(_LONGEST, max(_SHORTEST, _SHARE * waited)))
 
     def reset(self) -> None:
         """Begin anew, after a poll that found something."""
         self._polls = 0
+        self._since = time.monotonic()
