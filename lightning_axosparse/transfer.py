@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_axosparse.grid import Grid
 from lightning_axosparse.pipeline.split import Rehoused, Split, empty
 from lightning_axosparse.sparse.parcel import forget, pack, unpack
-from lightning_axosparse.sparse.swap import layouts, owners
+from lightning_axosparse.sparse.swap import owners
 
 
 class Route(NamedTuple):
@@ -61,7 +61,7 @@ class Transfer:
     ) -> None:
         self._split, self._old, self._new = split, old, new
         self._optimizers, self._device = optimizers, device
-        self._layouts, self._owners = layouts(split.module), owners(split.module)
+        self._owners = owners(split.module)
 
     def run(self, parts: Sequence[range]) -> None:
         """Deal the layers anew, and send every tensor to the ranks that now need it.
@@ -86,7 +86,7 @@ class Transfer:
 
     def _pack(self, moved: Rehoused) -> Any:
         if isinstance(moved.tensor, nn.Parameter):
-            return pack(moved.tensor, self._layouts.get(moved.name), self._optimizers)
+            return pack(moved.tensor, self._owners[moved.name], self._optimizers)
         return moved.tensor.to("cpu", copy=True)
 
     def _fill(self, moved: Rehoused, cargo: Any) -> None:

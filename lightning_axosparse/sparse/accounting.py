@@ -10,14 +10,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_axosparse.sparse.swap import layouts
+from lightning_axosparse.sparse.swap import owned_parameters
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of model state, by what they hold."""
+    """Bytes of model state, by what they hold.
+
+    ``resident``: the dense copies of sparsely stored weights that stay (policy "samo").
+    """
 
     weights: int
+    resident: int
     indices: int
     gradients: int
     optimizer: int
@@ -25,7 +29,7 @@ class StateBytes:
     @property
     def total(self) -> int:
         """All of them together."""
-        return self.weights + self.indices + self.gradients + self.optimizer
+        return self.weights + self.resident + self.indices + self.gradients + self.optimizer
 
 
 def state_bytes(module: nn.Module, optimizer: Optimizer | None = None) -> StateBytes:
@@ -39,12 +43,14 @@ def state_bytes(module: nn.Module, optimizer: Optimizer | None = None) -> StateB
         optimizer: the optimizer whose state counts, if there is one.
     """
     parameters = list(module.parameters())
+    owned = owned_parameters(module)
+    layouts = [entry.layout for entry in owned if entry.layout is not None]
+    residents = [entry.reading.resident for entry in owned if entry.reading is not None]
     counted: set[int] = set()
     return StateBytes(
         weights=_new_bytes(parameters, counted),
-        indices=_new_bytes(
-            (t for layout in layouts(module).values() for t in layout.tensors.values()), counted
-        ),
+        resident=_new_bytes((r.dense for r in residents if r and r.dense is not None), counted),
+        indices=_new_bytes((t for layout in layouts for t in layout.tensors.values()), counted),
         gradients=_new_bytes((p.grad for p in parameters if p.grad is not None), counted),
         optimizer=_new_bytes(
             (

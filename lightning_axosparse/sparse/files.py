@@ -56,7 +56,7 @@ def save_safetensors(module: nn.Module, path: str | Path, sparse: bool = True) -
         if first != name:
             metadata[name] = first  # tied: as safetensors.torch.save_model notes it
         elif sparse and isinstance(value, SparseWeight):
-            packed = Packed.of(value.kept, value.entries.mask())
+            packed = Packed.of(value.unchanged(), value.entries.mask())
             tensors[f"{name}.index"], tensors[f"{name}.values"] = packed.index, packed.values
             dtype = str(packed.dtype).removeprefix("torch.")
             described[name] = {"shape": list(packed.shape), "dtype": dtype}

@@ -150,11 +150,16 @@ class Layout(ABC):
         dense = values.new_empty(self.shape)
         if values.is_meta:  # of another stage
             return dense
+        self.fill(dense, values)
+        return dense
+
+    @torch.no_grad()
+    def fill(self, dense: Tensor, values: Tensor) -> None:
+        """Write ``values`` (shape ``(nnz,)``), in its dtype, and zeros to ``dense``."""
         flat = dense.view(-1)
         for tile in self.tiles:
             out = flat[tile.start : tile.start + tile.numel]
-            kernels.densify(self, tile, values[tile.entries], out)
-        return dense
+            kernels.densify(self, tile, values[tile.entries].to(dense.dtype), out)
 
     def mask(self) -> Tensor:
         """True where an entry is kept: bool, of the layout's shape."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_axosparse.sparse.formats import layout_of
 from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.module import make_sparse
+from lightning_axosparse.sparse.reading import Reading, master_dtype
 from lightning_axosparse.sparse.swap import Owned, owned_parameters, renew_reducers, replace
 from lightning_axosparse.sparse.weight import SparseWeight
 
@@ -78,21 +79,22 @@ def _adopt(entry: Owned, name: str, tensor: Tensor, mask: Tensor) -> None:
             "module and the ticket. Load into the model that it was saved from."
         )
     layout = layout_of(mask.to(tensor.device))
-    values = _kept(tensor.detach(), layout).to(parameter.dtype)
+    reading = entry.reading or Reading(parameter.dtype)
+    values = _kept(tensor.detach(), layout).to(reading.dtype).to(master_dtype(reading.dtype))
     if parameter.is_meta:
         _take_the_place(entry, values)
     else:
         layout.move(parameter.device)
         replace(parameter, values.to(parameter.device), None)
     for owner, attribute in entry.owners:
-        make_sparse(owner, attribute, layout)
+        make_sparse(owner, attribute, layout, reading)
 
 
 def _kept(tensor: Tensor, layout: Layout) -> Tensor:
     """The entries of ``tensor`` that ``layout`` keeps, not by way of a dense one if it has them."""
     if isinstance(tensor, SparseWeight) and tensor.entries.same_entries(layout):
-        return tensor.kept.clone()
-    return layout.compress(tensor)
+        return tensor.unchanged().clone()
+    return layout.compress(tensor.dense() if isinstance(tensor, SparseWeight) else tensor)
 
 
 def _materialise(entry: Owned) -> None:

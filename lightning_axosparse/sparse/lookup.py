@@ -53,6 +53,9 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(indices: Tensor, weight: SparseWeight, padding: int | None) -> Tensor:
+        resident = weight.resident()
+        if resident is not None:
+            return resident[indices]
         rows = take_rows(indices.reshape(-1), weight.unchanged(), weight.entries)
         return rows.view(*indices.shape, rows.shape[1])
 
@@ -71,7 +74,7 @@ class _Lookup(torch.autograd.Function):
             return None, dense(gradient, indices, ctx.rows, padding, False), None
         rows = gradient.reshape(-1, gradient.shape[-1])
         values = add_rows(indices.reshape(-1), rows, ctx.layout, ctx.padding)
-        geometry = torch.empty(ctx.rows, rows.shape[1], device="meta")
+        geometry = torch.empty(ctx.rows, rows.shape[1], dtype=rows.dtype, device="meta")
         return None, SparseWeight(values, ctx.layout, geometry), None
 
 

@@ -14,18 +14,23 @@ import torch
 from torch import Tensor, nn
 
 from lightning_axosparse.sparse.layout import Layout
-from lightning_axosparse.sparse.weight import sparse_weight
+from lightning_axosparse.sparse.reading import Reading, master_dtype
+from lightning_axosparse.sparse.weight import SparseWeight, sparse_weight
 
 
 class SparseModule(nn.Module):
     """Mixed into the class of a module while some of its parameters are stored sparse."""
 
     _layouts: dict[str, Layout]
+    _readings: dict[str, Reading]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SparseModule:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        keeping = _KeepingMasters(fn, self)
+        super()._apply(keeping, recurse)  # type: ignore[no-untyped-call]
         for name, layout in self._layouts.items():
-            layout.move(self._parameters[name].device)  # type: ignore[union-attr]
+            device = self._parameters[name].device  # type: ignore[union-attr]
+            layout.move(device)
+            self._readings[name].move(keeping.dtypes[name])
         return self
 
     def _save_to_state_dict(
@@ -34,8 +39,11 @@ class SparseModule(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, layout in self._layouts.items():
             values = destination[prefix + name]
+            reading = self._readings[name]
             destination[prefix + name] = (
-                sparse_weight(values, layout) if keep_vars else layout.densify(values)
+                sparse_weight(values, layout, Reading(reading.dtype))
+                if keep_vars
+                else layout.densify(values.to(reading.dtype))
             )
 
     def _load_from_state_dict(
@@ -53,7 +61,8 @@ class SparseModule(nn.Module):
             if dense is None:
                 continue
             if dense.shape == layout.shape:
-                state_dict[prefix + name] = layout.to(dense.device).compress(dense)
+                plain = dense.dense() if isinstance(dense, SparseWeight) else dense
+                state_dict[prefix + name] = layout.to(plain.device).compress(plain)
             else:
                 error_msgs.append(
                     f"size mismatch for {prefix}{name}: the sparse parameter takes a dense tensor "
@@ -98,20 +107,47 @@ class SparseRNN(SparseModule):
         """Do nothing: there are no dense weights to flatten."""
 
 
-def make_sparse(module: nn.Module, name: str, layout: Layout) -> None:
+class _KeepingMasters:
+    """A function that ``Module._apply`` is given, but for kept values: they stay float32 at least.
+
+    Attributes:
+        dtypes: what the function makes of the dtypes in which the module's weights read.
+    """
+
+    def __init__(self, fn: Callable[[Tensor], Tensor], module: SparseModule) -> None:
+        self._fn = fn
+        self.dtypes: dict[str, torch.dtype] = {}
+        self._masters: dict[int, torch.dtype] = {}
+        for name, reading in module._readings.items():
+            values = module._parameters[name]
+            assert values is not None
+            sample = torch.empty(0, dtype=reading.dtype, device=values.device)
+            self.dtypes[name] = fn(sample).dtype
+            for tensor in (values, values.grad):
+                self._masters[id(tensor)] = master_dtype(self.dtypes[name])
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        made, master = self._fn(tensor), self._masters.get(id(tensor))
+        return made if master in (None, made.dtype) else tensor.to(made.device, master)
+
+
+def make_sparse(module: nn.Module, name: str, layout: Layout, reading: Reading) -> None:
     """Let ``module.name`` read as a dense-shaped weight kept as ``layout`` says."""
-    layouts = {**module.__dict__.get("_layouts", {}), name: layout}
     dense_class = _dense_class(module)
+    layouts = {**module.__dict__.get("_layouts", {}), name: layout}
     module.__dict__["_layouts"] = layouts
+    module.__dict__["_readings"] = {**module.__dict__.get("_readings", {}), name: reading}
     module.__dict__.pop("_flat_weights", None)
     module.__class__ = _sparse_class(dense_class, tuple(layouts))
 
 
 def forget_layout(module: nn.Module, name: str) -> None:
     """Let ``module.name`` read as the parameter itself, the others stay as they are."""
-    layouts = {key: layout for key, layout in module.__dict__["_layouts"].items() if key != name}
+    stored = vars(module)
+    layouts = {key: layout for key, layout in stored["_layouts"].items() if key != name}
     if layouts:
-        module.__dict__["_layouts"] = layouts
+        stored["_layouts"] = layouts
+        stored["_readings"] = {key: stored["_readings"][key] for key in layouts}
         module.__class__ = _sparse_class(_dense_class(module), tuple(layouts))
     else:
         make_dense(module)
@@ -120,7 +156,7 @@ def forget_layout(module: nn.Module, name: str) -> None:
 def make_dense(module: nn.Module) -> None:
     """Give ``module`` its own class back; its parameters must be dense again."""
     module.__class__ = _dense_class(module)
-    del module.__dict__["_layouts"]
+    del module.__dict__["_layouts"], module.__dict__["_readings"]
     if isinstance(module, nn.RNNBase):
         module._init_flat_weights()
 
@@ -158,7 +194,7 @@ def _reader(name: str) -> Callable[[SparseModule], Tensor | None]:
         # torch.func.functional_call may have put a dense tensor in the parameter's place.
         if values is None or values.shape != torch.Size([layout.nnz]):
             return values
-        return sparse_weight(values, layout)
+        return sparse_weight(values, layout, module._readings[name].of(values, module.training))
 
     return read
 

@@ -18,26 +18,31 @@ _TRIAL_STEPS = 3
 _TRIAL_LR = 1e-2
 
 
-def compress_state(state: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+def compress_state(
+    state: Mapping[str, Any], layout: Layout, dtype: torch.dtype | None = None
+) -> dict[str, Any]:
     """One parameter's optimizer state with every tensor of its dense shape reduced to kept entries.
 
     Args:
         state: what ``optimizer.state[parameter]`` or the ``state`` of an optimizer's state dict
             holds for a dense parameter. Other entries (``step``) are passed on as they are.
         layout: the parameter's kept entries.
+        dtype: what these tensors become; None leaves theirs.
     """
     return {
-        key: layout.to(value.device).compress(value)
+        key: layout.to(value.device).compress(value).to(dtype or value.dtype)
         if isinstance(value, Tensor) and value.shape == layout.shape
         else value
         for key, value in state.items()
     }
 
 
-def expand_state(state: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+def expand_state(
+    state: Mapping[str, Any], layout: Layout, dtype: torch.dtype | None = None
+) -> dict[str, Any]:
     """The inverse of :func:`compress_state`: tensors of kept entries become dense."""
     return {
-        key: layout.to(value.device).densify(value)
+        key: layout.to(value.device).densify(value.to(dtype or value.dtype))
         if isinstance(value, Tensor) and value.shape == (layout.nnz,)
         else value
         for key, value in state.items()

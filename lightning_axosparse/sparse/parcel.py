@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.module import SparseModule, forget_layout, make_sparse
+from lightning_axosparse.sparse.reading import Reading
 
 _CPU = torch.device("cpu")
 
@@ -21,22 +22,30 @@ Owner = tuple[nn.Module, str]
 
 @dataclass(frozen=True)
 class Parcel:
-    """A parameter's values, its optimizer state and, if it is sparse, its kept entries; on CPU.
+    """A parameter's values, its optimizer state and, if sparse, how it is stored and read; on CPU.
 
     Attributes:
         values: the values: of the dense shape, or the kept ones alone.
         layout: which entries are kept; None for a dense parameter.
+        reading: how it is read; None for a dense parameter. Its resident copy is not sent.
         state: per optimizer, by its index, the entries of its state of the parameter, and whether
             they lie on the device, as the ``step`` of most optimizers does not.
     """
 
     values: Tensor
     layout: Layout | None
+    reading: Reading | None
     state: dict[int, dict[str, tuple[Any, bool]]]
 
 
-def pack(parameter: nn.Parameter, layout: Layout | None, optimizers: Iterable[Optimizer]) -> Parcel:
-    """Copy what there is of a parameter; ``layout`` is that of its sparse storage, if any."""
+def pack(
+    parameter: nn.Parameter, owners: Sequence[Owner], optimizers: Iterable[Optimizer]
+) -> Parcel:
+    """Copy what there is of a parameter."""
+    module, name = owners[0]
+    layout = reading = None
+    if isinstance(module, SparseModule) and name in module._layouts:
+        layout, reading = module._layouts[name].to(_CPU), module._readings[name]
     state = {
         index: {
             key: (_copy(value), isinstance(value, Tensor) and not value.is_cpu)
@@ -45,7 +54,7 @@ def pack(parameter: nn.Parameter, layout: Layout | None, optimizers: Iterable[Op
         for index, optimizer in enumerate(optimizers)
         if parameter in optimizer.state
     }
-    return Parcel(_copy(parameter), layout and layout.to(_CPU), state)
+    return Parcel(_copy(parameter), layout, reading, state)
 
 
 def unpack(
@@ -56,7 +65,7 @@ def unpack(
     device: torch.device,
 ) -> None:
     """Fill an emptied parameter in, on ``device``, and let its owners read it as it is stored."""
-    parameter.data = torch.empty(0, dtype=parameter.dtype, device=device)
+    parameter.data = torch.empty(0, dtype=parcel.values.dtype, device=device)
     with torch.no_grad():
         # Not ``.data =``: the node that accumulates the gradient would expect the former shape.
         parameter.set_(parcel.values.to(device))  # type: ignore[call-overload]
@@ -66,10 +75,10 @@ def unpack(
                 key: value.to(device) if on_device else value
                 for key, (value, on_device) in parcel.state[index].items()
             }
-    if parcel.layout is not None:
+    if parcel.layout is not None and parcel.reading is not None:
         layout = parcel.layout.to(device)
         for module, name in owners:
-            make_sparse(module, name, layout)
+            make_sparse(module, name, layout, parcel.reading)
 
 
 def forget(

@@ -85,6 +85,9 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(inputs: Tensor, weight: SparseWeight, bias: Tensor | None, by_rows: bool) -> Tensor:
+        resident = weight.resident()
+        if resident is not None:
+            return F.linear(inputs, resident if by_rows else resident.t(), bias)
         flat = inputs.reshape(-1, inputs.shape[-1])
         values, layout = weight.unchanged(), weight.entries
         product = times_transposed if by_rows else times
@@ -116,7 +119,7 @@ def _gradient(ctx: Any, inputs: Tensor, gradient: Tensor) -> Tensor:
     left, right = (side.reshape(-1, side.shape[-1]) for side in sides)
     if torch.is_grad_enabled():
         return left.t() @ right
-    geometry = torch.empty(left.shape[1], right.shape[1], device="meta")
+    geometry = torch.empty(left.shape[1], right.shape[1], dtype=left.dtype, device="meta")
     return SparseWeight(outer(left, right, ctx.layout), ctx.layout, geometry)
 
 

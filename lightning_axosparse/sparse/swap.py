@@ -15,6 +15,7 @@ from lightning_axosparse.sparse.formats import layout_of
 from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.module import SparseModule, make_dense, make_sparse
 from lightning_axosparse.sparse.optimizer import check_state, compress_state, expand_state
+from lightning_axosparse.sparse.reading import POLICIES, Policy, Reading, master_dtype
 from lightning_axosparse.sparse.weight import compress_gradient
 
 
@@ -32,12 +33,19 @@ class Owned:
         owner, attribute = self.owners[0]
         return owner._layouts.get(attribute) if isinstance(owner, SparseModule) else None
 
+    @property
+    def reading(self) -> Reading | None:
+        """How the parameter is read, or None while it is dense."""
+        owner, attribute = self.owners[0]
+        return owner._readings.get(attribute) if isinstance(owner, SparseModule) else None
+
 
 def sparsify(
     module: nn.Module,
     masks: Mapping[str, Tensor],
     optimizer: Optimizer | None = None,
     index_format: str | None = None,
+    policy: Policy = "sparse",
 ) -> None:
     """Store the named parameters of ``module`` as their kept values alone, in place.
 
@@ -57,12 +65,17 @@ def sparsify(
             compressed.
         index_format: how the places of kept entries are written down: "coo", "block", "gaps" or
             "bitmap" (``sparse/formats.py``); None takes what is fastest on the device.
+        policy: "sparse": the dense weight is made, in parts, at every use and never stays; "samo":
+            it stays, in the dtype that products run in, and is made once an optimizer step. The
+            kept values of a weight of less than 32 bits are float32 with both.
 
     Raises:
-        ValueError: for an index format, name, shape or dtype that does not fit, a parameter on the
-            meta device, one that is stored sparse with another mask, and optimizer state that is
-            not elementwise. Nothing has been changed then.
+        ValueError: for a policy, an index format, name, shape or dtype that does not fit, a
+            parameter on the meta device, one that is stored sparse with another mask, and optimizer
+            state that is not elementwise. Nothing has been changed then.
     """
+    if policy not in POLICIES:
+        raise ValueError(f"Unknown policy '{policy}'. Take one of {list(POLICIES)}.")
     owned = owned_parameters(module)
     by_name = {name: entry for entry in owned for name in entry.names}
     layouts: dict[int, tuple[Owned, Layout]] = {}
@@ -85,6 +98,8 @@ def sparsify(
     for entry, layout in layouts.values():
         if entry.layout is None:
             _to_values(entry, layout, optimizer)
+        assert entry.reading is not None
+        entry.reading.policy = policy
     renew_reducers(module)
 
 
@@ -100,7 +115,7 @@ def densify(module: nn.Module, optimizer: Optimizer | None = None) -> None:
     """
     for entry in owned_parameters(module):
         if entry.layout is not None:
-            _to_dense(entry, entry.layout, optimizer)
+            _to_dense(entry, optimizer)
     for submodule in module.modules():
         if isinstance(submodule, SparseModule):
             make_dense(submodule)
@@ -160,31 +175,39 @@ def _checked_layout(name: str, entry: Owned, mask: Tensor, index_format: str | N
 
 def _to_values(entry: Owned, layout: Layout, optimizer: Optimizer | None) -> None:
     parameter, gradient = entry.parameter, entry.parameter.grad
-    kept = None if gradient is None else compress_gradient(gradient, layout)
-    replace(parameter, layout.compress(parameter.detach()), kept)
+    reading = Reading(parameter.dtype)
+    master = master_dtype(parameter.dtype)
+    kept = None if gradient is None else compress_gradient(gradient, layout).to(master)
+    replace(parameter, layout.compress(parameter.detach()).to(master), kept)
     if optimizer is not None and parameter in optimizer.state:
         state = optimizer.state[parameter]
-        state.update(compress_state(state, layout))
+        state.update(compress_state(state, layout, master))
     for owner, attribute in entry.owners:
-        make_sparse(owner, attribute, layout)
+        make_sparse(owner, attribute, layout, reading)
 
 
-def _to_dense(entry: Owned, layout: Layout, optimizer: Optimizer | None) -> None:
+def _to_dense(entry: Owned, optimizer: Optimizer | None) -> None:
+    layout, reading = entry.layout, entry.reading
+    assert layout is not None
+    assert reading is not None
     parameter, gradient = entry.parameter, entry.parameter.grad
-    dense = None if gradient is None else layout.densify(gradient)
-    replace(parameter, layout.densify(parameter.detach()), dense)
+    dense = None if gradient is None else layout.densify(gradient.to(reading.dtype))
+    replace(parameter, layout.densify(parameter.detach().to(reading.dtype)), dense)
     if optimizer is not None and parameter in optimizer.state:
         state = optimizer.state[parameter]
-        state.update(expand_state(state, layout))
+        state.update(expand_state(state, layout, reading.dtype))
 
 
 def replace(parameter: nn.Parameter, values: Tensor, gradient: Tensor | None) -> None:
     """Give ``parameter`` new values of another shape, and the gradient that goes with them.
 
     ``set_`` and not ``.data =``: it also renews the node at which autograd accumulates the
-    gradient, which hooks keep alive and which would go on expecting the former shape.
+    gradient, which hooks keep alive and which would go on expecting the former shape. ``.data =``
+    does so where the dtype changes, which ``set_`` cannot.
     """
     parameter.grad = None
+    if values.dtype != parameter.dtype:
+        parameter.data = values
     with torch.no_grad():
         parameter.set_(values)  # type: ignore[call-overload]
     parameter.grad = gradient

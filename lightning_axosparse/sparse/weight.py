@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_axosparse.sparse.compiled import recomputed_densify
 from lightning_axosparse.sparse.kernels import reference
 from lightning_axosparse.sparse.layout import Layout, row_length
+from lightning_axosparse.sparse.reading import Reading, Resident
 
 _to_copy = torch.ops.aten._to_copy.default
 _add = torch.ops.aten.add.Tensor
@@ -25,7 +26,7 @@ OWN_WAYS: dict[Callable[..., Any], Callable[..., Any]] = {}
 the same arguments; it returns NotImplemented where it does not apply. Filled by the package."""
 
 
-def sparse_weight(values: Tensor, layout: Layout) -> Tensor:
+def sparse_weight(values: Tensor, layout: Layout, reading: Reading | None = None) -> Tensor:
     """The dense-shaped weight whose kept entries are ``values``, differentiable in ``values``.
 
     Its gradient is compressed to the kept entries as soon as it is complete. While torch.compile
@@ -35,12 +36,14 @@ def sparse_weight(values: Tensor, layout: Layout) -> Tensor:
     Args:
         values: kept entries, shape ``(layout.nnz,)``, floating.
         layout: where they lie.
+        reading: the weight's dtype, and its dense copy that stays; None: that of ``values``, none.
     """
+    reading = reading or Reading(values.dtype)
     if torch.compiler.is_compiling():
-        return recomputed_densify(values, layout)
+        return recomputed_densify(values.to(reading.dtype), layout)
     large = layout.shape.numel() >= OWN_WAY_ENTRIES
     kind = TrainedWeight if large and torch.is_grad_enabled() else SparseWeight
-    weight: Tensor = _Expand.apply(values, layout, kind)  # type: ignore[no-untyped-call]
+    weight: Tensor = _Expand.apply(values, layout, reading, kind)  # type: ignore[no-untyped-call]
     return weight
 
 
@@ -48,36 +51,43 @@ class SparseWeight(Tensor):
     """A dense-shaped tensor that is made dense only inside the operator that uses it.
 
     Views and casts of it stay sparse. Any other operator is given a dense copy that dies with it,
-    so what autograd saves for backward is this small object and never a dense weight. An in-place
-    operator writes through to the kept entries; what it writes elsewhere is dropped. It also stands
-    for a gradient of which only the kept entries were computed.
+    or the resident one, so what autograd saves for backward is this small object and never a dense
+    weight. An in-place operator writes through to the kept entries; what it writes elsewhere is
+    dropped. It also stands for a gradient of which only the kept entries were computed.
 
     Attributes:
-        kept: kept entries, shape ``(nnz,)``; shares storage with the parameter.
+        kept: kept entries, shape ``(nnz,)``; shares storage with the parameter. Their dtype may be
+            wider than the weight's.
         entries: their places in the tensor that this one is a view of.
     """
 
     kept: Tensor
     entries: Layout
+    _resident: Resident | None
     _version_read: int
 
     @staticmethod
     def __new__(
-        cls, values: Tensor, layout: Layout, geometry: Tensor | None = None
+        cls,
+        values: Tensor,
+        layout: Layout,
+        geometry: Tensor | None = None,
+        resident: Resident | None = None,
     ) -> SparseWeight:
-        """Wrap ``values``; size, strides and offset are those of ``geometry``, if given."""
+        """Wrap ``values``; size, strides, offset and dtype are those of ``geometry``, if given."""
         if geometry is None:
-            geometry = torch.empty(layout.shape, device="meta")
+            geometry = torch.empty(layout.shape, dtype=values.dtype, device="meta")
         weight: SparseWeight = torch.Tensor._make_wrapper_subclass(
             cls,
             geometry.size(),
             strides=geometry.stride(),
             storage_offset=geometry.storage_offset(),
-            dtype=values.dtype,
+            dtype=geometry.dtype,
             device=values.device,
         )
         weight.kept = values
         weight.entries = layout
+        weight._resident = resident
         weight._version_read = values._version
         return weight
 
@@ -95,20 +105,24 @@ class SparseWeight(Tensor):
         kwargs = kwargs or {}
         source = args[0] if args else None
         if isinstance(source, SparseWeight):
-            if func is _to_copy and kwargs.keys() <= {"dtype", "device", "non_blocking"}:
-                return source._converted(**kwargs)
+            # Casts in backward name the layout, too.
+            if func is _to_copy and kwargs.get("layout", torch.strided) is torch.strided:
+                asked = {key: value for key, value in kwargs.items() if key != "layout"}
+                if asked.keys() <= {"dtype", "device", "non_blocking"}:
+                    return source._converted(**asked)
             if func.is_view:
                 views = func(source._geometry(), *args[1:], **kwargs)
                 first = views if isinstance(views, Tensor) else views[0]
                 if first.dtype == source.dtype:
                     return _mapped(source._viewed, views, Tensor)
             if func is _add and len(args) == 2 and not kwargs and source._adds_to(args[1]):
-                return source._with(source.kept + args[1].kept)
+                return source._with(source.unchanged() + args[1].unchanged())
         written = _written_by(func, args, kwargs)
         if written:
             return _write_through(func, args, kwargs, written)
-        dense_args = _mapped(SparseWeight.dense, args)
-        return func(*dense_args, **{k: _mapped(SparseWeight.dense, v) for k, v in kwargs.items()})
+        operand = SparseWeight.dense if func.is_view else SparseWeight.operand
+        dense_args = _mapped(operand, args)
+        return func(*dense_args, **{k: _mapped(operand, v) for k, v in kwargs.items()})
 
     def dense(self) -> Tensor:
         """A fresh plain tensor with this weight's entries, shape and strides.
@@ -117,6 +131,22 @@ class SparseWeight(Tensor):
             RuntimeError: if the kept values changed in place since this weight was read.
         """
         return self._strided(self._whole())
+
+    def operand(self) -> Tensor:
+        """This weight as a plain tensor to compute with, not to keep: the resident one or a copy.
+
+        Raises:
+            RuntimeError: as :meth:`dense`.
+        """
+        resident = self.resident()
+        return self.dense() if resident is None else resident
+
+    def resident(self) -> Tensor | None:
+        """The dense copy that stays in memory, seen as this weight, if there is one as wide."""
+        if self._resident is None or self._resident.dtype != self.dtype:
+            return None
+        self._check_version()
+        return self._strided(self._resident.whole(self.kept, self.entries))
 
     def rows(self) -> bool:
         """Whether this is a matrix whose rows are whole rows of the stored tensor, in order."""
@@ -149,7 +179,11 @@ class SparseWeight(Tensor):
         )
 
     def unchanged(self) -> Tensor:
-        """The kept values, if they are still those that were read."""
+        """The kept values in the weight's dtype, if they are still those that were read."""
+        self._check_version()
+        return self.kept.to(self.dtype)
+
+    def _check_version(self) -> None:
         if self.kept._version != self._version_read:
             raise RuntimeError(
                 f"The kept values of a sparse weight of shape {tuple(self.entries.shape)} were "
@@ -157,7 +191,6 @@ class SparseWeight(Tensor):
                 "pass that needs it again. Step the optimizer, load weights or change them only "
                 "after backward."
             )
-        return self.kept
 
     def _whole(self) -> Tensor:
         """The dense tensor of the layout's shape, of which this weight is a view."""
@@ -166,11 +199,12 @@ class SparseWeight(Tensor):
     def _strided(self, base: Tensor) -> Tensor:
         return base.as_strided(self.size(), self.stride(), self.storage_offset())
 
-    def _geometry(self) -> Tensor:
-        return self._strided(torch.empty(self.entries.shape, dtype=self.dtype, device="meta"))
+    def _geometry(self, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype or self.dtype
+        return self._strided(torch.empty(self.entries.shape, dtype=dtype, device="meta"))
 
     def _viewed(self, geometry: Tensor) -> SparseWeight:
-        view = type(self)(self.kept, self.entries, geometry)
+        view = type(self)(self.kept, self.entries, geometry, self._resident)
         view._version_read = self._version_read
         return view
 
@@ -195,8 +229,11 @@ class SparseWeight(Tensor):
     ) -> SparseWeight:
         device = device or self.device
         dtype = dtype or self.dtype
+        if self._resident is not None and device == self.device and self.kept.dtype == self.dtype:
+            # Rounded by the resident copy as it is filled.
+            return self._viewed(self._geometry(dtype))
         values = self.unchanged().to(device, dtype, non_blocking=non_blocking, copy=True)
-        return type(self)(values, self.entries.to(device), self._geometry())
+        return type(self)(values, self.entries.to(device), self._geometry(dtype))
 
 
 class TrainedWeight(SparseWeight):
@@ -225,33 +262,41 @@ class _Expand(torch.autograd.Function):
     """Kept values to lazy weight; backward, dense gradient to gradient of the kept values."""
 
     @staticmethod
-    def forward(values: Tensor, layout: Layout, kind: type[SparseWeight]) -> SparseWeight:
-        return kind(values.detach(), layout)
+    def forward(
+        values: Tensor, layout: Layout, reading: Reading, kind: type[SparseWeight]
+    ) -> SparseWeight:
+        geometry = torch.empty(layout.shape, dtype=reading.dtype, device="meta")
+        return kind(values.detach(), layout, geometry, reading.resident)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.layout = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return compress_gradient(gradient, ctx.layout), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return compress_gradient(gradient, ctx.layout), None, None, None
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[int | None, ...], values: Tensor, layout: Layout, kind: type
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        values: Tensor,
+        layout: Layout,
+        reading: Reading,
+        kind: type,
     ) -> tuple[Tensor, int | None]:
         """Stay lazy for one set of values under vmap; make several sets dense together."""
         if in_dims[0] is None:
-            return sparse_weight(values, layout), None
+            return sparse_weight(values, layout, Reading(reading.dtype)), None
         weights = torch.vmap(lambda one: reference.scatter(one, layout.positions(), layout.shape))
-        return weights(values.movedim(in_dims[0], 0)), 0
+        return weights(values.movedim(in_dims[0], 0).to(reading.dtype)), 0
 
 
 def compress_gradient(gradient: Tensor, layout: Layout) -> Tensor:
     """The kept entries of a gradient: dense, sparse COO (``nn.Embedding``) or of them alone."""
     if isinstance(gradient, SparseWeight):
         if gradient.entries is layout and gradient.is_contiguous():
-            return gradient.kept
+            return gradient.unchanged()
         gradient = gradient.dense()
     dense = gradient.to_dense() if gradient.is_sparse else gradient
     if torch.is_grad_enabled():
@@ -294,6 +339,8 @@ def _write_through(
     result = func(*_mapped(dense, args), **{k: _mapped(dense, v) for k, v in kwargs.items()})
     for weight in written:
         weight.kept.copy_(weight.entries.compress(bases[id(weight)]))
+        if weight._resident is not None:  # operators in here count no version
+            weight._resident.drop()
         weight._version_read = weight.kept._version
     originals = {id(copies[id(weight)]): weight for weight in written}
     return _mapped(lambda tensor: originals.get(id(tensor), tensor), result, Tensor)

@@ -45,9 +45,9 @@ def step(module: Tied, optimizer: AdamW) -> None:
 def test_a_parameter_that_left_and_came_back_goes_on_as_if_it_had_stayed() -> None:
     stayed, other = trained()
     moved, optimizer = trained()
-    owned, sparse = owners(moved), layouts(moved)
+    owned = owners(moved)
     for name, parameter in list(moved.named_parameters()):
-        parcel = pickle.loads(pickle.dumps(pack(parameter, sparse[name], [optimizer])))
+        parcel = pickle.loads(pickle.dumps(pack(parameter, owned[name], [optimizer])))
         forget(parameter, owned[name], [optimizer])
         parameter.data = torch.empty(0)
         assert parameter not in optimizer.state
@@ -73,5 +73,5 @@ def test_a_layer_is_itself_again_when_all_its_weights_have_left() -> None:
 
 
 def test_a_parcel_holds_no_more_than_its_parameter() -> None:
-    parameter = nn.Parameter(torch.zeros(1000)[:10])
-    assert pack(parameter, None, []).values.untyped_storage().nbytes() == 40
+    module = nn.ParameterList([nn.Parameter(torch.zeros(1000)[:10])])
+    assert pack(module[0], [(module, "0")], []).values.untyped_storage().nbytes() == 40
