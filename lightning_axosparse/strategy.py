@@ -53,6 +53,7 @@ from lightning_axosparse.planning.automatic import default_microbatches
 from lightning_axosparse.ranks import GridStrategy
 from lightning_axosparse.sparse import sparsify
 from lightning_axosparse.sparse.configure import dense_shapes
+from lightning_axosparse.sparse.reading import Policy
 from lightning_axosparse.sparse.swap import layouts
 from lightning_axosparse.stepping import Stepper, cut
 from lightning_axosparse.timing import clock
@@ -407,14 +408,16 @@ class AxoSparseStrategy(GridStrategy):
         """The names that this rank counts, so that each is counted once over a pipeline."""
         return self._deployed.split.counted()
 
-    def sparsify(self, masks: Mapping[str, Tensor]) -> None:
+    def sparsify(self, masks: Mapping[str, Tensor], policy: Policy = "sparse") -> None:
         """Store the masked parameters of this rank, and their optimizer state, sparse.
 
         Args:
             masks: name of a held parameter -> bool tensor of its shape, True where an entry is
                 kept. Read one at a time.
+            policy: as for :func:`lightning_axosparse.sparsify`.
         """
-        sparsify(self._module, masks, self.optimizers[0] if self.optimizers else None)
+        optimizer = self.optimizers[0] if self.optimizers else None
+        sparsify(self._module, masks, optimizer, policy=policy)
         self._stepper.pipeline.limit.measure_again()
         self._regrid_is_due = self._regrid is not None
 

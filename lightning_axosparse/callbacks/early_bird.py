@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -18,9 +18,17 @@ from lightning_axosparse.pruning.packed import PackedMasks
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.pruning.together import all_gather, from_first, gather
 from lightning_axosparse.sparse.optimizer import refuse_matrix_optimizers
+from lightning_axosparse.sparse.reading import POLICIES, best_policy
 from lightning_axosparse.sparse.swap import layouts
 
-_NEEDED = ("inter_group", "data_group", "held_parameters", "counted_parameters", "sparsify")
+_NEEDED = (
+    "inter_group",
+    "data_group",
+    "held_parameters",
+    "counted_parameters",
+    "microbatches",
+    "sparsify",
+)
 
 
 class EarlyBirdTicket(Callback):
@@ -48,6 +56,9 @@ class EarlyBirdTicket(Callback):
         exclude: patterns (as in :mod:`fnmatch`) of parameter names to leave dense, such as
             ``"*.embedding.weight"``.
         ticket: a ticket, or the file of one, to adopt when fit starts, with no search.
+        policy: "sparse" makes dense weights at every use, least memory; "samo" keeps them, in the
+            dtype that products run in, and makes them once an optimizer step (SAMO); "auto" takes
+            "samo" in 16 bits with several micro-batches a step, else "sparse".
 
     Attributes:
         ticket: the ticket once it is drawn or adopted, else None. Every rank has the whole of it,
@@ -68,6 +79,7 @@ class EarlyBirdTicket(Callback):
         draw_by_epoch: int | None = None,
         exclude: Sequence[str] = (),
         ticket: Ticket | str | Path | None = None,
+        policy: Literal["auto", "sparse", "samo"] = "auto",
     ) -> None:
         _check(0 < pruning_ratio < 1, f"pruning_ratio={pruning_ratio}: must be in (0, 1).")
         _check(scope in ("global", "layer"), f"scope={scope!r}: must be 'global' or 'layer'.")
@@ -78,6 +90,9 @@ class EarlyBirdTicket(Callback):
             draw_by_epoch is None or draw_by_epoch >= 1,
             f"draw_by_epoch={draw_by_epoch}: counts epochs from 1.",
         )
+        policies = ("auto", *POLICIES)
+        _check(policy in policies, f"policy={policy!r}: must be one of {policies}.")
+        self.policy = policy
         self.pruning_ratio = pruning_ratio
         self.scope = scope
         self.distance = distance
@@ -224,10 +239,13 @@ class EarlyBirdTicket(Callback):
         self._prune(trainer, self.ticket)
         rank_zero_info(f"Early-bird ticket drawn: {self.ticket}")
 
-    @staticmethod
-    def _prune(trainer: Trainer, ticket: Ticket) -> None:
+    def _prune(self, trainer: Trainer, ticket: Ticket) -> None:
         strategy: Any = trainer.strategy
-        strategy.sparsify(ticket.part(strategy.held_parameters()))
+        policy = self.policy
+        if policy == "auto":
+            passes = strategy.microbatches * trainer.accumulate_grad_batches
+            policy = best_policy(str(trainer.precision).startswith(("16", "bf16")), passes)
+        strategy.sparsify(ticket.part(strategy.held_parameters()), policy)
 
 
 def _part(masks: PackedMasks, counted: Collection[str]) -> PackedMasks:

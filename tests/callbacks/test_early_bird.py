@@ -35,6 +35,8 @@ class Model(LightningModule):
 class OneOf(SingleDeviceStrategy):
     """Single-device training in which this process says to hold some of the parameters."""
 
+    microbatches = 1
+
     def __init__(self, stages=1, stage=0, inter_group=None, data_group=None):
         super().__init__(torch.device("cpu"))
         self.stages, self.stage = stages, stage
@@ -56,8 +58,8 @@ class OneOf(SingleDeviceStrategy):
     def counted_parameters(self):
         return set(self.held_parameters())
 
-    def sparsify(self, masks):
-        sparsify(self.lightning_module, masks, self.optimizers[0])
+    def sparsify(self, masks, policy):
+        sparsify(self.lightning_module, masks, self.optimizers[0], policy=policy)
         self.swaps += 1
 
 

@@ -1,0 +1,74 @@
+"""Two stages train in every precision, with sparse weights, as one process does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+
+from lightning_axosparse import EarlyBirdTicket
+from lightning_axosparse.pruning import Ticket
+from tests.parity.cases import Net, Record, difference, fit, trainer
+from tests.ranks import run_ranks
+
+ROWS: dict[str, dict[str, Any]] = {
+    "32-true": {"policy": "samo"},
+    "bf16-mixed": {"policy": "auto", "clip": 0.5},
+    "16-mixed": {"policy": "sparse", "accumulate": 2},
+    "bf16-true": {"policy": "samo", "clip": 0.5},
+}
+
+
+def ticket() -> Ticket:
+    generator = torch.Generator().manual_seed(3)
+    masks = {
+        name: torch.rand(parameter.shape, generator=generator) < 0.4
+        for name, parameter in Net().named_parameters()
+        if parameter.dim() > 1
+    }
+    return Ticket(masks, pruning_ratio=0.6)
+
+
+def train(precision: str, ranks: int, g_inter: int) -> Record:
+    from lightning_axosparse import AxoSparseStrategy
+
+    row = ROWS[precision]
+    chosen: dict[str, Any] = {"precision": precision}
+    if precision == "16-mixed":  # by its name alone, Lightning would take bf16-mixed on CPU
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        chosen = {"plugins": [MixedPrecision(precision, "cpu", scaler)]}
+    L.seed_everything(0, verbose=False)
+    run = trainer(
+        AxoSparseStrategy(g_inter=g_inter, microbatches=4),
+        ranks,
+        **chosen,
+        gradient_clip_val=row.get("clip"),
+        accumulate_grad_batches=row.get("accumulate", 1),
+        max_epochs=2,
+        callbacks=[EarlyBirdTicket(ticket=ticket(), policy=row["policy"])],
+    )
+    return fit(run, Net())
+
+
+def train_all(ranks: int, g_inter: int) -> dict[str, Record]:
+    return {precision: train(precision, ranks, g_inter) for precision in ROWS}
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[list[dict[str, Record]]]:
+    """Every row, on one process, and on the ranks of two stages."""
+    return [[train_all(1, 1)], run_ranks(2, train_all, 2, 2)]
+
+
+@pytest.mark.parametrize("precision", ROWS)
+def test_two_stages_do_what_one_process_does(precision: str, runs: Any) -> None:
+    [expected], ranks = runs
+    record = expected[precision]
+    assert record.losses[-1] < record.losses[0]
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    assert record.weights["model.0.weight"].dtype == dtype
+    for found in ranks:
+        assert difference(record, found[precision]) <= 1e-6
