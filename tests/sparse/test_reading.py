@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_axosparse import densify, sparsify
+from lightning_axosparse import densify, load_sparse, save_safetensors, sparsify
 from lightning_axosparse.sparse import weight as weight_module
 from lightning_axosparse.sparse.accounting import state_bytes
 from lightning_axosparse.sparse.layout import Layout
+from lightning_axosparse.sparse.parcel import forget, pack, unpack
 from lightning_axosparse.sparse.reading import best_policy
+from lightning_axosparse.sparse.swap import owners
 from tests.sparse.masking import apply_masks, kept, random_masks
 from tests.sparse.test_layers import build, layer_types, run
 
@@ -269,3 +271,30 @@ def test_the_policies():
     assert best_policy(sixteen_bit=False, passes=8) == "sparse"
     with pytest.raises(ValueError, match=r"Unknown policy 'dense'.*samo"):
         sparsify(network(), {}, policy="dense")
+
+
+def test_a_parcel_carries_how_a_weight_reads():
+    model, inputs = resident("samo", torch.bfloat16), torch.randn(8, 16).bfloat16()
+    expected = model(inputs)
+    held = owners(model)
+    for name, parameter in list(model.named_parameters()):
+        parcel = pickle.loads(pickle.dumps(pack(parameter, held[name], [])))
+        forget(parameter, held[name], [])
+        parameter.data = torch.empty(0, dtype=torch.bfloat16)
+        unpack(parcel, parameter, held[name], [], torch.device("cpu"))
+    assert torch.equal(model(inputs), expected)
+    assert model[0]._parameters["weight"].dtype == torch.float32
+    assert state_bytes(model).resident == 2 * (16 * 32 + 32 * 32 + 32 * 4)
+
+
+@policies
+def test_files_hold_the_modules_dtype(policy, tmp_path):
+    model, inputs = resident(policy, torch.bfloat16), torch.randn(8, 16).bfloat16()
+    save_safetensors(model, tmp_path / "model.safetensors")
+    loaded = network(torch.bfloat16)
+    load_sparse(loaded, tmp_path / "model.safetensors")
+    assert torch.equal(loaded(inputs), model(inputs))
+    assert loaded[0].weight.dtype == torch.bfloat16
+    assert loaded[0]._parameters["weight"].dtype == torch.float32
+    model.load_state_dict(loaded.state_dict(keep_vars=True))
+    assert torch.equal(loaded(inputs), model(inputs))

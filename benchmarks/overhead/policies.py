@@ -1,0 +1,86 @@
+"""Where a resident dense copy (policy "samo") pays: time that either policy adds, and bytes.
+
+    python -m benchmarks.overhead.policies
+
+A transformer block, 90 % pruned, one thread: the forward and backward passes of some micro-batches
+and a step of plain SGD, after which a resident copy is filled anew. Prints a Markdown table.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from benchmarks.overhead.interleaved import median_seconds
+from lightning_axosparse import sparsify
+from lightning_axosparse.examples.gpt import Block
+
+SEQUENCE = 512
+
+
+def block(width: int, ratio: float, policy: str) -> nn.Module:
+    torch.manual_seed(0)
+    made = Block(width, heads=max(1, width // 64), dropout=0.0)
+    if policy != "dense":
+        shapes = {name: p.shape for name, p in made.named_parameters() if p.dim() > 1}
+        masks = {name: torch.rand(shape) > ratio for name, shape in shapes.items()}
+        sparsify(made, masks, policy=policy)  # type: ignore[arg-type]
+    return made
+
+
+def step(
+    module: nn.Module, width: int, tokens: int, passes: int, mixed: bool
+) -> Callable[[], None]:
+    optimizer = torch.optim.SGD(module.parameters(), 1e-4)
+    length = min(tokens, SEQUENCE)
+    inputs = torch.randn(tokens // length, length, width, requires_grad=True)
+
+    def run() -> None:
+        optimizer.zero_grad()
+        inputs.grad = None
+        for _ in range(passes):
+            with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+                output = module(inputs)
+            output.float().sum().backward()
+        optimizer.step()
+
+    return run
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--precision", nargs="+", default=["32-true", "bf16-mixed"])
+    arguments.add_argument("--width", type=int, default=1024)
+    arguments.add_argument("--tokens", type=int, nargs="+", default=[64, 512, 2048])
+    arguments.add_argument("--passes", type=int, nargs="+", default=[1, 4])
+    arguments.add_argument("--ratio", type=float, default=0.9)
+    arguments.add_argument("--trials", type=int, default=7)
+    options = arguments.parse_args()
+    torch.set_num_threads(1)
+    print("| precision | tokens | micro-batches a step | dense | sparse | samo |")
+    print("| --- | --: | --: | --: | --: | --: |")
+    for precision in options.precision:
+        for tokens in options.tokens:
+            for passes in options.passes:
+                mixed = precision == "bf16-mixed"
+                runners = {
+                    policy: step(
+                        block(options.width, options.ratio, policy),
+                        options.width,
+                        tokens,
+                        passes,
+                        mixed,
+                    )
+                    for policy in ("dense", "sparse", "samo")
+                }
+                seconds = median_seconds(runners, options.trials)
+                more = (f"{seconds[p] / seconds['dense'] - 1:+.1%}" for p in ("sparse", "samo"))
+                dense = f"{seconds['dense'] * 1e3:.0f} ms"
+                print(f"| {precision} | {tokens} | {passes} | {dense} | {' | '.join(more)} |")
+
+
+if __name__ == "__main__":
+    main()
