@@ -94,7 +94,7 @@ def _kept(tensor: Tensor, layout: Layout) -> Tensor:
     """The entries of ``tensor`` that ``layout`` keeps, not by way of a dense one if it has them."""
     if isinstance(tensor, SparseWeight) and tensor.entries.same_entries(layout):
         return tensor.unchanged().clone()
-    return layout.compress(tensor.dense() if isinstance(tensor, SparseWeight) else tensor)
+    return layout.compress(tensor)
 
 
 def _materialise(entry: Owned) -> None:

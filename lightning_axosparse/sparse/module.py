@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.reading import Reading, master_dtype
-from lightning_axosparse.sparse.weight import SparseWeight, sparse_weight
+from lightning_axosparse.sparse.weight import sparse_weight
 
 
 class SparseModule(nn.Module):
@@ -61,8 +61,7 @@ class SparseModule(nn.Module):
             if dense is None:
                 continue
             if dense.shape == layout.shape:
-                plain = dense.dense() if isinstance(dense, SparseWeight) else dense
-                state_dict[prefix + name] = layout.to(plain.device).compress(plain)
+                state_dict[prefix + name] = layout.to(dense.device).compress(dense)
             else:
                 error_msgs.append(
                     f"size mismatch for {prefix}{name}: the sparse parameter takes a dense tensor "
