@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import atexit
 import fcntl
 import json
 import os
@@ -13,7 +12,7 @@ import socket
 import sys
 import threading
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
 _HIGH = 500  # above the numbers of files that come from stubs
 
@@ -39,21 +38,19 @@ def _end_with_parent() -> None:
     os._exit(0)
 
 
-def _be_rank(stub: socket.socket) -> None:
+def _be_rank(stub: socket.socket) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     stub = socket.socket(fileno=_raised(stub.detach()))
     order = _receive(stub)
-    threading.Thread(target=_end_with_stub, args=[stub], daemon=True).start()
+    line = stub.detach()  # stays open until the process has ended, all of it
+    threading.Thread(target=_end_with_stub, args=[line], daemon=True).start()
     os.setpgrp()
     os.chdir(order["cwd"])
     os.environ.clear()
     os.environ.update(order["env"])
     code = _run(order["argv"])
-    _finalize()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    stub.sendall(bytes([code]))
-    os._exit(code)
+    os.write(line, bytes([code]))
+    sys.exit(code)  # mpi4py and MPI itself say goodbye at the end of interpreter and process
 
 
 def _run(argv: list[str]) -> int:
@@ -68,13 +65,6 @@ def _run(argv: list[str]) -> int:
         traceback.print_exc()
         return 1
     return 0
-
-
-def _finalize() -> None:
-    """Do what the end of an interpreter would: mpi4py finalizes MPI there, not in `atexit`."""
-    atexit._run_exitfuncs()
-    if "mpi4py.MPI" in sys.modules and not sys.modules["mpi4py.MPI"].Is_finalized():
-        sys.modules["mpi4py.MPI"].Finalize()
 
 
 def _receive(stub: socket.socket) -> dict[str, Any]:
@@ -97,8 +87,8 @@ def _raised(file: int) -> int:
     return high
 
 
-def _end_with_stub(stub: socket.socket) -> None:
-    stub.recv(1)
+def _end_with_stub(line: int) -> None:
+    os.read(line, 1)
     os.killpg(0, signal.SIGKILL)
 
 

@@ -24,6 +24,7 @@ def main() -> None:
     for file in files[3:]:
         os.close(file)
     code = server.recv(1)
+    server.recv(1)  # until the rank is gone, and with it its connection to mpiexec
     sys.exit(code[0] if code else 1)
 
 
