@@ -14,6 +14,7 @@ from torchmetrics import Metric
 
 from lightning_axosparse.deployment import Deal, Deployment
 from lightning_axosparse.grid import Grid
+from lightning_axosparse.planning.search import divisors
 from lightning_axosparse.sparse.accounting import state_bytes
 
 
@@ -44,7 +45,7 @@ def refuse_length(regrid: int | str | None, g_inter: int) -> None:
     Raises:
         MisconfigurationException: naming the numbers that are possible.
     """
-    shorter = _divisors(g_inter)[:-1]
+    shorter = divisors(g_inter)[:-1]
     if isinstance(regrid, int) and regrid not in shorter:
         choice = f"Choose from {shorter}, or 'auto'" if shorter else "Leave regrid out"
         raise MisconfigurationException(
@@ -150,7 +151,7 @@ def shortest(dealt: Deal, memories: Sequence[Memory]) -> int | None:
             kept[index] = max(kept[index], memory.kept / len(memory.layers))
     room = min(memory.room for memory in memories)
     outside = max(memory.outside for memory in memories)
-    for stages in _divisors(now):
+    for stages in divisors(now):
         parts = dealt.among(stages).parts
         need = outside + max(sum(state[i] + stages * kept[i] for i in part) for part in parts)
         if need <= room or stages == now:
@@ -160,10 +161,6 @@ def shortest(dealt: Deal, memories: Sequence[Memory]) -> int | None:
         f"{room / 1e6:,.1f} MB there are."
     )
     return stages
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def _state_bytes(module: nn.Module, optimizers: Sequence[Optimizer]) -> int:

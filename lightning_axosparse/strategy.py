@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import time
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -57,8 +57,6 @@ from lightning_axosparse.sparse.reading import Policy
 from lightning_axosparse.sparse.swap import layouts
 from lightning_axosparse.stepping import Stepper, cut
 from lightning_axosparse.timing import clock
-
-T = TypeVar("T")
 
 
 class AxoSparseStrategy(GridStrategy):
