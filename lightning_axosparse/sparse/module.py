@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_axosparse.sparse.direct import direct_forward
 from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.reading import Reading, master_dtype
 from lightning_axosparse.sparse.weight import sparse_weight
@@ -181,6 +182,9 @@ def _new_class(dense_class: type[nn.Module], names: tuple[str, ...]) -> type[Spa
     if issubclass(dense_class, nn.RNNBase):
         mixin = SparseRNN
     body: dict[str, Any] = {name: property(_reader(name)) for name in names}
+    forward = direct_forward(dense_class, names)
+    if forward is not None:
+        body["forward"] = forward
     body["__module__"] = dense_class.__module__
     body["__doc__"] = f"{dense_class.__name__} with {', '.join(names)} stored sparse."
     return type(f"Sparse{dense_class.__name__}", (mixin, dense_class), body)

@@ -184,13 +184,7 @@ class SparseWeight(Tensor):
         return self.kept.to(self.dtype)
 
     def _check_version(self) -> None:
-        if self.kept._version != self._version_read:
-            raise RuntimeError(
-                f"The kept values of a sparse weight of shape {tuple(self.entries.shape)} were "
-                "changed in place after the forward pass that read it and before the backward "
-                "pass that needs it again. Step the optimizer, load weights or change them only "
-                "after backward."
-            )
+        check_unchanged(self.kept, self._version_read, self.entries)
 
     def _whole(self) -> Tensor:
         """The dense tensor of the layout's shape, of which this weight is a view."""
@@ -290,6 +284,20 @@ class _Expand(torch.autograd.Function):
             return sparse_weight(values, layout, Reading(reading.dtype)), None
         weights = torch.vmap(lambda one: reference.scatter(one, layout.positions(), layout.shape))
         return weights(values.movedim(in_dims[0], 0).to(reading.dtype)), 0
+
+
+def check_unchanged(values: Tensor, version: int, layout: Layout) -> None:
+    """Refuse to go on with kept values that are no longer those that were read.
+
+    Raises:
+        RuntimeError: if their version is not ``version`` any more.
+    """
+    if values._version != version:
+        raise RuntimeError(
+            f"The kept values of a sparse weight of shape {tuple(layout.shape)} were changed in "
+            "place after the forward pass that read it and before the backward pass that needs it "
+            "again. Step the optimizer, load weights or change them only after backward."
+        )
 
 
 def compress_gradient(gradient: Tensor, layout: Layout) -> Tensor:
