@@ -3,31 +3,33 @@
     python -m benchmarks.gpu.step              # on a CUDA device
     python -m benchmarks.gpu.step --tiny       # on CPU: does it all work?
 
-AdamW on float32 weights, bf16 autocast, one sequence a step, random masks. First the Triton kernels
-are checked against the reference on the device, and a sparse step against a masked dense one; then
-prints a Markdown table. A variant that does not fit into memory says so.
+Fused AdamW on float32 weights, bf16 autocast, one sequence a step, random masks; with and without
+recomputing each block's activations, both storage policies. A sparse step is first held to a masked
+dense one. Prints a Markdown table: every sparse model's steps are timed in turn with the dense
+one's. A model that does not fit into memory says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import statistics
-import time
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+from benchmarks.gpu.timing import median_seconds
 from lightning_axosparse import sparsify
-from lightning_axosparse.examples.gpt import GPT
+from lightning_axosparse.examples.gpt import GPT, Block
 from lightning_axosparse.pruning.masks import prunable
-from lightning_axosparse.sparse import kernels
 from lightning_axosparse.sparse.accounting import state_bytes
-from lightning_axosparse.sparse.formats import FORMATS, layout_of
-from lightning_axosparse.sparse.kernels import reference
+from lightning_axosparse.sparse.reading import POLICIES, Policy
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Shape:
     context: int
     vocabulary: int
 
-    def build(self, device: torch.device) -> nn.Module:
+    def build(self, device: torch.device) -> GPT:
         torch.manual_seed(0)
         with device:
             return GPT(
@@ -60,73 +62,132 @@ SHAPES = (
 TINY = (Shape("tiny", 64, 2, 2, 32, 100),)
 
 
+class Training:
+    """A model, its optimizer and one batch.
+
+    Args:
+        model: what to train.
+        device: where it is.
+    """
+
+    def __init__(self, model: GPT, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self._optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+        vocabulary = model.hparams["vocabulary"]
+        self._tokens = torch.randint(vocabulary, (1, model.context), device=device)
+
+    def step(self) -> Tensor:
+        """Train on the batch; the loss."""
+        self._optimizer.zero_grad()
+        with torch.autocast(self._device.type, torch.bfloat16):
+            loss = F.cross_entropy(self._model(self._tokens)[0], self._tokens[0])
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        return loss.detach()
+
+    @property
+    def state(self) -> int:
+        """Bytes of parameters, gradients, optimizer state and indices."""
+        return state_bytes(self._model, self._optimizer).total
+
+
+def recompute(model: GPT) -> None:
+    """Let every block's activations be computed again in the backward pass."""
+    for block in model.modules():
+        if isinstance(block, Block):
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+
+
 def masks(model: nn.Module, ratio: float) -> dict[str, Tensor]:
+    """Random ones, as a ticket would have them."""
     parameters = dict(model.named_parameters())
     return {name: torch.rand_like(parameters[name]) >= ratio for name in prunable(model)}
 
 
-def steps(model: nn.Module, shape: Shape, device: torch.device) -> Iterator[float]:
-    """Train without end; the loss of each step."""
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
-    tokens = torch.randint(shape.vocabulary, (1, shape.context), device=device)
-    while True:
-        optimizer.zero_grad()
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = F.cross_entropy(model(tokens)[0], tokens[0])
-        loss.backward()
-        optimizer.step()
-        model.measured = state_bytes(model, optimizer).total  # type: ignore[assignment]
-        yield loss.item()
-
-
-def check_kernels(device: torch.device) -> None:
-    """Every format's kernel gives the reference's entries."""
-    for name in FORMATS:
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            dense = torch.randn(300, 1000, device=device).to(dtype)
-            layout = layout_of(torch.rand(300, 1000, device=device) < 0.1, name)
-            values = layout.compress(dense)
-            assert torch.equal(values, dense.flatten()[layout.positions().long()]), name
-            for tile in layout.tiles:
-                made, expected = torch.empty(2, tile.numel, dtype=dtype, device=device)
-                kernels.densify(layout, tile, values[tile.entries], made)
-                reference.densify(layout, tile, values[tile.entries], expected)
-                assert torch.equal(made, expected), name
-
-
 def check_numbers(shape: Shape, device: torch.device) -> None:
-    """The first losses of a sparse model are those of the masked dense one."""
+    """The losses of a sparse model are those of the masked dense one, with both policies."""
     dense = shape.build(device)
     kept = masks(dense, 0.8)
     with torch.no_grad():
         for name, parameter in dense.named_parameters():
             if name in kept:
                 parameter.mul_(kept[name])
-    sparse = copy.deepcopy(dense)
-    sparsify(sparse, kept)
-    losses = [next(steps(model, shape, device)) for model in (dense, sparse)]
-    torch.testing.assert_close(*losses, rtol=1e-2, atol=1e-2)
+    models = [dense]
+    for policy in POLICIES:
+        models.append(copy.deepcopy(dense))
+        sparsify(models[-1], kept, policy=policy)
+    losses = []
+    for model in models:
+        torch.manual_seed(1)
+        losses.append(Training(model, device).step())
+    for loss in losses[1:]:
+        torch.testing.assert_close(loss, losses[0], rtol=1e-2, atol=1e-2)
 
 
-def measure(shape: Shape, ratio: float, device: torch.device, trials: int) -> dict[str, float]:
-    """Seconds of a step, and gigabytes at its peak (0 on CPU) and in its model state."""
-    model = shape.build(device)
-    if ratio:
-        sparsify(model, masks(model, ratio))
+@dataclass
+class Measured:
+    """Gigabytes at the peak of a step (0 on CPU) and in the model state, and the training."""
+
+    training: Training
+    peak: float
+    state: float
+
+
+def measure(model: GPT, device: torch.device, taken: int) -> Measured:
+    """Train two steps, of which the first makes the optimizer's state.
+
+    Args:
+        model: what to train.
+        device: where it is.
+        taken: bytes of the device that others had before the model was built.
+    """
+    training = Training(model, device)
+    for _ in range(2):
+        training.step()
+    peak = torch.cuda.max_memory_allocated() - taken if device.type == "cuda" else 0
+    return Measured(training, peak / 1e9, training.state / 1e9)
+
+
+def build(
+    shape: Shape, recomputes: bool, ratio: float, policy: Policy, device: torch.device
+) -> Measured:
+    """A model of this shape, pruned and measured."""
+    gc.collect()
+    taken = 0
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    training, seconds = steps(model, shape, device), []
-    for _ in range(trials + 2):
-        start = time.perf_counter()
-        next(training)
-        seconds.append(time.perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    return {
-        "seconds": statistics.median(seconds[2:]),
-        "peak": peak / 1e9,
-        "state": model.measured / 1e9,  # type: ignore[operator]
-    }
+        taken = torch.cuda.memory_allocated()
+    model = shape.build(device)
+    if ratio:
+        sparsify(model, masks(model, ratio), policy=policy)
+    if recomputes:
+        recompute(model)
+    if device.type == "cuda":  # building it is not a step
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return measure(model, device, taken)
+
+
+def rows(shape: Shape, recomputes: bool, device: torch.device, trials: int) -> Iterator[str]:
+    """The lines of the table for one shape."""
+    label = f"| {shape.name} | {'yes' if recomputes else 'no'}"
+    dense = build(shape, recomputes, 0, "sparse", device)
+    yield f"{label} | 0% | | {dense.peak:.2f} GB | 1 | {dense.state:.3g} GB | 1 | | 1 |"
+    for ratio, policy in product((0.8, 0.9), POLICIES):
+        try:
+            found = build(shape, recomputes, ratio, policy, device)
+            runners = {"dense": dense.training.step, "this": found.training.step}
+            seconds = median_seconds(runners, trials, device)
+        except torch.cuda.OutOfMemoryError:
+            yield f"{label} | {ratio:.0%} | {policy} | out of memory | | | | | |"
+            continue
+        peaks = f"{dense.peak / found.peak:.2f}" if found.peak else "-"
+        yield (
+            f"{label} | {ratio:.0%} | {policy} | {found.peak:.2f} GB | {peaks} "
+            f"| {found.state:.3g} GB | {dense.state / found.state:.2f} "
+            f"| {seconds['this'] * 1e3:.1f} ms | {seconds['this'] / seconds['dense']:.3f} |"
+        )
 
 
 def main() -> None:
@@ -137,28 +198,15 @@ def main() -> None:
     if not options.tiny and not torch.cuda.is_available():
         raise SystemExit("No CUDA device here: run with --tiny to try the script on CPU.")
     device = torch.device("cpu" if options.tiny else "cuda")
-    check_kernels(device)
     check_numbers(TINY[0], device)
-    print("| model | pruned | peak | dense / this | state | dense / this | step | dense / this |")
-    print("| --- | --: | --: | --: | --: | --: | --: | --: |")
-    for shape in TINY if options.tiny else SHAPES:
-        dense: dict[str, float] = {}
-        for ratio in (0.0, 0.8, 0.9):
-            try:
-                found = measure(shape, ratio, device, options.trials)
-            except torch.cuda.OutOfMemoryError:
-                print(f"| {shape.name} | {ratio:.0%} | out of memory | | | | | |")
-                continue
-            dense = found if ratio == 0 else dense
-            peaks, states, times = (
-                f"{dense[key] / found[key]:.3f}" if dense and found[key] else "-"
-                for key in ("peak", "state", "seconds")
-            )
-            milliseconds = found["seconds"] * 1e3
-            print(
-                f"| {shape.name} | {ratio:.0%} | {found['peak']:.2f} GB | {peaks} "
-                f"| {found['state']:.3g} GB | {states} | {milliseconds:.1f} ms | {times} |"
-            )
+    print(
+        "| model | recompute | pruned | policy | peak | dense / this | state | dense / this ",
+        end="",
+    )
+    print("| step | this / dense |\n| --- | --- | --: | --- | --: | --: | --: | --: | --: | --: |")
+    for shape, recomputes in product(TINY if options.tiny else SHAPES, (False, True)):
+        for line in rows(shape, recomputes, device, options.trials):
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,42 @@
 from __future__ import annotations
 
-from benchmarks.gpu import step
+import pytest
+
+from benchmarks.gpu import kernels, step, training
 
 
-def test_the_script_runs_on_a_small_model(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["step", "--tiny", "--trials", "1"])
-    step.main()
-    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()[2:]]
-    assert [row[1].strip() for row in rows] == ["0%", "80%", "90%"]
-    dense, *sparse = [float(row[5]) for row in rows]
-    assert dense == 1
-    assert sparse[0] > 3
-    assert sparse[1] > sparse[0]
+def table(main, monkeypatch, capsys, *arguments):
+    monkeypatch.setattr("sys.argv", ["benchmark", "--tiny", *arguments])
+    main()
+    lines = capsys.readouterr().out.splitlines()[2:]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+
+
+def test_steps_of_a_small_model(monkeypatch, capsys):
+    rows = table(step.main, monkeypatch, capsys, "--trials", "1")
+    one_model = [("0%", ""), ("80%", "sparse"), ("80%", "samo"), ("90%", "sparse"), ("90%", "samo")]
+    assert [(row[2], row[3]) for row in rows] == 2 * one_model
+    state = {(row[2], row[3]): float(row[7]) for row in rows}
+    assert state["0%", ""] == 1
+    assert state["90%", "sparse"] > state["80%", "sparse"] > 3
+    assert state["80%", "sparse"] > state["80%", "samo"] > 1
+
+
+def test_kernels_of_a_small_weight(monkeypatch, capsys):
+    rows = table(kernels.main, monkeypatch, capsys, "--trials", "1")
+    assert [row[2] for row in rows] == 4 * ["coo", "block", "gaps", "bitmap"]
+
+
+def test_training_keeps_to_plain_lightnings_losses(monkeypatch, capsys):
+    monkeypatch.setattr(training, "ROWS", (training.ROWS[0], training.ROWS[1], training.ROWS[5]))
+    with pytest.raises(SystemExit) as end:
+        table(training.main, monkeypatch, capsys)
+    assert end.value.code == 0
+
+
+def test_a_row_that_breaks_its_bound_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(training, "ROWS", (training.ROWS[0],))
+    monkeypatch.setattr(training, "difference", lambda one, other: 1.0)
+    with pytest.raises(SystemExit) as end:
+        table(training.main, monkeypatch, capsys)
+    assert end.value.code == 1

@@ -1,0 +1,13 @@
+"""All that there is to see on a GPU: parity first, then the kernels, then whole steps."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+failed = [
+    name
+    for name in ("training", "kernels", "step")
+    if subprocess.run([sys.executable, "-m", f"benchmarks.gpu.{name}", *sys.argv[1:]]).returncode
+]
+sys.exit(f"Failed: {', '.join(failed)}" if failed else 0)

@@ -1,0 +1,42 @@
+"""Interleaved timing of what runs on a device."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+
+def median_seconds(
+    runners: Mapping[str, Callable[[], object]], trials: int, device: torch.device, repeats: int = 1
+) -> dict[str, float]:
+    """The median seconds of each runner until the device has done its work.
+
+    Every runner warms up twice, and the order turns from trial to trial.
+
+    Args:
+        runners: what to time, by name.
+        trials: number of times that each is timed.
+        device: which device does the work.
+        repeats: runs at a time; more than one hides what starting a run takes on the host.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in runners}
+    names = list(runners)
+    for trial in range(-2, trials):
+        turn = max(trial, 0) % len(names)
+        for name in names[turn:] + names[:turn]:
+            _finish(device)
+            start = time.perf_counter()
+            for _ in range(repeats):
+                runners[name]()
+            _finish(device)
+            if trial >= 0:
+                seconds[name].append((time.perf_counter() - start) / repeats)
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

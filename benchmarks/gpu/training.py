@@ -1,0 +1,124 @@
+"""Check that training through the strategy on one GPU gives plain Lightning's losses there.
+
+    python -m benchmarks.gpu.training              # on a CUDA device
+    python -m benchmarks.gpu.training --tiny       # on CPU: does it all work?
+
+A small GPT on random bytes, whose ticket is drawn after the first epoch, with every feature that
+has code of its own for a GPU. Prints a Markdown table: the largest difference of a loss from a run
+of plain Lightning's, before and after the draw (from the first row after it), and the bound that
+each row is held to. The exit status says whether all rows kept it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
+from lightning_axosparse.examples.gpt import GPT
+from lightning_axosparse.mpi.staging import PinnedStaging
+
+BATCHES, EPOCHS = 6, 2
+
+# Row: name, the strategy's arguments, the ticket's policy, the Trainer's precision, the bound.
+ROWS: tuple[tuple[str, dict[str, Any], str, Any, float], ...] = (
+    ("1x1", {}, "sparse", "32-true", 1e-5),
+    ("4 micro-batches", {"microbatches": 4}, "sparse", "32-true", 1e-4),
+    ("samo", {}, "samo", "32-true", 1e-5),
+    ("2 stages, loopback", {"g_inter": 2, "transport": "loopback"}, "sparse", "32-true", 1e-4),
+    ("recompute", {"recompute": 1}, "sparse", "32-true", 1e-5),
+    ("offload", {"offload_optimizer": True, "offload_bucket": 10_000}, "sparse", "32-true", 1e-4),
+    ("bf16-mixed", {}, "sparse", "bf16-mixed", 2e-2),
+    ("bf16-mixed, samo", {}, "samo", "bf16-mixed", 2e-2),
+    ("bf16-mixed, offload", {"offload_optimizer": True}, "sparse", "bf16-mixed", 2e-2),
+    ("16-mixed", {}, "sparse", "16-mixed", 2e-2),
+)
+
+
+class Losses(Callback):
+    """Keeps the loss of every step."""
+
+    def __init__(self) -> None:
+        self.all: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.all.append(float(outputs["loss"]))
+
+
+def losses(strategy: Any, accelerator: str, precision: Any, *callbacks: Callback) -> list[float]:
+    """The losses of a run."""
+    L.seed_everything(0, verbose=False)
+    kept = Losses()
+    tokens = torch.randint(256, (8 * BATCHES, 33), generator=torch.Generator().manual_seed(1))
+    data = DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=8)
+    trainer = L.Trainer(
+        accelerator=accelerator,
+        devices=1,
+        strategy=strategy,
+        precision=precision,
+        max_epochs=EPOCHS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[kept, *callbacks],
+    )
+    trainer.fit(GPT(width=64, depth=4, heads=4, context=32), data)
+    return kept.all
+
+
+def check_staging(device: torch.device) -> None:
+    """A block that goes through pinned memory comes back as it was computed, thirty times."""
+    staging = PinnedStaging(device)
+    for number in range(30):
+        block = (torch.rand(1_000_000, device=device).sort().values * 100 + number).byte()
+        host, ready = staging.outgoing(block)
+        while not ready():
+            pass
+        received = staging.empty(host.numel()).copy_(host)
+        assert torch.equal(staging.incoming(received), block)
+
+
+def difference(one: list[float], other: list[float]) -> float:
+    """The largest between two runs."""
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--tiny", action="store_true", help="on CPU")
+    options = arguments.parse_args()
+    if not options.tiny and not torch.cuda.is_available():
+        raise SystemExit("No CUDA device here: run with --tiny to try the script on CPU.")
+    warnings.simplefilter("ignore")
+    accelerator = "cpu" if options.tiny else "cuda"
+    if not options.tiny:
+        check_staging(torch.device("cuda"))
+    plain = {
+        precision: losses("auto", accelerator, precision)[:BATCHES]
+        for precision in dict.fromkeys(row[3] for row in ROWS)
+    }
+    drawn: list[float] = []
+    kept_all = True
+    print("| row | before the draw | after it | bound |\n| --- | --: | --: | --: |")
+    for name, settings, policy, precision, bound in ROWS:
+        ticket = EarlyBirdTicket(0.5, draw_by_epoch=1, policy=policy)  # type: ignore[arg-type]
+        strategy = AxoSparseStrategy(**{"g_inter": 1, **settings})
+        found = losses(strategy, accelerator, precision, ticket)
+        drawn = drawn or found[BATCHES:]
+        before = difference(found[:BATCHES], plain[precision])
+        after = difference(found[BATCHES:], drawn)
+        kept_all = kept_all and max(before, after) <= bound
+        print(f"| {name} | {before:.1e} | {after:.1e} | {bound:.0e} |", flush=True)
+    sys.exit(not kept_all)
+
+
+if __name__ == "__main__":
+    main()
