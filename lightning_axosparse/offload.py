@@ -23,13 +23,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_axosparse.sparse.masters import MASTER, unrounded
 from lightning_axosparse.sparse.optimizer import copy_for
+from lightning_axosparse.sparse.reading import master_dtype
 
 T = TypeVar("T")
 
 HOST = torch.device("cpu")
-MASTER = "master"
-"""Name, in the optimizer's state, of the float32 values of a parameter of lower precision."""
 
 
 class OptimizerOffload:
@@ -65,7 +65,7 @@ class OptimizerOffload:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the optimizer's state onto the host, in the precision of the master values."""
         masters: dict[Tensor, Tensor] = {
-            parameter: torch.empty((), dtype=_master_dtype(parameter)).expand(parameter.shape)
+            parameter: torch.empty((), dtype=master_dtype(parameter.dtype)).expand(parameter.shape)
             for parameter in self._parameters()
         }
         with _instead(self._optimizer, masters):
@@ -125,7 +125,7 @@ class _Stay:
             self._parameters, self._values, self._gradients, strict=True
         ):
             kept = optimizer.state[parameter].pop(MASTER, None)
-            master = nn.Parameter(_master(value, kept))
+            master = nn.Parameter(unrounded(value, kept, master_dtype(value.dtype)))
             master.grad = gradient.to(master.dtype)
             self._masters[parameter] = master
         return self._masters
@@ -259,17 +259,6 @@ def _move_state(optimizer: Optimizer, owner: Tensor, to: Tensor) -> None:
 def _to_host(tensor: Tensor) -> Tensor:
     # Pinned memory, where it comes from a CUDA device without blocking.
     return tensor.detach().to(HOST, non_blocking=True, copy=True)
-
-
-def _master_dtype(parameter: Tensor) -> torch.dtype:
-    return torch.promote_types(parameter.dtype, torch.float32)
-
-
-def _master(value: Tensor, kept: Tensor | None) -> Tensor:
-    """The values to step: what was kept of them, unless somebody has changed the parameter."""
-    if kept is None:
-        return value.to(_master_dtype(value))
-    return torch.where(kept.to(value.dtype) == value, kept, value.to(kept.dtype))
 
 
 def _buckets(parameters: Iterable[nn.Parameter], size: int) -> list[list[nn.Parameter]]:

@@ -53,8 +53,9 @@ from lightning_axosparse.planning.automatic import default_microbatches
 from lightning_axosparse.ranks import GridStrategy
 from lightning_axosparse.sparse import sparsify
 from lightning_axosparse.sparse.configure import dense_shapes
+from lightning_axosparse.sparse.masters import restore_masters
 from lightning_axosparse.sparse.reading import Policy
-from lightning_axosparse.sparse.swap import layouts
+from lightning_axosparse.sparse.swap import sparse_parameters
 from lightning_axosparse.stepping import Stepper, cut
 from lightning_axosparse.timing import clock
 
@@ -416,6 +417,8 @@ class AxoSparseStrategy(GridStrategy):
         """
         optimizer = self.optimizers[0] if self.optimizers else None
         sparsify(self._module, masks, optimizer, policy=policy)
+        if optimizer is not None:
+            restore_masters(optimizer, sparse_parameters(self._module).values())
         self._stepper.pipeline.limit.measure_again()
         self._regrid_is_due = self._regrid is not None
 
@@ -454,7 +457,7 @@ class AxoSparseStrategy(GridStrategy):
             optimizer,
             deployed.optimizer_groups[self.optimizers.index(optimizer)],
             deployed.split.names,
-            layouts(self._module),
+            sparse_parameters(self._module),
             deployed.groups.gather_to_first_stage,
         )
 
@@ -464,13 +467,14 @@ class AxoSparseStrategy(GridStrategy):
         for optimizer, state, groups in zip(
             self.optimizers, checkpoint["optimizer_states"], deployed.optimizer_groups, strict=True
         ):
-            names, sparse = deployed.split.names, layouts(self._module)
+            names, sparse = deployed.split.names, sparse_parameters(self._module)
             local = local_optimizer_state(state, optimizer, groups, names, sparse)
             if self._offload is None:
                 optimizer.load_state_dict(local)
                 _optimizers_to_device([optimizer], self.root_device)
             else:
                 self._offload.load_state_dict(local)
+            restore_masters(optimizer, sparse.values())
 
     # State
 

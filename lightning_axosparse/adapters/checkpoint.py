@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_axosparse.pipeline.split import Split
-from lightning_axosparse.sparse.layout import Layout
-from lightning_axosparse.sparse.optimizer import compress_state, expand_state
+from lightning_axosparse.sparse.masters import state_with_master
+from lightning_axosparse.sparse.optimizer import compress_state
+from lightning_axosparse.sparse.swap import Owned
 
 Gather = Callable[[Any], "list[Any]"]
 """Hands every stage's object to the first stage; an empty list elsewhere."""
@@ -46,19 +47,22 @@ def gather_optimizer_state(
     optimizer: Optimizer,
     groups: GroupNames,
     names: Mapping[Any, str],
-    layouts: Mapping[str, Layout],
+    sparse: Mapping[str, Owned],
     gather: Gather,
 ) -> dict[str, Any]:
     """Collect an optimizer's state on the first stage, dense, as ``Optimizer.state_dict`` has it.
+
+    Master values of sparse weights that read in fewer bits are in it, too.
 
     Returns:
         The state dict; an empty dict on other stages.
     """
     mine = {}
-    for parameter, state in optimizer.state.items():
-        name = names[parameter]
-        dense = expand_state(state, layouts[name]) if name in layouts else state
-        mine[name] = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in dense.items()}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        name, state = names[parameter], optimizer.state.get(parameter, {})
+        dense = state_with_master(sparse[name], state) if name in sparse else state
+        if dense:
+            mine[name] = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in dense.items()}
     parts = gather(mine)
     if not parts:
         return {}
@@ -82,7 +86,7 @@ def local_optimizer_state(
     optimizer: Optimizer,
     groups: GroupNames,
     names: Mapping[Any, str],
-    layouts: Mapping[str, Layout],
+    sparse: Mapping[str, Owned],
 ) -> dict[str, Any]:
     """Choose this rank's part of a whole optimizer's state dict, compact where weights are sparse.
 
@@ -101,6 +105,6 @@ def local_optimizer_state(
             name = names[parameter]
             if name in by_name:
                 entry = by_name[name]
-                layout = layouts.get(name)
+                layout = sparse[name].layout if name in sparse else None
                 local["state"][index] = compress_state(entry, layout) if layout else entry
     return local

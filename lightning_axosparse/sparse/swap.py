@@ -125,10 +125,16 @@ def densify(module: nn.Module, optimizer: Optimizer | None = None) -> None:
 def layouts(module: nn.Module) -> dict[str, Layout]:
     """The layout of each sparsely stored parameter, by name as in ``named_parameters()``."""
     return {
-        entry.names[0]: entry.layout
-        for entry in owned_parameters(module)
+        name: entry.layout
+        for name, entry in sparse_parameters(module).items()
         if entry.layout is not None
     }
+
+
+def sparse_parameters(module: nn.Module) -> dict[str, Owned]:
+    """The sparsely stored parameters, by name as in ``named_parameters()``."""
+    owned = owned_parameters(module)
+    return {entry.names[0]: entry for entry in owned if entry.layout is not None}
 
 
 def owners(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
