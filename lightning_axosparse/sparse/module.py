@@ -107,6 +107,23 @@ class SparseRNN(SparseModule):
         """Do nothing: there are no dense weights to flatten."""
 
 
+class SparseEmbedding(SparseModule):
+    """Mixed into Embedding and EmbeddingBag: the gradient of the kept values is a dense vector.
+
+    Whoever asks whether it will be a sparse tensor, as ``DistributedDataParallel`` does before it
+    makes its buckets, is told no.
+    """
+
+    @property
+    def sparse(self) -> bool:
+        """False, whatever the module was made with and will again be when it is dense."""
+        return False
+
+    @sparse.setter
+    def sparse(self, sparse: bool) -> None:
+        vars(self)["sparse"] = sparse
+
+
 class _KeepingMasters:
     """A function that ``Module._apply`` is given, but for kept values: they stay float32 at least.
 
@@ -181,6 +198,8 @@ def _new_class(dense_class: type[nn.Module], names: tuple[str, ...]) -> type[Spa
     mixin = SparseModule
     if issubclass(dense_class, nn.RNNBase):
         mixin = SparseRNN
+    elif issubclass(dense_class, nn.Embedding | nn.EmbeddingBag) and "weight" in names:
+        mixin = SparseEmbedding
     body: dict[str, Any] = {name: property(_reader(name)) for name in names}
     forward = direct_forward(dense_class, names)
     if forward is not None:

@@ -1,4 +1,7 @@
-"""DistributedDataParallel reduces the kept entries, wrapped before the swap or after it."""
+"""DistributedDataParallel reduces the kept entries, wrapped before the swap or after it.
+
+One of the layers is an embedding that had sparse gradients while it was dense.
+"""
 
 from __future__ import annotations
 
@@ -10,32 +13,36 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.ranks import run_ranks
+from tests.sparse.masking import apply_masks, random_masks
 
 RANKS, STEPS = 2, 3
 
 
-def network():
+def network(sparse=True):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    embedding = nn.Embedding(9, 8, sparse=sparse)
+    return nn.Sequential(embedding, nn.Flatten(), nn.Tanh(), nn.Linear(24, 4)).double()
 
 
 def masks():
     torch.manual_seed(1)
-    return {"0.weight": torch.rand(8, 6) < 0.4, "2.weight": torch.rand(4, 8) < 0.4}
+    return random_masks(network(), 0.4)
 
 
 def batch(step, rank):
     torch.manual_seed(10 * step + rank)
-    return torch.randn(5, 6).double()
+    return torch.randint(9, (5, 3))
 
 
-def train(model, inputs_of):
-    """The weights after some steps of SGD, dense."""
+def train(model, inputs_of, masks=None):
+    """The weights after some steps of SGD, dense; with ``masks`` that of masked dense training."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     for step in range(STEPS):
         optimizer.zero_grad()
+        apply_masks(model, masks or {})
         model(inputs_of(step)).square().mean().backward()
         optimizer.step()
+    apply_masks(model, masks or {})
     return {name.removeprefix("module."): value for name, value in model.state_dict().items()}
 
 
@@ -60,16 +67,14 @@ def on_a_rank(folder):
     sparsify(before, {f"module.{name}": mask for name, mask in masks().items()})
     results = after, train(before, shard)
     densify(before)
+    before.zero_grad()
     before(shard(0)).sum().backward()
-    return *results, {name: p.grad for name, p in before.module.named_parameters()}
+    return *results, {name: p.grad.to_dense() for name, p in before.module.named_parameters()}
 
 
 def test_wrapped_before_and_after_the_swap(tmp_path: Path):
-    from lightning_axosparse import sparsify
-
-    alone = network()
-    sparsify(alone, masks())
-    expected = train(alone, lambda step: torch.cat([batch(step, rank) for rank in range(RANKS)]))
+    inputs = [torch.cat([batch(step, rank) for rank in range(RANKS)]) for step in range(STEPS)]
+    expected = train(network(sparse=False), inputs.__getitem__, masks())
     results = run_ranks(RANKS, on_a_rank, tmp_path)
     for after, before, _ in results:
         torch.testing.assert_close(after, expected)

@@ -164,7 +164,7 @@ LAYERS = {
     ),
 }
 DIRECT = {"linear", "transformers_conv1d", "twice", "checkpoint", "checkpoint_reentrant"}
-NEVER_WHOLE_WHEN_LARGE = {*DIRECT, "embedding", "tied"}
+NEVER_WHOLE_WHEN_LARGE = {*DIRECT, "embedding", "embedding_sparse", "tied"}
 layer_types = pytest.mark.parametrize("name", LAYERS)
 
 
