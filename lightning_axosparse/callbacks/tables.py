@@ -136,7 +136,9 @@ def _in_flight(facts: RunFacts) -> Section:
     """The peak and the limit of each stage; nothing where no stage may hold two micro-batches."""
 
     def cell(work: Work | None, stage: int) -> str:
-        return "" if work is None else f"{work.peak_in_flight[stage]} of {work.in_flight}"
+        if work is None or stage not in work.peak_in_flight:
+            return ""
+        return f"{work.peak_in_flight[stage]} of {work.in_flight}"
 
     rows = [
         (str(rank.rank), str(stage), *(cell(rank.work.get(p), stage) for p in ("dense", "sparse")))

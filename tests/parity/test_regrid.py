@@ -12,19 +12,23 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torchmetrics import MeanMetric
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
+from lightning_axosparse.callbacks.report import TrainingReport
 from tests.parity.cases import Net, difference, fit, loader, trainer
 from tests.ranks import run_ranks
 
 EPOCHS, DRAW = 4, 2
+REPORTED = "2x1 -> 1x2"
 LAST = f"epoch={EPOCHS - 1}.ckpt"
 # Row: (ranks, g_inter, regrid, stages in the end, module, optimizer, trainer).
 ROWS: dict[str, tuple[int, int, Any, int, dict[str, Any], str, dict[str, Any]]] = {
     "2x1 -> 1x2": (2, 2, 1, 1, {"outer": True, "tied": True}, "adamw", {}),
     "2x1 -> 1x2, uneven": (2, 2, 1, 1, {}, "sgd", {"extra": 1, "accumulate_grad_batches": 2}),
+    "2x1 -> 1x2, offloaded": (2, 2, 1, 1, {"outer": True, "tied": True}, "adamw", {}),
     "2x1 -> auto": (2, 2, "auto", 1, {"outer": True}, "sgd", {}),
     "4x1 -> 2x2": (4, 4, 2, 2, {"tied": True}, "sgd", {"gradient_clip_val": 0.05}),
     "4x1 -> 1x4": (4, 4, 1, 1, {"outer": True}, "adamw", {"extra": 3}),
     "2x2 -> 1x4": (4, 2, 1, 1, {"outer": True, "tied": True}, "adamw", {"gradient_clip_val": 0.05}),
+    "4x1 -> 2x2, offloaded": (4, 4, 2, 2, {"tied": True}, "sgd", {"gradient_clip_val": 0.05}),
 }
 
 
@@ -65,6 +69,7 @@ def train(
         callbacks=[
             EarlyBirdTicket(0.6, draw_by_epoch=DRAW),
             ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1),
+            *([TrainingReport(folder)] if row == REPORTED else []),
         ],
         enable_checkpointing=True,
         **options,
@@ -88,7 +93,14 @@ def train_rows(ranks: int, folder: Path) -> dict[Any, Any]:
         if needs != ranks:
             continue
         for name, moves in (("stayed", None), ("moved", regrid)):
-            strategy = AxoSparseStrategy(g_inter=g_inter, microbatches=4, regrid=moves)
+            offload = moves is not None and row.endswith("offloaded")
+            strategy = AxoSparseStrategy(
+                g_inter=g_inter,
+                microbatches=4,
+                regrid=moves,
+                offload_optimizer=offload,
+                offload_bucket=600,
+            )
             found[row, name] = train(row, folder / row / name, strategy, ranks)
     if ranks == 2:
         row = "2x1 -> 1x2"
@@ -126,6 +138,15 @@ def test_a_run_that_moves_equals_one_that_does_not(row: str, runs: Any, folder: 
         stayed, moved = (torch.load(file, weights_only=False) for file in files)
         for part in ("state_dict", "optimizer_states", "lr_schedulers"):
             torch.testing.assert_close(moved[part], stayed[part], rtol=0, atol=1e-12)
+
+
+def test_the_report_tells_of_the_move(runs: Any, folder: Path) -> None:
+    moved, stayed = (
+        (folder / REPORTED / name / "report.md").read_text() for name in ("moved", "stayed")
+    )
+    assert "## Regrid" in moved
+    assert "| bubble of equal stages | 20.0% | 0.0% |" in moved
+    assert "## Regrid" not in stayed
 
 
 def test_a_stopped_run_goes_on_with_shorter_pipelines(runs: Any, folder: Path) -> None:
