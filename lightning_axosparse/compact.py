@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -38,14 +39,14 @@ class CompactCheckpointIO(TorchCheckpointIO):
 
 
 def compacted(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """``checkpoint`` with its tensors of mostly zeros packed."""
-    packed: dict[str, Any] = tree_map_only(Tensor, _packed, checkpoint)
+    """``checkpoint`` with its tensors of mostly zeros packed, each once, whatever its names."""
+    packed: dict[str, Any] = tree_map_only(Tensor, _each_once(_packed), checkpoint)
     return packed
 
 
 def expanded(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """The checkpoint of which :func:`compacted` made ``checkpoint``."""
-    whole: dict[str, Any] = tree_map(_expanded, checkpoint, is_leaf=Packed.is_record)
+    whole: dict[str, Any] = tree_map(_each_once(_expanded), checkpoint, is_leaf=Packed.is_record)
     return whole
 
 
@@ -59,3 +60,15 @@ def _packed(tensor: Tensor) -> Any:
 
 def _expanded(value: Any) -> Any:
     return Packed.from_record(value).lazy().dense() if Packed.is_record(value) else value
+
+
+def _each_once(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``function``, whose result for the same object is the same; for objects that stay alive."""
+    results: dict[int, Any] = {}
+
+    def once(value: Any) -> Any:
+        if id(value) not in results:
+            results[id(value)] = function(value)
+        return results[id(value)]
+
+    return once

@@ -24,6 +24,7 @@ from lightning_axosparse import (
     load_sparse,
     save_safetensors,
 )
+from lightning_axosparse.compact import compacted, expanded
 from lightning_axosparse.sparse.scratch import scratch
 from lightning_axosparse.sparse.swap import layouts
 from tests.parity.cases import EPOCHS, Net, Record, fit, loader, trainer
@@ -226,6 +227,23 @@ def test_a_compact_checkpoint_is_smaller_and_the_same(saved: dict[str, Any]) -> 
         torch.testing.assert_close(whole[part], plain[part], rtol=0, atol=0)
         sizes = [sum(t.nbytes for t in leaves(state[part])) for state in (compact, plain)]
         assert sizes[0] < 0.75 * sizes[1]
+
+
+def test_tied_weights_are_in_a_checkpoint_once(saved: dict[str, Any]) -> None:
+    names = [f"model.{layer}.weight" for layer in (2, 4)]
+    for form in ("checkpoint", "compact"):
+        state = torch.load(saved["files"][form], weights_only=False)["state_dict"]
+        one, other = (
+            {leaf.untyped_storage().data_ptr() for leaf in leaves(state[name])} for name in names
+        )
+        assert one == other
+        assert list(state) == list(saved["model"].state_dict())
+
+
+def test_a_compact_checkpoint_may_hold_tied_weights_twice(saved: dict[str, Any]) -> None:
+    dense = CompactCheckpointIO().load_checkpoint(saved["files"]["compact"], weights_only=False)
+    twice = {name: tensor.clone() for name, tensor in dense["state_dict"].items()}
+    torch.testing.assert_close(expanded(compacted(twice)), dense["state_dict"], rtol=0, atol=0)
 
 
 class Counted(TorchDispatchMode):

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from lightning_axosparse.pipeline.split import Split
 from lightning_axosparse.sparse.masters import state_with_master
 from lightning_axosparse.sparse.optimizer import compress_state
-from lightning_axosparse.sparse.swap import Owned
+from lightning_axosparse.sparse.swap import Owned, owned_parameters
 
 Gather = Callable[[Any], "list[Any]"]
 """Hands every stage's object to the first stage; an empty list elsewhere."""
@@ -24,18 +24,21 @@ def gather_model_state(split: Split, stages: range, gather: Gather) -> dict[str,
     """Collect the module's state on the first stage, in the key order of the whole module.
 
     Returns:
-        The state, its tensors on CPU; an empty dict on other stages.
+        The state, its tensors on CPU, tied ones the same under all their names, so that files hold
+        them once; an empty dict on other stages.
     """
     state = split.module.state_dict()
+    tied = [entry.names for entry in owned_parameters(split.module) if entry.names[0] in state]
+    first = {name: names[0] for names in tied for name in names}
     mine = {
         key: value.cpu() if isinstance(value, Tensor) else value
         for key, value in state.items()
-        if split.source_of(key) in stages
+        if first.get(key, key) == key and split.source_of(key) in stages
     }
     whole: dict[str, Any] = {}
     for part in gather(mine):
         whole.update(part)
-    return {key: whole[key] for key in state} if whole else {}
+    return {key: whole[first.get(key, key)] for key in state} if whole else {}
 
 
 def local_model_state(state: Mapping[str, Any], split: Split, stages: range) -> dict[str, Any]:
