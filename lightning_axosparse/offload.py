@@ -3,9 +3,11 @@
 The device keeps parameters and gradients. In a step their values and gradients come down to the
 host bucket by bucket, the user's own optimizer steps them there, and the values go up again, while
 the next bucket is coming down. AxoNN (Singh & Bhatele, IPDPS 2022) sends the state up instead and
-steps on the device, which takes 16 bytes of it for each element of a bucket; this takes none. AxoNN
-also hides the all-reduce behind the steps of earlier buckets; here it is over before them, hidden
-behind the backward pass, because clipping and hooks may want all gradients.
+steps on the device, which takes 16 bytes of it for each element of a bucket; this takes none.
+
+As in AxoNN, what is left of the all-reduce after the backward pass goes on behind the steps of the
+buckets whose gradients have arrived, those of the last layers first. Not so where clipping, loss
+scaling or a hook wants all gradients before.
 
 On a CUDA device the copies run on a stream of their own, through pinned memory. The code for that
 is complete, but has not been run on one yet; on the CPU, where device and host are the same memory,
@@ -44,10 +46,17 @@ class OptimizerOffload:
         optimizer: the user's, configured.
         bucket: elements that are stepped at a time; a larger parameter is a bucket of its own.
         device: where the parameters live.
+        await_gradients: waits until the gradients of the parameters it is given are final.
     """
 
-    def __init__(self, optimizer: Optimizer, bucket: int, device: torch.device) -> None:
-        self._optimizer, self._bucket = optimizer, bucket
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        bucket: int,
+        device: torch.device,
+        await_gradients: Callable[[Sequence[nn.Parameter]], None] = lambda _: None,
+    ) -> None:
+        self._optimizer, self._bucket, self._await = optimizer, bucket, await_gradients
         self._copies = _SideStream(device) if device.type == "cuda" else _InOrder()
         self._gradients: dict[nn.Parameter, Tensor] = {}
         if optimizer.state:  # Adagrad makes it when it is constructed
@@ -78,15 +87,21 @@ class OptimizerOffload:
         _, *given = args
         closure = kwargs.pop("closure", given[0] if given else None)
         loss = None if closure is None else closure()
-        trained = [parameter for parameter in self._parameters() if parameter.grad is not None]
         with torch.no_grad(), self._copies.joined():
-            buckets = _buckets(trained, self._bucket)
-            for stay in _one_ahead(_Stay(bucket, self._copies) for bucket in buckets):
+            for stay in self._copies.in_turn(self._stays()):
                 with _instead(optimizer, stay.begin(optimizer)), _without_hooks(optimizer):
                     type(optimizer).step(optimizer)
                 stay.end(optimizer)
+        self._await(list(self._parameters()))
         self._hide_gradients()
         return (optimizer,), {**kwargs, "closure": lambda: loss}
+
+    def _stays(self) -> Iterator[_Stay]:
+        """The buckets, each once its gradients are final: those of the last layers are so first."""
+        trained = [parameter for parameter in self._parameters() if parameter.grad is not None]
+        for bucket in _buckets(reversed(trained), self._bucket):
+            self._await(bucket)
+            yield _Stay(bucket, self._copies)
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         for group in self._optimizer.param_groups:
@@ -113,7 +128,7 @@ class _Stay:
     def __init__(self, parameters: Sequence[nn.Parameter], copies: _InOrder | _SideStream) -> None:
         self._parameters, self._copies = parameters, copies
         self._masters: dict[Tensor, Tensor] = {}
-        with copies.beside():
+        with copies.after_computation():
             self._values = [_to_host(parameter) for parameter in parameters]
             self._gradients = [_to_host(p.grad) for p in parameters if p.grad is not None]
         self._wait_for_arrival = copies.mark()
@@ -148,6 +163,14 @@ class _InOrder:
         """The device's computation is over before the copies inside, and goes on after them."""
         return nullcontext()
 
+    def in_turn(self, stays: Iterable[T]) -> Iterable[T]:
+        """The stays, each made when the one before has ended."""
+        return stays
+
+    def after_computation(self) -> AbstractContextManager[Any]:
+        """Start copies of what the device's computation has made so far."""
+        return nullcontext()
+
     def beside(self) -> AbstractContextManager[Any]:
         """Start copies that the device's computation does not wait for."""
         return nullcontext()
@@ -169,6 +192,14 @@ class _SideStream:
         self._stream.wait_stream(computation)
         yield
         computation.wait_stream(self._stream)
+
+    def in_turn(self, stays: Iterable[T]) -> Iterable[T]:
+        """The stays, each made, and on its way down, before the one before it begins."""
+        return _one_ahead(stays)
+
+    def after_computation(self) -> AbstractContextManager[Any]:
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        return self.beside()
 
     def beside(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream)

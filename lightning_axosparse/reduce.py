@@ -8,7 +8,7 @@ IPDPS 2023), so nothing here knows of sparsity.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,17 +102,30 @@ class GradientReducer:
 
     def finish(self) -> None:
         """Send what is left and wait until every gradient is reduced."""
+        self.send_rest()
+        self.wait_for(list(self._bucket_of))
+
+    def send_rest(self) -> None:
+        """Send what is left; ``param.grad`` is where the average will be, once it is waited for."""
         self._send(self._buckets)
-        self._bucket_of = {}
         with clock.span("all-reduce"):
             used = self._used_anywhere()
-            for bucket in self._buckets:
-                bucket.work.wait()
-                assert bucket.flat is not None
-                pieces = bucket.flat.split(bucket.sizes)
-                for parameter, piece in zip(bucket.parameters, pieces, strict=True):
-                    parameter.grad = piece.view(parameter.shape) if used[parameter] else None
+        for bucket in self._buckets:
+            assert bucket.flat is not None
+            pieces = bucket.flat.split(bucket.sizes)
+            for parameter, piece in zip(bucket.parameters, pieces, strict=True):
+                parameter.grad = piece.view(parameter.shape) if used[parameter] else None
         self._buckets = []
+
+    def wait_for(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Wait until the gradients of these parameters, which have been sent, are reduced."""
+        with clock.span("all-reduce"):
+            for parameter in parameters:
+                bucket = self._bucket_of.get(parameter)
+                if bucket is not None:
+                    bucket.work.wait()
+                    for arrived in bucket.parameters:
+                        del self._bucket_of[arrived]
 
     def _on_final(self, parameter: nn.Parameter) -> None:
         bucket = self._bucket_of.get(parameter)

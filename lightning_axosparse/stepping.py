@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -10,9 +10,9 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.plugins.precision import Precision
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_axosparse.adapters.gradients import ParkedGradients
+from lightning_axosparse.adapters.gradients import ParkedGradients, gradients_are_seen
 from lightning_axosparse.adapters.logging import MicrobatchLog, silence_sync_advice
 from lightning_axosparse.adapters.metrics import PipelinedMetrics
 from lightning_axosparse.adapters.precision import pipeline_precision, scale_loss
@@ -45,6 +45,8 @@ class Stepper:
         precision: the pipeline's precision plugin.
         schedule: class of the training schedule.
         cut: cuts a batch into micro-batches.
+        steps_in_parts: whether the optimizer will ask :meth:`await_gradients` for every part of
+            the gradients that it is about to use.
     """
 
     pipeline: Pipeline
@@ -56,12 +58,14 @@ class Stepper:
         precision: Precision,
         schedule: type[Schedule],
         cut: Callable[[Any], list[MicroBatch]],
+        steps_in_parts: bool,
     ) -> None:
         self._trainer, self._precision = trainer, precision
         self._schedule, self._cut = schedule, cut
         self._parked = ParkedGradients()
         self._randomness: Randomness | None = None
         self._reduces = True
+        self._awaits = not steps_in_parts or gradients_are_seen(trainer)
 
     def open(self, deployment: Deployment, limit: Limit) -> None:
         """Begin to run steps on a deployment; once it is closed, another may follow.
@@ -129,7 +133,9 @@ class Stepper:
                     step, own, self._log.microbatch, self._differentiate, self._arm_reducer
                 )
             if self._deployment.reducer is not None and self._reduces:
-                self._deployment.reducer.finish()
+                self._deployment.reducer.send_rest()
+                if self._awaits:
+                    self.await_gradients(parameters)
         return self._conclude(last, microbatches)
 
     def evaluate(
@@ -161,6 +167,11 @@ class Stepper:
         Precision.pre_backward(self._precision, loss, self._module)
         self._parked.bring_back()
         return Precision.post_backward(self._precision, loss, self._module)
+
+    def await_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Wait until the gradients of these parameters are final."""
+        if self._deployment.reducer is not None:
+            self._deployment.reducer.wait_for(parameters)
 
     @contextmanager
     def gradients_kept_local(self) -> Iterator[None]:

@@ -234,10 +234,20 @@ class AxoSparseStrategy(GridStrategy):
         if self._offload_bucket is None:
             _optimizers_to_device(self.optimizers, self.root_device)
         elif self.optimizers:
-            arguments = self.optimizers[0], self._offload_bucket, self.root_device
-            self._offload = OptimizerOffload(*arguments)
+            self._offload = OptimizerOffload(
+                self.optimizers[0],
+                self._offload_bucket,
+                self.root_device,
+                lambda parameters: self._stepper.await_gradients(parameters),
+            )
         self.setup_precision_plugin()
-        self._stepper = Stepper(trainer, self.precision_plugin, SCHEDULES[self.schedule], self._cut)
+        self._stepper = Stepper(
+            trainer,
+            self.precision_plugin,
+            SCHEDULES[self.schedule],
+            self._cut,
+            steps_in_parts=self._offload is not None,
+        )
         self._stepper.open(deployment, self._limit(trainer))
 
     def _cut(self, batch: Any) -> list[MicroBatch]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Muon, NAdam, Optimizer, RMSprop
 
-from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
+from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, reduce
 from lightning_axosparse.offload import (
     MASTER,
     OptimizerOffload,
@@ -245,6 +246,33 @@ def test_buckets_are_full_and_in_order(sizes: list[int], limit: int) -> None:
         assert total + following[0].numel() > limit
 
 
+def test_buckets_are_stepped_as_their_gradients_arrive() -> None:
+    events: list[tuple[str, list[int]]] = []
+    weights = [nn.Parameter(torch.ones(10)) for _ in range(5)]
+
+    def note(event: str, parameters: Iterable[Tensor]) -> None:
+        events.append((event, [int(p[0]) for p in parameters]))
+
+    class Watched(SGD):
+        def step(self, closure: Any = None) -> Any:
+            note("step", [p for group in self.param_groups for p in group["params"]])
+            return super().step(closure)
+
+    for number, weight in enumerate(weights):
+        weight.data.fill_(number)
+        weight.grad = torch.zeros(10)
+    optimizer = Watched(weights)
+    OptimizerOffload(optimizer, 20, CPU, lambda parameters: note("await", parameters))
+    optimizer.step()
+    assert events[:8] == [
+        *(("await", [4, 3]), ("step", [3, 4])),
+        *(("await", [2, 1]), ("step", [1, 2])),
+        *(("await", [0]), ("step", [0])),
+        ("await", [0, 1, 2, 3, 4]),
+        ("step", [0, 1, 2, 3, 4]),  # the optimizer's own, with nothing to do
+    ]
+
+
 @given(st.integers(0, 6))
 def test_the_next_bucket_is_on_its_way_while_one_is_stepped(count: int) -> None:
     made: list[int] = []
@@ -309,13 +337,35 @@ def train_both_ways(grids: list[tuple[int, int]], folder: Path) -> list[dict[str
             train(grid, before, STOP, at / str(before), **HARD)
             stopped = at / str(before) / "stop.ckpt"
             resumed[before] = train(grid, not before, EPOCHS, at / "end", stopped, **HARD)
-        results.append({"whole": whole, "resumed": resumed})
+        unclipped = []
+        for offload in (False, True):
+            with buckets_under_way() as under_way:
+                unclipped.append(train(grid, offload, EPOCHS, at / "unclipped"))
+        results.append(
+            {"whole": whole, "resumed": resumed, "unclipped": unclipped, "under way": under_way}
+        )
     return results
+
+
+@contextmanager
+def buckets_under_way() -> Iterator[list[bool]]:
+    """Whether some of the all-reduce was still under way, each time that gradients had arrived."""
+    reducer, found = reduce.GradientReducer, []
+    wait_for, reduce.BUCKET_BYTES = reducer.wait_for, 1000
+
+    def watched(self: Any, parameters: Any) -> None:
+        wait_for(self, parameters)
+        found.append(bool(self._bucket_of))
+
+    reducer.wait_for = watched
+    yield found
+    reducer.wait_for = wait_for
 
 
 def check(result: dict[str, Any]) -> None:
     plain, offloaded = result["whole"]
     assert difference(plain, offloaded) == 0
+    assert difference(*result["unclipped"]) == 0
     assert any((weight == 0).float().mean() > 0.5 for weight in plain.weights.values())
     for offloaded_before, record in result["resumed"].items():
         assert record.losses == plain.losses[-len(record.losses) :], offloaded_before
@@ -327,6 +377,9 @@ def test_ranks_train_to_the_same_bits(tmp_path: Path) -> None:
     for results in run_ranks(2, train_both_ways, [(2, 2), (1, 2)], tmp_path):
         for result in results:
             check(result)
+        pipeline, replicas = results
+        assert any(replicas["under way"])
+        assert not any(pipeline["under way"])  # nothing to reduce but what stages share
 
 
 def test_a_resumed_run_goes_on_from_its_masters(tmp_path: Path) -> None:

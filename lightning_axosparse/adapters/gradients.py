@@ -6,7 +6,18 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+
+_MODULE_HOOKS = (
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "optimizer_step",
+    "optimizer_zero_grad",
+)
+_CALLBACK_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
 
 class ParkedGradients:
@@ -49,3 +60,20 @@ class ParkedGradients:
 def starts_accumulation(trainer: pl.Trainer) -> bool:
     """Whether Lightning calls ``zero_grad`` in the current batch."""
     return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
+
+
+def gradients_are_seen(trainer: pl.Trainer) -> bool:
+    """Whether anybody may look at gradients after the backward pass, before the optimizer does.
+
+    Clipping and loss scaling do, and so may hooks of the module or of a callback.
+    """
+    return (
+        bool(trainer.gradient_clip_val)
+        or getattr(trainer.precision_plugin, "scaler", None) is not None
+        or any(is_overridden(hook, trainer.lightning_module) for hook in _MODULE_HOOKS)
+        or any(
+            is_overridden(hook, callback, Callback)
+            for hook in _CALLBACK_HOOKS
+            for callback in trainer.callbacks  # type: ignore[attr-defined]
+        )
+    )
