@@ -92,7 +92,7 @@ class PipelinedLayers:
         for index, layer in enumerate(self.layers):
             if "forward" in vars(layer):
                 self._own_forwards[layer] = layer.forward
-            layer.forward = self._forward(index, layer.forward)
+            layer.forward = self._forward(index, _computation(layer))
 
     def uninstall(self) -> None:
         """Give the layers their own ``forward`` back."""
@@ -187,3 +187,10 @@ class PipelinedLayers:
         output = pytree.tree_map_only(Tensor, alias, visit.received)
         visit.unused[index] = [tensor for tensor in stand_ins if tensor.requires_grad]
         return output
+
+
+def _computation(layer: nn.Module) -> Callable[..., Any]:
+    """What a layer computes; its class, which the swap to sparse storage changes, is asked anew."""
+    if "forward" in vars(layer):
+        return layer.forward
+    return lambda *args, **kwargs: type(layer).forward(layer, *args, **kwargs)

@@ -33,13 +33,17 @@ def direct_forward(
     dense_class: type[nn.Module], names: tuple[str, ...]
 ) -> Callable[..., Tensor] | None:
     """A forward for layers of this class whose parameters ``names`` are stored sparse, if any."""
-    general = dense_class.forward
+    general: Callable[..., Tensor] = dense_class.forward
     by_rows = _ROWS_ARE_OUTPUTS.get((general.__module__, general.__qualname__))
     if by_rows is None or names != ("weight",):
         return None
 
     def forward(layer: Any, inputs: Tensor) -> Tensor:
-        values, layout = layer._parameters["weight"], layer._layouts["weight"]
+        # Whoever took the bound method may have it for longer than the weight is sparse.
+        layout = vars(layer).get("_layouts", {}).get("weight")
+        values = layer._parameters["weight"]
+        if layout is None:
+            return general(layer, inputs)
         reading = layer._readings["weight"].of(values, layer.training)
         product = _product(inputs, values, layer.bias, layout, reading, by_rows)
         return general(layer, inputs) if product is None else product

@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from lightning_axosparse import sparsify
+from lightning_axosparse import densify, sparsify
+from lightning_axosparse.pipeline.stage import PipelinedLayers
 from lightning_axosparse.sparse import module as module_module
 from tests.sparse.masking import random_masks, sparse_and_dense
 
@@ -63,6 +64,25 @@ def agree(module, *shape, **options):
 def test_the_weight_is_not_read(make, leading, reads):
     agree(make(6, 10), *leading, 6)
     assert not reads
+
+
+def test_a_forward_that_was_kept_serves_the_layer_when_it_is_dense_again():
+    layer = nn.Linear(6, 10)
+    sparsify(layer, random_masks(layer))
+    forward = layer.forward
+    densify(layer)
+    torch.testing.assert_close(forward(torch.ones(6)), layer(torch.ones(6)), rtol=0, atol=0)
+
+
+def test_a_layer_that_a_pipeline_has_been_given_before(reads):
+    layer = nn.Linear(6, 10)
+    pipelined = PipelinedLayers(["0"], [layer], [range(1)])
+    pipelined.install([0])
+    sparsify(layer, random_masks(layer))
+    layer(torch.ones(6))
+    assert not reads
+    pipelined.uninstall()
+    assert "forward" not in vars(layer)
 
 
 @pytest.mark.parametrize("frozen", ["inputs", "weight", "bias"])
