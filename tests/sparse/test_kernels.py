@@ -47,3 +47,33 @@ def test_fused_kernels_agree_with_the_reference():
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout
     assert f"{len(FORMATS)} passed" in done.stdout
+
+
+BITS = {"bits": "*u8", "block": "i32"}
+INDEXED = {"before": "*i64", "offset": "i64", "how": "constexpr", "block": "i32"}
+
+
+@pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
+@pytest.mark.parametrize(
+    ("kind", "places", "how"),
+    [
+        ("bits", BITS, None),
+        ("indices", {"indices": "*i32", **INDEXED}, 0),
+        ("indices", {"indices": "*u16", **INDEXED}, 1),
+        ("indices", {"indices": "*u8", **INDEXED}, 2),
+    ],
+)
+@pytest.mark.parametrize("operation", ["densify", "compress"])
+def test_fused_kernels_compile_for_a_gpu(operation, kind, places, how, dtype):
+    """For compute capability 9.0 (an H100), which no GPU is needed for."""
+    triton = pytest.importorskip("triton")
+    from lightning_axosparse.sparse.kernels import fused
+
+    kernel = getattr(fused, f"_{operation}_{kind}")
+    signature = {"values": dtype, "dense": dtype, "starts": "*i32", "first": "i32", "numel": "i32"}
+    signature |= places | {"CHUNK": "constexpr"}
+    assert list(signature) == kernel.arg_names
+    constants = {"CHUNK": 1024} | ({} if how is None else {"how": how})
+    source = triton.compiler.ASTSource(kernel, signature=signature, constexprs=constants)
+    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    assert triton.compile(source, target=target).asm["cubin"]
