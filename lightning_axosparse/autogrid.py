@@ -6,7 +6,7 @@ from typing import Literal
 
 from lightning.pytorch import LightningModule
 
-from lightning_axosparse.deployment import deal, profile_example
+from lightning_axosparse.dealing import deal, profile_example
 from lightning_axosparse.memory import free_bytes
 from lightning_axosparse.mpi.environment import from_first_rank
 from lightning_axosparse.planning.automatic import Decision, choose, layer_costs, machine, timeless

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import time
+from typing import Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
-from lightning_axosparse.deployment import Deal, Deployment
+from lightning_axosparse.dealing import Deal
+from lightning_axosparse.deployment import Deployment
 from lightning_axosparse.grid import Grid
+from lightning_axosparse.groups import Groups
+from lightning_axosparse.pipeline.limit import Limit
 from lightning_axosparse.planning.search import divisors
-from lightning_axosparse.sparse.accounting import state_bytes
+from lightning_axosparse.shortest import measure, shortest
+from lightning_axosparse.stepping import Stepper
 
 
 def refuse_arguments(
@@ -80,102 +85,6 @@ def refuse_module(module: nn.Module) -> None:
             )
 
 
-@dataclass(frozen=True)
-class Memory:
-    """What one rank holds and may hold, in bytes.
-
-    Attributes:
-        layers: model state of each layer on this rank, by the layer's index.
-        outside: model state outside the layers, which every stage has.
-        kept: what a micro-batch leaves behind in these layers between forward and backward.
-        free: what the rank may take besides.
-    """
-
-    layers: Mapping[int, int]
-    outside: int
-    kept: int
-    free: int
-
-    @property
-    def room(self) -> int:
-        """All that there is for model state and micro-batches."""
-        return self.free + self.outside + sum(self.layers.values())
-
-
-def measure(
-    deployment: Deployment, optimizers: Sequence[Optimizer], kept: int, free: int
-) -> Memory:
-    """Count what this rank's layers take.
-
-    Args:
-        deployment: the part of the module on this rank.
-        optimizers: its optimizers, which have stepped, and so have their state.
-        kept: bytes that a micro-batch leaves behind on this rank.
-        free: bytes that this rank may still take.
-    """
-    layers, parts = deployment.layers.layers, deployment.layers.parts
-    own = [index for stage in deployment.stages for index in parts[stage]]
-    inside = {parameter for index in own for parameter in layers[index].parameters()}
-    everything = deployment.split.held().values()
-    outside = nn.ParameterList([p for p in everything if p not in inside])
-    return Memory(
-        layers={index: _state_bytes(layers[index], optimizers) for index in own},
-        outside=_state_bytes(outside, optimizers),
-        kept=kept,
-        free=free,
-    )
-
-
-def shortest(dealt: Deal, memories: Sequence[Memory]) -> int | None:
-    """Find the fewest stages whose layers and micro-batches fit into every rank's memory.
-
-    Every stage of so many holds as many micro-batches as there are stages, which is what 1F1B
-    takes; by AxoNN's analysis the shortest pipeline that fits is the fastest.
-
-    Args:
-        dealt: the layers as they are dealt now.
-        memories: what each rank holds and may hold.
-
-    Returns:
-        A divisor of the present number of stages, perhaps that number itself; None as long as no
-        micro-batch has been measured.
-    """
-    if not any(memory.kept for memory in memories):
-        return None
-    now = len(dealt.parts)
-    state = [0.0] * len(dealt.layers)
-    kept = [0.0] * len(dealt.layers)
-    for memory in memories:
-        for index, held in memory.layers.items():
-            state[index] = max(state[index], held)
-            kept[index] = max(kept[index], memory.kept / len(memory.layers))
-    room = min(memory.room for memory in memories)
-    outside = max(memory.outside for memory in memories)
-    for stages in divisors(now):
-        parts = dealt.among(stages).parts
-        need = outside + max(sum(state[i] + stages * kept[i] for i in part) for part in parts)
-        if need <= room or stages == now:
-            break
-    rank_zero_info(
-        f"regrid='auto' takes {stages} of {now} stages: a rank needs {need / 1e6:,.1f} MB of the "
-        f"{room / 1e6:,.1f} MB there are."
-    )
-    return stages
-
-
-def _state_bytes(module: nn.Module, optimizers: Sequence[Optimizer]) -> int:
-    """Weights, indices, optimizer state, and gradients even where there are none just now."""
-    stored = state_bytes(module)
-    moments = (
-        leaf.nbytes
-        for optimizer in optimizers
-        for parameter in module.parameters()
-        for leaf in tree_leaves(optimizer.state.get(parameter, {}))
-        if isinstance(leaf, Tensor)
-    )
-    return 2 * stored.weights + stored.indices + sum(moments)
-
-
 def bubble(stages: int, microbatches: float) -> float:
     """Share of a step that equal stages wait while the pipeline fills and drains.
 
@@ -220,3 +129,63 @@ class Regridded:
             f"instead of {self.old.g_inter} x {self.old.g_data}, {self.new.sharing} to a batch: a "
             f"bubble of {after:.1%} instead of {before:.1%}. The move took {self.seconds:.2f} s."
         )
+
+
+class Regrid:
+    """The one move of a run, once it is due.
+
+    Args:
+        stages: to how many stages; "auto" for as few as memory allows.
+        dealt: the layers as they are dealt now.
+        deployment: what moves.
+        stepper: runs its steps.
+        limit: the in-flight limit on the grid of some groups.
+        free: tells the bytes that this rank may still take.
+        microbatches: micro-batches that a batch is cut into.
+
+    Attributes:
+        done: the move, once it was made.
+    """
+
+    def __init__(
+        self,
+        stages: int | Literal["auto"],
+        dealt: Deal,
+        deployment: Deployment,
+        stepper: Stepper,
+        limit: Callable[[Groups], Limit],
+        free: Callable[[], int],
+        microbatches: int,
+    ) -> None:
+        self._stages, self._dealt, self._microbatches = stages, dealt, microbatches
+        self._deployment, self._stepper = deployment, stepper
+        self._limit, self._free = limit, free
+        self._is_due = False
+        self.done: Regridded | None = None
+
+    def after_draw(self) -> None:
+        """Move when the next epoch begins: pruning has made room."""
+        self._is_due = True
+
+    def begin_epoch(self, epoch: int, optimizers: Sequence[Optimizer]) -> None:
+        """Go over to shorter pipelines, if that is due; collective over the job."""
+        if not self._is_due:
+            return
+        stages = self._shortest(optimizers) if self._stages == "auto" else self._stages
+        self._is_due = stages is None
+        if stages is not None and stages < self._deployment.grid.g_inter:
+            self._shorten(stages, epoch, optimizers)
+
+    def _shortest(self, optimizers: Sequence[Optimizer]) -> int | None:
+        kept = self._stepper.pipeline.limit.kept
+        mine = measure(self._deployment, optimizers, kept, self._free())
+        return shortest(self._dealt, self._deployment.groups.gather(mine))
+
+    def _shorten(self, stages: int, epoch: int, optimizers: Sequence[Optimizer]) -> None:
+        began, old = time(), self._deployment.grid
+        self._stepper.close()
+        groups = Groups(old.shortened(stages), self._deployment.device.type)
+        self._deployment.move(self._dealt.among(stages), groups, optimizers)
+        self._stepper.open(self._deployment, self._limit(groups))
+        self.done = Regridded(old, groups.grid, epoch, time() - began, self._microbatches)
+        rank_zero_info(str(self.done))

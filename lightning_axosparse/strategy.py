@@ -35,13 +35,8 @@ from lightning_axosparse.adapters.requirements import (
 )
 from lightning_axosparse.arguments import refuse_arguments
 from lightning_axosparse.autogrid import suitable_grid
-from lightning_axosparse.deployment import (
-    UNDIVIDED,
-    Deployment,
-    deal,
-    profile_example,
-    refuse_no_example,
-)
+from lightning_axosparse.dealing import UNDIVIDED, deal, profile_example, refuse_no_example
+from lightning_axosparse.deployment import Deployment
 from lightning_axosparse.groups import Groups
 from lightning_axosparse.memory import free_bytes
 from lightning_axosparse.offload import OptimizerOffload, refuse_joint_optimizers
@@ -164,8 +159,7 @@ class AxoSparseStrategy(GridStrategy):
         self._offload_bucket = offload_bucket if offload_optimizer else None
         self._offload: OptimizerOffload | None = None
         self._regrid = regrid
-        self._regrid_is_due = False
-        self.regridded: regridding.Regridded | None = None
+        self._move: regridding.Regrid | None = None
         self._deployment: Deployment | None = None
 
     @property
@@ -230,7 +224,7 @@ class AxoSparseStrategy(GridStrategy):
             module, self._dealt, self._groups, stages, self.root_device, recompute
         )
         deployment.occupy(self.optimizers)
-        self._deployment, self._regrid_is_due, self.regridded = deployment, False, None
+        self._deployment = deployment
         if self._offload_bucket is None:
             _optimizers_to_device(self.optimizers, self.root_device)
         elif self.optimizers:
@@ -248,7 +242,19 @@ class AxoSparseStrategy(GridStrategy):
             self._cut,
             steps_in_parts=self._offload is not None,
         )
-        self._stepper.open(deployment, self._limit(trainer))
+        limit = partial(self._limit, trainer)
+        self._stepper.open(deployment, limit(self._groups))
+        self._move = None
+        if self._regrid is not None:
+            self._move = regridding.Regrid(
+                self._regrid,
+                self._dealt,
+                deployment,
+                self._stepper,
+                limit,
+                self._free_bytes,
+                self.microbatches,
+            )
 
     def _cut(self, batch: Any) -> list[MicroBatch]:
         """Cut a batch so that the replicas which share it get equally many of its parts."""
@@ -284,45 +290,31 @@ class AxoSparseStrategy(GridStrategy):
             self.g_inter = self._ranks_a_replica = decision.g_inter
             rank_zero_info(str(decision))
 
-    def _limit(self, trainer: pl.Trainer) -> Limit:
-        stages = self.g_inter // self.grid.sharing
+    def _free_bytes(self) -> int:
+        return free_bytes(self.root_device, self.ranks_on_device)
+
+    def _limit(self, trainer: pl.Trainer, groups: Groups) -> Limit:
+        stages = self.g_inter // groups.grid.sharing
         if self._in_flight is not None or stages == 1 or self.schedule != "message-driven":
             return FixedLimit(self._in_flight or stages)
-        assert self._groups is not None
         return MemoryLimit(
             stages,
-            lambda: free_bytes(self.root_device, self.ranks_on_device),
+            self._free_bytes,
             self.root_device,
             lambda: trainer.global_step,
-            self._groups.gather,
+            groups.gather,
         )
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Go over to shorter pipelines at the first batch of an epoch, once there is a ticket."""
-        if not self._regrid_is_due or batch_idx > 0:
-            return
-        stages = self._shortest() if self._regrid == "auto" else self._regrid
-        self._regrid_is_due = stages is None
-        if stages is not None and stages < self.grid.g_inter:
-            self._shorten(stages)
+        if self._move is not None and batch_idx == 0:
+            self._move.begin_epoch(self._module.trainer.current_epoch, self.optimizers)
+            self._groups = self._deployed.groups
 
-    def _shortest(self) -> int | None:
-        groups, kept = self._deployed.groups, self._stepper.pipeline.limit.kept
-        free = free_bytes(self.root_device, self.ranks_on_device)
-        mine = regridding.measure(self._deployed, self.optimizers, kept, free)
-        return regridding.shortest(self._dealt, groups.gather(mine))
-
-    def _shorten(self, stages: int) -> None:
-        began, old = time(), self.grid
-        self._stepper.close()
-        self._groups = Groups(old.shortened(stages), self.root_device.type)
-        self._deployed.move(self._dealt.among(stages), self._groups, self.optimizers)
-        trainer = self._module.trainer
-        self._stepper.open(self._deployed, self._limit(trainer))
-        self.regridded = regridding.Regridded(
-            old, self.grid, trainer.current_epoch, time() - began, self.microbatches
-        )
-        rank_zero_info(str(self.regridded))
+    @property
+    def regridded(self) -> regridding.Regridded | None:
+        """The move to shorter pipelines in this run, if there was one."""
+        return None if self._move is None else self._move.done
 
     def model_to_device(self) -> None:
         """Need nothing: the deployment moves what lives here."""
@@ -430,7 +422,8 @@ class AxoSparseStrategy(GridStrategy):
         if optimizer is not None:
             restore_masters(optimizer, sparse_parameters(self._module).values())
         self._stepper.pipeline.limit.measure_again()
-        self._regrid_is_due = self._regrid is not None
+        if self._move is not None:
+            self._move.after_draw()
 
     # Checkpoints: one file, dense, as one process writes it
 

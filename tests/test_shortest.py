@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_axosparse.dealing import Deal
+from lightning_axosparse.shortest import Memory, shortest
+
+
+def dealt(stages: int, layers: int = 8) -> Deal:
+    size = layers // stages
+    parts = [range(stage * size, (stage + 1) * size) for stage in range(stages)]
+    return Deal(
+        [str(i) for i in range(layers)], [nn.Identity()] * layers, parts, [1.0] * layers, ""
+    )
+
+
+def memories(stages: int, state: int, kept: int, room: int) -> list[Memory]:
+    """Every stage has its share of eight layers of ``state`` bytes, 10 bytes outside, ``room``."""
+    parts = dealt(stages).parts
+    return [
+        Memory(dict.fromkeys(part, state), 10, kept * len(part), room - 10 - state * len(part))
+        for part in parts
+    ]
+
+
+@pytest.mark.parametrize(
+    ("room", "stages"),
+    [(10 + 8 * (100 + 5), 1), (10 + 8 * 105 - 1, 2), (10 + 4 * 110, 2), (10 + 4 * 110 - 1, 4)],
+)
+def test_auto_takes_the_fewest_stages_that_fit(room: int, stages: int) -> None:
+    assert shortest(dealt(4), memories(4, state=100, kept=5, room=room)) == stages
+
+
+def test_auto_goes_by_the_rank_with_the_least_room() -> None:
+    ranks = memories(4, state=100, kept=5, room=10_000)
+    ranks[2] = Memory(ranks[2].layers, 10, 10, free=250)
+    assert shortest(dealt(4), ranks) == 2
+
+
+def test_auto_waits_until_a_micro_batch_was_measured() -> None:
+    assert shortest(dealt(4), memories(4, state=100, kept=0, room=10_000)) is None
+
+
+@given(st.sampled_from([1, 2, 4]), st.integers(0, 2000))
+def test_auto_never_takes_less_with_less_room(now: int, room: int) -> None:
+    fewer = shortest(dealt(now), memories(now, 100, 5, room + 100))
+    more = shortest(dealt(now), memories(now, 100, 5, room))
+    assert fewer is not None
+    assert more is not None
+    assert fewer <= more <= now
