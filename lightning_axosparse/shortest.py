@@ -100,13 +100,16 @@ def shortest(dealt: Deal, memories: Sequence[Memory]) -> int | None:
 
 
 def _state_bytes(module: nn.Module, optimizers: Sequence[Optimizer]) -> int:
-    """Weights, indices, optimizer state, and gradients even where there are none just now."""
+    """Weights, indices, gradients even where there are none just now, and optimizer state.
+
+    Not the state that is offloaded: it takes none of the device's memory.
+    """
     stored = state_bytes(module)
     moments = (
         leaf.nbytes
         for optimizer in optimizers
         for parameter in module.parameters()
         for leaf in tree_leaves(optimizer.state.get(parameter, {}))
-        if isinstance(leaf, Tensor)
+        if isinstance(leaf, Tensor) and leaf.device == parameter.device
     )
     return 2 * stored.weights + stored.indices + sum(moments)

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from lightning_axosparse.dealing import Deal
-from lightning_axosparse.shortest import Memory, shortest
+from lightning_axosparse.shortest import Memory, _state_bytes, shortest
 
 
 def dealt(stages: int, layers: int = 8) -> Deal:
@@ -51,3 +52,13 @@ def test_auto_never_takes_less_with_less_room(now: int, room: int) -> None:
     assert fewer is not None
     assert more is not None
     assert fewer <= more <= now
+
+
+def test_state_counts_where_the_parameters_are() -> None:
+    here, elsewhere = nn.Linear(3, 4), nn.Linear(3, 4, device="meta")
+    for layer, size in ((here, 4 * 16 * (2 + 2)), (elsewhere, 0)):
+        optimizer = torch.optim.AdamW(layer.parameters())
+        for parameter in layer.parameters():
+            moments = {key: torch.zeros(parameter.shape) for key in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter].update(moments)
+        assert _state_bytes(layer, [optimizer]) == size
