@@ -100,7 +100,7 @@ def shortest(dealt: Deal, memories: Sequence[Memory]) -> int | None:
 
 
 def _state_bytes(module: nn.Module, optimizers: Sequence[Optimizer]) -> int:
-    """Weights, indices, gradients even where there are none just now, and optimizer state.
+    """Weights, indices, resident copies, gradients even if there are none now, optimizer state.
 
     Not the state that is offloaded: it takes none of the device's memory.
     """
@@ -112,4 +112,4 @@ def _state_bytes(module: nn.Module, optimizers: Sequence[Optimizer]) -> int:
         for leaf in tree_leaves(optimizer.state.get(parameter, {}))
         if isinstance(leaf, Tensor) and leaf.device == parameter.device
     )
-    return 2 * stored.weights + stored.indices + sum(moments)
+    return 2 * stored.weights + stored.resident + stored.indices + sum(moments)
