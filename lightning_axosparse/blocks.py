@@ -1,7 +1,7 @@
 """Blocks: memory that is lent again once no tensor lives in it any more.
 
 Fresh memory costs a page fault every 4 KiB, which took longer than the all-reduce of what was
-written there.
+written there. The other ranks of the node can read it where it lies.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ import weakref
 from collections import defaultdict
 from math import prod
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from lightning_axosparse.mpi.arena import arena
 
 
 class Blocks:
     """Lends blocks of memory on the CPU; elsewhere PyTorch's allocator does the same."""
 
     def __init__(self) -> None:
-        self._free: dict[int, list[np.ndarray]] = defaultdict(list)
+        self._free: dict[int, list[Tensor]] = defaultdict(list)
 
     def lend(self, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """An uninitialised tensor; its block comes back when nothing shares its storage any more.
@@ -35,8 +36,13 @@ class Blocks:
         if nbytes == 0:
             return torch.empty(size, dtype=dtype)
         free = self._free[nbytes]
-        block = free.pop() if free else np.empty(nbytes, np.uint8)
+        block = free.pop() if free else _fresh(nbytes)
         # The storage holds on to this view of the block and nobody else does.
-        lent = block.view()
+        lent = block.numpy()
         weakref.finalize(lent, free.append, block).atexit = False
         return torch.from_numpy(lent).view(dtype).view(size)
+
+
+def _fresh(nbytes: int) -> Tensor:
+    shared = arena()
+    return torch.empty(nbytes, dtype=torch.uint8) if shared is None else shared.block(nbytes)
