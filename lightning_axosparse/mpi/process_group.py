@@ -24,6 +24,7 @@ from lightning_axosparse.mpi.buffers import (
     tensors_in,
     typed,
 )
+from lightning_axosparse.mpi.summing import node_sum
 from lightning_axosparse.mpi.work import MPIWork
 
 
@@ -55,7 +56,8 @@ class MPIProcessGroup(dist.ProcessGroup):
         super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
         self._comm = communicator
         self._store = store
-        self._pending: list[MPIWork] = []
+        self._node = node_sum(communicator)
+        self._pending: set[MPIWork] = set()
         self._name = self._desc = ""
 
     # The base class keeps name and description in C++ backends, of which this group has none.
@@ -95,22 +97,26 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Finish what is under way and free the communicator; called by all its ranks."""
-        for work in self._pending:
+        for work in list(self._pending):
             work.wait()
-        self._pending.clear()
+        if self._node is not None:  # Others may still have to see that this rank is done.
+            MPIWork([self._comm.Ibarrier()]).wait()
         if "nccl" in vars(self):
             self.nccl.shutdown()
         self._comm.Free()
 
     def _started(self, work: MPIWork) -> MPIWork:
         # A caller may drop the work it is given, yet its buffers must outlive the operation.
-        self._pending = [other for other in self._pending if not other.is_completed()]
-        self._pending.append(work)
+        for other in list(self._pending):
+            other.is_completed()
+        work.hold_in(self._pending)
         return work
 
     @_nccl_for_cuda
     def allreduce(self, tensors: list[Tensor], opts: Any) -> MPIWork:
-        """Reduce each tensor over all ranks, in its own memory where MPI can."""
+        """Reduce each tensor over all ranks, in its own memory where that can be."""
+        if self._node is not None and self._node.suits(tensors, opts.reduceOp):
+            return self._node.all_reduce(tensors)
         reduction = Reduction(opts.reduceOp, self.size())
         wires = [reduction.stage(tensor) for tensor in tensors]
         requests = [

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -15,10 +16,22 @@ from torch import Tensor
 from lightning_axosparse.backoff import BackOff
 
 
+class Engine(Protocol):
+    """Moves operations that MPI knows nothing of."""
+
+    def advance(self) -> bool:
+        """Do all that can be done without waiting; whether there was anything."""
+
+
+ENGINES: WeakSet[Engine] = WeakSet()
+"""All of them move on whatever a rank waits for: another may need this one's part first."""
+
+
 class MPIWork(dist.Work):
     """A collective or message under way.
 
-    MPI makes progress inside its own calls only, so :meth:`is_completed` also drives the work on.
+    MPI makes progress inside its own calls only, so :meth:`is_completed` also drives the work on,
+    and with it every other.
 
     Args:
         requests: what MPI has been asked to do.
@@ -39,19 +52,29 @@ class MPIWork(dist.Work):
         self._result = list(result)
         self._buffers = list(buffers)
         self._finish = finish
+        self._moved = False
+        self._held_in: set[MPIWork] = set()
         self._status = [MPI.Status() for _ in requests]
 
+    def hold_in(self, works: set[MPIWork]) -> None:
+        """Be one of ``works`` until the operation is done."""
+        self._held_in = works
+        works.add(self)
+
     def is_completed(self) -> bool:
-        """Whether the operation is done; polls MPI, never blocks."""
+        """Whether the operation is done; polls, never blocks."""
+        moved = [engine.advance() for engine in ENGINES]
+        self._moved = any(moved)
         if self._requests is None:
             return True
-        if not MPI.Request.Testall(self._requests, self._status):
+        if not self._has_arrived():
             return False
         self._requests = None
         if self._finish is not None:
             self._finish()
         self._finish = None
         self._buffers.clear()
+        self._held_in.discard(self)
         return True
 
     def is_success(self) -> bool:
@@ -69,6 +92,8 @@ class MPIWork(dist.Work):
         while not self.is_completed():
             if deadline is not None and time.monotonic() > deadline:
                 raise RuntimeError(f"An MPI operation did not finish within {timeout}.")
+            if self._moved:
+                back_off.reset()
             back_off.pause()
         return True
 
@@ -82,6 +107,10 @@ class MPIWork(dist.Work):
     def result(self) -> list[Tensor]:
         """The tensors that the operation filled."""
         return self._result
+
+    def _has_arrived(self) -> bool:
+        assert self._requests is not None
+        return MPI.Request.Testall(self._requests, self._status)
 
     def _source_rank(self) -> int:
         return self._status[0].Get_source()
