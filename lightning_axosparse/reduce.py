@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_axosparse.blocks import Blocks
 from lightning_axosparse.timing import clock
 
-BUCKET_BYTES = 8 * 2**20
+BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True)
