@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_axosparse.sparse.compiled import recomputed_densify
 from lightning_axosparse.sparse.kernels import reference
 from lightning_axosparse.sparse.layout import Layout, row_length
 from lightning_axosparse.sparse.reading import Reading, Resident
+from lightning_axosparse.sparse.writing import mapped, write_through, written_by
 
 _to_copy = torch.ops.aten._to_copy.default
 _add = torch.ops.aten.add.Tensor
@@ -114,15 +114,15 @@ class SparseWeight(Tensor):
                 views = func(source._geometry(), *args[1:], **kwargs)
                 first = views if isinstance(views, Tensor) else views[0]
                 if first.dtype == source.dtype:
-                    return _mapped(source._viewed, views, Tensor)
+                    return mapped(source._viewed, views, Tensor)
             if func is _add and len(args) == 2 and not kwargs and source._adds_to(args[1]):
                 return source._with(source.unchanged() + args[1].unchanged())
-        written = _written_by(func, args, kwargs)
+        written = written_by(func, args, kwargs, SparseWeight)
         if written:
-            return _write_through(func, args, kwargs, written)
+            return write_through(func, args, kwargs, written, SparseWeight)
         operand = SparseWeight.dense if func.is_view else SparseWeight.operand
-        dense_args = _mapped(operand, args)
-        return func(*dense_args, **{k: _mapped(operand, v) for k, v in kwargs.items()})
+        dense_args = mapped(operand, args, SparseWeight)
+        return func(*dense_args, **{k: mapped(operand, v, SparseWeight) for k, v in kwargs.items()})
 
     def dense(self) -> Tensor:
         """A fresh plain tensor with this weight's entries, shape and strides.
@@ -310,45 +310,3 @@ def compress_gradient(gradient: Tensor, layout: Layout) -> Tensor:
     if torch.is_grad_enabled():
         return reference.gather(dense, layout.positions())
     return layout.compress(dense)
-
-
-def _mapped(function: Callable[[Any], Any], value: Any, kind: type[Tensor] = SparseWeight) -> Any:
-    """Replace every ``kind`` in an operator's arguments or result; cheaper than a pytree map."""
-    if isinstance(value, kind):
-        return function(value)
-    if isinstance(value, list | tuple):
-        return type(value)(_mapped(function, item, kind) for item in value)
-    return value
-
-
-def _written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[SparseWeight]:
-    """The sparse weights among the arguments that ``func`` changes in place."""
-    if not func._schema.is_mutable:
-        return []
-    arguments = func._schema.arguments
-    given = {**dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
-    changed = [given.get(a.name) for a in arguments if a.alias_info and a.alias_info.is_write]
-    return [leaf for leaf in tree_leaves(changed) if isinstance(leaf, SparseWeight)]
-
-
-def _write_through(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    written: Sequence[SparseWeight],
-) -> Any:
-    """Run an in-place operator on dense copies and keep what it wrote to the kept entries."""
-    bases = {id(weight): weight._whole() for weight in written}
-    copies = {id(weight): weight._strided(bases[id(weight)]) for weight in written}
-
-    def dense(weight: SparseWeight) -> Tensor:
-        return copies[id(weight)] if id(weight) in copies else weight.dense()
-
-    result = func(*_mapped(dense, args), **{k: _mapped(dense, v) for k, v in kwargs.items()})
-    for weight in written:
-        weight.kept.copy_(weight.entries.compress(bases[id(weight)]))
-        if weight._resident is not None:  # operators in here count no version
-            weight._resident.drop()
-        weight._version_read = weight.kept._version
-    originals = {id(copies[id(weight)]): weight for weight in written}
-    return _mapped(lambda tensor: originals.get(id(tensor), tensor), result, Tensor)
