@@ -1,14 +1,17 @@
-"""Product: a matrix times a sparse weight, of which one tile of rows is dense at a time.
+"""Product: a matrix times a sparse weight, of which one panel of rows is dense at a time.
 
-Neither the dense weight nor its dense gradient exists as a whole, forward and backward: a tile of
-the weight is made dense in scratch memory just before its product, and a tile of the gradient is
-reduced to its kept entries just after. Applies to ``torch.nn.functional.linear`` and to matrix
-products with the weight on the right.
+A panel of the weight is made dense in scratch memory just before its product, and a panel of the
+gradient is reduced to its kept entries just after, forward and backward. A panel takes no more
+memory than the activations that it is multiplied with: products with narrow ones are slower, so a
+weight that is small beside them is one panel, and of a large one neither it nor its gradient ever
+exists as a whole. Applies to ``torch.nn.functional.linear`` and to matrix products with the weight
+on the right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,6 +47,9 @@ def addmm(bias: Any, inputs: Any, weight: Any, **scales: Any) -> Any:
         return NotImplemented
     return linear(inputs, weight.t(), bias)
 
+
+PANEL_ENTRIES = 2**24
+"""The most entries of a panel of several tiles: wide enough for any product to be a fast one."""
 
 WAYS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.linear: linear,
@@ -126,7 +132,7 @@ def _gradient(ctx: Any, inputs: Tensor, gradient: Tensor) -> Tensor:
 def times_transposed(
     inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = None
 ) -> Tensor:
-    """``inputs`` times the transposed weight: every tile gives some columns of the result.
+    """``inputs`` times the transposed weight: every panel gives some columns of the result.
 
     Args:
         inputs: shape ``(n, columns)``.
@@ -137,18 +143,21 @@ def times_transposed(
     Returns:
         A tensor of shape ``(n, rows)``.
     """
+    panels = _panels(layout, len(inputs))
+    if len(panels) == 1:
+        return F.linear(inputs, panels[0].dense(values), bias)
     result = inputs.new_empty(len(inputs), layout.shape[0])
-    for tile in layout.tiles:
-        columns, factor = result[:, tile.rows], _dense(layout, tile, values).t()
+    for panel in panels:
+        factor, part = panel.dense(values).t(), result[:, panel.rows]
         if bias is None:
-            torch.mm(inputs, factor, out=columns)
+            torch.mm(inputs, factor, out=part)
         else:
-            torch.addmm(bias[tile.rows], inputs, factor, out=columns)
+            torch.addmm(bias[panel.rows], inputs, factor, out=part)
     return result
 
 
 def times(inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = None) -> Tensor:
-    """``inputs`` times the weight: the results of the tiles add up.
+    """``inputs`` times the weight: the results of the panels add up.
 
     In half precision every sum would be rounded: there the weight is made dense as a whole.
 
@@ -164,9 +173,10 @@ def times(inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = 
     columns = row_length(layout.shape)
     if inputs.dtype.itemsize < 4:
         return F.linear(inputs, layout.densify(values).view(-1, columns).t(), bias)
-    result = (inputs.new_zeros(columns) if bias is None else bias).repeat(len(inputs), 1)
-    for tile in layout.tiles:
-        result.addmm_(inputs[:, tile.rows], _dense(layout, tile, values))
+    first, *others = _panels(layout, len(inputs))
+    result = F.linear(inputs[:, first.rows], first.dense(values).t(), bias)
+    for panel in others:
+        result.addmm_(inputs[:, panel.rows], panel.dense(values))
     return result
 
 
@@ -182,15 +192,51 @@ def outer(left: Tensor, right: Tensor, layout: Layout) -> Tensor:
         A tensor of shape ``(layout.nnz,)``.
     """
     values = left.new_empty(layout.nnz)
-    for tile in layout.tiles:
-        out = scratch.take("tile", tile.numel, left.dtype, left.device)
-        torch.mm(left[:, tile.rows].t(), right, out=out.view(-1, right.shape[1]))
-        kernels.compress(layout, tile, out, values[tile.entries])
+    for panel in _panels(layout, len(left)):
+        out = panel.memory(left)
+        torch.mm(left[:, panel.rows].t(), right, out=out.view(-1, right.shape[1]))
+        panel.compress(out, values)
     return values
 
 
-def _dense(layout: Layout, tile: Tile, values: Tensor) -> Tensor:
-    """One tile of the weight as a matrix, in scratch memory."""
-    out = scratch.take("tile", tile.numel, values.dtype, values.device)
-    kernels.densify(layout, tile, values[tile.entries], out)
-    return out.view(-1, row_length(layout.shape))
+@dataclass(frozen=True)
+class _Panel:
+    """Some tiles of a matrix, one after another, that are dense together."""
+
+    layout: Layout
+    tiles: list[Tile]
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.tiles[0].rows.start, self.tiles[-1].rows.stop)
+
+    def memory(self, like: Tensor) -> Tensor:
+        """Scratch memory for all entries, flat, of the dtype and on the device of ``like``."""
+        numel = sum(tile.numel for tile in self.tiles)
+        return scratch.take("tile", numel, like.dtype, like.device)
+
+    def dense(self, values: Tensor) -> Tensor:
+        """The panel of a weight whose kept entries are ``values``: a matrix in scratch memory."""
+        out = self.memory(values)
+        for tile, part in self._parts(out):
+            kernels.densify(self.layout, tile, values[tile.entries], part)
+        return out.view(-1, row_length(self.layout.shape))
+
+    def compress(self, dense: Tensor, values: Tensor) -> None:
+        """Write the kept entries of the flat ``dense`` panel to where they belong in ``values``."""
+        for tile, part in self._parts(dense):
+            kernels.compress(self.layout, tile, part, values[tile.entries])
+
+    def _parts(self, flat: Tensor) -> Iterator[tuple[Tile, Tensor]]:
+        start = self.tiles[0].start
+        for tile in self.tiles:
+            yield tile, flat[tile.start - start : tile.start - start + tile.numel]
+
+
+def _panels(layout: Layout, n: int) -> list[_Panel]:
+    """A weight in panels: as few as the ``n`` activations on its two sides leave room for."""
+    tiles = layout.tiles
+    room = min(n * (layout.shape[0] + row_length(layout.shape)), PANEL_ENTRIES)
+    step = max(1, room // tiles[0].numel)
+    step = -(-len(tiles) // -(-len(tiles) // step))  # in equal panels, as many as there would be
+    return [_Panel(layout, tiles[first : first + step]) for first in range(0, len(tiles), step)]

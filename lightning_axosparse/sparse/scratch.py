@@ -23,6 +23,7 @@ class _Scratch(threading.local):
 
     def __init__(self) -> None:
         self._buffers: dict[Use, Tensor] = {}
+        self._typed: dict[tuple[Use, torch.dtype], Tensor] = {}
 
     def take(self, use: Use, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """An uninitialised 1-D tensor, valid until the next call of this thread for this ``use``.
@@ -32,14 +33,22 @@ class _Scratch(threading.local):
         """
         if device.type != "cpu":
             return torch.empty(numel, dtype=dtype, device=device)
-        size = numel * dtype.itemsize
-        buffer = self._buffers.get(use)
-        if buffer is None or buffer.numel() < size:
+        typed = self._typed.get((use, dtype))
+        if typed is None or len(typed) < numel:
             # A tensor made in inference mode could not be written outside it.
             with torch.inference_mode(False):
-                buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
+                typed = self._buffer(use, numel * dtype.itemsize).view(dtype)
+            self._typed[use, dtype] = typed
+        return typed[:numel]
+
+    def _buffer(self, use: Use, size: int) -> Tensor:
+        """At least ``size`` bytes, which entries of any dtype fill."""
+        buffer = self._buffers.get(use)
+        if buffer is None or len(buffer) < size:
+            self._typed = {key: typed for key, typed in self._typed.items() if key[0] != use}
+            buffer = torch.empty(-(-size // 16) * 16, dtype=torch.uint8, device="cpu")
             self._buffers[use] = buffer
-        return buffer[:size].view(dtype)
+        return buffer
 
 
 scratch = _Scratch()

@@ -1,6 +1,8 @@
-"""Products with a sparse weight in tiles: the dense weight's numbers, and never the whole of it."""
+"""Products with a sparse weight in panels: the dense weight's numbers, a part dense at a time."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,9 +11,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_axosparse.sparse import layout as layout_module
+from lightning_axosparse.sparse import product
 from lightning_axosparse.sparse import weight as weight_module
 from lightning_axosparse.sparse.formats import FORMATS, layout_of
 from lightning_axosparse.sparse.layout import Layout
+from lightning_axosparse.sparse.scratch import scratch
 from lightning_axosparse.sparse.weight import SparseWeight, sparse_weight
 
 ROWS, COLUMNS = 130, 96
@@ -101,6 +105,31 @@ def test_dtypes(name, dtype, monkeypatch):
         allow_whole(monkeypatch)
     function, width = LINEAR[name]
     agree(function, torch.randn(6, width), dtype)
+
+
+@pytest.mark.parametrize(("n", "panels"), [(3, 4), (40, 2), (100, 1)])
+@pytest.mark.parametrize("name", ["bias", "linear", "linear with the transposed"])
+def test_as_much_is_dense_at_a_time_as_the_activations_take(name, n, panels, monkeypatch):
+    taken = []
+
+    def take(use, numel, *args):
+        taken.append((use, numel))
+        return scratch.take(use, numel, *args)
+
+    monkeypatch.setattr(product, "scratch", SimpleNamespace(take=take))
+    function, width = LINEAR[name]
+    agree(function, torch.randn(n, width), rtol=1e-4, atol=1e-4)
+    sizes = [numel for use, numel in taken if use == "tile"]
+    assert len(sizes) == 3 * panels  # forward, and both gradients
+    assert sum(sizes) == 3 * ROWS * COLUMNS
+    tile = layout_module.block_entries(torch.Size((ROWS, COLUMNS)))
+    assert max(sizes) <= max(tile, n * (ROWS + COLUMNS))
+
+
+def test_a_panel_has_a_most(monkeypatch):
+    monkeypatch.setattr(product, "PANEL_ENTRIES", 9000)
+    _, layout, _, _ = pair()
+    assert [len(panel.tiles) for panel in product._panels(layout, 10**6)] == [2, 2]
 
 
 def test_inputs_of_any_strides():

@@ -21,6 +21,13 @@ def test_a_use_has_its_memory_again_in_any_dtype_and_another_use_has_its_own():
     assert scratch.take("tile", 1000, torch.bfloat16, CPU).shape == (1000,)
 
 
+def test_memory_that_grew_serves_every_dtype():
+    sizes = [100, 30, 1000, 60]
+    for size, dtype in zip(sizes, [torch.float32, torch.bfloat16] * 2, strict=True):
+        assert scratch.take("tile", size, dtype, CPU).fill_(1).sum() == size
+    assert address("tile") == address("tile", 1, torch.bool) == address("tile", 10, torch.bfloat16)
+
+
 def test_a_thread_has_its_own():
     found = []
     mine = address("tile")
