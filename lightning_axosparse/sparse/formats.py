@@ -37,7 +37,8 @@ class CooLayout(Layout):
 
     def positions_in(self, tile: Tile) -> Tensor:
         """The stored indices, less the tile's start."""
-        return torch.sub(self.indices[tile.entries], tile.start, out=_positions(self, tile))
+        positions = _positions(self, tile).copy_(self.indices[tile.entries])
+        return positions.sub_(tile.start) if tile.start else positions
 
 
 @dataclass(eq=False)
@@ -116,15 +117,13 @@ class GapLayout(Layout):
 
     def positions_in(self, tile: Tile) -> Tensor:
         """The sums of the distances in the tile, from what lies before it."""
-        positions, gaps = _positions(self, tile), self.gaps[tile.entries]
+        distances = _positions(self, tile).copy_(self.gaps[tile.entries])
         jumps = self._jumps_in(tile)
-        if jumps.start == jumps.stop:
-            torch.cumsum(gaps, 0, dtype=torch.int64, out=positions)
-        else:
+        if jumps.start < jumps.stop:
             places = self.jumps[jumps] - tile.entries.start
-            positions.copy_(gaps).index_add_(0, places, self.excess[jumps])
-            torch.cumsum(positions, 0, out=positions)
-        return positions.add_(self.before[tile.blocks.start] - tile.start)
+            distances.index_add_(0, places, self.excess[jumps])
+        distances[:1].add_(self.before[tile.blocks.start] - tile.start)
+        return distances.cumsum_(0)
 
     def _jumps_in(self, tile: Tile) -> slice:
         if self.jumps.numel() == 0:
