@@ -122,7 +122,8 @@ class GapLayout(Layout):
         if jumps.start < jumps.stop:
             places = self.jumps[jumps] - tile.entries.start
             distances.index_add_(0, places, self.excess[jumps])
-        distances[:1].add_(self.before[tile.blocks.start] - tile.start)
+        before = self.before[tile.blocks.start] if tile.start else -1
+        distances[:1].add_(before - tile.start)
         return distances.cumsum_(0)
 
     def _jumps_in(self, tile: Tile) -> slice:
