@@ -2,10 +2,10 @@
 
 A panel of the weight is made dense in scratch memory just before its product, and a panel of the
 gradient is reduced to its kept entries just after, forward and backward. A panel takes no more
-memory than the activations that it is multiplied with: products with narrow ones are slower, so a
-weight that is small beside them is one panel, and of a large one neither it nor its gradient ever
-exists as a whole. Applies to ``torch.nn.functional.linear`` and to matrix products with the weight
-on the right.
+memory than the activations that it is multiplied with, or one tile: products with narrow ones are
+slower, so a weight that is small beside them is one panel, and of a large one neither it nor its
+gradient ever exists as a whole. Applies to ``torch.nn.functional.linear`` and to matrix products
+with the weight on the right.
 """
 
 from __future__ import annotations
