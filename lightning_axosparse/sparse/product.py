@@ -10,7 +10,7 @@ with the weight on the right.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,10 +143,10 @@ def times_transposed(
     Returns:
         A tensor of shape ``(n, rows)``.
     """
-    panels = _panels(layout, len(inputs))
+    panels = _panels(layout, inputs.shape[0])
     if len(panels) == 1:
         return F.linear(inputs, panels[0].dense(values), bias)
-    result = inputs.new_empty(len(inputs), layout.shape[0])
+    result = inputs.new_empty(inputs.shape[0], layout.shape[0])
     for panel in panels:
         factor, part = panel.dense(values).t(), result[:, panel.rows]
         if bias is None:
@@ -159,7 +159,8 @@ def times_transposed(
 def times(inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = None) -> Tensor:
     """``inputs`` times the weight: the results of the panels add up.
 
-    In half precision every sum would be rounded: there the weight is made dense as a whole.
+    In half precision every sum would be rounded: there a weight of several panels is made dense as
+    a whole.
 
     Args:
         inputs: shape ``(n, rows)``.
@@ -170,10 +171,10 @@ def times(inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = 
     Returns:
         A tensor of shape ``(n, columns)``.
     """
-    columns = row_length(layout.shape)
-    if inputs.dtype.itemsize < 4:
-        return F.linear(inputs, layout.densify(values).view(-1, columns).t(), bias)
-    first, *others = _panels(layout, len(inputs))
+    first, *others = _panels(layout, inputs.shape[0])
+    if others and inputs.dtype.itemsize < 4:
+        whole = layout.densify(values).view(-1, row_length(layout.shape))
+        return F.linear(inputs, whole.t(), bias)
     result = F.linear(inputs[:, first.rows], first.dense(values).t(), bias)
     for panel in others:
         result.addmm_(inputs[:, panel.rows], panel.dense(values))
@@ -192,14 +193,14 @@ def outer(left: Tensor, right: Tensor, layout: Layout) -> Tensor:
         A tensor of shape ``(layout.nnz,)``.
     """
     values = left.new_empty(layout.nnz)
-    for panel in _panels(layout, len(left)):
+    for panel in _panels(layout, left.shape[0]):
         out = panel.memory(left)
         torch.mm(left[:, panel.rows].t(), right, out=out.view(-1, right.shape[1]))
         panel.compress(out, values)
     return values
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Panel:
     """Some tiles of a matrix, one after another, that are dense together."""
 
@@ -212,7 +213,8 @@ class _Panel:
 
     def memory(self, like: Tensor) -> Tensor:
         """Scratch memory for all entries, flat, of the dtype and on the device of ``like``."""
-        numel = sum(tile.numel for tile in self.tiles)
+        first, last = self.tiles[0], self.tiles[-1]
+        numel = last.start + last.numel - first.start
         return scratch.take("tile", numel, like.dtype, like.device)
 
     def dense(self, values: Tensor) -> Tensor:
@@ -227,15 +229,17 @@ class _Panel:
         for tile, part in self._parts(dense):
             kernels.compress(self.layout, tile, part, values[tile.entries])
 
-    def _parts(self, flat: Tensor) -> Iterator[tuple[Tile, Tensor]]:
-        start = self.tiles[0].start
-        for tile in self.tiles:
-            yield tile, flat[tile.start - start : tile.start - start + tile.numel]
+    def _parts(self, flat: Tensor) -> Iterable[tuple[Tile, Tensor]]:
+        if len(self.tiles) == 1:
+            return ((self.tiles[0], flat),)
+        return zip(self.tiles, flat.split([tile.numel for tile in self.tiles]), strict=True)
 
 
 def _panels(layout: Layout, n: int) -> list[_Panel]:
     """A weight in panels: as few as the ``n`` activations on its two sides leave room for."""
     tiles = layout.tiles
+    if len(tiles) == 1:
+        return [_Panel(layout, tiles)]
     room = min(n * (layout.shape[0] + row_length(layout.shape)), PANEL_ENTRIES)
     step = max(1, room // tiles[0].numel)
     step = -(-len(tiles) // -(-len(tiles) // step))  # in equal panels, as many as there would be

@@ -34,7 +34,7 @@ class _Scratch(threading.local):
         if device.type != "cpu":
             return torch.empty(numel, dtype=dtype, device=device)
         typed = self._typed.get((use, dtype))
-        if typed is None or len(typed) < numel:
+        if typed is None or typed.numel() < numel:
             # A tensor made in inference mode could not be written outside it.
             with torch.inference_mode(False):
                 typed = self._buffer(use, numel * dtype.itemsize).view(dtype)
@@ -44,7 +44,7 @@ class _Scratch(threading.local):
     def _buffer(self, use: Use, size: int) -> Tensor:
         """At least ``size`` bytes, which entries of any dtype fill."""
         buffer = self._buffers.get(use)
-        if buffer is None or len(buffer) < size:
+        if buffer is None or buffer.numel() < size:
             self._typed = {key: typed for key, typed in self._typed.items() if key[0] != use}
             buffer = torch.empty(-(-size // 16) * 16, dtype=torch.uint8, device="cpu")
             self._buffers[use] = buffer
