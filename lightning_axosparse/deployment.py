@@ -20,6 +20,7 @@ from lightning_axosparse.pipeline.stage import PipelinedLayers
 from lightning_axosparse.reduce import GradientReducer, Share
 from lightning_axosparse.sparse import densify
 from lightning_axosparse.sparse.parcel import forget
+from lightning_axosparse.sparse.scratch import scratch
 from lightning_axosparse.sparse.swap import owners
 from lightning_axosparse.transfer import Transfer
 
@@ -108,6 +109,7 @@ class Deployment:
         """Make the module whole, dense and ordinary again, on the CPU of every rank."""
         self._uninstall()
         densify(self.module, optimizers[0] if optimizers else None)
+        scratch.clear()
         self.split.give_back()
         self.module.cpu()
         self._collect()

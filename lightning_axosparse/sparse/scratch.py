@@ -41,6 +41,11 @@ class _Scratch(threading.local):
             self._typed[use, dtype] = typed
         return typed[:numel]
 
+    def clear(self) -> None:
+        """Give this thread's memory back."""
+        self._buffers.clear()
+        self._typed.clear()
+
     def _buffer(self, use: Use, size: int) -> Tensor:
         """At least ``size`` bytes, which entries of any dtype fill."""
         buffer = self._buffers.get(use)

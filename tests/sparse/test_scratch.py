@@ -4,6 +4,7 @@ import threading
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_axosparse.sparse import sparsify
 from lightning_axosparse.sparse.scratch import scratch
@@ -69,6 +70,13 @@ def test_results_outlive_the_next_use():
     for use in ("tile", "positions"):
         scratch.take(use, 5000, torch.float32, CPU).fill_(torch.nan)
     assert all(torch.equal(*both) for both in zip(held, before, strict=True))
+
+
+def test_memory_is_given_back():
+    storage = StorageWeakRef(scratch.take("tile", 100, torch.float32, CPU).untyped_storage())
+    assert not storage.expired()
+    scratch.clear()
+    assert storage.expired()
 
 
 def test_two_threads_train_at_once():
