@@ -1,8 +1,12 @@
 from __future__ import annotations
 
-import pytest
+from itertools import product
 
-from benchmarks.gpu import kernels, step, training
+import pytest
+import torch
+
+from benchmarks.gpu import counted, kernels, step, training
+from lightning_axosparse.sparse import layout
 
 
 def table(main, monkeypatch, capsys, *arguments):
@@ -40,3 +44,27 @@ def test_a_row_that_breaks_its_bound_is_told(monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         table(training.main, monkeypatch, capsys)
     assert end.value.code == 1
+
+
+def test_what_a_step_holds_is_counted(monkeypatch, capsys):
+    monkeypatch.setitem(layout.TILE_ENTRIES, "cpu", layout.TILE_ENTRIES["cpu"])
+    rows = table(counted.main, monkeypatch, capsys)
+    assert [(row[1], row[2]) for row in rows] == list(product(["yes", "no"], ["0%", "80%", "90%"]))
+    for dense, *sparse in (rows[:3], rows[3:]):
+        assert 1 == float(dense[5]) < float(sparse[0][5]) < float(sparse[1][5])
+
+
+def test_a_tensor_counts_while_it_is_alive():
+    held = torch.zeros(100)
+    with counted.Living([held]) as living:
+        assert living.peak == 400
+        other = held + 1
+        view = other[10:]
+        assert living.peak == 800
+        del other
+        third = held * 2
+        assert living.peak == 1200
+        del view, third
+        held.add_(1)
+        held.clone()
+    assert living.peak == 1200
