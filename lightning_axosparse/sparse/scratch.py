@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 Use = Literal["tile", "positions"]
 """What scratch is for; two uses never share memory."""
@@ -35,8 +36,9 @@ class _Scratch(threading.local):
             return torch.empty(numel, dtype=dtype, device=device)
         typed = self._typed.get((use, dtype))
         if typed is None or typed.numel() < numel:
-            # A tensor made in inference mode could not be written outside it.
-            with torch.inference_mode(False):
+            # A tensor made in inference mode could not be written outside it. Modes that watch what
+            # operators make, as those that count activations, are not to see what stays anyway.
+            with torch.inference_mode(False), _disable_current_modes():
                 typed = self._buffer(use, numel * dtype.itemsize).view(dtype)
             self._typed[use, dtype] = typed
         return typed[:numel]
