@@ -43,6 +43,11 @@ class _Scratch(threading.local):
             self._typed[use, dtype] = typed
         return typed[:numel]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this thread has."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
     def clear(self) -> None:
         """Give this thread's memory back."""
         self._buffers.clear()

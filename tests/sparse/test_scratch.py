@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_axosparse.pipeline.activations import kept_bytes
 from lightning_axosparse.sparse import sparsify
 from lightning_axosparse.sparse.scratch import scratch
 
@@ -75,8 +76,17 @@ def test_results_outlive_the_next_use():
 def test_memory_is_given_back():
     storage = StorageWeakRef(scratch.take("tile", 100, torch.float32, CPU).untyped_storage())
     assert not storage.expired()
+    assert scratch.nbytes >= 400
     scratch.clear()
     assert storage.expired()
+    assert scratch.nbytes == 0
+
+
+def test_modes_that_count_what_operators_make_do_not_see_it():
+    scratch.clear()
+    with kept_bytes(CPU, ()) as count:
+        scratch.take("tile", 100, torch.float32, CPU).zero_()
+        assert count() == 0
 
 
 def test_two_threads_train_at_once():
