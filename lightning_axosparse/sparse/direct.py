@@ -75,7 +75,7 @@ def _product(
     ):
         return None
     device, dtype = inputs.device, reading.dtype
-    if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
+    if torch.is_autocast_enabled(device.type) and all(map(_follows_autocast, operands)):
         dtype = torch.get_autocast_dtype(device.type)
         inputs = inputs.to(dtype)
         bias = None if bias is None else bias.to(dtype)
@@ -85,6 +85,10 @@ def _product(
         return None
     product: Tensor = _Linear.apply(inputs, values, bias, layout, reading, by_rows)  # type: ignore[no-untyped-call]
     return product
+
+
+def _follows_autocast(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype != torch.float64
 
 
 class _Linear(torch.autograd.Function):

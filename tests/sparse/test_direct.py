@@ -124,6 +124,13 @@ def test_what_does_not_fit_is_refused_in_torchs_words(inputs):
     assert str(ours.value) == str(theirs.value)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_autocast_casts_no_more_than_for_a_dense_layer(dtype):
+    for layer in twins(nn.Linear(6, 10)):
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="same dtype"):
+            layer(torch.ones(2, 6, dtype=dtype))
+
+
 def test_the_gradient_can_be_differentiated():
     module = nn.Linear(6, 10).double()
     masks = random_masks(module)
