@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_axosparse.grid import Grid
 from lightning_axosparse.pipeline.split import Rehoused, Split, empty
+from lightning_axosparse.sparse.freed import return_freed_memory
 from lightning_axosparse.sparse.parcel import forget, pack, unpack
 from lightning_axosparse.sparse.swap import owners
 
@@ -83,6 +84,7 @@ class Transfer:
                     dist.send_object_list([cargo], dst=rank)
             if self._new.stage not in moved.after:
                 self._drop(moved)
+        return_freed_memory()
 
     def _pack(self, moved: Rehoused) -> Any:
         if isinstance(moved.tensor, nn.Parameter):

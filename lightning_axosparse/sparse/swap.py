@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_axosparse.sparse.formats import layout_of
+from lightning_axosparse.sparse.freed import return_freed_memory
 from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.module import SparseModule, make_dense, make_sparse
 from lightning_axosparse.sparse.optimizer import check_state, compress_state, expand_state
@@ -101,6 +102,7 @@ def sparsify(
         assert entry.reading is not None
         entry.reading.policy = policy
     renew_reducers(module)
+    return_freed_memory()
 
 
 def densify(module: nn.Module, optimizer: Optimizer | None = None) -> None:
