@@ -2,9 +2,10 @@
 
     python -m benchmarks.memory.step
 
-Every variant runs in a process of its own. "peak" is the largest resident set during two training
-steps, above that of the process before the model was built; "state" counts the bytes of weights,
-indices, gradients and optimizer state. Prints a Markdown table.
+Every row is a process of its own. "peak" is the largest resident set during two training steps,
+above that of the process before the model was built; "state" counts the bytes of weights, indices,
+gradients and optimizer state. "sparse" is pruned before the first step, "drawn" after two dense
+ones. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -24,9 +25,20 @@ from torch.nn.utils import prune
 from lightning_axosparse import sparsify
 from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.pruning.masks import magnitude_masks, prunable
+from lightning_axosparse.pruning.packed import PackedMasks
 from lightning_axosparse.sparse.accounting import state_bytes
 
-VARIANTS = ("dense", "sparse 0.8", "sparse 0.9", "prune 0.9", "ModelPruning 0.9")
+VARIANTS = (
+    "dense",
+    "sparse 0.8",
+    "sparse 0.9",
+    "drawn 0.8",
+    "drawn 0.9",
+    "prune 0.9",
+    "ModelPruning 0.9",
+)
+MALLOC = {"at once": {"MALLOC_MMAP_THRESHOLD_": "262144"}, "by default": {}}
+"""When the C library gives freed blocks back: from 256 KiB on at once, or as it does by itself."""
 TOKENS = 128
 
 
@@ -56,6 +68,39 @@ def method_of(masks: dict[str, torch.Tensor]) -> type[prune.BasePruningMethod]:
     return Given
 
 
+def prune_before_training(model: GPT, kind: str, ratio: float) -> None:
+    """Prune ``model`` by magnitude with one of the three ways."""
+    masks = masks_of(model, ratio)
+    if kind == "sparse":
+        sparsify(model, masks)
+        return
+    owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in masks}
+    if kind == "prune":
+        for name, mask in masks.items():
+            prune.custom_from_mask(owners[name], "weight", mask)
+        return
+    # What Lightning's callback does when fit starts and at the end of an epoch.
+    pruned = [(owner, "weight") for owner in owners.values()]
+    callback = ModelPruning(method_of(masks), pruned, amount=ratio)
+    trainer = Trainer(logger=False, enable_checkpointing=False)
+    callback.setup(trainer, model, "fit")
+    callback.on_train_epoch_end(trainer, model)
+
+
+def masks_of(model: GPT, ratio: float) -> dict[str, torch.Tensor]:
+    parameters, sizes = dict(model.named_parameters()), prunable(model)
+    return magnitude_masks(parameters, set(sizes), sizes, ratio)
+
+
+def train(model: GPT, optimizer: torch.optim.Optimizer) -> None:
+    """Two steps."""
+    for _ in range(2):
+        optimizer.zero_grad()
+        tokens = torch.randint(10_000, (1, TOKENS))
+        torch.nn.functional.cross_entropy(model(tokens)[0], tokens[0]).backward()
+        optimizer.step()
+
+
 def measure(variant: str, width: int, depth: int) -> dict[str, float]:
     """Train two steps of one variant; megabytes."""
     torch.manual_seed(0)
@@ -63,67 +108,53 @@ def measure(variant: str, width: int, depth: int) -> dict[str, float]:
     base = resident(peak=False)
     model = GPT(width=width, depth=depth, heads=16, context=TOKENS, vocabulary=10_000)
     kind, _, ratio = variant.partition(" ")
-    if kind != "dense":
-        parameters = dict(model.named_parameters())
-        sizes = prunable(model)
-        masks = magnitude_masks(parameters, set(sizes), sizes, float(ratio))
-        owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in masks}
-        if kind == "sparse":
-            sparsify(model, masks)
-        elif kind == "prune":
-            for name, mask in masks.items():
-                prune.custom_from_mask(owners[name], "weight", mask)
-        else:
-            # What Lightning's callback does when fit starts and at the end of an epoch.
-            pruned = [(owner, "weight") for owner in owners.values()]
-            callback = ModelPruning(method_of(masks), pruned, amount=float(ratio))
-            trainer = Trainer(logger=False, enable_checkpointing=False)
-            callback.setup(trainer, model, "fit")
-            callback.on_train_epoch_end(trainer, model)
-        del masks, parameters
-    parameters = sum(p.numel() for p in model.parameters())
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
+    if kind not in ("dense", "drawn"):
+        prune_before_training(model, kind, float(ratio))
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, 1e-4)
+    if kind == "drawn":
+        train(model, optimizer)
+        sparsify(model, PackedMasks(masks_of(model, float(ratio))), optimizer)
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    for _ in range(2):
-        optimizer.zero_grad()
-        tokens = torch.randint(10_000, (1, TOKENS))
-        torch.nn.functional.cross_entropy(model(tokens)[0], tokens[0]).backward()
-        optimizer.step()
+    train(model, optimizer)
     state = state_bytes(model, optimizer)
     buffers = sum(b.numel() * b.element_size() for b in model.buffers())
     return {
-        "parameters": parameters / 1e6,
+        "parameters": sum(parameter.numel() for parameter in parameters) / 1e6,
         "peak": (resident(peak=True) - base) / 1e6,
         "state": (state.total + buffers) / 1e6,
     }
 
 
+def in_a_process(variant: str, malloc: str, width: int, depth: int) -> dict[str, float]:
+    """Measure a variant in a process of its own, where nothing else has used memory."""
+    call = f"print(json.dumps(measure({variant!r}, {width}, {depth})))"
+    command = [sys.executable, "-c", f"import json; from {__spec__.name} import measure; {call}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **MALLOC[malloc]}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    row: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return row
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--variant")
+    arguments.add_argument("--variant", action="append", choices=VARIANTS[1:])
     arguments.add_argument("--width", type=int, default=1024)
     arguments.add_argument("--depth", type=int, default=20)
     options = arguments.parse_args()
-    if options.variant:
-        print(json.dumps(measure(options.variant, options.width, options.depth)))
-        return
-    # Freed blocks of this size go back to the system at once, so that the peak is the step's own.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "262144", "OMP_NUM_THREADS": "1"}
-    results = {}
-    for variant in VARIANTS:
-        command = [sys.executable, "-m", "benchmarks.memory.step", "--variant", variant]
-        command += ["--width", str(options.width), "--depth", str(options.depth)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        results[variant] = json.loads(done.stdout.splitlines()[-1])
-    dense = results["dense"]
-    print("| weights | stored parameters | peak of a step | dense / this | state | dense / this |")
-    print("| --- | --: | --: | --: | --: | --: |")
-    for variant, row in results.items():
-        ratios = [dense[key] / row[key] for key in ("peak", "state")]
-        print(
-            f"| {variant} | {row['parameters']:.0f} M | {row['peak']:.0f} MB | {ratios[0]:.1f} "
-            f"| {row['state']:.0f} MB | {ratios[1]:.1f} |"
-        )
+    print("| weights | stored parameters | state | dense / this | malloc | peak | dense / this |")
+    print("| --- | --: | --: | --: | --- | --: | --: |")
+    dense: dict[str, dict[str, float]] = {}
+    for variant in ("dense", *(options.variant or VARIANTS[1:])):
+        for malloc in MALLOC:
+            row = in_a_process(variant, malloc, options.width, options.depth)
+            beside = dense.setdefault(malloc, row)
+            print(
+                f"| {variant} | {row['parameters']:.0f} M "
+                f"| {row['state']:.0f} MB | {beside['state'] / row['state']:.1f} "
+                f"| {malloc} | {row['peak']:.0f} MB | {beside['peak'] / row['peak']:.1f} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ def test_every_row_runs_on_a_small_model():
     rows = {variant: step.measure(variant, width=32, depth=1) for variant in step.VARIANTS}
     dense = rows["dense"]
     assert rows["sparse 0.9"]["state"] < 0.2 * dense["state"]
+    assert rows["drawn 0.9"]["state"] == rows["sparse 0.9"]["state"]
     for variant in ("prune 0.9", "ModelPruning 0.9"):
         assert rows[variant]["parameters"] == dense["parameters"]
         assert rows[variant]["state"] > 1.2 * dense["state"]
