@@ -28,14 +28,14 @@ def trials(runners: Mapping[str, Runner], count: int) -> dict[str, list[float]]:
             start = time.perf_counter()
             runners[name](max(trial, 0))
             elapsed = time.perf_counter() - start
-            _meet(world)
+            meet(world)
             slowest = world.allreduce(elapsed, op=MPI.MAX)
             if trial >= 0:
                 seconds[name].append(slowest)
     return seconds
 
 
-def _meet(world: MPI.Comm) -> None:
+def meet(world: MPI.Comm) -> None:
     """Wait for the others asleep: MPI's barrier spins, and would take the core of one at work."""
     everyone = world.Ibarrier()
     while not everyone.Test():
