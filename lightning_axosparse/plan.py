@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import inf
 from pathlib import Path
+from typing import TypeVar
 
 from matplotlib.figure import Figure
 from rich import box
@@ -25,6 +27,8 @@ MODELS = {
     "gpt3-6.7b": Transformer(layers=32, width=4096, heads=32, sequence=2048, vocabulary=50257),
     "gpt3-13b": Transformer(layers=40, width=5120, heads=40, sequence=2048, vocabulary=50257),
 }
+T = TypeVar("T")
+
 _SHAPE = ("LAYERS", "WIDTH", "HEADS", "SEQUENCE", "VOCABULARY")
 _DRAWN = 3000
 """Spans in a picture: more cannot be told apart and take minutes to draw."""
@@ -135,33 +139,51 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", type=_count, default=512, help="samples of a step, over all replicas")
     add("--pruning-ratio", type=_ratio, nargs="+", default=[0.0], help="a table for each")
     add("--recompute", action="store_true", help="recompute activations in backward")
-    add("--overhead", type=float, default=0.05, help="time that sparse storage adds to a pass")
+    add("--overhead", type=float, default=0.05, help="share of a pass that sparse storage adds")
     add("--devices", type=_count, default=64, help="devices in all")
     add("--devices-per-node", type=_count, default=8, help="devices of a node")
-    add("--memory", type=float, default=80.0, help="GB of a device")
-    add("--tflops", type=float, default=312.0, help="peak of a device")
-    add("--efficiency", type=float, default=0.5, help="share of the peak that a pass reaches")
-    add("--memory-bandwidth", type=float, default=1500.0, help="GB/s of a device's memory")
-    add("--node-bandwidth", type=float, default=200.0, help="GB/s between devices of a node")
-    add("--network-bandwidth", type=float, default=25.0, help="GB/s of a node to others")
+    add("--memory", type=_positive, default=80.0, help="GB of a device")
+    add("--tflops", type=_positive, default=312.0, help="peak of a device")
+    add("--efficiency", type=_positive, default=0.5, help="share of the peak that a pass reaches")
+    add("--memory-bandwidth", type=_positive, default=1500.0, help="GB/s of a device's memory")
+    add("--node-bandwidth", type=_positive, default=200.0, help="GB/s between devices of a node")
+    add("--network-bandwidth", type=_positive, default=25.0, help="GB/s of a node to others")
     add("--latency", type=float, default=10.0, help="microseconds of a message")
     add("--best", type=_count, default=8, help="rows of a table")
-    add("--gantt", type=Path, help="draw the best plans' steps into this PNG file")
+    add("--gantt", type=_picture, help="draw the best plans' steps into this PNG file")
     return parser
 
 
 def _ratio(text: str) -> float:
-    ratio = float(text)
-    if not 0 <= ratio < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a ratio: choose from 0 up to below 1")
-    return ratio
+    return _checked(text, float, lambda ratio: 0 <= ratio < 1, "a ratio: from 0 up to below 1")
 
 
 def _count(text: str) -> int:
-    count = int(text)
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a count: choose 1 or more")
-    return count
+    return _checked(text, int, lambda count: count >= 1, "a count: 1 or more")
+
+
+def _positive(text: str) -> float:
+    return _checked(text, float, lambda number: 0 < number < inf, "a positive number")
+
+
+def _picture(text: str) -> Path:
+    return _checked(
+        text,
+        Path,
+        lambda file: file.suffix == ".png" and file.parent.is_dir(),
+        "a .png file in a folder that exists",
+    )
+
+
+def _checked(text: str, read: Callable[[str], T], fits: Callable[[T], bool], wanted: str) -> T:
+    """What ``text`` says, if it fits; argparse tells the user what is wanted otherwise."""
+    try:
+        value = read(text)
+    except ValueError:
+        value = None
+    if value is None or not fits(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+    return value
 
 
 if __name__ == "__main__":

@@ -41,8 +41,13 @@ def test_what_does_not_fit_ends_the_command(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--pruning-ratio", "1"], "1 is not a ratio"),
-        (["--best", "0"], "0 is not a count"),
+        (["--pruning-ratio", "1"], "'1' is not a ratio"),
+        (["--pruning-ratio", "most"], "'most' is not a ratio"),
+        (["--best", "0"], "'0' is not a count"),
+        (["--efficiency", "0"], "'0' is not a positive number"),
+        (["--network-bandwidth", "inf"], "'inf' is not a positive number"),
+        (["--gantt", "step.txt"], "'step.txt' is not a .png file"),
+        (["--gantt", "no/such/folder/step.png"], "in a folder that exists"),
     ],
 )
 def test_arguments_out_of_range_are_refused(
