@@ -17,11 +17,24 @@ class Net(nn.Module):
         self.frozen = nn.Linear(5, 5).requires_grad_(False)
 
 
-def reduce_on_ranks(kind: str) -> dict[str, Any]:
+KINDS = ("dense", "unused layer", "sparse")
+
+
+def reduce_on_ranks() -> dict[str, Any]:
+    """All kinds in one job, because starting ranks takes longer than reducing."""
+    from lightning_axosparse.mpi import summing
+
+    smallest, found = summing._SMALLEST, {}
+    for kind in KINDS:
+        summing._SMALLEST = smallest if kind == "unused layer" else 1
+        found[kind] = reduce_kind(kind)
+    return found
+
+
+def reduce_kind(kind: str) -> dict[str, Any]:
     import torch.distributed as dist
 
     from lightning_axosparse import reduce
-    from lightning_axosparse.mpi import summing
     from lightning_axosparse.mpi.backend import init_process_group
     from lightning_axosparse.sparse import sparsify
 
@@ -35,8 +48,6 @@ def reduce_on_ranks(kind: str) -> dict[str, Any]:
         sparsify(net, masks)
         kept = {name: int(mask.sum()) for name, mask in masks.items()}
     reduce.BUCKET_BYTES = 20_000
-    if kind != "unused layer":
-        summing._SMALLEST = 1
     share = reduce.Share(dist.group.WORLD, list(net.parameters()))
     reducer = reduce.GradientReducer([share], size)
     started_early = 0
@@ -74,9 +85,15 @@ def expected(ranks: int, skipping: bool) -> dict[str, torch.Tensor | None]:
     return {name: p.grad for name, p in net.named_parameters()}
 
 
+@pytest.fixture(scope="module")
+def runs() -> list[dict[str, Any]]:
+    """What each kind gave, on each of two ranks."""
+    return run_ranks(2, reduce_on_ranks)
+
+
 @pytest.mark.parametrize("kind", ["dense", "unused layer"])
-def test_gradients_are_averaged_and_unused_ones_stay_none(kind: str) -> None:
-    results = run_ranks(2, reduce_on_ranks, kind)
+def test_gradients_are_averaged_and_unused_ones_stay_none(kind: str, runs: Any) -> None:
+    results = [run[kind] for run in runs]
     for name, gradient in expected(2, kind == "unused layer").items():
         for result in results:
             got = result["gradients"][name]
@@ -88,8 +105,8 @@ def test_gradients_are_averaged_and_unused_ones_stay_none(kind: str) -> None:
         assert result["places"] == 2  # one was kept
 
 
-def test_what_is_sent_is_what_the_parameters_are() -> None:
-    dense, sparse = (run_ranks(2, reduce_on_ranks, kind)[0] for kind in ("dense", "sparse"))
+def test_what_is_sent_is_what_the_parameters_are(runs: Any) -> None:
+    dense, sparse = runs[0]["dense"], runs[0]["sparse"]
     rest = 4 * 64 + 3 * 3 + 3
     assert dense["bytes"] == 4 * (4 * 64 * 64 + rest)
     assert sparse["bytes"] == 4 * (sum(sparse["kept"].values()) + rest)
@@ -97,12 +114,13 @@ def test_what_is_sent_is_what_the_parameters_are() -> None:
         assert sparse["gradients"][name].shape == (kept,)
 
 
-def test_buckets_leave_while_the_backward_pass_goes_on() -> None:
+def test_a_bucket_whose_gradients_are_missing_holds_up_those_behind_it(runs: Any) -> None:
     # Parameters that get no gradient hold up their bucket alone, which is the first.
-    result = run_ranks(2, reduce_on_ranks, "unused layer")[0]
-    assert result["early"] == 0
-    result = run_ranks(1, overlap)[0]
-    assert result == [1, 2, 3, 4]
+    assert runs[0]["unused layer"]["early"] == 0
+
+
+def test_buckets_leave_while_the_backward_pass_goes_on() -> None:
+    assert run_ranks(1, overlap)[0] == [1, 2, 3, 4]
 
 
 def overlap() -> list[int]:

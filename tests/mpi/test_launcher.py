@@ -250,6 +250,8 @@ def sleep(folder: Path) -> None:
 
 
 def launch_sleepers(folder: Path, ranks: int) -> None:
+    # A shell has commands that it runs in the background ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     tempfile.tempdir = str(folder / "tmp")
     try:
         MPILauncher(Ranks(ranks), ranks).launch(sleep, folder)
