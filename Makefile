@@ -17,7 +17,7 @@ lint: .venv/checkable
 	$(BIN)/mypy
 
 # Both are made anew when what they were made from has changed.
-INSTALL = test -x $(BIN)/python || $(PYTHON) -m venv .venv; \
+INSTALL = { test -x $(BIN)/pip || $(PYTHON) -m venv .venv; } && \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e
 
 .venv/installed: pyproject.toml constraints.txt
