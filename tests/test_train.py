@@ -80,6 +80,12 @@ def test_one_process_of_plain_lightning_for_comparison():
     assert (config.strategy, config.trainer.devices, config.pruning.callback) == ("auto", 1, None)
 
 
+def test_the_model_has_an_example_to_time_its_layers_on():
+    model = instantiate(configured("folder=here").model)
+    batch = model.example_input_array
+    assert model(batch).shape == (*batch.shape, 256)
+
+
 def test_configuration_lies_in_the_package_or_beside_it(tmp_path, monkeypatch):
     package = tmp_path / "lightning_axosparse"
     package.mkdir()

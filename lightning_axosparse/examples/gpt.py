@@ -125,6 +125,7 @@ class GPT(L.LightningModule):
             *(Block(width, heads, dropout) for _ in range(depth)),
             nn.Sequential(nn.LayerNorm(width), head),
         )
+        self.example_input_array = torch.zeros(4, context, dtype=torch.int64)
         self._initialise(depth)
 
     def _initialise(self, depth: int) -> None:
