@@ -1,4 +1,4 @@
-"""Where the time of a step goes: named activities on this rank, as totals and as recorded spans."""
+"""Timing: where a step's time goes, by activity on this rank, as totals and as recorded spans."""
 
 from __future__ import annotations
 
@@ -66,10 +66,6 @@ class Clock:
         """Stop recording and return the spans kept since :meth:`record`."""
         spans, self._spans = self._spans or [], None
         return spans
-
-    def reset(self) -> None:
-        """Forget the totals."""
-        self.totals.clear()
 
 
 clock = Clock()
