@@ -55,8 +55,11 @@ def exchange(
     return received
 
 
-def exchange_each_way(batches: list[list[list[int]]], seed: int) -> list[Any]:
-    return [exchange(batches, seed, *way) for way in WAYS]
+def exchange_all() -> list[Any]:
+    return [
+        [exchange(batches, seed, *way) for way in WAYS]
+        for seed, batches in enumerate((chosen_traffic(), random_traffic()))
+    ]
 
 
 def expected(batches: list[list[list[int]]], sender: int) -> list[Any]:
@@ -73,25 +76,26 @@ def expected(batches: list[list[list[int]]], sender: int) -> list[Any]:
     ]
 
 
-def test_messages_of_any_and_changing_size_arrive_in_order() -> None:
+def chosen_traffic() -> list[list[list[int]]]:
     big, huge = 100_000, 3_000_000
-    batches = [
+    return [
         [[0, 7, 2048, 2049, big, 100], [big] * 4],
         [[big, big, 0, 2049, huge, 5], [big, 1, huge, big]],  # grown, shrunk, inlined
         [[], [50_000] * 6],  # one way only, more than before
         [[huge, 7, huge], [huge, 3, 70_000]],
     ]
-    first, second = run_ranks(2, exchange_each_way, batches, 5)
-    assert second == [expected(batches, 0)] * len(WAYS)
-    assert first == [expected(batches, 1)] * len(WAYS)
 
 
-def test_random_traffic() -> None:
+def random_traffic() -> list[list[list[int]]]:
     rng = random.Random(11)
     sizes = [0, 3, 7, 2048, 5000, 60_000]
-    batches = [
+    return [
         [[rng.choice(sizes) for _ in range(rng.randint(0, 6))] for _ in range(2)] for _ in range(12)
     ]
-    first, second = run_ranks(2, exchange_each_way, batches, 9)
-    assert second == [expected(batches, 0)] * len(WAYS)
-    assert first == [expected(batches, 1)] * len(WAYS)
+
+
+def test_messages_of_any_and_changing_size_arrive_in_order() -> None:
+    received = run_ranks(2, exchange_all)
+    for number, batches in enumerate((chosen_traffic(), random_traffic())):
+        for rank in range(2):
+            assert received[rank][number] == [expected(batches, 1 - rank)] * len(WAYS)

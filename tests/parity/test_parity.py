@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -70,11 +71,27 @@ def train_rows(ranks: int) -> dict[str, Record]:
     }
 
 
+def two_ranks(folder: Path) -> dict[str, Any]:
+    return {
+        **train_rows(2),
+        "mixed": train_mixed(2),
+        "callbacks": callbacks_on_ranks(2, folder),
+    }
+
+
 @pytest.fixture(scope="module")
-def runs() -> dict[int, list[dict[str, Record]]]:
-    """The records of every row on every rank, by number of ranks."""
-    jobs = {ranks: run_ranks(ranks, train_rows, ranks, timeout=240) for ranks in (2, 3)}
-    return {1: [train_rows(1)], **jobs}
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("parity")
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """What every rank found, by number of ranks: the records of the rows, and more on two."""
+    return {
+        1: [train_rows(1)],
+        2: run_ranks(2, two_ranks, folder, timeout=240),
+        3: run_ranks(3, train_rows, 3, timeout=240),
+    }
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -94,11 +111,11 @@ def train_mixed(ranks: int) -> Record:
     return fit(trainer(strategy, ranks, precision="bf16-mixed"), Net())
 
 
-def test_bf16_mixed_differs_by_the_rounding_of_micro_batches() -> None:
+def test_bf16_mixed_differs_by_the_rounding_of_micro_batches(runs: Any) -> None:
     L.seed_everything(0, verbose=False)
     expected = fit(trainer("auto", precision="bf16-mixed"), Net())
-    for record in run_ranks(2, train_mixed, 2):
-        pairs = zip(expected.losses, record.losses, strict=True)
+    for records in runs[2]:
+        pairs = zip(expected.losses, records["mixed"].losses, strict=True)
         assert max(abs(a - b) for a, b in pairs) < 4e-3
 
 
@@ -140,7 +157,7 @@ def test_two_pipelines_do_what_ddp_does_on_two_processes() -> None:
             assert difference(theirs, ours) <= 1e-6
 
 
-def train_with_callbacks(ranks: int, strategy: Any, folder: str) -> dict[str, Any]:
+def train_with_callbacks(ranks: int, strategy: Any, folder: Path) -> dict[str, Any]:
     L.seed_everything(0, verbose=False)
     checkpoint = ModelCheckpoint(folder, monitor="val_loss", save_top_k=1, filename="{epoch}")
     stopping = EarlyStopping("val_loss", min_delta=0.5, patience=1)
@@ -157,16 +174,16 @@ def train_with_callbacks(ranks: int, strategy: Any, folder: str) -> dict[str, An
     }
 
 
-def callbacks_on_ranks(ranks: int, folder: str) -> dict[str, Any]:
+def callbacks_on_ranks(ranks: int, folder: Path) -> dict[str, Any]:
     from lightning_axosparse import AxoSparseStrategy
 
-    return train_with_callbacks(ranks, AxoSparseStrategy(g_inter=2, microbatches=4), folder)
+    return train_with_callbacks(ranks, AxoSparseStrategy(g_inter=2, microbatches=4), folder / "two")
 
 
-def test_early_stopping_and_checkpoints_on_val_loss(tmp_path: Any) -> None:
-    expected = train_with_callbacks(1, "auto", str(tmp_path / "one"))
+def test_early_stopping_and_checkpoints_on_val_loss(runs: Any, folder: Path) -> None:
+    expected = train_with_callbacks(1, "auto", folder / "one")
     assert 0 < expected["stopped"] < 5
-    for result in run_ranks(2, callbacks_on_ranks, 2, str(tmp_path / "two")):
+    for result in (found["callbacks"] for found in runs[2]):
         assert result["stopped"] == expected["stopped"]
         assert result["best"] == expected["best"]
         assert result["score"] == pytest.approx(expected["score"], abs=1e-6)
