@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
+
+from tests.ranks import warm_python
 
 # How long an example takes depends on what else the machine does.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
+
+
+@pytest.fixture
+def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that a Trainer's call starts need not import anything; test_launcher starts cold ones.
+
+    They are forked from the process that :func:`tests.ranks.run_ranks` forks its ranks from.
+    """
+    from lightning_axosparse.mpi import launcher
+
+    monkeypatch.setattr(launcher, "_WORKER", (*warm_python(), *launcher._WORKER[1:]))

@@ -87,6 +87,7 @@ def test_one_rank_leaves_nothing_to_choose() -> None:
     assert run.strategy.g_inter == 1
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_ranks_that_are_started_here_train_on_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     L.seed_everything(0, verbose=False)
     expected = fit(trainer("auto", max_epochs=1), Net())

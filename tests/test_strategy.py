@@ -109,6 +109,7 @@ def floats(metrics: dict[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_fit_validate_test_and_predict_return_as_usual() -> None:
     L.seed_everything(0, verbose=False)
     plain, module = trainer("auto"), Net()
@@ -138,6 +139,7 @@ def test_fit_validate_test_and_predict_return_as_usual() -> None:
         assert torch.allclose(mine, theirs, atol=1e-6)
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_ticket_comes_back_with_the_callback_and_the_module_dense() -> None:
     L.seed_everything(0, verbose=False)
     ticket = EarlyBirdTicket(0.75, draw_by_epoch=2)
@@ -169,6 +171,7 @@ class Failing(Net):
         raise ArithmeticError("seven is not prime enough")
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_rank_that_raises_ends_the_job_and_is_named() -> None:
     from lightning_axosparse.mpi.launcher import RankFailedError
 

@@ -12,6 +12,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_axosparse import train as entry
+from lightning_axosparse.mpi import launcher
 from lightning_axosparse.train import configuration, printable, train
 
 GROUPS = [folder.name for folder in sorted(configuration().iterdir()) if folder.is_dir()]
@@ -113,10 +114,17 @@ def test_one_rank_from_start_to_report(strategy, text, tmp_path, capsys):
         assert words in shown
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_multirun_on_two_ranks(text, tmp_path):
+    command = (
+        "from lightning_axosparse import train\n"
+        "from lightning_axosparse.mpi import launcher\n"
+        f"launcher._WORKER = {launcher._WORKER}\n"
+        "train.main()\n"
+    )
     overrides = [*SMALL, f"data.path={text}", f"hydra.sweep.dir={tmp_path}/sweep"]
-    command = [sys.executable, "-m", "lightning_axosparse.train", "-m", "pruning.ratio=0.5,0.9"]
-    subprocess.run([*command, *overrides], check=True, cwd=tmp_path, timeout=200)
+    sweep = ["-m", "pruning.ratio=0.5,0.9", *overrides]
+    subprocess.run([sys.executable, "-c", command, *sweep], check=True, cwd=tmp_path, timeout=200)
     for job, ratio in enumerate([0.5, 0.9]):
         folder = tmp_path / "sweep" / str(job)
         report = json.loads((folder / "report.json").read_text())

@@ -54,6 +54,7 @@ _OPEN_MPI = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "OMPI_MCA_hwloc_base_binding_policy": "none",
 }
+_WORKER = (sys.executable, "-m", "lightning_axosparse.mpi.worker")
 _GRACE_SECONDS = 5
 _CRASHES = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGTERM")
 
@@ -140,8 +141,7 @@ class MPILauncher(_Launcher):
             self._strategy._launcher = self
 
     def _run(self, folder: JobFolder) -> None:
-        worker = [sys.executable, "-m", "lightning_axosparse.mpi.worker", str(folder.path)]
-        command = [str(find_mpiexec()), "-n", str(self._processes), *worker]
+        command = [str(find_mpiexec()), "-n", str(self._processes), *_WORKER, str(folder.path)]
         outputs = [_Output(sys.stdout), _Output(sys.stderr)]
         self._mpiexec = process = subprocess.Popen(
             command,

@@ -103,6 +103,7 @@ def test_one_rank_before_and_after_the_draw(data, tmp_path):
     assert pictures | {"report.json", "report.md"} <= written
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_two_replicas_reduce_the_kept_entries_alone(data, tmp_path):
     search = EarlyBirdTicket(pruning_ratio=0.75, window=2, draw_by_epoch=1)
     timeline = PipelineTimeline()
