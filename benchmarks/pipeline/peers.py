@@ -101,8 +101,12 @@ def main() -> None:
     arguments.add_argument("--apart", action="store_true", help="messages as between nodes")
     options = arguments.parse_args()
     torch.set_num_threads(1)
-    connect_gloo()
     world = MPI.COMM_WORLD
+    if BLOCKS % world.size:
+        raise SystemExit(
+            f"{BLOCKS} blocks cannot be dealt evenly to {world.size} ranks: take 2 or 4."
+        )
+    connect_gloo()
     torch.manual_seed(0)
     blocks = [Block(WIDTH, HEADS, 0.0) for _ in range(BLOCKS)]
     x, y = torch.randn(2, MICROBATCHES * options.samples, options.tokens, WIDTH)
