@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -44,7 +45,9 @@ def run_ranks(ranks: int, function: Callable[..., Any], *args: Any, timeout: flo
 @cache
 def warm_python() -> list[str]:
     """The command that runs ``-m MODULE`` in a process forked from one with all imports done."""
-    address = str(Path(tempfile.mkdtemp()) / "warm")
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    address = str(Path(folder) / "warm")
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.warm.server", address],
         cwd=REPOSITORY,
