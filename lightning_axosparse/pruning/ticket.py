@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_axosparse.pruning.packed import PackedMasks
+from lightning_axosparse.replacing import replacing
 
 _FORMAT = "lightning_axosparse.Ticket/1"
 
@@ -82,7 +83,8 @@ class Ticket:
 
     def save(self, path: str | Path) -> None:
         """Write the ticket to a file, at about one bit a weight."""
-        torch.save(self.state_dict(), path)
+        with replacing(path) as partial:
+            torch.save(self.state_dict(), partial)
 
     @classmethod
     def load(cls, path: str | Path) -> Ticket:

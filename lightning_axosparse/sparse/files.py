@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from lightning_axosparse.replacing import replacing
 from lightning_axosparse.sparse.packed import Packed
 from lightning_axosparse.sparse.weight import SparseWeight
 
@@ -128,7 +129,7 @@ def _write(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
         header[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
+    with replacing(path) as partial, partial.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in ordered:
             whole = tensor.dense() if isinstance(tensor, SparseWeight) else tensor

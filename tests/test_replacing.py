@@ -1,0 +1,53 @@
+"""What was saved once is not lost when it cannot be saved again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_axosparse import Ticket, save_safetensors, sparsify
+from lightning_axosparse.replacing import replacing
+from lightning_axosparse.sparse.weight import SparseWeight
+
+
+def test_a_file_comes_to_be_when_it_is_whole(tmp_path: Path) -> None:
+    for content in ("old", "new"):
+        with replacing(str(tmp_path / "file")) as partial:
+            partial.write_text(content)
+        assert (tmp_path / "file").read_text() == content
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+def test_weights_that_cannot_be_written_leave_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError("no space left")
+
+    model, path = nn.Sequential(nn.Linear(4, 4)), tmp_path / "model.safetensors"
+    sparsify(model, {"0.weight": torch.eye(4).bool()})
+    save_safetensors(model, path, sparse=False)
+    before = path.read_bytes()
+    monkeypatch.setattr(SparseWeight, "dense", full)
+    with pytest.raises(OSError, match="no space"):
+        save_safetensors(model, path, sparse=False)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_so_does_a_ticket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(content: Any, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError("no space left")
+
+    ticket = Ticket({"a.weight": torch.eye(3).bool()}, 0.6)
+    ticket.save(tmp_path / "a.ticket")
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(OSError, match="no space"):
+        ticket.save(tmp_path / "a.ticket")
+    assert Ticket.load(tmp_path / "a.ticket") == ticket
+    assert [file.name for file in tmp_path.iterdir()] == ["a.ticket"]
