@@ -10,6 +10,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_axosparse.pipeline.schedule import SCHEDULES
 
 
+def is_count(value: object) -> bool:
+    """Whether ``value`` is a whole number, at least 1; a bool says yes or no, not how many."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def refuse_arguments(
     g_inter: int | Literal["auto"],
     microbatches: int | None,
@@ -26,14 +31,16 @@ def refuse_arguments(
         MisconfigurationException: with the value, and what to give instead.
     """
     _refuse_stages(g_inter, transport, balance)
-    for name, value in (
-        ("microbatches", microbatches),
-        ("in_flight", in_flight),
-        ("offload_bucket", offload_bucket),
+    for name, value, otherwise in (
+        ("microbatches", microbatches, ", or None"),
+        ("in_flight", in_flight, ", or None"),
+        ("offload_bucket", offload_bucket, ""),
     ):
-        if value is not None and value < 1:
-            raise MisconfigurationException(f"{name}={value} must be at least 1.")
-    if recompute not in (None, "sqrt") and not (isinstance(recompute, int) and recompute >= 1):
+        if not (is_count(value) or (otherwise and value is None)):
+            raise MisconfigurationException(
+                f"{name}={value!r} must be a whole number, at least 1{otherwise}."
+            )
+    if recompute not in (None, "sqrt") and not is_count(recompute):
         raise MisconfigurationException(
             f"recompute={recompute!r} must be 'sqrt', or the number, at least 1, of layers that "
             "keep one input together."
@@ -73,7 +80,7 @@ def _refuse_stages(
             f"balance={list(balance)} gives the layers of {len(balance)} stages: say "
             f"g_inter={len(balance)} instead of 'auto', or leave balance out."
         )
-    if g_inter != "auto" and not (isinstance(g_inter, int) and g_inter >= 1):
+    if g_inter != "auto" and not is_count(g_inter):
         raise MisconfigurationException(
             f"g_inter={g_inter!r} must be a number of stages, at least 1, or 'auto'."
         )

@@ -47,8 +47,11 @@ def load_sparse(
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if there is no ticket, or for names or shapes that do not fit.
+        ValueError: if the file cannot be read, there is no ticket, or for names or shapes that do
+            not fit.
     """
+    if isinstance(skip, str):
+        raise ValueError(f"skip={skip!r} must be a list of patterns: [{skip!r}].")
     contents = source if isinstance(source, Mapping) else _read(Path(source))
     if isinstance(ticket, str | Path):
         ticket = Ticket.load(ticket)
@@ -89,9 +92,14 @@ class _LazyState(Mapping[str, Tensor]):
 def _read(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"There is no file '{path}'.")
-    if path.suffix == ".safetensors":
-        return SafetensorsState(path)
-    contents: Mapping[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    try:
+        if path.suffix == ".safetensors":
+            return SafetensorsState(path)
+        contents = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # what a file that is broken, or another kind, raises depends on it
+        raise ValueError(f"'{path}' cannot be read as a file of weights: {error}") from error
+    if not isinstance(contents, Mapping):
+        raise ValueError(f"'{path}' holds a {type(contents).__name__}, not weights by their names.")
     return contents
 
 

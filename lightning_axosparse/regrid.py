@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_axosparse.arguments import is_count
 from lightning_axosparse.dealing import Deal
 from lightning_axosparse.deployment import Deployment
 from lightning_axosparse.grid import Grid
@@ -26,11 +27,15 @@ from lightning_axosparse.stepping import Stepper
 def refuse_arguments(
     regrid: int | str | None, transport: str, in_flight: int | None, schedule: str
 ) -> None:
-    """Refuse what a run cannot move with.
+    """Refuse what a run cannot move with, or to.
 
     Raises:
         MisconfigurationException: naming the argument that does not go with ``regrid``.
     """
+    if not (regrid in (None, "auto") or is_count(regrid)):
+        raise MisconfigurationException(
+            f"regrid={regrid!r} is not known. Give a number of stages, or 'auto'."
+        )
     if regrid is not None and transport == "loopback":
         raise MisconfigurationException(
             f"regrid={regrid!r} moves layers between ranks, but transport='loopback' runs all "
@@ -56,10 +61,6 @@ def refuse_length(regrid: int | str | None, g_inter: int) -> None:
         raise MisconfigurationException(
             f"regrid={regrid} is no proper divisor of g_inter={g_inter}, so the ranks of a "
             f"pipeline cannot form pipelines of so many stages. {choice}."
-        )
-    if isinstance(regrid, str) and regrid != "auto":
-        raise MisconfigurationException(
-            f"regrid={regrid!r} is not known. Give a number of stages, or 'auto'."
         )
 
 

@@ -312,3 +312,19 @@ def test_what_does_not_fit_is_refused_and_nothing_has_changed(saved: dict[str, A
     refused(fresh, r"meta device.*'model.5.weight'", files["checkpoint"], skip=skip)
     with pytest.raises(FileNotFoundError, match="nowhere"):
         load_sparse(net(), "nowhere.ckpt")
+    with pytest.raises(ValueError, match=r"\['head.\*'\]"):
+        load_sparse(net(), files["checkpoint"], skip="head.*")
+
+
+@pytest.mark.parametrize("name", ["half.ckpt", "half.safetensors"])
+def test_a_file_that_is_not_whole_is_named(
+    saved: dict[str, Any], tmp_path: Path, name: str
+) -> None:
+    form = "checkpoint" if name.endswith("ckpt") else "sparse safetensors"
+    file = saved["files"][form]
+    (tmp_path / name).write_bytes(Path(file).read_bytes()[:100])
+    with pytest.raises(ValueError, match=rf"{name}' cannot be read"):
+        load_sparse(net(), tmp_path / name)
+    torch.save([1], tmp_path / "list.pt")
+    with pytest.raises(ValueError, match=r"list.pt' holds a list"):
+        load_sparse(net(), tmp_path / "list.pt")
