@@ -56,6 +56,21 @@ def refuse_callbacks(callbacks: Sequence[Callback]) -> None:
             )
 
 
+def refuse_beside_pruning(callbacks: Sequence[Callback]) -> None:
+    """Refuse callbacks that go on with dense weights of their own where EarlyBirdTicket prunes.
+
+    Raises:
+        MisconfigurationException: naming the callback.
+    """
+    for callback in callbacks:
+        if isinstance(callback, (ModelPruning, StochasticWeightAveraging, WeightAveraging)):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} keeps dense weights or masks of its own, which do not"
+                " fit those that EarlyBirdTicket stores as their kept entries. Leave one of the two"
+                " callbacks out."
+            )
+
+
 def foreseen_optimizers(module: LightningModule) -> list[Optimizer]:
     """The optimizers that a module will have, where its hook can tell before the run is set up.
 

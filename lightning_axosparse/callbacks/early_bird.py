@@ -10,8 +10,11 @@ from typing import Any, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_axosparse.adapters.requirements import refuse_beside_pruning
+from lightning_axosparse.arguments import is_count
 from lightning_axosparse.pruning.distance import DISTANCES, Distance
 from lightning_axosparse.pruning.masks import Scope, magnitude_masks, prunable
 from lightning_axosparse.pruning.packed import PackedMasks
@@ -81,14 +84,31 @@ class EarlyBirdTicket(Callback):
         ticket: Ticket | str | Path | None = None,
         policy: Literal["auto", "sparse", "samo"] = "auto",
     ) -> None:
-        _check(0 < pruning_ratio < 1, f"pruning_ratio={pruning_ratio}: must be in (0, 1).")
+        _check(
+            isinstance(pruning_ratio, float) and 0 < pruning_ratio < 1,
+            f"pruning_ratio={pruning_ratio!r}: must be in (0, 1).",
+        )
         _check(scope in ("global", "layer"), f"scope={scope!r}: must be 'global' or 'layer'.")
         _check(distance in DISTANCES, f"distance={distance!r}: must be 'overlap' or 'hamming'.")
-        _check(0 < threshold <= 1, f"threshold={threshold}: must be in (0, 1].")
-        _check(window >= 2, f"window={window}: at least 2 masks are needed to compare.")
         _check(
-            draw_by_epoch is None or draw_by_epoch >= 1,
-            f"draw_by_epoch={draw_by_epoch}: counts epochs from 1.",
+            isinstance(threshold, int | float) and 0 < threshold <= 1,
+            f"threshold={threshold!r}: must be in (0, 1].",
+        )
+        _check(
+            is_count(window) and window >= 2,
+            f"window={window!r}: at least 2 masks are needed to compare.",
+        )
+        _check(
+            draw_by_epoch is None or is_count(draw_by_epoch),
+            f"draw_by_epoch={draw_by_epoch!r}: counts epochs from 1.",
+        )
+        _check(
+            not isinstance(exclude, str),
+            f"exclude={exclude!r}: must be a list of patterns: [{exclude!r}].",
+        )
+        _check(
+            ticket is None or isinstance(ticket, Ticket | str | Path),
+            f"ticket={ticket!r}: must be a Ticket, or the file of one.",
         )
         policies = ("auto", *POLICIES)
         _check(policy in policies, f"policy={policy!r}: must be one of {policies}.")
@@ -105,27 +125,37 @@ class EarlyBirdTicket(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what cannot work, before any weights are touched."""
-        if stage != "fit":
+        self.refuse_unfit(trainer)
+
+    def refuse_unfit(self, trainer: Trainer) -> None:
+        """Refuse what cannot work: in the caller, where that starts the ranks, and on each.
+
+        Raises:
+            MisconfigurationException: for a strategy, a module or callbacks that do not fit.
+        """
+        if trainer.state.fn != TrainerFn.FITTING:
             return
+        module = trainer.lightning_module
+        refuse_beside_pruning(trainer.callbacks)  # type: ignore[attr-defined]
         missing = [name for name in _NEEDED if not hasattr(type(trainer.strategy), name)]
         _check(
             not missing,
             f"EarlyBirdTicket needs strategy='axosparse' (AxoSparseStrategy); "
             f"{type(trainer.strategy).__name__} cannot store weights sparse.",
         )
-        names = [name for name, _ in pl_module.named_parameters()]
+        names = [name for name, _ in module.named_parameters()]
         for pattern in self.exclude:
             _check(
                 any(fnmatchcase(name, pattern) for name in names),
                 f"exclude pattern '{pattern}' matches no parameter. There are: {_few(names)}.",
             )
         _check(
-            self.ticket is not None or bool(prunable(pl_module, self.exclude)),
+            self.ticket is not None or bool(prunable(module, self.exclude)),
             "There is nothing to prune: no floating parameter with two or more dimensions is left "
             f"after exclude={self.exclude}.",
         )
         if self.ticket is not None:
-            _check_fits(self.ticket, pl_module)
+            _check_fits(self.ticket, module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Adopt the ticket that is there: given by the user, or drawn before a resume."""

@@ -69,7 +69,7 @@ class RankFailedError(RuntimeError):
 
 @runtime_checkable
 class RefusesUnfit(Protocol):
-    """A strategy that can tell in the caller what would fail on every rank."""
+    """A strategy or callback that can tell in the caller what would fail on every rank."""
 
     def refuse_unfit(self, trainer: Trainer) -> None:
         """Raise if the trainer, its module or its callbacks cannot work."""
@@ -111,8 +111,10 @@ class MPILauncher(_Launcher):
             MisconfigurationException: if there is no MPI, or the call cannot be pickled.
         """
         check_mpi_available()
-        if trainer is not None and isinstance(self._strategy, RefusesUnfit):
-            self._strategy.refuse_unfit(trainer)
+        if trainer is not None:
+            for part in (self._strategy, *vars(trainer)["callbacks"]):
+                if isinstance(part, RefusesUnfit):
+                    part.refuse_unfit(trainer)
         job = Job(self._processes, function, args, kwargs, trainer, ProcessState.of_this_process())
         known = known_objects(trainer, (*args, *kwargs.values())) if trainer else {}
         with _sigterm_raises(), JobFolder.temporary() as folder:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -223,6 +224,12 @@ def test_a_checkpoint_with_another_ticket_is_refused(ticket, tmp_path):
         ({"threshold": 0.0}, "threshold=0.0"),
         ({"window": 1}, "window=1"),
         ({"draw_by_epoch": 0}, "draw_by_epoch=0"),
+        ({"pruning_ratio": "0.8"}, "pruning_ratio='0.8'"),
+        ({"threshold": None}, "threshold=None"),
+        ({"window": 2.5}, "window=2.5"),
+        ({"draw_by_epoch": "2"}, "draw_by_epoch='2'"),
+        ({"exclude": "head.*"}, r"\['head\.\*'\]"),
+        ({"ticket": {}}, "ticket={}"),
     ],
 )
 def test_arguments_out_of_range_are_refused(settings, message):
@@ -253,6 +260,11 @@ def test_what_does_not_fit_the_model_is_refused(callback, message):
 def test_other_strategies_are_refused():
     with pytest.raises(MisconfigurationException, match=r"axosparse.*SingleDeviceStrategy"):
         fit(search(), 1, strategy=SingleDeviceStrategy(torch.device("cpu")))
+
+
+def test_callbacks_with_dense_weights_of_their_own_are_refused():
+    with pytest.raises(MisconfigurationException, match="WeightAveraging keeps dense weights"):
+        fit(search(), 1, callbacks=[WeightAveraging()])
 
 
 def test_matrix_optimizers_are_refused_when_fit_starts():
