@@ -160,6 +160,8 @@ class AxoSparseStrategy(GridStrategy):
         self._offload: OptimizerOffload | None = None
         self._regrid = regrid
         self._move: regridding.Regrid | None = None
+        self.regridded: regridding.Regridded | None = None
+        """The move to shorter pipelines in the last fit, if there was one."""
         self._deployment: Deployment | None = None
 
     @property
@@ -207,6 +209,7 @@ class AxoSparseStrategy(GridStrategy):
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(module)
         if trainer.state.fn == TrainerFn.FITTING:
+            self.regridded = None
             with dense_shapes(module) as made:
                 self.setup_optimizers(trainer)
                 made += self.optimizers
@@ -310,11 +313,7 @@ class AxoSparseStrategy(GridStrategy):
         if self._move is not None and batch_idx == 0:
             self._move.begin_epoch(self._module.trainer.current_epoch, self.optimizers)
             self._groups = self._deployed.groups
-
-    @property
-    def regridded(self) -> regridding.Regridded | None:
-        """The move to shorter pipelines in this run, if there was one."""
-        return None if self._move is None else self._move.done
+            self.regridded = self._move.done
 
     def model_to_device(self) -> None:
         """Need nothing: the deployment moves what lives here."""

@@ -41,6 +41,10 @@ class Flat(Net):
         ({"schedule": "2f2b"}, "'2f2b'.*message-driven"),
         ({"transport": "carrier pigeon"}, "'carrier pigeon'.*loopback"),
         ({"schedule": "1f1b", "in_flight": 3}, "in_flight=3 belongs to"),
+        ({"microbatches": "4"}, "microbatches='4'.*or None"),
+        ({"in_flight": 1.5}, "in_flight=1.5"),
+        ({"offload_optimizer": True, "offload_bucket": None}, "offload_bucket=None"),
+        ({"offload_optimizer": True, "offload_bucket": 1e6}, "offload_bucket=1000000.0"),
     ],
 )
 def test_arguments_out_of_range_are_refused(arguments: dict[str, Any], words: str) -> None:
@@ -143,8 +147,11 @@ def test_fit_validate_test_and_predict_return_as_usual() -> None:
 def test_a_ticket_comes_back_with_the_callback_and_the_module_dense() -> None:
     L.seed_everything(0, verbose=False)
     ticket = EarlyBirdTicket(0.75, draw_by_epoch=2)
-    run, module = trainer(AxoSparseStrategy(g_inter=2), 2, callbacks=[ticket]), Net()
+    run, module = trainer(AxoSparseStrategy(g_inter=2, regrid=1), 2, callbacks=[ticket]), Net()
     fit(run, module)
+    assert isinstance(run.strategy, AxoSparseStrategy)
+    assert run.strategy.regridded is not None
+    assert run.strategy.regridded.epoch == 2
     assert ticket.ticket is not None
     assert ticket.ticket.epoch == 1
     for name, mask in ticket.ticket.masks.items():
@@ -163,6 +170,12 @@ def test_a_ticket_comes_back_with_the_callback_and_the_module_dense() -> None:
     fit(trainer(AxoSparseStrategy(), callbacks=[adopted]), third)
     masks = ticket.ticket.masks
     assert all(torch.equal(third.get_parameter(n) != 0, m) for n, m in masks.items())
+
+
+def test_a_ticket_that_cannot_be_is_refused_before_any_rank_starts() -> None:
+    run = trainer(AxoSparseStrategy(g_inter=2), 2, callbacks=[EarlyBirdTicket(exclude=["no.such"])])
+    with pytest.raises(MisconfigurationException, match=r"'no\.such' matches no parameter"):
+        fit(run, Net())
 
 
 class Failing(Net):

@@ -18,11 +18,13 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
 from lightning_axosparse.mpi.pickling import fingerprint, survives
 
 _TRAINER_FIELDS = frozenset({"state", "should_stop", "callbacks", "datamodule"})
+_STRATEGY_FIELDS = frozenset({"regridded"})
 # What a module keeps for itself; its hooks and caches hold ids and functions of its own process.
 _MODULE_INTERNALS = frozenset(vars(LightningModule())) - {
     "_modules",
@@ -143,6 +145,8 @@ def _fields(owner: Any) -> dict[str, Any]:
     match owner:
         case Trainer():
             return {name: vars(owner)[name] for name in _TRAINER_FIELDS}
+        case Strategy():
+            return {name: value for name, value in vars(owner).items() if name in _STRATEGY_FIELDS}
         case _Loop():
             return {name: value for name, value in vars(owner).items() if _is_progress(value)}
         case nn.Module():
