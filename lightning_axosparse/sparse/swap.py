@@ -15,7 +15,12 @@ from lightning_axosparse.sparse.formats import layout_of
 from lightning_axosparse.sparse.freed import return_freed_memory
 from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.module import SparseModule, make_dense, make_sparse
-from lightning_axosparse.sparse.optimizer import check_state, compress_state, expand_state
+from lightning_axosparse.sparse.optimizer import (
+    check_state,
+    compress_state,
+    expand_state,
+    refuse_matrix_optimizers,
+)
 from lightning_axosparse.sparse.reading import POLICIES, Policy, Reading, master_dtype
 from lightning_axosparse.sparse.weight import compress_gradient
 
@@ -54,7 +59,8 @@ def sparsify(
     pruned parameter is then the 1-D vector of its kept values, so its gradient, its optimizer state
     and whatever is computed from them shrink with it. ``module.weight`` still reads as a tensor of
     the dense shape, and state dicts stay dense. Follows SAMO (Singh & Bhatele, IPDPS 2023), with
-    the weight itself stored sparse as well.
+    the weight itself stored sparse as well. They are copies, made at each call: what is to change
+    goes in through ``load_state_dict``, the parameters or ``module.weight``.
 
     Args:
         module: the model, or any part of it. If it is wrapped in ``DistributedDataParallel``, hand
@@ -74,6 +80,8 @@ def sparsify(
         ValueError: for a policy, an index format, name, shape or dtype that does not fit, a
             parameter on the meta device, one that is stored sparse with another mask, and optimizer
             state that is not elementwise. Nothing has been changed then.
+        MisconfigurationException: for an optimizer that updates a matrix otherwise than the vector
+            of its entries; nothing has been changed then, either.
     """
     if policy not in POLICIES:
         raise ValueError(f"Unknown policy '{policy}'. Take one of {list(POLICIES)}.")
@@ -96,6 +104,8 @@ def sparsify(
             )
         if optimizer is not None and entry.layout is None:
             check_state(name, optimizer.state.get(entry.parameter, {}), entry.parameter.shape)
+    if optimizer is not None:
+        refuse_matrix_optimizers(optimizer)
     for entry, layout in layouts.values():
         if entry.layout is None:
             _to_values(entry, layout, optimizer)

@@ -155,6 +155,14 @@ def test_state_that_is_not_elementwise_is_refused_before_anything_changes():
     assert model.weight.shape == (3, 4)
 
 
+def test_a_matrix_optimizer_is_refused_before_it_has_any_state():
+    model = nn.Linear(4, 3)
+    optimizer = optim.Adafactor(model.parameters())
+    with pytest.raises(MisconfigurationException, match=r"Adafactor cannot.*AdamW"):
+        sparsify(model, {"weight": torch.ones(3, 4, dtype=torch.bool)}, optimizer)
+    assert isinstance(model.weight, nn.Parameter)
+
+
 class RowNormalised(optim.SGD):
     """Looks at rows, as third-party matrix optimizers do."""
 
