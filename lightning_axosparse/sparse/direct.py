@@ -19,8 +19,10 @@ from torch.nn import functional as F
 from lightning_axosparse.sparse.kernels import reference
 from lightning_axosparse.sparse.layout import Layout, row_length
 from lightning_axosparse.sparse.product import outer, times, times_transposed
-from lightning_axosparse.sparse.reading import Reading
-from lightning_axosparse.sparse.weight import check_unchanged, sparse_weight
+from lightning_axosparse.sparse.reading import Reading, autocast_dtype
+from lightning_axosparse.sparse.transforms import transforms, transforms_backward
+from lightning_axosparse.sparse.weight import sparse_weight
+from lightning_axosparse.sparse.writing import check_unchanged, version_of
 
 _ROWS_ARE_OUTPUTS = {
     ("torch.nn.modules.linear", "Linear.forward"): True,
@@ -60,7 +62,7 @@ def _product(
     by_rows: bool,
 ) -> Tensor | None:
     """The layer's output, if its operands are plain tensors that fit; it follows autocast."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or values.is_meta or transforms():
         return None
     operands = (inputs, values) if bias is None else (inputs, values, bias)
     if any(type(operand) not in (Tensor, nn.Parameter) for operand in operands):
@@ -75,8 +77,9 @@ def _product(
     ):
         return None
     device, dtype = inputs.device, reading.dtype
-    if torch.is_autocast_enabled(device.type) and all(map(_follows_autocast, operands)):
-        dtype = torch.get_autocast_dtype(device.type)
+    autocast = autocast_dtype(device)
+    if autocast is not None and all(map(_follows_autocast, operands)):
+        dtype = autocast
         inputs = inputs.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     elif bias is not None and bias.dtype != dtype:
@@ -106,7 +109,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(inputs)
         # Not saved as activations are, which may be offloaded: the parameter stays anyway.
-        ctx.values, ctx.version = values, values._version
+        ctx.values, ctx.version = values, version_of(values)
         ctx.layout, ctx.reading, ctx.by_rows = layout, reading, by_rows
         flat = inputs.reshape(-1, inputs.shape[-1])
         result = _multiplied(flat, values, layout, reading, by_rows, bias)
@@ -116,7 +119,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (inputs,), values = ctx.saved_tensors, ctx.values
         check_unchanged(values, ctx.version, ctx.layout)
-        if torch.is_grad_enabled():
+        if transforms_backward(gradient):
             return _differentiable_gradients(ctx, inputs, values, gradient)
         layout, reading, by_rows = ctx.layout, ctx.reading, ctx.by_rows
         for_inputs = for_values = for_bias = None

@@ -185,7 +185,16 @@ class Layout(ABC):
         return moved
 
     def move(self, device: torch.device) -> None:
-        """Take the tensors to ``device`` in place, for all who share this layout."""
+        """Take the tensors to ``device`` in place, for all who share this layout.
+
+        Raises:
+            RuntimeError: if they are on the meta device, where nothing is stored.
+        """
+        if self.starts.is_meta and device.type != "meta":
+            raise RuntimeError(
+                "Which entries are kept was forgotten when this module went to the meta device. "
+                "Make a dense one and call sparsify(module, masks), or load_sparse(module, path)."
+            )
         self.__dict__.pop("tiles", None)
         for name, tensor in self.tensors.items():
             setattr(self, name, tensor.to(device))

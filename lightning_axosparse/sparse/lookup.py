@@ -15,11 +15,12 @@ from torch.nn import functional as F
 from lightning_axosparse.sparse import kernels
 from lightning_axosparse.sparse.layout import Layout, Tile, row_length
 from lightning_axosparse.sparse.scratch import scratch
+from lightning_axosparse.sparse.transforms import transforms_backward
 from lightning_axosparse.sparse.weight import SparseWeight
 
 
 def embedding(
-    indices: Any,
+    input: Any,
     weight: Any,
     padding_idx: int | None = None,
     max_norm: float | None = None,
@@ -31,17 +32,17 @@ def embedding(
     applies = isinstance(weight, SparseWeight) and weight.is_cpu and weight.rows()
     if (
         not applies
-        or type(indices) is not Tensor
+        or type(input) is not Tensor
         or max_norm is not None
         or scale_grad_by_freq
         or sparse
     ):
         return NotImplemented
     rows = len(weight)
-    if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < rows:
+    if input.numel() and not 0 <= int(input.min()) <= int(input.max()) < rows:
         return NotImplemented
     padding = None if padding_idx is None else padding_idx % rows
-    return _Lookup.apply(indices, weight, padding)  # type: ignore[no-untyped-call]
+    return _Lookup.apply(input, weight, padding)  # type: ignore[no-untyped-call]
 
 
 WAYS: dict[Callable[..., Any], Callable[..., Any]] = {F.embedding: embedding}
@@ -68,7 +69,7 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
         (indices,) = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if transforms_backward(gradient):
             padding = -1 if ctx.padding is None else ctx.padding
             dense = torch.ops.aten.embedding_dense_backward
             return None, dense(gradient, indices, ctx.rows, padding, False), None

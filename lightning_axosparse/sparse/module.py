@@ -11,12 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_axosparse.sparse.direct import direct_forward
 from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.reading import Reading, master_dtype
-from lightning_axosparse.sparse.weight import sparse_weight
+from lightning_axosparse.sparse.weight import SparseWeight, sparse_weight
 
 
 class SparseModule(nn.Module):
@@ -24,6 +25,36 @@ class SparseModule(nn.Module):
 
     _layouts: dict[str, Layout]
     _readings: dict[str, Reading]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        layout = vars(self).get("_layouts", {}).get(name)
+        replaced = layout is not None and getattr(value, "shape", None) != (layout.nnz,)
+        if replaced and not isinstance(value, nn.Parameter | None):
+            raise self._refusal(f"'{name}' must be another parameter, not {type(value).__name__}")
+        super().__setattr__(name, value)
+        if replaced:
+            forget_layout(self, name)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._layouts:  # as parametrizations do
+            raise self._refusal(f"'{name}' cannot be replaced")
+        super().__delattr__(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refuse, in other words than torch's, what was read from a sparse weight (pruning)."""
+        if isinstance(param, SparseWeight):
+            raise self._refusal(f"what it stores sparse cannot become its parameter '{name}'")
+        super().register_parameter(name, param)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        raise self._refusal("torch.jit.script cannot compile it; torch.jit.trace can")
+
+    def _refusal(self, what: str) -> MisconfigurationException:
+        return MisconfigurationException(
+            f"{_dense_class(self).__name__} is stored sparse ({', '.join(self._layouts)}): {what}. "
+            "Call densify(module) first; to change the values, write into the weight (in place, or "
+            "with load_state_dict)."
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SparseModule:
         keeping = _KeepingMasters(fn, self)
@@ -216,7 +247,10 @@ def _reader(name: str) -> Callable[[SparseModule], Tensor | None]:
         # torch.func.functional_call may have put a dense tensor in the parameter's place.
         if values is None or values.shape != torch.Size([layout.nnz]):
             return values
-        return sparse_weight(values, layout, module._readings[name].of(values, module.training))
+        weight = sparse_weight(values, layout, module._readings[name].of(values, module.training))
+        if isinstance(weight, SparseWeight) and isinstance(values, nn.Parameter):
+            weight.parameter = values
+        return weight
 
     return read
 

@@ -20,32 +20,35 @@ from torch.nn import functional as F
 
 from lightning_axosparse.sparse import kernels
 from lightning_axosparse.sparse.layout import Layout, Tile, row_length
+from lightning_axosparse.sparse.reading import autocast_dtype
 from lightning_axosparse.sparse.scratch import scratch
+from lightning_axosparse.sparse.transforms import batched, transforms_backward
 from lightning_axosparse.sparse.weight import SparseWeight
 
 
-def linear(inputs: Any, weight: Any, bias: Any = None) -> Any:
+def linear(input: Any, weight: Any, bias: Any = None) -> Any:
     """``torch.nn.functional.linear``, where ``weight`` is as stored or the transposed of it."""
     if not _is_matrix(weight):
         return NotImplemented
     if weight.rows():
-        return _applied(inputs, weight, bias, by_rows=True)
+        return _applied(input, weight, bias, by_rows=True)
     transposed = weight.t()
-    return (
-        _applied(inputs, transposed, bias, by_rows=False) if transposed.rows() else NotImplemented
-    )
+    return _applied(input, transposed, bias, by_rows=False) if transposed.rows() else NotImplemented
 
 
-def matmul(inputs: Any, weight: Any) -> Any:
-    """``inputs @ weight``, where ``weight`` is as stored or the transposed of it."""
-    return linear(inputs, weight.t()) if _is_matrix(weight) else NotImplemented
+def mm(input: Any, mat2: Any, **options: Any) -> Any:
+    """``input @ mat2``, where ``mat2`` is a weight as stored or the transposed of it."""
+    return linear(input, mat2.t()) if _is_matrix(mat2) and not options else NotImplemented
 
 
-def addmm(bias: Any, inputs: Any, weight: Any, **scales: Any) -> Any:
-    """``torch.addmm``, where ``weight`` is as stored or the transposed of it."""
-    if scales or not _is_matrix(weight):
-        return NotImplemented
-    return linear(inputs, weight.t(), bias)
+def matmul(input: Any, other: Any, **options: Any) -> Any:
+    """:func:`mm` with the names of ``torch.matmul``."""
+    return mm(input, other, **options)
+
+
+def addmm(input: Any, mat1: Any, mat2: Any, **options: Any) -> Any:
+    """``torch.addmm``, where ``mat2`` is a weight as stored or the transposed of it."""
+    return linear(mat1, mat2.t(), input) if _is_matrix(mat2) and not options else NotImplemented
 
 
 PANEL_ENTRIES = 2**24
@@ -53,33 +56,33 @@ PANEL_ENTRIES = 2**24
 
 WAYS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.linear: linear,
-    torch.mm: matmul,
+    torch.mm: mm,
     torch.matmul: matmul,
     torch.addmm: addmm,
-    Tensor.mm: matmul,
+    Tensor.mm: mm,
     Tensor.matmul: matmul,
     Tensor.__matmul__: matmul,
     Tensor.addmm: addmm,
 }
-"""What is called in place of a torch function."""
+"""What is called in place of a torch function; parameters have the names that torch gives them."""
 
 
 def _is_matrix(weight: Any) -> bool:
-    return isinstance(weight, SparseWeight) and weight.dim() == 2 and weight.numel() > 0
+    sparse = isinstance(weight, SparseWeight) and not weight.is_meta
+    return sparse and weight.dim() == 2 and weight.numel() > 0
 
 
 def _applied(inputs: Any, weight: SparseWeight, bias: Any, by_rows: bool) -> Any:
     """The product, if the other operands are plain tensors that fit; it follows autocast."""
     width, features = weight.shape[::-1] if by_rows else weight.shape
     plain = all(type(t) in (Tensor, torch.nn.Parameter) for t in (inputs, bias) if t is not None)
-    if not plain or inputs.dim() == 0 or inputs.shape[-1] != width:
+    if not plain or batched(inputs) or inputs.dim() == 0 or inputs.shape[-1] != width:
         return NotImplemented
     if bias is not None and bias.shape != (features,):
         return NotImplemented
-    device = inputs.device.type
     operands = [inputs, weight, bias]
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    dtype = autocast_dtype(inputs.device)
+    if dtype is not None:
         operands = [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in operands]
     if len({(t.dtype, t.device) for t in operands if t is not None}) > 1:
         return NotImplemented
@@ -115,7 +118,7 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             for_weight = _gradient(ctx, inputs, gradient)
         if ctx.needs_input_grad[2]:
-            for_bias = gradient.sum(tuple(range(gradient.dim() - 1)))
+            for_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
         return for_inputs, for_weight, for_bias, None
 
 
@@ -123,7 +126,7 @@ def _gradient(ctx: Any, inputs: Tensor, gradient: Tensor) -> Tensor:
     """The weight's gradient: its kept entries alone, unless it must be differentiable itself."""
     sides = (gradient, inputs) if ctx.by_rows else (inputs, gradient)
     left, right = (side.reshape(-1, side.shape[-1]) for side in sides)
-    if torch.is_grad_enabled():
+    if transforms_backward(gradient):
         return left.t() @ right
     geometry = torch.empty(left.shape[1], right.shape[1], dtype=left.dtype, device="meta")
     return SparseWeight(outer(left, right, ctx.layout), ctx.layout, geometry)

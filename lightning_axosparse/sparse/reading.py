@@ -39,6 +39,13 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast computes in on ``device``; None while it is off, and on the meta device."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
 @dataclass(eq=False)
 class Reading:
     """How the modules that share one parameter read it.
@@ -70,13 +77,15 @@ class Reading:
     def of(self, values: Tensor, training: bool) -> Reading:
         """How to read ``values``, which a functional call may have put in the parameter's place.
 
-        Only the parameter itself has a resident copy, which is told here what it is to be.
+        Only the parameter itself has a resident copy, which is told here what it is to be; not one
+        of inference mode, whose changes nobody counts.
         """
-        if self.resident is None or not isinstance(values, nn.Parameter):
+        if self.resident is None or torch.compiler.is_compiling():
             return Reading(self.dtype)
-        device = values.device.type
-        autocast = torch.is_autocast_enabled(device) and self.dtype != torch.float64
-        self.resident.serve(torch.get_autocast_dtype(device) if autocast else self.dtype, training)
+        if not isinstance(values, nn.Parameter) or values.is_inference() or values.is_meta:
+            return Reading(self.dtype)
+        autocast = None if self.dtype == torch.float64 else autocast_dtype(values.device)
+        self.resident.serve(autocast or self.dtype, training)
         return self
 
 
@@ -122,8 +131,9 @@ class Resident:
                 with torch.inference_mode(False):
                     self._dense = torch.empty(layout.shape, dtype=self.dtype, device=kept.device)
             layout.fill(self._dense, kept)
-            # Held, so that no other values can come to lie at its address.
-            self._source, self._filled_at = kept, state
+            # Held, so that no other values can come to lie at its address; the parameter itself
+            # would take up the address of other data it is given.
+            self._source, self._filled_at = kept.detach(), state
         assert self._dense is not None
         return self._dense
 

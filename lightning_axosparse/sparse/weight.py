@@ -12,8 +12,21 @@ from torch import Tensor
 from lightning_axosparse.sparse.compiled import recomputed_densify
 from lightning_axosparse.sparse.kernels import reference
 from lightning_axosparse.sparse.layout import Layout, row_length
+from lightning_axosparse.sparse.leaf import Leaf
 from lightning_axosparse.sparse.reading import Reading, Resident
-from lightning_axosparse.sparse.writing import mapped, write_through, written_by
+from lightning_axosparse.sparse.transforms import (
+    differentiates_forward,
+    transforms,
+    transforms_backward,
+)
+from lightning_axosparse.sparse.writing import (
+    Seen,
+    check_unchanged,
+    mapped,
+    version_of,
+    write_through,
+    written_by,
+)
 
 _to_copy = torch.ops.aten._to_copy.default
 _add = torch.ops.aten.add.Tensor
@@ -31,7 +44,8 @@ def sparse_weight(values: Tensor, layout: Layout, reading: Reading | None = None
 
     Its gradient is compressed to the kept entries as soon as it is complete. While torch.compile
     traces, which cannot follow a wrapper into its operators, it is a dense tensor that the backward
-    pass makes again, so none is saved there either.
+    pass makes again, so none is saved there either. Under forward-mode differentiation and
+    ``torch.jit.trace`` it is a plain dense one.
 
     Args:
         values: kept entries, shape ``(layout.nnz,)``, floating.
@@ -41,13 +55,16 @@ def sparse_weight(values: Tensor, layout: Layout, reading: Reading | None = None
     reading = reading or Reading(values.dtype)
     if torch.compiler.is_compiling():
         return recomputed_densify(values.to(reading.dtype), layout)
+    if differentiates_forward():
+        return reference.scatter(values.to(reading.dtype), layout.positions(), layout.shape)
     large = layout.shape.numel() >= OWN_WAY_ENTRIES
-    kind = TrainedWeight if large and torch.is_grad_enabled() else SparseWeight
+    trained = large and torch.is_grad_enabled() and not transforms()
+    kind = TrainedWeight if trained else SparseWeight
     weight: Tensor = _Expand.apply(values, layout, reading, kind)  # type: ignore[no-untyped-call]
     return weight
 
 
-class SparseWeight(Tensor):
+class SparseWeight(Leaf):
     """A dense-shaped tensor that is made dense only inside the operator that uses it.
 
     Views and casts of it stay sparse. Any other operator is given a dense copy that dies with it,
@@ -64,7 +81,7 @@ class SparseWeight(Tensor):
     kept: Tensor
     entries: Layout
     _resident: Resident | None
-    _version_read: int
+    _seen: Seen
 
     @staticmethod
     def __new__(
@@ -88,7 +105,7 @@ class SparseWeight(Tensor):
         weight.kept = values
         weight.entries = layout
         weight._resident = resident
-        weight._version_read = values._version
+        weight._seen = Seen(version_of(values))
         return weight
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -184,7 +201,7 @@ class SparseWeight(Tensor):
         return self.kept.to(self.dtype)
 
     def _check_version(self) -> None:
-        check_unchanged(self.kept, self._version_read, self.entries)
+        check_unchanged(self.kept, self._seen.version, self.entries)
 
     def _whole(self) -> Tensor:
         """The dense tensor of the layout's shape, of which this weight is a view."""
@@ -199,7 +216,7 @@ class SparseWeight(Tensor):
 
     def _viewed(self, geometry: Tensor) -> SparseWeight:
         view = type(self)(self.kept, self.entries, geometry, self._resident)
-        view._version_read = self._version_read
+        view._seen = self._seen
         return view
 
     def _with(self, values: Tensor) -> SparseWeight:
@@ -247,7 +264,7 @@ class TrainedWeight(SparseWeight):
     ) -> Any:
         """Call a torch function: its own way with sparse weights, if it has one and it applies."""
         with torch._C.DisableTorchFunctionSubclass():
-            own_way = OWN_WAYS.get(func)
+            own_way = None if transforms() else OWN_WAYS.get(func)
             result = own_way(*args, **(kwargs or {})) if own_way else NotImplemented
             return func(*args, **(kwargs or {})) if result is NotImplemented else result
 
@@ -286,20 +303,6 @@ class _Expand(torch.autograd.Function):
         return weights(values.movedim(in_dims[0], 0).to(reading.dtype)), 0
 
 
-def check_unchanged(values: Tensor, version: int, layout: Layout) -> None:
-    """Refuse to go on with kept values that are no longer those that were read.
-
-    Raises:
-        RuntimeError: if their version is not ``version`` any more.
-    """
-    if values._version != version:
-        raise RuntimeError(
-            f"The kept values of a sparse weight of shape {tuple(layout.shape)} were changed in "
-            "place after the forward pass that read it and before the backward pass that needs it "
-            "again. Step the optimizer, load weights or change them only after backward."
-        )
-
-
 def compress_gradient(gradient: Tensor, layout: Layout) -> Tensor:
     """The kept entries of a gradient: dense, sparse COO (``nn.Embedding``) or of them alone."""
     if isinstance(gradient, SparseWeight):
@@ -307,6 +310,6 @@ def compress_gradient(gradient: Tensor, layout: Layout) -> Tensor:
             return gradient.unchanged()
         gradient = gradient.dense()
     dense = gradient.to_dense() if gradient.is_sparse else gradient
-    if torch.is_grad_enabled():
+    if transforms_backward(gradient):
         return reference.gather(dense, layout.positions())
     return layout.compress(dense)

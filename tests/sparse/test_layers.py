@@ -400,13 +400,17 @@ def test_an_ensemble_of_values_shares_one_mask():
         torch.testing.assert_close(output, call({n: v[number] for n, v in several.items()}))
 
 
+@pytest.mark.parametrize("through", ["the parameter", "the weight as it reads"])
 @pytest.mark.parametrize("name", ["linear", "conv2d", "attention", "lstm", "tied", "own"])
-def test_a_change_between_forward_and_backward_is_detected(name):
+def test_a_change_between_forward_and_backward_is_detected(name, through):
     module, inputs, masks = build(name)
     sparse, _ = sparse_and_dense(module, masks)
     loss = sparse(inputs).square().sum()
+    parameters = dict(sparse.named_parameters())
     with torch.no_grad():
         for parameter_name in masks:
-            dict(sparse.named_parameters())[parameter_name].add_(1)
+            owner, _, attribute = parameter_name.rpartition(".")
+            read = getattr(sparse.get_submodule(owner), attribute)
+            (parameters[parameter_name] if through == "the parameter" else read).add_(1)
     with pytest.raises(RuntimeError, match="changed in place"):
         loss.backward()

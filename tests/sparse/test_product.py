@@ -87,10 +87,43 @@ def test_linear_functions(name, leading):
     agree(function, torch.randn(*leading, width))
 
 
+@pytest.mark.parametrize("leading", [(), (5,), (2, 3)])
+def test_the_gradient_of_a_bias(leading):
+    values, layout, _, dense = pair()
+    biases = [nn.Parameter(torch.zeros(ROWS)) for _ in range(2)]
+    inputs = torch.randn(*leading, COLUMNS)
+    for weight, bias in zip((sparse_weight(values, layout), dense), biases, strict=True):
+        F.linear(inputs, weight, bias).sin().sum().backward()
+    torch.testing.assert_close(biases[0].grad, biases[1].grad)
+
+
 @pytest.mark.parametrize("name", MATRICES)
 def test_matrix_functions(name):
     function, width = MATRICES[name]
     agree(function, torch.randn(7, width))
+
+
+NAMED = {
+    "linear": lambda x, w: F.linear(input=x, weight=w, bias=torch.ones(ROWS)),
+    "mm": lambda x, w: torch.mm(input=x, mat2=w.t()),
+    "matmul": lambda x, w: torch.matmul(input=x, other=w.t()),
+    "method": lambda x, w: x.matmul(other=w.t()),
+    "addmm": lambda x, w: torch.addmm(input=torch.ones(ROWS), mat1=x, mat2=w.t()),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_arguments_by_the_names_that_torch_gives_them(name):
+    agree(NAMED[name], torch.randn(7, COLUMNS))
+
+
+def test_a_product_into_given_memory(monkeypatch):
+    values, layout, _, dense = pair()
+    allow_whole(monkeypatch)
+    weight, inputs = sparse_weight(values.detach(), layout), torch.randn(7, COLUMNS)
+    out = torch.empty(7, ROWS)
+    assert torch.mm(inputs, weight.t(), out=out) is out
+    torch.testing.assert_close(out, inputs @ dense.detach().t())
 
 
 @pytest.mark.parametrize("index_format", FORMATS)
