@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_axosparse.pipeline.schedule import SCHEDULES
@@ -12,7 +13,9 @@ from lightning_axosparse.pipeline.schedule import SCHEDULES
 
 def is_count(value: object) -> bool:
     """Whether ``value`` is a whole number, at least 1; a bool says yes or no, not how many."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        return False
+    return bool(value >= 1)
 
 
 def refuse_arguments(
