@@ -16,9 +16,11 @@ from typing import Any
 import cloudpickle
 
 REPOSITORY = Path(__file__).parents[1]
+PATIENCE = 600
+"""Seconds until a job counts as hanging; on a machine with other work the longest take minutes."""
 
 
-def run_ranks(ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list:
+def run_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list:
     """Call ``function(*args)`` on each of ``ranks`` fresh processes; the results in rank order."""
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job"
@@ -34,7 +36,7 @@ def run_ranks(ranks: int, function: Callable[..., Any], *args: Any, timeout: flo
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=PATIENCE,
             check=False,
         )
         if done.returncode:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import PATIENCE
+
 README = Path(__file__).parents[1] / "README.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 MY_PROJECT = """
@@ -32,7 +34,7 @@ def test_block(number: int, tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr

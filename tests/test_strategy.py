@@ -4,6 +4,7 @@ from copy import deepcopy
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 from tests.parity.cases import CLASSES, FEATURES, Net, difference, fit, loader, trainer
+from tests.ranks import PATIENCE
 
 
 class TwoBranches(Net):
@@ -50,6 +52,10 @@ class Flat(Net):
 def test_arguments_out_of_range_are_refused(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(MisconfigurationException, match=words):
         AxoSparseStrategy(**arguments)
+
+
+def test_numpys_whole_numbers_count() -> None:
+    assert AxoSparseStrategy(g_inter=np.int64(1), microbatches=np.int32(3)).microbatches == 3
 
 
 def test_a_grid_that_does_not_fit_is_refused_by_the_trainer() -> None:
@@ -106,7 +112,7 @@ def test_one_rank_starts_no_mpi() -> None:
         "fit(trainer(AxoSparseStrategy(g_inter=2, transport='loopback')), Net())\n"
         "assert 'mpi4py.MPI' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
 
 
 def floats(metrics: dict[str, Any]) -> dict[str, float]:

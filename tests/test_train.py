@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_axosparse import train as entry
 from lightning_axosparse.mpi import launcher
 from lightning_axosparse.train import configuration, printable, train
+from tests.ranks import PATIENCE
 
 GROUPS = [folder.name for folder in sorted(configuration().iterdir()) if folder.is_dir()]
 CHOICES = [
@@ -124,7 +125,9 @@ def test_multirun_on_two_ranks(text, tmp_path):
     )
     overrides = [*SMALL, f"data.path={text}", f"hydra.sweep.dir={tmp_path}/sweep"]
     sweep = ["-m", "pruning.ratio=0.5,0.9", *overrides]
-    subprocess.run([sys.executable, "-c", command, *sweep], check=True, cwd=tmp_path, timeout=200)
+    subprocess.run(
+        [sys.executable, "-c", command, *sweep], check=True, cwd=tmp_path, timeout=PATIENCE
+    )
     for job, ratio in enumerate([0.5, 0.9]):
         folder = tmp_path / "sweep" / str(job)
         report = json.loads((folder / "report.json").read_text())

@@ -35,7 +35,7 @@ from lightning_axosparse.grid import Grid
 from lightning_axosparse.mpi import launcher
 from lightning_axosparse.mpi.environment import placement
 from lightning_axosparse.mpi.launcher import MPILauncher, RankFailedError
-from tests.ranks import REPOSITORY
+from tests.ranks import PATIENCE, REPOSITORY
 
 
 class Ranks(SingleDeviceStrategy):
@@ -325,7 +325,7 @@ def test_from_a_notebook(tmp_path):
     cells = [nbformat.v4.new_code_cell(cell) for cell in SCRIPT.replace("RANKS", "2").split("\n\n")]
     notebook = nbformat.v4.new_notebook(cells=cells)
     path = os.pathsep.join(path for path in sys.path if path)
-    NotebookClient(notebook, timeout=120).execute(env={**os.environ, "PYTHONPATH": path})
+    NotebookClient(notebook, timeout=PATIENCE).execute(env={**os.environ, "PYTHONPATH": path})
     shown = "".join(out["text"] for out in cells[-1].outputs if out.get("name") == "stdout")
     assert shown.count("a rank of Mine") == 2
     assert shown.endswith("home True\n")

@@ -81,7 +81,7 @@ def resume(grid: str, folder: Path) -> dict[tuple[str, str], Any]:
 def on(grid: str, function: Any, folder: Path) -> list[Any]:
     if GRIDS[grid][1] == 1:
         return [function(grid, folder)]
-    return run_ranks(GRIDS[grid][1], function, grid, folder, timeout=300)
+    return run_ranks(GRIDS[grid][1], function, grid, folder)
 
 
 @pytest.fixture(scope="module")

@@ -89,8 +89,8 @@ def runs(folder: Path) -> dict[int, list[dict[str, Any]]]:
     """What every rank found, by number of ranks: the records of the rows, and more on two."""
     return {
         1: [train_rows(1)],
-        2: run_ranks(2, two_ranks, folder, timeout=240),
-        3: run_ranks(3, train_rows, 3, timeout=240),
+        2: run_ranks(2, two_ranks, folder),
+        3: run_ranks(3, train_rows, 3),
     }
 
 
@@ -151,7 +151,7 @@ def test_two_pipelines_do_what_ddp_does_on_two_processes() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     expected = run_ranks(2, train_replicas, "ddp", 2, port)
-    records = run_ranks(4, train_replicas, "axosparse", 4, port, timeout=240)
+    records = run_ranks(4, train_replicas, "axosparse", 4, port)
     for rank, record in enumerate(records):
         for ours, theirs in zip(record, expected[rank // 2], strict=True):
             assert difference(theirs, ours) <= 1e-6

@@ -130,7 +130,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> dict[int, list[dict[Any, Any]]]:
     """The runs of every row on every rank, by number of ranks."""
-    return {n: run_ranks(n, train_rows, n, folder, timeout=300) for n in (2, 4)}
+    return {n: run_ranks(n, train_rows, n, folder) for n in (2, 4)}
 
 
 @pytest.mark.parametrize("row", ROWS)
