@@ -32,6 +32,8 @@ from lightning_axosparse.adapters.requirements import (
     refuse_callbacks,
     refuse_module,
     refuse_optimizers,
+    refuse_unmade,
+    unless_made_later,
 )
 from lightning_axosparse.arguments import refuse_arguments
 from lightning_axosparse.autogrid import suitable_grid
@@ -184,28 +186,36 @@ class AxoSparseStrategy(GridStrategy):
                 self._refuse_optimizers(foreseen_optimizers(self._module))
         if self.g_inter > 1:
             refuse_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
-            if self._balance == "time":
-                refuse_no_example(self._module)
         if self._regrid is not None:
             regridding.refuse_length(self._regrid, self.g_inter)
-            regridding.refuse_module(self._module)
+        with unless_made_later(self._module):
+            self._deal_layers()
 
     def connect(self, model: pl.LightningModule) -> None:
-        """Take the module and deal its layers, choosing the number of stages if that is open."""
+        """Take the module, choosing the number of stages if that is open."""
         if self._chooses_grid:
             self._choose_grid(model)
             self._chooses_grid = False
+        super().connect(model)
+
+    def _deal_layers(self) -> None:
+        """Deal the module's layers to the stages, and refuse those that cannot be."""
+        module = self._module
         self._dealt = UNDIVIDED
         if self.g_inter > 1 or self._recompute is not None:
             sizes = None if isinstance(self._balance, str) else self._balance
-            self._dealt = deal(model, self._container_path, sizes, self.g_inter)
-        super().connect(model)
+            self._dealt = deal(module, self._container_path, sizes, self.g_inter)
+        if self.g_inter > 1 and self._balance == "time":
+            refuse_no_example(module)
+        if self._regrid is not None:
+            regridding.refuse_module(module)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Deal the module to the stages; optimizers are configured for the whole of it before."""
         assert self.accelerator is not None
         module = self._module
         self.refuse_unfit(trainer)
+        self._deal_layers()
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(module)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -281,6 +291,7 @@ class AxoSparseStrategy(GridStrategy):
 
     def _choose_grid(self, model: pl.LightningModule) -> None:
         if self._ranks > 1:
+            refuse_unmade(model)
             decision = suitable_grid(
                 self,
                 model,

@@ -178,6 +178,43 @@ def test_a_ticket_comes_back_with_the_callback_and_the_module_dense() -> None:
     assert all(torch.equal(third.get_parameter(n) != 0, m) for n, m in masks.items())
 
 
+class MadeLater(Net):
+    """Has no layers before the Trainer asks for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = Net().model
+
+
+@pytest.mark.usefixtures("warm_ranks")
+def test_layers_made_in_configure_model_are_dealt_pruned_and_brought_home() -> None:
+    trained = []
+    for strategy, devices in ((AxoSparseStrategy(), 1), (AxoSparseStrategy(g_inter=2), 2)):
+        L.seed_everything(0, verbose=False)
+        ticket = EarlyBirdTicket(0.75, draw_by_epoch=2, exclude=["model.5.*"])
+        module = MadeLater()
+        run = trainer(strategy, devices, callbacks=[ticket], precision="64-true")
+        trained.append(fit(run, module))
+        assert not module.get_parameter("model.2.weight").all()
+        assert module.get_parameter("model.5.weight").all()
+    assert difference(*trained) <= 1e-12
+
+
+def test_what_configure_model_makes_is_refused_once_it_is_there() -> None:
+    with pytest.raises(MisconfigurationException, match=r"in `configure_model`\. Give g_inter"):
+        fit(trainer(AxoSparseStrategy(g_inter="auto"), 2), MadeLater())
+    wrong = EarlyBirdTicket(exclude=["no.such"])
+    with pytest.raises(MisconfigurationException, match=r"'no\.such' matches no parameter"):
+        fit(trainer(AxoSparseStrategy(), callbacks=[wrong]), MadeLater())
+    loopback = AxoSparseStrategy(g_inter=8, transport="loopback")
+    with pytest.raises(MisconfigurationException, match=r"g_inter=8 stages.* has 6"):
+        fit(trainer(loopback), MadeLater())
+
+
 def test_a_ticket_that_cannot_be_is_refused_before_any_rank_starts() -> None:
     run = trainer(AxoSparseStrategy(g_inter=2), 2, callbacks=[EarlyBirdTicket(exclude=["no.such"])])
     with pytest.raises(MisconfigurationException, match=r"'no\.such' matches no parameter"):

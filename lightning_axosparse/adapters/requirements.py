@@ -7,11 +7,13 @@ several optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.optim import LBFGS, Optimizer
 
@@ -32,6 +34,30 @@ def refuse_module(module: LightningModule) -> None:
             " `training_step` instead and leave `automatic_optimization` alone; where two"
             " optimizers were wanted, give one several parameter groups:"
             " `AdamW([{'params': a, 'lr': 1e-3}, {'params': b, 'lr': 1e-4}])`."
+        )
+
+
+@contextmanager
+def unless_made_later(module: LightningModule) -> Iterator[None]:
+    """Let a refusal wait that the module's own hooks may do away with, by making its layers."""
+    try:
+        yield
+    except MisconfigurationException:
+        if not (is_overridden("configure_model", module) or is_overridden("setup", module)):
+            raise
+
+
+def refuse_unmade(module: LightningModule) -> None:
+    """Refuse to choose a grid for layers that are not there yet.
+
+    Raises:
+        MisconfigurationException: if ``configure_model`` is going to make them.
+    """
+    if is_overridden("configure_model", module) and not list(module.parameters()):
+        raise MisconfigurationException(
+            "g_inter='auto' looks at the layers before any rank starts, but"
+            f" {type(module).__name__} makes them in `configure_model`. Give g_inter a number of"
+            " stages, or call `module.configure_model()` before the Trainer does."
         )
 
 

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_axosparse.adapters.requirements import refuse_beside_pruning
+from lightning_axosparse.adapters.requirements import refuse_beside_pruning, unless_made_later
 from lightning_axosparse.arguments import is_count
 from lightning_axosparse.pruning.distance import DISTANCES, Distance
 from lightning_axosparse.pruning.masks import Scope, magnitude_masks, prunable
@@ -135,7 +135,6 @@ class EarlyBirdTicket(Callback):
         """
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        module = trainer.lightning_module
         refuse_beside_pruning(trainer.callbacks)  # type: ignore[attr-defined]
         missing = [name for name in _NEEDED if not hasattr(type(trainer.strategy), name)]
         _check(
@@ -143,6 +142,11 @@ class EarlyBirdTicket(Callback):
             f"EarlyBirdTicket needs strategy='axosparse' (AxoSparseStrategy); "
             f"{type(trainer.strategy).__name__} cannot store weights sparse.",
         )
+        with unless_made_later(trainer.lightning_module):
+            self._refuse_module(trainer.lightning_module)
+
+    def _refuse_module(self, module: LightningModule) -> None:
+        """Refuse a module that patterns, ticket or pruning itself do not fit."""
         names = [name for name, _ in module.named_parameters()]
         for pattern in self.exclude:
             _check(
@@ -159,6 +163,7 @@ class EarlyBirdTicket(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Adopt the ticket that is there: given by the user, or drawn before a resume."""
+        self._refuse_module(pl_module)
         for optimizer in trainer.optimizers:
             refuse_matrix_optimizers(optimizer)
         if self.ticket is not None:

@@ -43,11 +43,13 @@ class Changes:
     Attributes:
         parameters: by name, the values and ``requires_grad`` of the parameters.
         fields: by name of the object, the new values of its attributes.
+        gone: by name of the object, the attributes that it no longer has.
         metrics: the trainer's callback, logged and progress bar metrics.
     """
 
     parameters: dict[str, tuple[Tensor, bool]]
     fields: dict[str, dict[str, Any]]
+    gone: dict[str, list[str]]
     metrics: list[dict[str, Any]]
 
     def redo(self, known: Mapping[str, Any]) -> None:
@@ -59,6 +61,9 @@ class Changes:
         for name, fields in self.fields.items():
             for field, value in fields.items():
                 _assign(vars(known[name]), field, value)
+        for name, attributes in self.gone.items():
+            for attribute in attributes:
+                vars(known[name]).pop(attribute, None)
         for old, new in zip(_metrics(known["trainer"]), self.metrics, strict=True):
             old.clear()
             old.update(new)
@@ -87,17 +92,24 @@ class Snapshot:
         """What the call has changed."""
         known = self.known
         fields: dict[str, dict[str, Any]] = {}
-        for (name, field), now in self._fingerprints(known).items():
+        after = self._fingerprints(known)
+        for (name, field), now in after.items():
             value = vars(known[name])[field]
             changed = now is not None and now != self._before.get((name, field))
             if changed and survives(value, known):
                 fields.setdefault(name, {})[field] = value
+        gone: dict[str, list[str]] = {}
+        for name, field in self._before.keys() - after.keys():
+            if name in known:
+                gone.setdefault(name, []).append(field)
         parameters = {
             name: (value.detach().cpu(), value.requires_grad)
             for name, value in known.items()
             if isinstance(value, nn.Parameter)
         }
-        return Changes(parameters, fields, [_on_cpu(each) for each in _metrics(known["trainer"])])
+        return Changes(
+            parameters, fields, gone, [_on_cpu(each) for each in _metrics(known["trainer"])]
+        )
 
     @staticmethod
     def _fingerprints(known: Mapping[str, Any]) -> dict[tuple[str, str], bytes | None]:
