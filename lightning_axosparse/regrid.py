@@ -8,7 +8,7 @@ from time import time
 from typing import Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -161,12 +161,21 @@ class Regrid:
         self._stages, self._dealt, self._microbatches = stages, dealt, microbatches
         self._deployment, self._stepper = deployment, stepper
         self._limit, self._free = limit, free
-        self._is_due = False
+        self._is_due = self._drawn = False
         self.done: Regridded | None = None
 
     def after_draw(self) -> None:
         """Move when the next epoch begins: pruning has made room."""
-        self._is_due = True
+        self._is_due = self._drawn = True
+
+    def end(self) -> None:
+        """Warn if the run ends without what a move has to wait for."""
+        if not self._drawn:
+            rank_zero_warn(
+                f"regrid={self._stages!r} changed nothing, because no ticket was drawn. Is an "
+                "EarlyBirdTicket among the Trainer's callbacks, with a draw_by_epoch that the run "
+                "reaches?"
+            )
 
     def begin_epoch(self, epoch: int, optimizers: Sequence[Optimizer]) -> None:
         """Go over to shorter pipelines, if that is due; collective over the job."""

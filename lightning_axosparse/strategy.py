@@ -257,8 +257,7 @@ class AxoSparseStrategy(GridStrategy):
         )
         limit = partial(self._limit, trainer)
         self._stepper.open(deployment, limit(self._groups))
-        self._move = None
-        if self._regrid is not None:
+        if self._regrid is not None and trainer.state.fn == TrainerFn.FITTING:
             self._move = regridding.Regrid(
                 self._regrid,
                 self._dealt,
@@ -334,6 +333,9 @@ class AxoSparseStrategy(GridStrategy):
         if self._offload is not None:
             self._offload.remove()
             self._offload = None
+        if self._move is not None:
+            self._move.end()
+            self._move = None
         if self._deployment is not None:
             self._stepper.close()
             self._deployment.leave(self.optimizers)

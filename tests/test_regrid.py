@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torchmetrics import MeanMetric
 
 from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.grid import Grid
-from lightning_axosparse.regrid import Regridded, bubble, refuse_module
+from lightning_axosparse.regrid import Regrid, Regridded, bubble, refuse_module
 from tests.parity.cases import Net, fit, trainer
 
 
@@ -21,6 +22,17 @@ def test_what_is_told_of_a_move() -> None:
     assert "2 stages x 2 replicas instead of 4 x 1" in str(moved)
     assert "11.1% instead of 15.8%" in str(moved)
     assert bubble(1, 8) == 0
+
+
+def test_a_run_without_a_draw_ends_with_a_warning() -> None:
+    nothing: Any = None
+    move = Regrid(2, *[nothing] * 6)
+    with pytest.warns(UserWarning, match="regrid=2 changed nothing.*EarlyBirdTicket"):
+        move.end()
+    move.after_draw()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        move.end()
 
 
 @pytest.mark.parametrize(
