@@ -172,8 +172,9 @@ def owned_parameters(module: nn.Module) -> list[Owned]:
 def _checked_layout(name: str, entry: Owned, mask: Tensor, index_format: str | None) -> Layout:
     parameter, present = entry.parameter, entry.layout
     shape = parameter.shape if present is None else present.shape
-    if mask.dtype != torch.bool:
-        raise ValueError(f"The mask of '{name}' must be a bool tensor, not {mask.dtype}.")
+    kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+    if kind != torch.bool:
+        raise ValueError(f"The mask of '{name}' must be a bool tensor, not {kind}.")
     if mask.shape != shape:
         raise ValueError(
             f"The mask of '{name}' has shape {tuple(mask.shape)}, the parameter {tuple(shape)}."

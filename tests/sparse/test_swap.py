@@ -206,6 +206,7 @@ def test_what_does_not_fit_is_refused_and_nothing_has_changed(model, masks):
     refused(model, {**masks, "0.wieght": masks["0.weight"]}, "'0.wieght'.*0.weight")
     refused(model, {**masks, "3.weight": masks["0.weight"]}, r"'3.weight'.*\(8, 6\).*\(4, 8\)")
     refused(model, {**masks, "3.weight": masks["3.weight"].float()}, "'3.weight'.*bool")
+    refused(model, {**masks, "3.weight": masks["3.weight"].numpy()}, "'3.weight'.*not ndarray")
     model[3].weight = nn.Parameter(torch.ones(4, 8, dtype=torch.int32), requires_grad=False)
     refused(model, masks, "'3.weight'.*int32")
     model[3].to("meta")
