@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,15 +13,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_axosparse.adapters.requirements import refuse_beside_pruning, unless_made_later
-from lightning_axosparse.arguments import is_count
+from lightning_axosparse.callbacks.requirements import refuse_arguments, refuse_model
 from lightning_axosparse.pruning.distance import DISTANCES, Distance
 from lightning_axosparse.pruning.masks import Scope, magnitude_masks, prunable
 from lightning_axosparse.pruning.packed import PackedMasks
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.pruning.together import all_gather, from_first, gather
 from lightning_axosparse.sparse.optimizer import refuse_matrix_optimizers
-from lightning_axosparse.sparse.reading import POLICIES, best_policy
-from lightning_axosparse.sparse.swap import layouts
+from lightning_axosparse.sparse.reading import best_policy
 
 _NEEDED = (
     "inter_group",
@@ -84,34 +82,17 @@ class EarlyBirdTicket(Callback):
         ticket: Ticket | str | Path | None = None,
         policy: Literal["auto", "sparse", "samo"] = "auto",
     ) -> None:
-        _check(
-            isinstance(pruning_ratio, float) and 0 < pruning_ratio < 1,
-            f"pruning_ratio={pruning_ratio!r}: must be in (0, 1).",
+        refuse_arguments(
+            pruning_ratio,
+            scope,
+            distance,
+            threshold,
+            window,
+            draw_by_epoch,
+            exclude,
+            ticket,
+            policy,
         )
-        _check(scope in ("global", "layer"), f"scope={scope!r}: must be 'global' or 'layer'.")
-        _check(distance in DISTANCES, f"distance={distance!r}: must be 'overlap' or 'hamming'.")
-        _check(
-            isinstance(threshold, int | float) and 0 < threshold <= 1,
-            f"threshold={threshold!r}: must be in (0, 1].",
-        )
-        _check(
-            is_count(window) and window >= 2,
-            f"window={window!r}: at least 2 masks are needed to compare.",
-        )
-        _check(
-            draw_by_epoch is None or is_count(draw_by_epoch),
-            f"draw_by_epoch={draw_by_epoch!r}: counts epochs from 1.",
-        )
-        _check(
-            not isinstance(exclude, str),
-            f"exclude={exclude!r}: must be a list of patterns: [{exclude!r}].",
-        )
-        _check(
-            ticket is None or isinstance(ticket, Ticket | str | Path),
-            f"ticket={ticket!r}: must be a Ticket, or the file of one.",
-        )
-        policies = ("auto", *POLICIES)
-        _check(policy in policies, f"policy={policy!r}: must be one of {policies}.")
         self.policy = policy
         self.pruning_ratio = pruning_ratio
         self.scope = scope
@@ -137,33 +118,17 @@ class EarlyBirdTicket(Callback):
             return
         refuse_beside_pruning(trainer.callbacks)  # type: ignore[attr-defined]
         missing = [name for name in _NEEDED if not hasattr(type(trainer.strategy), name)]
-        _check(
-            not missing,
-            f"EarlyBirdTicket needs strategy='axosparse' (AxoSparseStrategy); "
-            f"{type(trainer.strategy).__name__} cannot store weights sparse.",
-        )
-        with unless_made_later(trainer.lightning_module):
-            self._refuse_module(trainer.lightning_module)
-
-    def _refuse_module(self, module: LightningModule) -> None:
-        """Refuse a module that patterns, ticket or pruning itself do not fit."""
-        names = [name for name, _ in module.named_parameters()]
-        for pattern in self.exclude:
-            _check(
-                any(fnmatchcase(name, pattern) for name in names),
-                f"exclude pattern '{pattern}' matches no parameter. There are: {_few(names)}.",
+        if missing:
+            raise MisconfigurationException(
+                "EarlyBirdTicket needs strategy='axosparse' (AxoSparseStrategy); "
+                f"{type(trainer.strategy).__name__} cannot store weights sparse."
             )
-        _check(
-            self.ticket is not None or bool(prunable(module, self.exclude)),
-            "There is nothing to prune: no floating parameter with two or more dimensions is left "
-            f"after exclude={self.exclude}.",
-        )
-        if self.ticket is not None:
-            _check_fits(self.ticket, module)
+        with unless_made_later(trainer.lightning_module):
+            refuse_model(trainer.lightning_module, self.exclude, self.ticket)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Adopt the ticket that is there: given by the user, or drawn before a resume."""
-        self._refuse_module(pl_module)
+        refuse_model(pl_module, self.exclude, self.ticket)
         for optimizer in trainer.optimizers:
             refuse_matrix_optimizers(optimizer)
         if self.ticket is not None:
@@ -221,11 +186,11 @@ class EarlyBirdTicket(Callback):
         """Go on where the checkpoint was written, on this or another grid."""
         if state_dict["ticket"] is not None:
             ticket = Ticket.from_state_dict(state_dict["ticket"])
-            _check(
-                self.ticket in (None, ticket),
-                "The checkpoint holds another ticket than the one given as `ticket=`. Resume "
-                "without `ticket=`, or start a new run from the weights alone.",
-            )
+            if self.ticket not in (None, ticket):
+                raise MisconfigurationException(
+                    "The checkpoint holds another ticket than the one given as `ticket=`. Resume "
+                    "without `ticket=`, or start a new run from the weights alone."
+                )
             self.ticket = ticket
         self.distances = list(state_dict["distances"])
         self._window.clear()
@@ -286,30 +251,3 @@ class EarlyBirdTicket(Callback):
 def _part(masks: PackedMasks, counted: Collection[str]) -> PackedMasks:
     """The masks that this rank answers for."""
     return masks.only(name for name in masks if name in counted)
-
-
-def _check_fits(ticket: Ticket, module: LightningModule) -> None:
-    """Refuse a ticket whose names or shapes are not those of ``module``."""
-    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
-    shapes.update({name: layout.shape for name, layout in layouts(module).items()})
-    unknown = [name for name in ticket.shapes if name not in shapes]
-    _check(
-        not unknown,
-        f"The ticket prunes parameters that the model does not have: {_few(unknown)}. The model "
-        f"has: {_few(list(shapes))}.",
-    )
-    for name, shape in ticket.shapes.items():
-        _check(
-            shape == shapes[name],
-            f"The ticket's mask of '{name}' has shape {tuple(shape)}, the parameter "
-            f"{tuple(shapes[name])}: it was drawn from another model.",
-        )
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
-def _check(right: bool, message: str) -> None:
-    if not right:
-        raise MisconfigurationException(message)
