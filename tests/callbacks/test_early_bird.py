@@ -215,29 +215,6 @@ def test_a_checkpoint_with_another_ticket_is_refused(ticket, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"pruning_ratio": 1.0}, "pruning_ratio=1.0"),
-        ({"pruning_ratio": 0.0}, "pruning_ratio=0.0"),
-        ({"scope": "model"}, "scope='model'"),
-        ({"distance": "jaccard"}, "distance='jaccard'"),
-        ({"threshold": 0.0}, "threshold=0.0"),
-        ({"window": 1}, "window=1"),
-        ({"draw_by_epoch": 0}, "draw_by_epoch=0"),
-        ({"pruning_ratio": "0.8"}, "pruning_ratio='0.8'"),
-        ({"threshold": None}, "threshold=None"),
-        ({"window": 2.5}, "window=2.5"),
-        ({"draw_by_epoch": "2"}, "draw_by_epoch='2'"),
-        ({"exclude": "head.*"}, r"\['head\.\*'\]"),
-        ({"ticket": {}}, "ticket={}"),
-    ],
-)
-def test_arguments_out_of_range_are_refused(settings, message):
-    with pytest.raises(MisconfigurationException, match=message):
-        EarlyBirdTicket(**settings)
-
-
-@pytest.mark.parametrize(
     ("callback", "message"),
     [
         (EarlyBirdTicket(exclude=["no.such"]), r"'no\.such'.*model\.0\.weight"),
