@@ -143,9 +143,6 @@ class Regrid:
         limit: the in-flight limit on the grid of some groups.
         free: tells the bytes that this rank may still take.
         microbatches: micro-batches that a batch is cut into.
-
-    Attributes:
-        done: the move, once it was made.
     """
 
     def __init__(
@@ -162,14 +159,13 @@ class Regrid:
         self._deployment, self._stepper = deployment, stepper
         self._limit, self._free = limit, free
         self._is_due = self._drawn = False
-        self.done: Regridded | None = None
 
     def after_draw(self) -> None:
         """Move when the next epoch begins: pruning has made room."""
         self._is_due = self._drawn = True
 
-    def end(self) -> None:
-        """Warn if the run ends without what a move has to wait for."""
+    def warn_without_draw(self) -> None:
+        """Warn at the end of a run that has had nothing to move for."""
         if not self._drawn:
             rank_zero_warn(
                 f"regrid={self._stages!r} changed nothing, because no ticket was drawn. Is an "
@@ -177,25 +173,27 @@ class Regrid:
                 "reaches?"
             )
 
-    def begin_epoch(self, epoch: int, optimizers: Sequence[Optimizer]) -> None:
-        """Go over to shorter pipelines, if that is due; collective over the job."""
+    def begin_epoch(self, epoch: int, optimizers: Sequence[Optimizer]) -> Regridded | None:
+        """Go over to shorter pipelines and tell of it, if that is due; collective over the job."""
         if not self._is_due:
-            return
+            return None
         stages = self._shortest(optimizers) if self._stages == "auto" else self._stages
         self._is_due = stages is None
         if stages is not None and stages < self._deployment.grid.g_inter:
-            self._shorten(stages, epoch, optimizers)
+            return self._shorten(stages, epoch, optimizers)
+        return None
 
     def _shortest(self, optimizers: Sequence[Optimizer]) -> int | None:
         kept = self._stepper.pipeline.limit.kept
         mine = measure(self._deployment, optimizers, kept, self._free())
         return shortest(self._dealt, self._deployment.groups.gather(mine))
 
-    def _shorten(self, stages: int, epoch: int, optimizers: Sequence[Optimizer]) -> None:
+    def _shorten(self, stages: int, epoch: int, optimizers: Sequence[Optimizer]) -> Regridded:
         began, old = time(), self._deployment.grid
         self._stepper.close()
         groups = Groups(old.shortened(stages), self._deployment.device.type)
         self._deployment.move(self._dealt.among(stages), groups, optimizers)
         self._stepper.open(self._deployment, self._limit(groups))
-        self.done = Regridded(old, groups.grid, epoch, time() - began, self._microbatches)
-        rank_zero_info(str(self.done))
+        moved = Regridded(old, groups.grid, epoch, time() - began, self._microbatches)
+        rank_zero_info(str(moved))
+        return moved

@@ -179,6 +179,12 @@ class AxoSparseStrategy(GridStrategy):
         Raises:
             MisconfigurationException: for a module or callback that cannot work in a pipeline.
         """
+        self._refuse_call(trainer)
+        with unless_made_later(self._module):
+            self._deal_layers()
+
+    def _refuse_call(self, trainer: pl.Trainer) -> None:
+        """Refuse what cannot work whatever the layers are."""
         self.connect(self._module)
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_module(self._module)
@@ -188,8 +194,6 @@ class AxoSparseStrategy(GridStrategy):
             refuse_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         if self._regrid is not None:
             regridding.refuse_length(self._regrid, self.g_inter)
-        with unless_made_later(self._module):
-            self._deal_layers()
 
     def connect(self, model: pl.LightningModule) -> None:
         """Take the module, choosing the number of stages if that is open."""
@@ -214,7 +218,7 @@ class AxoSparseStrategy(GridStrategy):
         """Deal the module to the stages; optimizers are configured for the whole of it before."""
         assert self.accelerator is not None
         module = self._module
-        self.refuse_unfit(trainer)
+        self._refuse_call(trainer)
         self._deal_layers()
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(module)
@@ -321,9 +325,14 @@ class AxoSparseStrategy(GridStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Go over to shorter pipelines at the first batch of an epoch, once there is a ticket."""
         if self._move is not None and batch_idx == 0:
-            self._move.begin_epoch(self._module.trainer.current_epoch, self.optimizers)
-            self._groups = self._deployed.groups
-            self.regridded = self._move.done
+            moved = self._move.begin_epoch(self._module.trainer.current_epoch, self.optimizers)
+            if moved is not None:
+                self.regridded, self._groups = moved, self._deployed.groups
+
+    def on_train_end(self) -> None:
+        """Say if there was no ticket that pipelines could have become shorter after."""
+        if self._move is not None:
+            self._move.warn_without_draw()
 
     def model_to_device(self) -> None:
         """Need nothing: the deployment moves what lives here."""
@@ -333,9 +342,7 @@ class AxoSparseStrategy(GridStrategy):
         if self._offload is not None:
             self._offload.remove()
             self._offload = None
-        if self._move is not None:
-            self._move.end()
-            self._move = None
+        self._move = None
         if self._deployment is not None:
             self._stepper.close()
             self._deployment.leave(self.optimizers)

@@ -28,11 +28,11 @@ def test_a_run_without_a_draw_ends_with_a_warning() -> None:
     nothing: Any = None
     move = Regrid(2, *[nothing] * 6)
     with pytest.warns(UserWarning, match="regrid=2 changed nothing.*EarlyBirdTicket"):
-        move.end()
+        move.warn_without_draw()
     move.after_draw()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        move.end()
+        move.warn_without_draw()
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,8 @@ VARIANTS = (
     "prune 0.9",
     "ModelPruning 0.9",
 )
-MALLOC = {"at once": {"MALLOC_MMAP_THRESHOLD_": "262144"}, "by default": {}}
-"""When the C library gives freed blocks back: from 256 KiB on at once, or as it does by itself."""
+RETURNED = {"MALLOC_MMAP_THRESHOLD_": "262144"}
+"""With this the C library gives freed blocks from 256 KiB on back to the system at once."""
 TOKENS = 128
 
 
@@ -126,11 +126,12 @@ def measure(variant: str, width: int, depth: int) -> dict[str, float]:
     }
 
 
-def in_a_process(variant: str, malloc: str, width: int, depth: int) -> dict[str, float]:
+def in_a_process(variant: str, malloc: dict[str, str], width: int, depth: int) -> dict[str, float]:
     """Measure a variant in a process of its own, where nothing else has used memory."""
     call = f"print(json.dumps(measure({variant!r}, {width}, {depth})))"
     command = [sys.executable, "-c", f"import json; from {__spec__.name} import measure; {call}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **MALLOC[malloc]}
+    inherited = {name: value for name, value in os.environ.items() if name not in RETURNED}
+    environment = {**inherited, "OMP_NUM_THREADS": "1", **malloc}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     row: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return row
@@ -142,19 +143,18 @@ def main() -> None:
     arguments.add_argument("--width", type=int, default=1024)
     arguments.add_argument("--depth", type=int, default=20)
     options = arguments.parse_args()
-    print("| weights | stored parameters | state | dense / this | malloc | peak | dense / this |")
-    print("| --- | --: | --: | --: | --- | --: | --: |")
-    dense: dict[str, dict[str, float]] = {}
+    print("| weights | stored parameters | state | dense / this | peak | dense / this ", end="")
+    print("| peak, default malloc | dense / this |")
+    print("| --- | --: | --: | --: | --: | --: | --: | --: |")
+    dense: list[float] = []
     for variant in ("dense", *(options.variant or VARIANTS[1:])):
-        for malloc in MALLOC:
-            row = in_a_process(variant, malloc, options.width, options.depth)
-            beside = dense.setdefault(malloc, row)
-            print(
-                f"| {variant} | {row['parameters']:.0f} M "
-                f"| {row['state']:.0f} MB | {beside['state'] / row['state']:.1f} "
-                f"| {malloc} | {row['peak']:.0f} MB | {beside['peak'] / row['peak']:.1f} |",
-                flush=True,
-            )
+        size = options.width, options.depth
+        row, by_default = (in_a_process(variant, malloc, *size) for malloc in (RETURNED, {}))
+        figures = [row["state"], row["peak"], by_default["peak"]]
+        dense = dense or figures
+        pairs = zip(figures, dense, strict=True)
+        cells = " | ".join(f"{figure:.0f} MB | {base / figure:.1f}" for figure, base in pairs)
+        print(f"| {variant} | {row['parameters']:.0f} M | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

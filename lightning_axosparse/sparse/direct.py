@@ -21,8 +21,8 @@ from lightning_axosparse.sparse.layout import Layout, row_length
 from lightning_axosparse.sparse.product import outer, times, times_transposed
 from lightning_axosparse.sparse.reading import Reading, autocast_dtype
 from lightning_axosparse.sparse.transforms import transforms, transforms_backward
+from lightning_axosparse.sparse.versions import check_unchanged, version_of
 from lightning_axosparse.sparse.weight import sparse_weight
-from lightning_axosparse.sparse.writing import check_unchanged, version_of
 
 _ROWS_ARE_OUTPUTS = {
     ("torch.nn.modules.linear", "Linear.forward"): True,

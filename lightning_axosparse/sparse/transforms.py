@@ -17,9 +17,9 @@ def transforms() -> bool:
     return torch._C._are_functorch_transforms_active() or differentiates_forward()
 
 
-def batched(gradient: Tensor) -> bool:
-    """Whether ``gradient`` is several, as of ``torch.autograd.grad(is_grads_batched=True)``."""
-    return torch._C._functorch.is_legacy_batchedtensor(gradient)
+def batched(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is several, as gradients of ``autograd.grad(is_grads_batched=True)``."""
+    return torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
 def transforms_backward(gradient: Tensor) -> bool:

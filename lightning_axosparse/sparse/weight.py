@@ -19,14 +19,8 @@ from lightning_axosparse.sparse.transforms import (
     transforms,
     transforms_backward,
 )
-from lightning_axosparse.sparse.writing import (
-    Seen,
-    check_unchanged,
-    mapped,
-    version_of,
-    write_through,
-    written_by,
-)
+from lightning_axosparse.sparse.versions import Seen, check_unchanged, version_of
+from lightning_axosparse.sparse.writing import mapped, write_through, written_by
 
 _to_copy = torch.ops.aten._to_copy.default
 _add = torch.ops.aten.add.Tensor

@@ -1,50 +1,20 @@
-"""Writing: in-place operators on a sparse weight, whose kept entries take what was written.
-
-And what tells whoever read them before: autograd's count of the changes of a tensor.
-"""
+"""Writing: in-place operators on a sparse weight, whose kept entries take what was written."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_leaves
 
-from lightning_axosparse.sparse.layout import Layout
+from lightning_axosparse.sparse.versions import version_of
 
 if TYPE_CHECKING:
     from lightning_axosparse.sparse.weight import SparseWeight
 
 Kind = TypeVar("Kind", bound=Tensor)
-
-
-@dataclass(slots=True)
-class Seen:
-    """The version of the kept values that one read of a weight, and every view of it, has seen."""
-
-    version: int
-
-
-def version_of(values: Tensor) -> int:
-    """How often ``values`` changed; what was made in inference mode does not count it."""
-    return 0 if values.is_inference() else values._version
-
-
-def check_unchanged(values: Tensor, version: int, layout: Layout) -> None:
-    """Refuse to go on with kept values that are no longer those that were read.
-
-    Raises:
-        RuntimeError: if their version is not ``version`` any more.
-    """
-    if version_of(values) != version:
-        raise RuntimeError(
-            f"The kept values of a sparse weight of shape {tuple(layout.shape)} were changed in "
-            "place after the forward pass that read it and before the backward pass that needs it "
-            "again. Step the optimizer, load weights or change them only after backward."
-        )
 
 
 def mapped(function: Callable[[Kind], Any], value: Any, kind: type[Kind]) -> Any:
