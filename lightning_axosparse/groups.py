@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
 
@@ -30,12 +31,13 @@ class Groups:
         data: this stage in all replicas.
         feed: the ranks that are given the same batches; ``inter`` where replicas do not share them.
         feeds: the ranks at this one's place in all feeds; ``data`` where replicas do not share.
+        sharers: this stage in the replicas that are given the same batches.
     """
 
     def __init__(self, grid: Grid, device_type: str) -> None:
         self.grid = grid
         self.mesh: DeviceMesh | None = None
-        self.world = self.inter = self.data = self.feed = self.feeds = None
+        self.world = self.inter = self.data = self.feed = self.feeds = self.sharers = None
         if grid.world_size == 1:
             return
         self.mesh = _mesh(device_type, grid.g_data, grid.g_inter)
@@ -43,6 +45,11 @@ class Groups:
         self.inter, self.data = _groups(self.mesh)
         feed_ranks = grid.world_size // grid.feeds
         self.feed, self.feeds = _groups(_mesh(device_type, grid.feeds, feed_ranks))
+        if grid.sharing > 1:
+            everybody = [replace(grid, rank=rank) for rank in range(grid.world_size)]
+            for ranks in sorted({tuple(other.sharers(other.stage)) for other in everybody}):
+                group = _group(ranks)
+                self.sharers = group if grid.rank in ranks else self.sharers
 
     def share(self, sets: Iterable[frozenset[int]]) -> None:
         """Make groups for the sets of stages that hold parameters in common; collective."""

@@ -8,8 +8,8 @@ IPDPS 2023), so nothing here knows of sparsity.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,28 @@ class Share:
     parameters: Sequence[nn.Parameter]
 
 
+@dataclass(frozen=True)
+class _Terms:
+    """What a gradient that is reduced is made of.
+
+    Attributes:
+        replicas: number that the sum over ranks is divided by.
+        factor: number that the gradients of this batch are multiplied by.
+        earlier: gradients of earlier batches that are still to be added.
+    """
+
+    replicas: int
+    factor: float
+    earlier: MutableMapping[nn.Parameter, Tensor | None]
+
+    def total(self, parameter: nn.Parameter) -> Tensor | None:
+        fresh, earlier = parameter.grad, self.earlier.get(parameter)
+        if earlier is not None:
+            self.earlier[parameter] = None
+            return earlier if fresh is None else torch.add(earlier, fresh, alpha=self.factor)
+        return fresh if fresh is None or self.factor == 1 else fresh * self.factor
+
+
 @dataclass
 class _Bucket:
     group: dist.ProcessGroup
@@ -50,16 +72,17 @@ class _Bucket:
         """Number of elements of each parameter."""
         return [parameter.numel() for parameter in self.parameters]
 
-    def pack_and_send(self, replicas: int, blocks: Blocks) -> int:
+    def pack_and_send(self, terms: _Terms, blocks: Blocks) -> int:
         """Copy the gradients' shares into one block, start its all-reduce, return its bytes."""
         first = self.parameters[0]
         self.flat = blocks.lend((sum(self.sizes),), first.dtype, first.device)
         for parameter, piece in zip(self.parameters, self.flat.split(self.sizes), strict=True):
-            if parameter.grad is None:
+            gradient = terms.total(parameter)
+            if gradient is None:
                 piece.zero_()
             else:
-                torch.div(parameter.grad.reshape(-1), replicas, out=piece)
-                parameter.grad = piece.view_as(parameter.grad)
+                torch.div(gradient.reshape(-1), terms.replicas, out=piece)
+                parameter.grad = piece.view_as(gradient)
         self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
         return self.flat.numel() * self.flat.element_size()
 
@@ -75,7 +98,10 @@ class GradientReducer:
     def __init__(self, shares: Sequence[Share], replicas: int) -> None:
         self.reduced_bytes = 0
         """Bytes of gradients handed to the all-reduce in the last step."""
-        self._shares, self._replicas = shares, replicas
+        self._shares = shares
+        self.parameters = {parameter for share in shares for parameter in share.parameters}
+        """The parameters of this rank that other ranks hold, too."""
+        self._terms = _Terms(replicas, 1.0, {})
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
@@ -87,9 +113,21 @@ class GradientReducer:
         for hook in self._hooks.values():
             hook.remove()
 
-    def arm(self) -> None:
-        """From now on a gradient is final once it has been accumulated."""
+    def arm(
+        self,
+        factor: float = 1.0,
+        earlier: MutableMapping[nn.Parameter, Tensor | None] | None = None,
+    ) -> None:
+        """From now on a gradient is final once it has been accumulated.
+
+        Args:
+            factor: what this batch's gradients are to be multiplied by.
+            earlier: gradients of earlier batches to add to them; None is put in their place.
+        """
         self.reduced_bytes = 0
+        self._terms = replace(
+            self._terms, factor=factor, earlier={} if earlier is None else earlier
+        )
         self._buckets = [bucket for share in self._shares for bucket in _buckets(share)]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         sizes = [bucket.sizes for bucket in self._buckets]
@@ -144,7 +182,7 @@ class GradientReducer:
     def _send(self, buckets: Sequence[_Bucket]) -> None:
         for bucket in buckets:
             if bucket.work is None:
-                self.reduced_bytes += bucket.pack_and_send(self._replicas, self._blocks)
+                self.reduced_bytes += bucket.pack_and_send(self._terms, self._blocks)
 
     def _used_anywhere(self) -> dict[nn.Parameter, bool]:
         """Which parameters have a gradient on any rank; the others keep None, as on one process."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_axosparse.adapters.gradients import ParkedGradients, gradients_are_seen
@@ -19,11 +21,19 @@ from lightning_axosparse.adapters.precision import pipeline_precision, scale_los
 from lightning_axosparse.adapters.sampling import agree_randomness, check_same_batch
 from lightning_axosparse.deployment import Deployment
 from lightning_axosparse.pipeline.limit import Limit
+from lightning_axosparse.pipeline.loss_weights import (
+    LossRule,
+    LossWeights,
+    validate_losses,
+    weigh_by,
+)
 from lightning_axosparse.pipeline.microbatch import MicroBatch, merge, share, split, weigh
 from lightning_axosparse.pipeline.pipeline import Pipeline
 from lightning_axosparse.pipeline.randomness import Randomness
+from lightning_axosparse.pipeline.reductions import ReductionTracker
 from lightning_axosparse.pipeline.schedule import Schedule
 from lightning_axosparse.pipeline.step import StageStep
+from lightning_axosparse.reduce import GradientReducer
 
 _CHECKED_BATCHES = 2
 
@@ -45,6 +55,7 @@ class Stepper:
         precision: the pipeline's precision plugin.
         schedule: class of the training schedule.
         cut: cuts a batch into micro-batches.
+        rule: how the losses of micro-batches make up that of the batch.
         steps_in_parts: whether the optimizer will ask :meth:`await_gradients` for every part of
             the gradients that it is about to use.
     """
@@ -58,11 +69,15 @@ class Stepper:
         precision: Precision,
         schedule: type[Schedule],
         cut: Callable[[Any], list[MicroBatch]],
+        rule: LossRule,
         steps_in_parts: bool,
     ) -> None:
         self._trainer, self._precision = trainer, precision
-        self._schedule, self._cut = schedule, cut
+        self._schedule, self._cut, self._rule = schedule, cut, rule
+        self._tracker = ReductionTracker()
+        self._advice: set[str | None] = {None}
         self._parked = ParkedGradients()
+        self._factor = 1.0
         self._randomness: Randomness | None = None
         self._reduces = True
         self._awaits = not steps_in_parts or gradients_are_seen(trainer)
@@ -88,6 +103,7 @@ class Stepper:
             self._schedule,
             limit,
             self._randomness,
+            self._tracker,
         )
         self.metrics = PipelinedMetrics(
             module,
@@ -97,7 +113,7 @@ class Stepper:
             is_last_stage=deployment.runs_last_stage,
         )
         self.metrics.attach()
-        self._log = MicrobatchLog(module)
+        self._log = MicrobatchLog(module, self._tracker)
         self._log.attach()
         if groups.feeds is None:
             silence_sync_advice()
@@ -118,25 +134,40 @@ class Stepper:
             What it returned for the batch, on every stage.
         """
         microbatches = self._microbatches(batch)
+        if self._rule.weight is not None:
+            microbatches = weigh_by(self._rule.weight, microbatches)
         own = self._own(microbatches)
+        self._factor = 1.0
 
         def step(part: Any) -> Any:
             with self._precision.train_step_context():
                 return self._module.training_step(part, *rest, **kwargs)
 
         parameters = self._deployment.split.held().values()
-        with torch.enable_grad(), self._parked.around_step(parameters, self._trainer):
-            if not own:
-                self._arm_reducer()
+        weights = LossWeights(
+            own,
+            sum(part.size for part in microbatches),
+            self._rule.loss if self._rule.weight is None else "given",
+            self._sum_over_sharers,
+        )
+        with torch.enable_grad(), self._parked.around_step(parameters):
+            if not own:  # The other replicas of this batch may wait for its denominators.
+                factor = weights.factor() if self._deployment.runs_last_stage else 1.0
+                self._before_last_backward(factor)
             with self.metrics.batch(len(microbatches)):
                 last = self.pipeline.train(
-                    step, own, self._log.microbatch, self._differentiate, self._arm_reducer
+                    step,
+                    own,
+                    self._log.microbatch,
+                    self._differentiate,
+                    self._before_last_backward,
+                    weights,
                 )
-            if self._deployment.reducer is not None and self._reduces:
-                self._deployment.reducer.send_rest()
-                if self._awaits:
-                    self.await_gradients(parameters)
-        return self._conclude(last, microbatches)
+            self._finish_gradients(parameters)
+        advice = None
+        if last is not None and len(own) > 1 and self._rule == LossRule():
+            advice = validate_losses(last.losses)
+        return self._conclude(last, microbatches, advice)
 
     def evaluate(
         self,
@@ -173,6 +204,39 @@ class Stepper:
         if self._deployment.reducer is not None:
             self._deployment.reducer.wait_for(parameters)
 
+    def _sum_over_sharers(self, count: float) -> float:
+        """Add a number up over the last stages of the replicas that share a batch."""
+        sharers = self._deployment.groups.sharers
+        if sharers is None:
+            return count
+        total = torch.tensor(count, dtype=torch.float64)
+        dist.all_reduce(total, group=sharers)
+        return float(total)
+
+    def _before_last_backward(self, factor: float) -> None:
+        """Let gradients be reduced as soon as they are final."""
+        self._factor = factor
+        if self._reducer is not None:
+            self._reducer.arm(factor, self._parked.earlier)
+
+    def _finish_gradients(self, parameters: Collection[nn.Parameter]) -> None:
+        """Reduce the gradients that have not been, and rescale those that are this rank's alone."""
+        reducer = self._reducer
+        if reducer is not None:
+            reducer.send_rest()
+            if self._awaits:
+                self.await_gradients(parameters)
+        if self._factor != 1:
+            for parameter in parameters:
+                reduced = reducer is not None and parameter in reducer.parameters
+                if parameter.grad is not None and not reduced:
+                    parameter.grad.mul_(self._factor)
+
+    @property
+    def _reducer(self) -> GradientReducer | None:
+        """What reduces the gradients of the running batch; None while they are kept local."""
+        return self._deployment.reducer if self._reduces else None
+
     @contextmanager
     def gradients_kept_local(self) -> Iterator[None]:
         """Do without the all-reduce inside the context."""
@@ -197,22 +261,27 @@ class Stepper:
         loss = loss / self._trainer.accumulate_grad_batches
         self._module.backward(scale_loss(self._precision, loss))
 
-    def _arm_reducer(self) -> None:
-        if self._deployment.reducer is not None and self._reduces:
-            self._deployment.reducer.arm()
-
-    def _conclude(self, last: StageStep | None, microbatches: Sequence[MicroBatch]) -> Any:
-        """Let every stage log and return what the last one did."""
+    def _conclude(
+        self,
+        last: StageStep | None,
+        microbatches: Sequence[MicroBatch],
+        advice: str | None = None,
+    ) -> Any:
+        """Let every stage log and return what the last one did, and say once what it advises."""
         groups, last_stage = self._deployment.groups, self._deployment.last_stage
-        result: tuple[Any, Any] = (None, None)
+        result: tuple[Any, Any, str | None] = (None, None, None)
         if last is not None:
             outputs = self._whole(last.outputs)
             if outputs:
                 output = merge(outputs, [part.weight for part in microbatches])
-                result = self._log.combine(self.metrics.batch_value), output
-        logged, output = groups.broadcast_to_feed(result, last_stage)
+                result = self._log.combine(self.metrics.batch_value), output, advice
+        logged, output, advice = groups.broadcast_to_feed(result, last_stage)
+        if advice not in self._advice:
+            self._advice.add(advice)
+            rank_zero_warn(str(advice))
         self._log.replay(logged)
         self._log.clear()
+        self._tracker.forget()
         return move_data_to_device(output, self._deployment.device)
 
     def _whole(self, outputs: list[Any]) -> list[Any]:

@@ -43,6 +43,11 @@ from lightning_axosparse.groups import Groups
 from lightning_axosparse.memory import free_bytes
 from lightning_axosparse.offload import OptimizerOffload, refuse_joint_optimizers
 from lightning_axosparse.pipeline.limit import FixedLimit, Limit, MemoryLimit
+from lightning_axosparse.pipeline.loss_weights import (
+    LossRule,
+    MicrobatchLoss,
+    MicrobatchWeight,
+)
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.recompute import Recompute
 from lightning_axosparse.pipeline.schedule import SCHEDULES
@@ -93,6 +98,13 @@ class AxoSparseStrategy(GridStrategy):
             process, through the same schedule, for notebooks, debuggers and tests.
         split_batch: cuts a batch into micro-batches, ``(batch, microbatches) -> list``; None cuts
             every tensor along its first dimension.
+        microbatch_loss: how the losses of the micro-batches make up that of the batch. "auto" sees
+            how ``training_step`` averages: means are weighted by their denominators (samples, or
+            tokens that are not padding, or class weights), sums are added up; what does not combine
+            is refused, or warned of. "mean" and "sum" do as they say, without a word.
+        microbatch_weight: weights for a loss that cannot be seen through: a function of a part of
+            the batch that returns what its loss was divided by, or the name of the entry that is
+            counted: of integers those that are not -100, of a mask its sum.
         recompute: saves memory for time: every so many layers of a stage keep only their first
             input, and are computed again in the backward pass; "sqrt" takes the square root of the
             stage's layers (AxoNN). Gradients are the same to the bit.
@@ -120,6 +132,8 @@ class AxoSparseStrategy(GridStrategy):
         schedule: Literal["message-driven", "1f1b", "gpipe"] = "message-driven",
         transport: Literal["mpi", "loopback"] = "mpi",
         split_batch: Callable[[Any, int], list[Any]] | None = None,
+        microbatch_loss: MicrobatchLoss = "auto",
+        microbatch_weight: MicrobatchWeight | None = None,
         recompute: int | Literal["sqrt"] | None = None,
         offload_optimizer: bool = False,
         offload_bucket: int = 4_000_000,
@@ -158,6 +172,7 @@ class AxoSparseStrategy(GridStrategy):
         self._microbatches, self._in_flight = microbatches, in_flight
         self._container_path, self._balance = pipeline, balance
         self._split_batch, self._recompute = split_batch, recompute
+        self._microbatch_loss, self._microbatch_weight = microbatch_loss, microbatch_weight
         self._offload_bucket = offload_bucket if offload_optimizer else None
         self._offload: OptimizerOffload | None = None
         self._regrid = regrid
@@ -257,6 +272,7 @@ class AxoSparseStrategy(GridStrategy):
             self.precision_plugin,
             SCHEDULES[self.schedule],
             self._cut,
+            LossRule(self._microbatch_loss, self._microbatch_weight),
             steps_in_parts=self._offload is not None,
         )
         limit = partial(self._limit, trainer)

@@ -65,8 +65,9 @@ class Ours:
             last = stage == stages - 1
             return loss_of(output, targets[microbatch]) / MICROBATCHES if last else output
 
-        def differentiate(microbatch: int, output: Any, gradients: Any) -> None:
-            torch.autograd.backward([output], gradients)
+        def differentiate(microbatch: int, output: Any, gradients: Any) -> float:
+            torch.autograd.backward([output], gradients and gradients.tensors)
+            return 1.0
 
         decides = SCHEDULES[self._schedule](stage, stages, MICROBATCHES, self._limit)
         engine.run([StageEngine(stage, stages, decides, self._link, compute, differentiate)])

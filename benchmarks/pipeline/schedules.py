@@ -123,8 +123,9 @@ class SleepingStage:
             time.sleep(forward[microbatch])
             return message
 
-        def differentiate(microbatch: int, output: Any, gradients: Any) -> None:
+        def differentiate(microbatch: int, output: Any, gradients: Any) -> float:
             time.sleep(backward[microbatch])
+            return 1.0
 
         decides = SCHEDULES[schedule](self.stage, self.stages, MICROBATCHES, limit)
         engine.run(

@@ -23,29 +23,27 @@ _CALLBACK_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 class ParkedGradients:
     """Carries gradients made inside ``training_step`` past ``zero_grad``.
 
-    Lightning's closure calls ``training_step``, then ``zero_grad``, then ``backward``. Where it
-    will call ``zero_grad``, fresh gradients are set aside until ``backward``; where it accumulates,
-    they are added to the old ones at once, in the order of one process.
+    Lightning's closure calls ``training_step``, then ``zero_grad``, then ``backward``. So the
+    gradients of a batch are made apart from those of earlier batches, set aside until ``backward``,
+    and added there to what ``zero_grad`` has left.
     """
 
     def __init__(self) -> None:
         self._fresh: dict[nn.Parameter, Tensor | None] = {}
+        self.earlier: dict[nn.Parameter, Tensor | None] = {}
+        """Inside a step, the gradients of earlier batches; who adds one in puts None there."""
 
     @contextmanager
-    def around_step(
-        self, parameters: Iterable[nn.Parameter], trainer: pl.Trainer
-    ) -> Iterator[None]:
+    def around_step(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         """Make gradients of ``parameters`` inside the context."""
-        if not starts_accumulation(trainer):
-            yield
-            return
-        old = {parameter: parameter.grad for parameter in parameters}
-        for parameter in old:
+        self.earlier = {parameter: parameter.grad for parameter in parameters}
+        for parameter in self.earlier:
             parameter.grad = None
         yield
-        self._fresh = {parameter: parameter.grad for parameter in old}
-        for parameter, gradient in old.items():
+        self._fresh = {parameter: parameter.grad for parameter in self.earlier}
+        for parameter, gradient in self.earlier.items():
             parameter.grad = gradient
+        self.earlier = {}
 
     def bring_back(self) -> None:
         """Add the fresh gradients to what ``zero_grad`` has left."""

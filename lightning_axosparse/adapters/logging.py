@@ -21,6 +21,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_axosparse.pipeline.reductions import ReductionTracker, Weighting, shares
+
 _LOG_SIGNATURE = inspect.signature(LightningModule.log)
 
 
@@ -58,7 +60,8 @@ class LoggedValue:
 class LogCall:
     """One call of ``self.log`` inside a micro-batch of ``size`` samples; can be pickled.
 
-    ``origin`` is the attribute path of the metric that returned the value, with its key there.
+    ``origin`` is the attribute path of the metric that returned the value, with its key there;
+    ``weighting`` is how the value counts among those of the batch's micro-batches.
     """
 
     name: str
@@ -67,6 +70,7 @@ class LogCall:
     logged_metric: str | None
     options: Mapping[str, Any]
     size: int
+    weighting: Weighting
 
 
 class MicrobatchLog:
@@ -88,10 +92,12 @@ class MicrobatchLog:
 
     Args:
         module: the LightningModule; ``log_dict`` calls ``self.log`` and needs nothing of its own.
+        tracker: knows from which reductions the values of the running step came.
     """
 
-    def __init__(self, module: LightningModule) -> None:
+    def __init__(self, module: LightningModule, tracker: ReductionTracker) -> None:
         self._module = module
+        self._tracker = tracker
         self._open: list[LogCall] | None = None
         self._size = 0
         self._microbatches: list[list[LogCall]] = []
@@ -135,7 +141,9 @@ class MicrobatchLog:
     ) -> list[LoggedValue]:
         """One value a name for the whole batch, as the recorded calls' ``reduce_fx`` says.
 
-        A mean weighs micro-batches by their size, or by ``batch_size`` where the user gave one.
+        A mean weighs micro-batches by the denominator of the value, if it is the result of a mean;
+        else by ``batch_size`` where the user gave one, or by their size. What a step added up over
+        its samples is added up.
         What a metric returned is not averaged where ``batch_value`` knows the metric's value for
         the batch: the macro accuracy of a batch is not the mean of its micro-batches' accuracies.
 
@@ -191,9 +199,11 @@ class MicrobatchLog:
         options["reduce_fx"] = _reduction(name, options.get("reduce_fx", "mean"))
         if isinstance(value, Metric):
             path = self._path(name, value)
-            return LogCall(name, value._forward_cache, (path, None), path, options, self._size)
+            cache = value._forward_cache
+            return LogCall(name, cache, (path, None), path, options, self._size, Weighting())
         origin = self._origin(value)
-        return LogCall(name, _scalar(name, value), origin, None, options, self._size)
+        weighting = Weighting.of(self._tracker.of(value))
+        return LogCall(name, _scalar(name, value), origin, None, options, self._size, weighting)
 
     def _path(self, name: str, metric: Metric) -> str:
         for path, known in self._known_metrics().items():
@@ -282,10 +292,14 @@ def _reduced(calls: Sequence[LogCall], reduction: str) -> Any:
     if not all(isinstance(value, Tensor) and value.numel() == 1 for value in values):
         return values[-1]
     stacked = torch.stack([value.detach().reshape(()) for value in values]).cpu()
+    kinds = {call.weighting.kind for call in calls}
+    if kinds <= {"sum", "empty"} and reduction == "mean":
+        return stacked.sum()
     if reduction != "mean":
         return getattr(torch, reduction)(stacked)
     dtype = stacked.dtype if stacked.is_floating_point() else _get_default_dtype()
-    weights = torch.tensor([_weight(call) for call in calls], dtype=torch.float64)
+    sizes = [float(_weight(call)) for call in calls]
+    weights = torch.tensor(shares([c.weighting for c in calls], sizes), dtype=torch.float64)
     # A micro-batch of no weight (all its tokens masked) has a mean over nothing, which is NaN.
     counts = weights > 0 if weights.any() else weights == 0
     weights, stacked = weights[counts], stacked[counts]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -16,8 +16,22 @@ from lightning_axosparse.timing import clock
 Compute = Callable[[int, Any], Any]
 """``(microbatch, received) -> output``: one forward pass; on the last stage nothing is sent."""
 
-Differentiate = Callable[[int, Any, "list[Tensor | None] | None"], None]
-"""``(microbatch, output, gradients)``: one backward pass; no gradients come to the last stage."""
+
+class Gradients(NamedTuple):
+    """What a stage sends back for a micro-batch.
+
+    Attributes:
+        tensors: the gradient of each leaf of the activation; None where there is none.
+        factor: with the last micro-batch, what the gradients of the whole batch are still to be
+            multiplied by (see ``loss_weights``).
+    """
+
+    tensors: list[Tensor | None]
+    factor: float
+
+
+Differentiate = Callable[[int, Any, "Gradients | None"], float]
+"""``(microbatch, output, gradients) -> factor``: one backward pass; the last stage gets none."""
 
 
 class StageEngine:
@@ -92,9 +106,10 @@ class StageEngine:
         if not self._last:
             gradients = self._link.gradients.popleft()
             self._gradients_used += 1
-        self._differentiate(microbatch, output, gradients)
+        factor = self._differentiate(microbatch, output, gradients)
         if not self._first:
-            self._link.send_gradient([None if t is None else t.grad for t in tensors(received)])
+            leaves = [None if t is None else t.grad for t in tensors(received)]
+            self._link.send_gradient(Gradients(leaves, factor))
 
 
 def run(engines: Sequence[StageEngine]) -> None:

@@ -8,7 +8,10 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+
+from lightning_axosparse.pipeline.reductions import Weighting, combine
 
 
 class MicroBatch(NamedTuple):
@@ -21,6 +24,13 @@ class MicroBatch(NamedTuple):
     size: int
     weight: float
     number: int = 0
+
+
+class Scalar(NamedTuple):
+    """A scalar that a step returned, and how it counts in that of the whole batch."""
+
+    value: Tensor
+    weighting: Weighting
 
 
 def split(batch: Any, microbatches: int) -> list[MicroBatch]:
@@ -79,20 +89,21 @@ def samples(batch: Any) -> int:
 def merge(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
     """Put what the micro-batches of one batch returned together.
 
-    Tensors with dimensions are concatenated, scalars averaged by weight, dicts, tuples and lists
-    of equal length merged entry by entry; anything else is taken from the first micro-batch.
+    Tensors with dimensions are concatenated, scalars combined as they are weighted, dicts, tuples
+    and lists of equal length merged entry by entry; anything else is taken from the first
+    micro-batch.
 
     Args:
-        outputs: what a step returned for each micro-batch.
+        outputs: what a step returned for each micro-batch, its scalar tensors as :class:`Scalar`.
         weights: each micro-batch's share of the batch.
     """
     first = outputs[0]
     if len(outputs) == 1 or first is None:
-        return first
+        return apply_to_collection(first, Scalar, lambda scalar: scalar.value)
+    if isinstance(first, Scalar):
+        return combine([o.value for o in outputs], [o.weighting for o in outputs], weights)
     if isinstance(first, Tensor):
-        if first.dim():
-            return torch.cat(list(outputs))
-        return torch.stack([out * w for out, w in zip(outputs, weights, strict=True)]).sum(0)
+        return torch.cat(list(outputs))
     if isinstance(first, Mapping):
         return {key: merge([out[key] for out in outputs], weights) for key in first}
     if isinstance(first, (list, tuple)):

@@ -12,8 +12,10 @@ from lightning_axosparse.pipeline import engine
 from lightning_axosparse.pipeline.engine import StageEngine
 from lightning_axosparse.pipeline.limit import Limit
 from lightning_axosparse.pipeline.link import Link
+from lightning_axosparse.pipeline.loss_weights import LossWeights
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.randomness import Randomness
+from lightning_axosparse.pipeline.reductions import ReductionTracker
 from lightning_axosparse.pipeline.schedule import ForwardOnly, Schedule
 from lightning_axosparse.pipeline.stage import PipelinedLayers
 from lightning_axosparse.pipeline.step import StageStep, TrainingStageStep
@@ -32,6 +34,7 @@ class Pipeline:
         schedule: class of the training schedule.
         limit: most micro-batches that a stage may hold.
         randomness: random numbers of the pipeline.
+        tracker: follows the reductions in steps of the last stage.
     """
 
     def __init__(
@@ -41,10 +44,12 @@ class Pipeline:
         schedule: type[Schedule],
         limit: Limit,
         randomness: Randomness,
+        tracker: ReductionTracker,
     ) -> None:
         self.peak_in_flight: dict[int, int] = {}
         """Most micro-batches that each stage of this rank held in its last training batch."""
         self._layers, self._links, self._randomness = layers, links, randomness
+        self._tracker = tracker
         self._schedule, self.limit = schedule, limit
         self._last = len(layers.parts) - 1
 
@@ -54,14 +59,25 @@ class Pipeline:
         microbatches: Sequence[MicroBatch],
         observe: Observe,
         differentiate_loss: Callable[[Tensor], None],
-        before_last_backward: Callable[[], None],
+        before_last_backward: Callable[[float], None],
+        weights: LossWeights,
     ) -> TrainingStageStep | None:
         """Run a training step forward and back.
+
+        Args:
+            step: the user's step as a function of a part of the batch.
+            microbatches: the parts of the batch.
+            observe: context around the step on one micro-batch.
+            differentiate_loss: differentiates a weighted loss.
+            before_last_backward: called before the last backward pass of this process, with the
+                factor that gradients are to be multiplied by once they are final.
+            weights: what the micro-batches' losses count for.
 
         Returns:
             The last stage's step, which has the loss and the outputs; None on other ranks.
         """
         self.limit.begin_batch()
+        first = min(self._links)
         steps = {
             stage: TrainingStageStep(
                 self._layers,
@@ -70,8 +86,11 @@ class Pipeline:
                 step,
                 observe,
                 self._randomness,
+                self._tracker,
                 differentiate_loss=differentiate_loss,
-                before_last_backward=before_last_backward,
+                # Where stages share a process, the first is the last to get its gradients.
+                before_last_backward=before_last_backward if stage == first else _nothing,
+                weights=weights,
             )
             for stage in self._links
         }
@@ -89,7 +108,9 @@ class Pipeline:
             The last stage's step, which has the outputs; None on other ranks.
         """
         steps = {
-            stage: StageStep(self._layers, stage, microbatches, step, observe, self._randomness)
+            stage: StageStep(
+                self._layers, stage, microbatches, step, observe, self._randomness, self._tracker
+            )
             for stage in self._links
         }
         computes = {stage: step.compute for stage, step in steps.items()}
@@ -118,3 +139,7 @@ class Pipeline:
         with self._randomness.batch():
             engine.run(engines)
         return engines
+
+
+def _nothing(factor: float) -> None:
+    pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,9 +11,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_axosparse.pipeline.engine import Gradients
+from lightning_axosparse.pipeline.loss_weights import LossWeights
 from lightning_axosparse.pipeline.message import tensors
-from lightning_axosparse.pipeline.microbatch import MicroBatch
+from lightning_axosparse.pipeline.microbatch import MicroBatch, Scalar
 from lightning_axosparse.pipeline.randomness import Randomness
+from lightning_axosparse.pipeline.reductions import Reductions, ReductionTracker, Weighting
 from lightning_axosparse.pipeline.stage import PipelinedLayers, StageEdge, Visit
 
 
@@ -27,6 +30,8 @@ class StageStep:
         step: the user's step as a function of a part of the batch.
         observe: context around the step on one micro-batch, in which its logging is recorded.
         randomness: random numbers of the pipeline.
+        tracker: follows the reductions in the step of the last stage, if there are several
+            micro-batches.
     """
 
     def __init__(
@@ -37,10 +42,12 @@ class StageStep:
         step: Callable[[Any], Any],
         observe: Callable[[int], AbstractContextManager[None]],
         randomness: Randomness,
+        tracker: ReductionTracker,
     ) -> None:
         self.outputs: list[Any] = []
         self._layers, self._stage, self._microbatches = layers, stage, microbatches
         self._step, self._observe, self._randomness = step, observe, randomness
+        self._tracker = tracker
         self._visits: dict[int, Visit] = {}
 
     @property
@@ -56,7 +63,7 @@ class StageStep:
         self._randomness.outside(part.number)
         self._visits[microbatch] = visit
         try:
-            with self._layers.visit(visit), self._observe(part.size):
+            with self._layers.visit(visit), self._tracked(part), self._observe(part.size):
                 output = self._step(part.batch)
         except StageEdge as edge:
             return edge.output
@@ -66,63 +73,84 @@ class StageStep:
                 f"{self._layers.names[visit.next_layer]!r} of the pipelined container. In a "
                 "pipeline every step has to call every layer once, in order."
             )
-        self.outputs.append(apply_to_collection(output, Tensor, Tensor.detach))
+        self.outputs.append(apply_to_collection(output, Tensor, self._detached))
         return output
 
-    def differentiate(
-        self, microbatch: int, output: Any, gradients: list[Tensor | None] | None
-    ) -> None:
+    def differentiate(self, microbatch: int, output: Any, gradients: Gradients | None) -> float:
         """Send the next stage's gradients through this stage."""
         assert gradients is not None
         pairs = [
             (tensor, gradient)
-            for tensor, gradient in zip(tensors(output), gradients, strict=True)
+            for tensor, gradient in zip(tensors(output), gradients.tensors, strict=True)
             if tensor is not None and gradient is not None and tensor.requires_grad
         ]
         if pairs:
             outputs, incoming = zip(*pairs, strict=True)
             torch.autograd.backward(outputs, incoming)
         self._visits.pop(microbatch).check_skips(self._layers.names)
+        return gradients.factor
+
+    def _tracked(self, part: MicroBatch) -> AbstractContextManager[None]:
+        if self._is_last and len(self._microbatches) > 1:
+            return self._tracker.microbatch(part.size)
+        return nullcontext()
+
+    def _detached(self, tensor: Tensor) -> Any:
+        """A tensor of the step's output; scalars with how they count in the batch's."""
+        if tensor.dim():
+            return tensor.detach()
+        return Scalar(tensor.detach(), Weighting.of(self._tracker.of(tensor)))
 
 
 class TrainingStageStep(StageStep):
     """A training step: differentiates the loss on the last stage.
 
     Args:
-        differentiate_loss: differentiates a micro-batch's loss, weighted by the micro-batch's share
-            of the batch.
-        before_last_backward: called before the backward pass that makes the gradients final.
+        differentiate_loss: differentiates a micro-batch's loss, which has been weighted.
+        before_last_backward: called before the backward pass that makes the gradients final, with
+            the factor that they are then to be multiplied by.
+        weights: what the micro-batches' losses count for, on the last stage.
     """
 
     def __init__(
         self,
         *args: Any,
         differentiate_loss: Callable[[Tensor], None],
-        before_last_backward: Callable[[], None],
+        before_last_backward: Callable[[float], None],
+        weights: LossWeights,
     ) -> None:
         super().__init__(*args)
+        self.losses: list[Reductions] = []
+        """What the loss of each micro-batch came from, on the last stage."""
         self._differentiate_loss = differentiate_loss
         self._before_last_backward = before_last_backward
+        self._weights = weights
 
-    def differentiate(
-        self, microbatch: int, output: Any, gradients: list[Tensor | None] | None
-    ) -> None:
+    def compute(self, microbatch: int, received: Any) -> Any:
+        """Run the step up to the stage's edge; on the last stage to the loss."""
+        output = super().compute(microbatch, received)
+        if self._is_last:
+            self.losses.append(self._tracker.of(loss_of(output)))
+            self._weights.add(self.losses[-1])
+            self._tracker.forget()
+        return output
+
+    def differentiate(self, microbatch: int, output: Any, gradients: Gradients | None) -> float:
         """Differentiate the loss, or send the next stage's gradients through this stage."""
-        if microbatch == len(self._microbatches) - 1:
-            self._before_last_backward()
+        is_last = microbatch == len(self._microbatches) - 1
+        factor = 1.0 if gradients is None else gradients.factor
+        if is_last and self._is_last:
+            factor = self._weights.factor()
+        if is_last:
+            self._before_last_backward(factor)
         if not self._is_last:
-            super().differentiate(microbatch, output, gradients)
-            return
-        self._differentiate_loss(loss_of(output) * self._microbatches[microbatch].weight)
+            return super().differentiate(microbatch, output, gradients)
+        weight = self._weights.weight(microbatch)
+        # The loss of a micro-batch that counts for nothing, such as one of padding, may be NaN.
+        if weight:
+            self._differentiate_loss(loss_of(output) * weight)
         self._visits.pop(microbatch).check_skips(self._layers.names)
-
-    def loss(self) -> Tensor:
-        """The loss of the whole batch, on the last stage: the weighted mean over micro-batches."""
-        weights = [part.weight for part in self._microbatches]
-        losses = [
-            loss_of(output) * weight for output, weight in zip(self.outputs, weights, strict=True)
-        ]
-        return torch.stack(losses).sum(0)
+        return factor
 
 
 def loss_of(output: Any) -> Tensor:

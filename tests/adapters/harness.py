@@ -22,6 +22,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning_axosparse.adapters.logging import MicrobatchLog
 from lightning_axosparse.adapters.metrics import PipelinedMetrics
 from lightning_axosparse.grid import Grid
+from lightning_axosparse.pipeline.reductions import ReductionTracker
 
 
 class Cut(BaseException):
@@ -92,7 +93,7 @@ class CutStrategy(ParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         groups, module = self.groups, self.lightning_module
-        self.log = MicrobatchLog(module)
+        self.log = MicrobatchLog(module, ReductionTracker())
         self.metrics = PipelinedMetrics(
             module, groups.inter, groups.data, groups.last_rank, groups.is_last
         )

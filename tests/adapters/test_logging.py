@@ -18,6 +18,7 @@ from torch import Tensor
 from torchmetrics import CatMetric, MeanMetric, MetricCollection
 
 from lightning_axosparse.adapters.logging import LoggedValue, MicrobatchLog
+from lightning_axosparse.pipeline.reductions import ReductionTracker
 from tests.adapters.harness import CutStrategy, History, alone, assert_same, fit
 from tests.adapters.module import LogsEverything
 
@@ -57,7 +58,7 @@ def without_metrics(history: History) -> list[dict[str, float]]:
 
 @pytest.fixture
 def log() -> MicrobatchLog:
-    log = MicrobatchLog(Listener())
+    log = MicrobatchLog(Listener(), ReductionTracker())
     log.attach()
     return log
 
@@ -105,7 +106,7 @@ def test_reductions(microbatches: list[tuple[int, float]]) -> None:
         "max": values.max(),
     }
     for reduction, value in expected.items():
-        log = MicrobatchLog(Listener())
+        log = MicrobatchLog(Listener(), ReductionTracker())
         log.attach()
         for size, logged in microbatches:
             record(log, size, (torch.tensor(logged), {"reduce_fx": reduction}))
@@ -152,7 +153,7 @@ def test_replay_brings_metrics_by_their_path(log: MicrobatchLog) -> None:
         ("scores.mean", 5.0),
     ]
 
-    elsewhere = MicrobatchLog(Listener())
+    elsewhere = MicrobatchLog(Listener(), ReductionTracker())
     elsewhere.replay(values)
     (_, metric, options), (_, member, _) = elsewhere._module.calls
     assert metric is elsewhere._module.metric
@@ -200,7 +201,7 @@ def test_clear_forgets(log: MicrobatchLog) -> None:
 
 def test_detach_gives_the_own_log_back() -> None:
     module = Listener()
-    log = MicrobatchLog(module)
+    log = MicrobatchLog(module, ReductionTracker())
     log.attach()
     assert "log" in vars(module)
     log.detach()

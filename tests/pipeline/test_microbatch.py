@@ -9,12 +9,14 @@ from torch import Tensor
 
 from lightning_axosparse.pipeline.microbatch import (
     MicroBatch,
+    Scalar,
     merge,
     samples,
     share,
     split,
     weigh,
 )
+from lightning_axosparse.pipeline.reductions import Weighting
 
 
 class Pair(NamedTuple):
@@ -73,10 +75,14 @@ def test_parts_of_a_user_are_weighed_by_their_samples() -> None:
     assert [(part.size, part.weight) for part in parts] == [(3, 0.75), (1, 0.25)]
 
 
+def scalar(value: float) -> Scalar:
+    return Scalar(torch.tensor(value), Weighting())
+
+
 def test_outputs_are_merged() -> None:
     outputs: list[Any] = [
-        {"loss": torch.tensor(1.0), "preds": torch.zeros(3), "n": [1, 2], "f": 1.0, "s": "x"},
-        {"loss": torch.tensor(5.0), "preds": torch.ones(1), "n": [3], "f": 5.0, "s": "x"},
+        {"loss": scalar(1.0), "preds": torch.zeros(3), "n": [1, 2], "f": 1.0, "s": "x"},
+        {"loss": scalar(5.0), "preds": torch.ones(1), "n": [3], "f": 5.0, "s": "x"},
     ]
     merged = merge(outputs, [0.75, 0.25])
     assert merged["loss"] == 2.0

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.limit import FixedLimit
 from lightning_axosparse.pipeline.link import LoopbackLink
-from lightning_axosparse.pipeline.microbatch import split
+from lightning_axosparse.pipeline.loss_weights import LossWeights
+from lightning_axosparse.pipeline.microbatch import merge, split
 from lightning_axosparse.pipeline.partition import balance
 from lightning_axosparse.pipeline.pipeline import Pipeline
 from lightning_axosparse.pipeline.randomness import Randomness
+from lightning_axosparse.pipeline.reductions import ReductionTracker
 from lightning_axosparse.pipeline.schedule import SCHEDULES
 from lightning_axosparse.pipeline.stage import PipelinedLayers
 
@@ -30,19 +32,22 @@ def pipeline(
     dealt.install(range(stages))
     links = dict(enumerate(LoopbackLink.chain(stages)))
     randomness = Randomness(0, stages, torch.device("cpu"))
-    return Pipeline(dealt, links, SCHEDULES[schedule], FixedLimit(in_flight), randomness), dealt
+    limit, tracker = FixedLimit(in_flight), ReductionTracker()
+    return Pipeline(dealt, links, SCHEDULES[schedule], limit, randomness, tracker), dealt
 
 
 def train(pipe: Pipeline, step: Any, batch: Any, microbatches: int) -> Tensor:
+    parts = split(batch, microbatches)
     last = pipe.train(
         step,
-        split(batch, microbatches),
+        parts,
         lambda size: nullcontext(),
         lambda loss: loss.backward(),
-        lambda: None,
+        lambda factor: None,
+        LossWeights(parts, sum(part.size for part in parts)),
     )
     assert last is not None
-    return last.loss()
+    return merge(last.outputs, [part.weight for part in parts])
 
 
 class Tuples(nn.Module):

@@ -19,11 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_axosparse import AxoSparseStrategy, sparsify
 from lightning_axosparse.pipeline.limit import FixedLimit
 from lightning_axosparse.pipeline.link import LoopbackLink
+from lightning_axosparse.pipeline.loss_weights import LossWeights
 from lightning_axosparse.pipeline.microbatch import split
 from lightning_axosparse.pipeline.partition import balance
 from lightning_axosparse.pipeline.pipeline import Pipeline
 from lightning_axosparse.pipeline.randomness import Randomness
 from lightning_axosparse.pipeline.recompute import Recompute, Segment
+from lightning_axosparse.pipeline.reductions import ReductionTracker
 from lightning_axosparse.pipeline.schedule import SCHEDULES
 from lightning_axosparse.pipeline.stage import PipelinedLayers
 from tests.parity.cases import Net, difference, fit, trainer
@@ -79,6 +81,7 @@ def gradients(
         SCHEDULES["message-driven"],
         FixedLimit(4),
         Randomness(0, stages, CPU),
+        ReductionTracker(),
     )
 
     def step(batch: Any) -> Tensor:
@@ -88,12 +91,14 @@ def gradients(
     generator = torch.Generator().manual_seed(1)
     batch = torch.randn(16, WIDTH, generator=generator), torch.rand(16, 1, generator=generator)
     batch = tuple(tensor.to(next(model.parameters()).dtype) for tensor in batch)
+    parts = split(batch, 4)
     pipe.train(
         step,
-        split(batch, 4),
+        parts,
         lambda size: nullcontext(),
         lambda loss: loss.backward(),
-        lambda: None,
+        lambda factor: None,
+        LossWeights(parts, 16),
     )
     layers.uninstall()
     calls = {layer.calls for layer in model.layers}

@@ -1,0 +1,248 @@
+"""Loss weights: what each micro-batch's loss counts for in the loss of the batch.
+
+Denominators are seen when the last stage has computed a loss, so the weights of the first
+micro-batches are needed before all denominators are known. They are provisional: right but for one
+factor, the same for the whole batch. It is known before the last backward pass of the last stage,
+and travels to the other stages with the gradients of the last micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_axosparse.pipeline.microbatch import MicroBatch
+from lightning_axosparse.pipeline.reductions import Reduction, Reductions, Weighting, denominators
+
+MicrobatchLoss = Literal["auto", "mean", "sum"]
+MicrobatchWeight = str | Callable[[Any], float]
+
+_IGNORED = -100
+"""The label that losses of torch and of Hugging Face leave out unless told otherwise."""
+
+_CHOOSE = (
+    "Say what is meant: AxoSparseStrategy(microbatch_loss='sum') adds the losses of micro-batches "
+    "up, microbatch_loss='mean' averages them, microbatch_weight=... gives their weights, and "
+    "microbatches=1 computes the loss on the whole batch."
+)
+
+
+class LossRule(NamedTuple):
+    """How a user wants the losses of micro-batches to make up that of the batch.
+
+    Attributes:
+        loss: as for :class:`LossWeights`.
+        weight: as for :func:`weigh_by`; None where there is no such rule.
+    """
+
+    loss: MicrobatchLoss = "auto"
+    weight: MicrobatchWeight | None = None
+
+
+class LossWeights:
+    """The weights of one batch's micro-batches, on the last stage of a pipeline.
+
+    Args:
+        microbatches: the micro-batches that this pipeline computes, in order.
+        samples: number of samples in the whole batch.
+        loss: "mean" weighs by denominators, where they were seen, and else by samples; "sum" adds
+            up; "auto" does either, as the losses turn out to be; "given" takes the micro-batches'
+            own weights.
+        total: adds a number up over the pipelines that share the batch; collective among them.
+    """
+
+    def __init__(
+        self,
+        microbatches: Sequence[MicroBatch],
+        samples: int,
+        loss: MicrobatchLoss | Literal["given"] = "auto",
+        total: Callable[[float], float] = lambda count: count,
+    ) -> None:
+        self._microbatches, self._samples = microbatches, samples
+        self._loss, self._total = loss, total
+        self._weightings: list[Weighting] = []
+        self._reference: tuple[float, int] | None = None
+        self._factor: float | None = None
+
+    def add(self, reductions: Reductions) -> None:
+        """Note what the next micro-batch's loss came from; to be called in order."""
+        weighting = Weighting.of(reductions)
+        if self._loss == "sum" or (self._loss == "auto" and weighting.kind == "sum"):
+            weighting = Weighting("sum")
+        elif weighting.kind not in ("mean", "empty") or self._loss == "given":
+            weighting = Weighting()
+        if weighting.weight and self._reference is None:
+            self._reference = weighting.weight, self._microbatches[len(self._weightings)].size
+        self._weightings.append(weighting)
+
+    def weight(self, index: int) -> float:
+        """The provisional weight of a micro-batch whose loss was added.
+
+        It is the micro-batch's share of the samples, to the bit, as long as denominators are
+        proportional to samples: quotients of whole numbers are rounded once.
+        """
+        part, weighting = self._microbatches[index], self._weightings[index]
+        if weighting.kind == "sum":
+            return 1.0
+        if weighting.kind != "mean" or (self._reference is None and self._is_last(index)):
+            return part.weight  # An empty sum has no gradient that it could weigh.
+        if self._reference is None:
+            return 0.0
+        count, size = self._reference
+        return weighting.weight * size / (count * self._samples)
+
+    def factor(self) -> float:
+        """What all provisional weights have to be multiplied by; after the last was added."""
+        if self._factor is None:
+            self._factor = self._missing_factor()
+        return self._factor
+
+    def _missing_factor(self) -> float:
+        total = self._total(sum(denominators(self._weightings)))
+        if self._reference is None or not total:
+            return 1.0
+        count, size = self._reference
+        return count * self._samples / (size * total)
+
+    def _is_last(self, index: int) -> bool:
+        return index == len(self._microbatches) - 1
+
+
+def weigh_by(rule: MicrobatchWeight, microbatches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Weigh micro-batches by a user's own rule.
+
+    Args:
+        rule: a function of a part of the batch that returns its weight; or the name of an entry of
+            the batch, where integers count if they are not -100 and other values by their sum.
+        microbatches: the micro-batches of a whole batch.
+
+    Returns:
+        The micro-batches with weights that add up to one; as they were, if all weigh nothing.
+
+    Raises:
+        MisconfigurationException: if the rule gives no number, or a negative one.
+    """
+    weights = [_weight_by(rule, part.batch) for part in microbatches]
+    total = sum(weights)
+    if not total:
+        return list(microbatches)
+    return [
+        part._replace(weight=weight / total)
+        for part, weight in zip(microbatches, weights, strict=True)
+    ]
+
+
+def _weight_by(rule: MicrobatchWeight, batch: Any) -> float:
+    weight = _count(_entry(batch, rule)) if isinstance(rule, str) else rule(batch)
+    try:
+        number = float(weight)
+    except (TypeError, ValueError, RuntimeError):
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise MisconfigurationException(
+            f"microbatch_weight={rule!r} gave {weight!r} for a micro-batch. It has to be a finite "
+            "number, at least 0: what the loss of this part of the batch was divided by."
+        )
+    return number
+
+
+def _entry(batch: Any, name: str) -> Any:
+    if isinstance(batch, Mapping) and name in batch:
+        return batch[name]
+    if not isinstance(batch, Mapping) and hasattr(batch, name):
+        return getattr(batch, name)
+    there = list(batch) if isinstance(batch, Mapping) else type(batch).__name__
+    raise MisconfigurationException(
+        f"microbatch_weight={name!r} names no entry of the batch ({there}). Name one, or give a "
+        "function of a part of the batch."
+    )
+
+
+def _count(entry: Any) -> float:
+    values = torch.as_tensor(entry)
+    if values.dtype is torch.bool or values.is_floating_point():
+        return float(values.double().sum())
+    return float((values != _IGNORED).sum())
+
+
+def validate_losses(losses: Sequence[Reductions]) -> str | None:
+    """Check that the losses of a batch's micro-batches combine to what one process computes.
+
+    Args:
+        losses: what the loss of each micro-batch came from; at least two.
+
+    Returns:
+        What to warn of, if they combine only nearly; else None.
+
+    Raises:
+        MisconfigurationException: if the result would be another one.
+    """
+    if all(len(loss) == 1 and _is_plain(loss[0]) for loss in losses):
+        return None
+    if any(reduction.among_samples for loss in losses for reduction in loss):
+        raise MisconfigurationException(
+            "The loss is a cross entropy among the samples of the batch (its classes are their "
+            "numbers, as in contrastive losses). In a pipeline it would compare the samples of a "
+            "micro-batch alone. Use AxoSparseStrategy(microbatches=1), or accept it with "
+            "microbatch_loss='mean'."
+        )
+    columns = [
+        [reduction for reduction in column if not reduction.is_empty]
+        for column in zip(*losses, strict=False)
+    ]
+    varying = [column for column in columns if _varies(column)]
+    kinds = {reduction.kind for column in varying for reduction in column}
+    if kinds >= {"mean", "sum"}:
+        raise MisconfigurationException(
+            "The loss adds means over samples to sums over samples, which no weight of the "
+            f"micro-batches combines to the loss of the batch. {_CHOOSE}"
+        )
+    divisors = [{r.divisor for r in column if r.kind == "sum"} for column in varying]
+    if any(len(found) > 1 for found in divisors):
+        raise MisconfigurationException(
+            "The loss divides a sum over samples by a number that differs between micro-batches "
+            f"and was not counted by torch. {_CHOOSE}"
+        )
+    return _inexact(losses, varying)
+
+
+def _inexact(losses: Sequence[Reductions], varying: Sequence[Sequence[Reduction]]) -> str | None:
+    if not any(losses):
+        return (
+            "It cannot be seen how the loss in `training_step` averages, so micro-batches are "
+            f"weighted by their samples. {_CHOOSE}"
+        )
+    if any(reduction.kind == "statistic" for column in varying for reduction in column):
+        return (
+            "A part of the loss is a statistic of the samples together (such as a variance, a "
+            "maximum, or a product of means), so the micro-batches' losses do not combine to "
+            "exactly that of the batch. AxoSparseStrategy(microbatches=1) is exact; "
+            "microbatch_loss='mean' accepts it."
+        )
+    means = [column for column in varying if len(column) == len(losses)]
+    if any(not _proportional(means[0], column) for column in means[1:]):
+        return (
+            "The loss adds means with different denominators (such as tokens and samples), and "
+            "the micro-batches are weighted by the first of them. "
+            "AxoSparseStrategy(microbatch_weight=...) chooses another; microbatches=1 is exact."
+        )
+    return None
+
+
+def _is_plain(reduction: Reduction) -> bool:
+    return reduction.kind == "mean" and not reduction.among_samples
+
+
+def _varies(column: Sequence[Reduction]) -> bool:
+    """Whether micro-batches differ; what is computed from weights alone does not."""
+    values = [None if reduction.value is None else float(reduction.value) for reduction in column]
+    return None in values or len(set(values)) > 1
+
+
+def _proportional(one: Sequence[Reduction], other: Sequence[Reduction]) -> bool:
+    return all(
+        a.count * other[0].count == b.count * one[0].count for a, b in zip(one, other, strict=True)
+    )

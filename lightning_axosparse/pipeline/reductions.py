@@ -1,0 +1,379 @@
+"""Reductions: how the values of a step were reduced over the samples of its micro-batch.
+
+The loss of a batch is rarely the plain mean of its micro-batches' losses. A cross entropy divides
+by the tokens that are not padding, so a micro-batch counts by its tokens; a sum adds up; the
+variance of a batch is neither. While a step runs, a ``TorchFunctionMode`` sees each reduction,
+follows what is computed from its result, and can say of any value how micro-batches combine:
+
+    what the step did with its micro-batch                      how micro-batches combine
+    mean-reducing loss of ``torch.nn.functional``, ``mean()``   mean, weighted by its denominator
+    ``sum()``, or a loss with ``reduction="sum"``               sum
+    such a sum, divided by a count of the micro-batch           mean, weighted by that count
+    sums and multiples by a constant of the above               as their terms
+    anything else, such as ``exp`` or a product of the above    not at all: a statistic of the batch
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+Kind = Literal["mean", "sum", "statistic"]
+
+
+@dataclass(frozen=True, eq=False)
+class Reduction:
+    """One reduction over the samples of a micro-batch.
+
+    Attributes:
+        kind: how the results of several micro-batches combine.
+        count: what a mean was divided by; of a sum, how much was added up.
+        value: the result, where it is a scalar.
+        divisor: the constant that a sum was divided by; of a mean, the number of samples, if a sum
+            was divided by that.
+        among_samples: whether samples were compared with each other, as contrastive losses do.
+        counts: what a sum may be divided by to become a mean over this micro-batch.
+    """
+
+    kind: Kind
+    count: float = 0.0
+    value: Tensor | None = None
+    divisor: float | None = None
+    among_samples: bool = False
+    counts: frozenset[float] = frozenset()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was added up, as over a micro-batch that is all padding."""
+        return self.kind == "sum" and self.value is not None and not float(self.value)
+
+
+Reductions = tuple[Reduction, ...]
+
+
+class Weighting(NamedTuple):
+    """How one micro-batch's value counts among those of the whole batch; can be pickled.
+
+    Attributes:
+        kind: "mean" by ``weight``; "sum"; "empty" for a sum of nothing; "statistic" where no weight
+            makes it exact; "unknown" where no reduction was seen. The last two combine as means
+            over samples.
+        weight: the denominator of a mean; what an empty sum was divided by, if that may have been
+            its number of samples.
+        divided_by_samples: whether the denominator of a mean was that number.
+    """
+
+    kind: Literal["mean", "sum", "empty", "statistic", "unknown"] = "unknown"
+    weight: float = 0.0
+    divided_by_samples: bool = False
+
+    @classmethod
+    def of(cls, reductions: Reductions) -> Weighting:
+        """The weighting of a value that came from these reductions."""
+        means = [reduction for reduction in reductions if reduction.kind == "mean"]
+        if means:
+            return cls("mean", means[0].count, means[0].divisor == means[0].count)
+        if not reductions:
+            return cls()
+        if all(reduction.is_empty for reduction in reductions):
+            divisor = reductions[0].divisor
+            return cls("empty", divisor if divisor and divisor in reductions[0].counts else 0.0)
+        return cls("sum" if all(r.kind == "sum" for r in reductions) else "statistic")
+
+
+def combine(
+    values: Sequence[Tensor], weightings: Sequence[Weighting], samples: Sequence[float]
+) -> Tensor:
+    """The value of a batch from those of its micro-batches.
+
+    Args:
+        values: tensors of one shape, one a micro-batch.
+        weightings: how each counts.
+        samples: what each counts where its weighting says no more: its share of the samples.
+
+    Returns:
+        The sum, or the weighted mean; NaN, as on one process, where nothing at all was averaged.
+    """
+    if all(weighting.kind in ("sum", "empty") for weighting in weightings):
+        return torch.stack(list(values)).sum(0)
+    weights = shares(weightings, samples)
+    # A mean over nothing is NaN, and counts for nothing.
+    terms = [v * w for v, w in zip(values, weights, strict=True) if w] or list(values)
+    return torch.stack(terms).sum(0)
+
+
+def shares(weightings: Sequence[Weighting], samples: Sequence[float]) -> Sequence[float]:
+    """What each micro-batch's value counts for in a mean; the arguments are :func:`combine`'s."""
+    if any(weighting.kind not in ("mean", "empty") for weighting in weightings):
+        return samples
+    counts = denominators(weightings)
+    return [count / (sum(counts) or 1) for count in counts]
+
+
+def denominators(weightings: Sequence[Weighting]) -> list[float]:
+    """The denominator of each mean, where the others are empty sums.
+
+    A sum of nothing that was divided by one was divided by ``max(1, count)``, or else, if all
+    others were divided by their numbers of samples, by its own.
+    """
+    by_samples = all(w.divided_by_samples for w in weightings if w.kind == "mean")
+    return [w.weight if w.kind == "mean" or by_samples else 0.0 for w in weightings]
+
+
+class ReductionTracker(TorchFunctionMode):
+    """Follows the reductions in a step; to be entered by :meth:`microbatch`.
+
+    It costs a microsecond for each function of torch that is called inside. Where it cannot look at
+    values (inside ``torch.compile`` and ``torch.func`` transforms) it sees nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._samples = 0
+        self._paused = False
+        # The tensor is kept, lest another one gets its id.
+        self._found: dict[int, tuple[Tensor, Reductions]] = {}
+        self._numbers: dict[float, Reductions] = {}
+        self._positions: dict[int, Tensor] = {}
+
+    @contextmanager
+    def microbatch(self, samples: int) -> Iterator[None]:
+        """Follow the step of one micro-batch; what was found stays until the next one.
+
+        Args:
+            samples: number of samples in the micro-batch.
+        """
+        self._samples = samples
+        self.forget()
+        with self:
+            yield
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Look away inside the context, as while layers compute, whose values are no losses."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def of(self, value: Any) -> Reductions:
+        """The reductions that a tensor, or a number taken from one, came from."""
+        if isinstance(value, Tensor):
+            return self._found.get(id(value), (None, ()))[1]
+        return self._numbers.get(value, ()) if isinstance(value, (int, float)) else ()
+
+    def forget(self) -> None:
+        """Let go of the values of the last micro-batch."""
+        self._found, self._numbers, self._positions = {}, {}, {}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if self._paused or torch.compiler.is_compiling():
+            return output
+        try:
+            reductions = self._reductions(func, args, kwargs, output)
+        except RuntimeError:  # A transform or a fake tensor does not let its values be read.
+            reductions = ()
+        if reductions and isinstance(output, Tensor):
+            self._found[id(output)] = output, reductions
+        elif reductions and isinstance(output, (int, float)):
+            self._numbers[output] = reductions
+        return output
+
+    def _reductions(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
+    ) -> Reductions:
+        if func in _losses():
+            call = _losses()[func].bind(*args, **kwargs)
+            return _of_loss(call, out, self._samples, self._among_samples(call.arguments))
+        self._note_positions(func, args, out)
+        tracked = self._tracked(args, kwargs) if self._found else []
+        if not tracked:
+            return self._first(func, args, kwargs, out)
+        name = func.__name__.strip("_")
+        if name in _QUOTIENTS and len(args) == 2:
+            return self._quotient(args[0], args[1], out)
+        if name in _PRODUCTS and len(tracked) == 1 and _are_scalars(args):
+            return tracked[0]
+        is_count = name in _BOUNDS and not getattr(out, "requires_grad", False)
+        if name in _LINEAR or (is_count and all(r.kind == "sum" for r in tracked[0])):
+            return tuple(dict.fromkeys(r for reductions in tracked for r in reductions))
+        return (Reduction("statistic", value=_scalar(out)),)
+
+    def _tracked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Reductions]:
+        """The reductions of each argument that came from any."""
+        flat: list[Any] = []
+        for arg in (*args, *kwargs.values()):
+            flat += arg if isinstance(arg, (list, tuple)) else [arg]
+        found = [self.of(arg) for arg in flat if isinstance(arg, Tensor)]
+        return [reductions for reductions in found if reductions]
+
+    def _note_positions(self, func: Callable[..., Any], args: tuple[Any, ...], out: Any) -> None:
+        """Follow the numbers of samples, which contrastive losses take for classes."""
+        if not isinstance(out, Tensor) or out.is_floating_point():
+            return
+        if func is torch.arange or any(id(arg) in self._positions for arg in args):
+            self._positions[id(out)] = out
+
+    def _among_samples(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether a loss takes the samples of the micro-batch for classes."""
+        scores, target = arguments.get("input"), arguments.get("target")
+        return (
+            id(target) in self._positions
+            and isinstance(scores, Tensor)
+            and scores.dim() == 2
+            and scores.shape[0] == scores.shape[1]
+            and scores.shape[0] % self._samples == 0
+        )
+
+    def _first(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
+    ) -> Reductions:
+        """The reduction that ``func`` itself makes of values that are not reduced yet."""
+        kind = _REDUCING.get(func)
+        if kind is None or not isinstance(out, Tensor) or not args:
+            return ()
+        source, dims = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
+        if not isinstance(source, Tensor) or source.dim() == 0:
+            return ()
+        if dims is None or out.numel() == 1:
+            counts = frozenset({float(self._samples), float(source.numel()), float(len(source))})
+            return (Reduction(kind, float(source.numel()), _scalar(out), counts=counts),)
+        if not _includes_first(dims, source.dim()) or len(source) == 1:
+            return ()
+        if kind == "mean":
+            return (Reduction("mean", float(self._samples)),)
+        # Which dimension has the samples can only be told by its size.
+        samples_first = (
+            list(source.shape).count(self._samples) == 1 == (source.shape[0] == self._samples)
+        )
+        return (Reduction("sum" if kind == "sum" and samples_first else "statistic"),)
+
+    def _quotient(self, dividend: Any, divisor: Any, out: Any) -> Reductions:
+        """A sum, or several, divided by a count is a mean; by a constant it stays a sum."""
+        above, below = self.of(dividend), self.of(divisor)
+        if not above or not _are_scalars([divisor]):
+            return (Reduction("statistic", value=_scalar(out)),)
+        if all(reduction.kind == "sum" for reduction in above):
+            value = float(divisor)
+            if len(below) == 1 and below[0].kind == "sum" and below[0].value is not None:
+                # Not the divisor: `clamp(min=1)` makes a count of nothing one.
+                return (Reduction("mean", float(below[0].value), _scalar(out)),)
+            # One, where nothing was added up, may be `max(1, count)`.
+            counted = value != 1 or any(reduction.count for reduction in above)
+            if below or (counted and any(value in reduction.counts for reduction in above)):
+                by_samples = value if value == self._samples and not below else None
+                return (Reduction("mean", value, _scalar(out), divisor=by_samples),)
+            return tuple(replace(reduction, divisor=value) for reduction in above)
+        return (Reduction("statistic", value=_scalar(out)),) if below else above
+
+
+_REDUCING: dict[Callable[..., Any], Kind] = {
+    torch.mean: "mean",
+    Tensor.mean: "mean",
+    torch.sum: "sum",
+    Tensor.sum: "sum",
+    torch.count_nonzero: "sum",
+    Tensor.count_nonzero: "sum",
+    **{
+        function: "statistic"
+        for name in ("std", "var", "norm", "logsumexp", "amax", "amin", "max", "min", "median")
+        for function in (getattr(torch, name), getattr(Tensor, name))
+    },
+    torch.linalg.norm: "statistic",
+    torch.linalg.vector_norm: "statistic",
+    torch.linalg.matrix_norm: "statistic",
+}
+
+# By the names of torch's functions, without underscores: `__radd__`, `add_` and `add` are one.
+_SUMS = {"add", "radd", "iadd", "sub", "rsub", "isub", "subtract", "neg", "positive", "sum", "mean"}
+_SHAPES = {"view", "reshape", "flatten", "squeeze", "unsqueeze", "expand", "stack", "cat", "concat"}
+_COPIES = {"detach", "clone", "to", "type", "type_as", "cpu", "cuda", "contiguous", "requires_grad"}
+_NUMBERS = {"float", "double", "half", "bfloat16", "item", "int"}
+_LINEAR = _SUMS | _SHAPES | _COPIES | _NUMBERS
+_BOUNDS = {"clamp", "clamp_min", "maximum"}
+_PRODUCTS = {"mul", "rmul", "imul", "multiply"}
+_QUOTIENTS = {"div", "truediv", "itruediv", "idiv", "divide", "true_divide"}
+
+
+@cache
+def _losses() -> dict[Callable[..., Any], inspect.Signature]:
+    """The losses of ``torch.nn.functional``: what takes a ``reduction``."""
+    functions = [f for f in vars(functional).values() if inspect.isfunction(f)]
+    signatures = {function: inspect.signature(function) for function in functions}
+    return {f: s for f, s in signatures.items() if "reduction" in s.parameters}
+
+
+def _of_loss(
+    call: inspect.BoundArguments, out: Any, samples: int, among_samples: bool
+) -> Reductions:
+    """The reduction of a loss function of ``torch.nn.functional``."""
+    arguments = call.arguments
+    reduction = arguments.get("reduction", "mean")
+    if arguments.get("size_average") is not None or arguments.get("reduce") is not None:
+        averages = arguments.get("size_average") is not False
+        reduction = "none" if arguments.get("reduce") is False else "mean" if averages else "sum"
+    if reduction == "none":
+        return ()
+    first = next(value for value in arguments.values() if isinstance(value, Tensor))
+    count = _denominator(call, first)
+    if reduction == "sum":
+        counts = frozenset({count, float(samples), float(first.numel()), float(len(first))})
+        return (Reduction("sum", count, _scalar(out), counts=counts),)
+    return (Reduction("mean", count, _scalar(out), among_samples=among_samples),)
+
+
+def _denominator(call: inspect.BoundArguments, first: Tensor) -> float:
+    """What a loss divides by for its mean, up to a factor that all micro-batches share."""
+    arguments, parameters = call.arguments, call.signature.parameters
+    target: Any = arguments.get("target")
+    weight = arguments.get("weight")
+    if "target_lengths" in arguments:
+        return float(len(arguments["target_lengths"]))
+    if "ignore_index" in parameters and not target.is_floating_point():
+        ignored = arguments.get("ignore_index", parameters["ignore_index"].default)
+        counted = target[target != ignored]
+        return float(counted.numel() if weight is None else weight.double()[counted].sum())
+    if weight is not None and call.signature in _weighted_means():
+        return float(weight.double().sum())
+    return float(first.numel())
+
+
+@cache
+def _weighted_means() -> list[inspect.Signature]:
+    """The losses whose mean divides by the sum of ``weight``, not by the number of elements."""
+    weighted = functional.mse_loss, functional.l1_loss, functional.huber_loss
+    return [_losses()[function] for function in weighted]
+
+
+def _scalar(out: Any) -> Tensor | None:
+    return out.detach() if isinstance(out, Tensor) and out.numel() == 1 else None
+
+
+def _are_scalars(values: Sequence[Any]) -> bool:
+    return all(
+        value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, (int, float))
+        for value in values
+    )
+
+
+def _includes_first(dims: Any, dimensions: int) -> bool:
+    wanted = dims if isinstance(dims, (list, tuple)) else [dims]
+    return any(isinstance(dim, int) and dim % dimensions == 0 for dim in wanted)
