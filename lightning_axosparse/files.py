@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_axosparse.arguments import MODULE, NONE, PATH, PATTERNS, checked, instance_of
 from lightning_axosparse.pruning.packed import PackedMasks
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.sparse.files import SafetensorsState
@@ -17,10 +19,17 @@ from lightning_axosparse.sparse.loading import load_kept
 from lightning_axosparse.sparse.packed import Packed
 
 
+@checked(
+    ValueError,
+    module=MODULE,
+    source=PATH | instance_of("a mapping of names to tensors", Mapping),
+    ticket=instance_of("a Ticket", Ticket) | PATH | NONE,
+    skip=PATTERNS,
+)
 def load_sparse(
     module: nn.Module,
-    source: str | Path | Mapping[str, Any],
-    ticket: Ticket | str | Path | None = None,
+    source: str | os.PathLike[str] | Mapping[str, Any],
+    ticket: Ticket | str | os.PathLike[str] | None = None,
     skip: Sequence[str] = (),
 ) -> Ticket:
     """Load a model and store its pruned weights sparse, in place, without their dense forms.
@@ -47,13 +56,11 @@ def load_sparse(
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if the file cannot be read, there is no ticket, or for names or shapes that do
-            not fit.
+        ValueError: for an argument of another type, if the file cannot be read, there is no
+            ticket, or for names or shapes that do not fit.
     """
-    if isinstance(skip, str):
-        raise ValueError(f"skip={skip!r} must be a list of patterns: [{skip!r}].")
     contents = source if isinstance(source, Mapping) else _read(Path(source))
-    if isinstance(ticket, str | Path):
+    if isinstance(ticket, str | os.PathLike):
         ticket = Ticket.load(ticket)
     ticket = ticket or _ticket_in(contents)
     if ticket is None:

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isqrt
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a number, in ascending order."""
+    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 @dataclass(frozen=True)
@@ -32,10 +39,10 @@ class Grid:
 
     def __post_init__(self) -> None:
         if self.g_inter < 1 or self.world_size % self.g_inter:
-            divisors = [g for g in range(1, self.world_size + 1) if self.world_size % g == 0]
             raise MisconfigurationException(
                 f"g_inter={self.g_inter} stages per replica do not divide the world of "
-                f"{self.world_size} rank(s). Choose g_inter from {divisors}, or change `devices`."
+                f"{self.world_size} rank(s). Choose g_inter from {divisors(self.world_size)}, or "
+                "change `devices`."
             )
 
     @property

@@ -13,18 +13,16 @@ from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_axosparse.arguments import is_count
 from lightning_axosparse.dealing import Deal
 from lightning_axosparse.deployment import Deployment
-from lightning_axosparse.grid import Grid
+from lightning_axosparse.grid import Grid, divisors
 from lightning_axosparse.groups import Groups
 from lightning_axosparse.pipeline.limit import Limit
-from lightning_axosparse.planning.search import divisors
 from lightning_axosparse.shortest import measure, shortest
 from lightning_axosparse.stepping import Stepper
 
 
-def refuse_arguments(
+def refuse_together(
     regrid: int | str | None, transport: str, in_flight: int | None, schedule: str
 ) -> None:
     """Refuse what a run cannot move with, or to.
@@ -32,10 +30,6 @@ def refuse_arguments(
     Raises:
         MisconfigurationException: naming the argument that does not go with ``regrid``.
     """
-    if not (regrid in (None, "auto") or is_count(regrid)):
-        raise MisconfigurationException(
-            f"regrid={regrid!r} is not known. Give a number of stages, or 'auto'."
-        )
     if regrid is not None and transport == "loopback":
         raise MisconfigurationException(
             f"regrid={regrid!r} moves layers between ranks, but transport='loopback' runs all "
@@ -55,8 +49,8 @@ def refuse_length(regrid: int | str | None, g_inter: int) -> None:
     Raises:
         MisconfigurationException: naming the numbers that are possible.
     """
-    shorter = divisors(g_inter)[:-1]
-    if isinstance(regrid, int) and regrid not in shorter:
+    if isinstance(regrid, int) and (g_inter % regrid or regrid == g_inter):
+        shorter = divisors(g_inter)[:-1]
         choice = f"Choose from {shorter}, or 'auto'" if shorter else "Leave regrid out"
         raise MisconfigurationException(
             f"regrid={regrid} is no proper divisor of g_inter={g_inter}, so the ranks of a "

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -32,10 +33,22 @@ from lightning_axosparse.adapters.requirements import (
     refuse_callbacks,
     refuse_module,
     refuse_optimizers,
+    refuse_together,
     refuse_unmade,
     unless_made_later,
 )
-from lightning_axosparse.arguments import refuse_arguments
+from lightning_axosparse.arguments import (
+    BOOL,
+    BYTES,
+    COUNT,
+    FUNCTION,
+    LAYERS,
+    NONE,
+    TEXT,
+    checked,
+    instance_of,
+    one_of,
+)
 from lightning_axosparse.autogrid import suitable_grid
 from lightning_axosparse.dealing import UNDIVIDED, deal, profile_example, refuse_no_example
 from lightning_axosparse.deployment import Deployment
@@ -122,6 +135,25 @@ class AxoSparseStrategy(GridStrategy):
 
     strategy_name = "axosparse"
 
+    @checked(
+        MisconfigurationException,
+        g_inter=COUNT | one_of("auto"),
+        microbatches=COUNT | NONE,
+        pipeline=TEXT | NONE,
+        balance=one_of("parameters", "time") | LAYERS,
+        in_flight=COUNT | NONE,
+        schedule=one_of(*SCHEDULES),
+        transport=one_of("mpi", "loopback"),
+        split_batch=FUNCTION | NONE,
+        recompute=COUNT | one_of("sqrt") | NONE,
+        offload_optimizer=BOOL,
+        offload_bucket=BYTES,
+        regrid=COUNT | one_of("auto") | NONE,
+        accelerator=instance_of("a Lightning Accelerator", Accelerator) | NONE,
+        cluster_environment=instance_of("a ClusterEnvironment", ClusterEnvironment) | NONE,
+        checkpoint_io=instance_of("a CheckpointIO", CheckpointIO) | NONE,
+        precision_plugin=instance_of("a Precision plugin", Precision) | NONE,
+    )
     def __init__(
         self,
         g_inter: int | Literal["auto"] = 1,
@@ -144,17 +176,8 @@ class AxoSparseStrategy(GridStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        refuse_arguments(
-            g_inter,
-            microbatches,
-            in_flight,
-            schedule,
-            transport,
-            recompute,
-            balance,
-            offload_bucket,
-        )
-        regridding.refuse_arguments(regrid, transport, in_flight, schedule)
+        refuse_together(g_inter, in_flight, schedule, transport, balance)
+        regridding.refuse_together(regrid, transport, in_flight, schedule)
         if g_inter != "auto":
             regridding.refuse_length(regrid, g_inter)
         super().__init__(

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import hydra
 import lightning as L
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from omegaconf import DictConfig
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
+from lightning_axosparse.arguments import INDEX, NOT_NEGATIVE, SEED, TEXT, check, shown
 from lightning_axosparse.callbacks.context import callbacks_of
 from lightning_axosparse.callbacks.report import TrainingReport
 from lightning_axosparse.callbacks.tables import terminal
+
+_KINDS = {
+    "seed": SEED,
+    "sample.prompt": TEXT,
+    "sample.length": INDEX,
+    "sample.temperature": NOT_NEGATIVE,
+}
+"""Values that the command itself uses; those of objects are checked by their own classes."""
 
 
 def configuration() -> Path:
@@ -27,7 +40,13 @@ def train(config: DictConfig) -> float | None:
 
     Returns:
         The last validation loss, the objective of a sweep; None without validation.
+
+    Raises:
+        ValueError: for a value of no use, before any rank starts.
+        InstantiationException: for an object that refuses its values, likewise; it is the cause.
     """
+    check(ValueError, {name: OmegaConf.select(config, name) for name in _KINDS}, _KINDS)
+    refuse_trainer(config.trainer)
     L.seed_everything(config.seed)
     data = instantiate(config.data)
     model = instantiate(config.model)
@@ -53,6 +72,33 @@ def _wanted(config: DictConfig, callback: str) -> bool:
     return callback != "progress" or bool(config.trainer.enable_progress_bar)
 
 
+def refuse_trainer(options: DictConfig) -> None:
+    """Refuse numbers and words of another type than the Trainer says: it looks at few of them.
+
+    Args:
+        options: arguments of ``lightning.Trainer``.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    for name, hint in get_type_hints(L.Trainer.__init__).items():
+        plain = _plain_types(hint)
+        value: Any = options.get(name)
+        if plain is None or value is None or isinstance(value, plain):
+            continue
+        wanted = " or ".join(kind.__name__ for kind in plain)
+        raise ValueError(f"trainer.{name}={shown(value)} must be {wanted}.")
+
+
+def _plain_types(hint: Any) -> tuple[type, ...] | None:
+    """The types of a hint that names numbers, bools and None alone; None for any other hint."""
+    kinds = get_args(hint) or (hint,)
+    if not set(kinds) <= {int, float, bool, type(None)}:
+        return None
+    found = tuple(kind for kind in kinds if kind is not type(None))
+    return (*found, int) if float in found and int not in found else found
+
+
 def show(config: DictConfig, trainer: L.Trainer, model: L.LightningModule) -> None:
     """Print the report and a sample of what the model writes."""
     console = Console()
@@ -75,8 +121,25 @@ def printable(text: str) -> str:
 
 @hydra.main(version_base="1.3", config_path=str(configuration()), config_name="config")
 def main(config: DictConfig) -> float | None:
-    """The command."""
-    return train(config)
+    """The command.
+
+    A value that is refused ends it with one line; with HYDRA_FULL_ERROR=1 the error is raised.
+    """
+    try:
+        return train(config)
+    except (InstantiationException, MisconfigurationException, ValueError) as error:
+        if os.environ.get("HYDRA_FULL_ERROR"):
+            raise
+        raise SystemExit(f"axosparse-train: {_in_words(error)}") from error
+
+
+def _in_words(error: Exception) -> str:
+    """What an error says; of an object's, which group of the configuration it belongs to."""
+    if not isinstance(error, InstantiationException):
+        return str(error)
+    group = str(error).rpartition("full_key: ")[2]
+    cause = error.__cause__
+    return f"{group}: {cause if cause is not None else str(error).partition(chr(10))[0]}"
 
 
 if __name__ == "__main__":

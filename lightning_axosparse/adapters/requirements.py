@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule
@@ -18,6 +19,40 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch.optim import LBFGS, Optimizer
 
 _STRATEGY = "AxoSparseStrategy"
+
+
+def refuse_together(
+    g_inter: int | Literal["auto"],
+    in_flight: int | None,
+    schedule: str,
+    transport: str,
+    balance: str | Sequence[int],
+) -> None:
+    """Refuse arguments of the strategy that contradict each other.
+
+    Raises:
+        MisconfigurationException: with the values, and what to give instead.
+    """
+    if g_inter == "auto" and transport == "loopback":
+        raise MisconfigurationException(
+            "g_inter='auto' divides the ranks that there are into stages and replicas, but with "
+            "transport='loopback' all stages share one. Give g_inter a number."
+        )
+    if g_inter == "auto" and not isinstance(balance, str):
+        raise MisconfigurationException(
+            f"balance={list(balance)} gives the layers of {len(balance)} stages: say "
+            f"g_inter={len(balance)} instead of 'auto', or leave balance out."
+        )
+    if not isinstance(balance, str) and len(balance) != g_inter:
+        raise MisconfigurationException(
+            f"balance={list(balance)} gives the layers of {len(balance)} stages, but there are "
+            f"g_inter={g_inter}. Give one number of layers a stage."
+        )
+    if in_flight is not None and schedule != "message-driven":
+        raise MisconfigurationException(
+            f"in_flight={in_flight} belongs to schedule='message-driven'; {schedule!r} has its own "
+            "fixed limit. Leave one of them out."
+        )
 
 
 def refuse_module(module: LightningModule) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -13,14 +13,25 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_axosparse.adapters.requirements import refuse_beside_pruning, unless_made_later
-from lightning_axosparse.callbacks.requirements import refuse_arguments, refuse_model
+from lightning_axosparse.arguments import (
+    COUNT,
+    NONE,
+    PATH,
+    PATTERNS,
+    checked,
+    instance_of,
+    number,
+    one_of,
+    whole,
+)
+from lightning_axosparse.callbacks.requirements import refuse_model
 from lightning_axosparse.pruning.distance import DISTANCES, Distance
 from lightning_axosparse.pruning.masks import Scope, magnitude_masks, prunable
 from lightning_axosparse.pruning.packed import PackedMasks
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.pruning.together import all_gather, from_first, gather
 from lightning_axosparse.sparse.optimizer import refuse_matrix_optimizers
-from lightning_axosparse.sparse.reading import best_policy
+from lightning_axosparse.sparse.reading import POLICIES, best_policy
 
 _NEEDED = (
     "inter_group",
@@ -70,6 +81,18 @@ class EarlyBirdTicket(Callback):
         MisconfigurationException: for arguments out of range.
     """
 
+    @checked(
+        MisconfigurationException,
+        pruning_ratio=number("a number in (0, 1)", lambda ratio: 0 < ratio < 1),
+        scope=one_of("global", "layer"),
+        distance=one_of(*DISTANCES),
+        threshold=number("a number in (0, 1]", lambda threshold: 0 < threshold <= 1),
+        window=whole(2),
+        draw_by_epoch=COUNT | NONE,
+        exclude=PATTERNS,
+        ticket=instance_of("a Ticket", Ticket) | PATH | NONE,
+        policy=one_of("auto", *POLICIES),
+    )
     def __init__(
         self,
         pruning_ratio: float = 0.8,
@@ -79,20 +102,9 @@ class EarlyBirdTicket(Callback):
         window: int = 5,
         draw_by_epoch: int | None = None,
         exclude: Sequence[str] = (),
-        ticket: Ticket | str | Path | None = None,
+        ticket: Ticket | str | os.PathLike[str] | None = None,
         policy: Literal["auto", "sparse", "samo"] = "auto",
     ) -> None:
-        refuse_arguments(
-            pruning_ratio,
-            scope,
-            distance,
-            threshold,
-            window,
-            draw_by_epoch,
-            exclude,
-            ticket,
-            policy,
-        )
         self.policy = policy
         self.pruning_ratio = pruning_ratio
         self.scope = scope
@@ -100,7 +112,7 @@ class EarlyBirdTicket(Callback):
         self.threshold = threshold
         self.draw_by_epoch = draw_by_epoch
         self.exclude = tuple(exclude)
-        self.ticket = Ticket.load(ticket) if isinstance(ticket, str | Path) else ticket
+        self.ticket = Ticket.load(ticket) if isinstance(ticket, str | os.PathLike) else ticket
         self.distances: list[float] = []
         self._window: deque[PackedMasks] = deque(maxlen=window)
 

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_axosparse.arguments import NONE, PATH, TEXT, checked
 from lightning_axosparse.callbacks.context import (
     Period,
     callbacks_of,
@@ -43,8 +45,12 @@ class TrainingReport(L.Callback):
         folder: where to write; None takes the trainer's ``default_root_dir``.
         val_loss: name of the logged validation loss, a mean in nats per byte.
         test_loss: name of the logged test loss.
+
+    Raises:
+        MisconfigurationException: for arguments out of range.
     """
 
+    @checked(MisconfigurationException, folder=PATH | NONE, val_loss=TEXT, test_loss=TEXT)
     def __init__(
         self,
         folder: str | os.PathLike[str] | None = None,

@@ -1,66 +1,16 @@
-"""Requirements: what EarlyBirdTicket cannot be told, and what a model has to have for it."""
+"""Requirements: what a model has to have for EarlyBirdTicket."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_axosparse.arguments import is_count
-from lightning_axosparse.pruning.distance import DISTANCES
 from lightning_axosparse.pruning.masks import prunable
 from lightning_axosparse.pruning.ticket import Ticket
-from lightning_axosparse.sparse.reading import POLICIES
 from lightning_axosparse.sparse.swap import layouts
-
-
-def refuse_arguments(
-    pruning_ratio: object,
-    scope: object,
-    distance: object,
-    threshold: object,
-    window: object,
-    draw_by_epoch: object,
-    exclude: object,
-    ticket: object,
-    policy: object,
-) -> None:
-    """Refuse arguments of ``EarlyBirdTicket`` that are out of range or of another type.
-
-    Raises:
-        MisconfigurationException: with the value, and what to give instead.
-    """
-    _check(
-        isinstance(pruning_ratio, float) and 0 < pruning_ratio < 1,
-        f"pruning_ratio={pruning_ratio!r}: must be in (0, 1).",
-    )
-    _check(scope in ("global", "layer"), f"scope={scope!r}: must be 'global' or 'layer'.")
-    _check(distance in DISTANCES, f"distance={distance!r}: must be 'overlap' or 'hamming'.")
-    _check(
-        isinstance(threshold, int | float) and 0 < threshold <= 1,
-        f"threshold={threshold!r}: must be in (0, 1].",
-    )
-    _check(
-        is_count(window) and window != 1,
-        f"window={window!r}: at least 2 masks are needed to compare.",
-    )
-    _check(
-        draw_by_epoch is None or is_count(draw_by_epoch),
-        f"draw_by_epoch={draw_by_epoch!r}: counts epochs from 1.",
-    )
-    _check(
-        not isinstance(exclude, str),
-        f"exclude={exclude!r}: must be a list of patterns: [{exclude!r}].",
-    )
-    _check(
-        ticket is None or isinstance(ticket, Ticket | str | Path),
-        f"ticket={ticket!r}: must be a Ticket, or the file of one.",
-    )
-    policies = ("auto", *POLICIES)
-    _check(policy in policies, f"policy={policy!r}: must be one of {policies}.")
 
 
 def refuse_model(module: nn.Module, exclude: Sequence[str], ticket: Ticket | None) -> None:

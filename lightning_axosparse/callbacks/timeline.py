@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from matplotlib.figure import Figure
 from typing_extensions import override
 
+from lightning_axosparse.arguments import INDEX, NONE, PATH, checked
 from lightning_axosparse.callbacks.context import Period, folder_of, gather, grid_of, period_of
 from lightning_axosparse.callbacks.gantt import (
     Placed,
@@ -37,8 +39,12 @@ class PipelineTimeline(L.Callback):
         batch_idx: the batch of an epoch to record. The first one is seldom typical.
         epoch: the only epoch to record in; None: every one.
         folder: where to write; None takes the trainer's ``default_root_dir``.
+
+    Raises:
+        MisconfigurationException: for arguments out of range.
     """
 
+    @checked(MisconfigurationException, batch_idx=INDEX, epoch=INDEX | NONE, folder=PATH | NONE)
     def __init__(
         self,
         batch_idx: int = 1,

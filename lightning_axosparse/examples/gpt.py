@@ -10,6 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_axosparse.arguments import (
+    COUNT,
+    INDEX,
+    NONE,
+    NOT_NEGATIVE,
+    SEED,
+    SHARE,
+    TEXT,
+    checked,
+)
 from lightning_axosparse.examples.text import VOCABULARY
 
 Batch = tuple[Tensor, Tensor]
@@ -94,9 +104,21 @@ class GPT(L.LightningModule):
         vocabulary: number of tokens.
 
     Raises:
-        ValueError: if ``heads`` does not divide ``width``.
+        ValueError: for arguments out of range, or if ``heads`` does not divide ``width``.
     """
 
+    @checked(
+        ValueError,
+        width=COUNT,
+        depth=COUNT,
+        heads=COUNT,
+        context=COUNT,
+        dropout=SHARE,
+        learning_rate=NOT_NEGATIVE,
+        weight_decay=NOT_NEGATIVE,
+        warmup=SHARE,
+        vocabulary=COUNT,
+    )
     def __init__(
         self,
         width: int = 192,
@@ -191,6 +213,7 @@ class GPT(L.LightningModule):
             "lr_scheduler": {"scheduler": schedule, "interval": "step"},
         }
 
+    @checked(ValueError, prompt=TEXT, n=INDEX, temperature=NOT_NEGATIVE, seed=SEED | NONE)
     @torch.no_grad()
     def generate(
         self, prompt: str, n: int, temperature: float = 0.8, seed: int | None = None
@@ -207,12 +230,8 @@ class GPT(L.LightningModule):
             The prompt and its continuation; bytes that are no UTF-8 are shown as U+FFFD.
 
         Raises:
-            ValueError: if ``prompt`` is empty or ``temperature`` negative.
+            ValueError: for arguments out of range.
         """
-        if not prompt:
-            raise ValueError("prompt is empty: give at least one character to continue from.")
-        if temperature < 0:
-            raise ValueError(f"temperature={temperature} is negative: 0 is the greedy choice.")
         generator = torch.Generator()
         if seed is None:
             generator.seed()

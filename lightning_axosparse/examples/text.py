@@ -14,6 +14,17 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lightning_axosparse.arguments import (
+    BYTES,
+    COUNT,
+    INDEX,
+    NONE,
+    PATH,
+    SEED,
+    checked,
+    number,
+)
+
 VOCABULARY = 256
 """A byte has 256 values: the vocabulary of every model trained on bytes."""
 
@@ -85,8 +96,22 @@ class TextDataModule(L.LightningDataModule):
         max_bytes: read no more than this many bytes.
         seed: decides the order of the training windows.
         num_workers: processes that load batches.
+
+    Raises:
+        MisconfigurationException: for arguments out of range, or a path that names no file.
     """
 
+    @checked(
+        MisconfigurationException,
+        path=PATH | NONE,
+        context=COUNT,
+        batch_size=COUNT,
+        held_out=number("a number between 0 and 0.5", lambda part: 0 < part < 0.5),
+        max_held_out=COUNT | NONE,
+        max_bytes=BYTES | NONE,
+        seed=SEED,
+        num_workers=INDEX,
+    )
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
@@ -99,11 +124,8 @@ class TextDataModule(L.LightningDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
-        if not 0 < held_out < 0.5:
-            raise MisconfigurationException(
-                f"held_out={held_out} leaves nothing to train on or to validate with: it is the "
-                "part of the text for validation, and again for test, so between 0 and 0.5."
-            )
+        if path is not None:
+            text_files(path)
         self.path = path
         self.context = context
         self.batch_size = batch_size

@@ -8,15 +8,20 @@ from dataclasses import dataclass, replace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from lightning_axosparse.grid import divisors
 from lightning_axosparse.pipeline.partition import count_parameters
 from lightning_axosparse.pipeline.profile import LayerProfile
 from lightning_axosparse.pipeline.simulate import Wire
 from lightning_axosparse.planning.cost import Cluster, LayerCosts
-from lightning_axosparse.planning.search import Choice, Job, Plan, divisors, evaluate
+from lightning_axosparse.planning.search import Choice, Job, Plan, evaluate
 
 _FORWARD = 1 / 3
 """Share of the forward pass in the time of both: backward makes two gradients where it makes one
 output."""
+
+_SIMULATED = 64
+"""Micro-batches a stage that are simulated at most: more change next to nothing but the time that
+the simulation takes."""
 
 
 def machine(kind: str, devices: int, devices_per_node: int, memory: float) -> Cluster:
@@ -132,10 +137,11 @@ def choose(job: Job, microbatches: int | None, in_flight: int | None) -> Decisio
         if g_inter > len(job.layers.forward):
             break
         limits = [in_flight] if in_flight else [2 * g_inter, g_inter]
-        share = microbatches or 4 * g_inter
-        number = microbatches or default_microbatches(g_inter)
+        share = min(microbatches or 4 * g_inter, _SIMULATED * g_inter)
+        number = share if microbatches else default_microbatches(g_inter)
+        most = microbatches or number
         whole = replace(job, batch=share * job.cluster.devices // g_inter)
-        choices = (Choice(g_inter, share // number, min(limit, number)) for limit in limits)
+        choices = (Choice(g_inter, share // number, min(limit, most)) for limit in limits)
         plans = [evaluate(whole, choice) for choice in choices]
         fits = [plan for plan in plans if plan.memory <= job.cluster.memory]
         (fitting if fits else too_large).append((fits or plans)[0 if fits else -1])

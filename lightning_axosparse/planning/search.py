@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from lightning_axosparse.grid import divisors
 from lightning_axosparse.pipeline.partition import balance
 from lightning_axosparse.pipeline.schedule import SCHEDULES
 from lightning_axosparse.pipeline.simulate import (
@@ -142,11 +143,6 @@ def _choices(job: Job) -> Iterator[Choice]:
             limits = {g_inter, 2 * g_inter} if g_inter > 1 else {1}
             for in_flight in {min(limit, microbatches) for limit in limits}:
                 yield Choice(g_inter, microbatch, in_flight)
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors of a number, in ascending order."""
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 class _Step:

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_axosparse.arguments import refuse_mask
+
 
 class PackedMasks(Mapping[str, Tensor]):
     """A mapping of names to bool tensors (on CPU) that are unpacked only as they are read.
@@ -17,13 +19,12 @@ class PackedMasks(Mapping[str, Tensor]):
         masks: name -> bool tensor, on any device.
 
     Raises:
-        ValueError: for a mask that is not bool.
+        ValueError: for a mask that is no dense bool tensor, or on the meta device.
     """
 
     def __init__(self, masks: Mapping[str, Tensor]) -> None:
         for name, mask in masks.items():
-            if mask.dtype != torch.bool:
-                raise ValueError(f"The mask of '{name}' must be a bool tensor, not {mask.dtype}.")
+            refuse_mask(name, mask)
         self._bits = {name: _pack(mask) for name, mask in masks.items()}
         self.shapes = {name: mask.shape for name, mask in masks.items()}
         """The shape of each mask."""

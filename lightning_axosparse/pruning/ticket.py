@@ -10,9 +10,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_axosparse.arguments import (
+    INDEX,
+    MASKS,
+    NONE,
+    PATH,
+    SHARE,
+    check,
+    checked,
+    list_of,
+    one_of,
+)
 from lightning_axosparse.pruning.packed import PackedMasks
 from lightning_axosparse.replacing import replacing
 
+_FIELDS = {
+    "masks": MASKS,
+    "pruning_ratio": SHARE,
+    "scope": one_of("global", "layer"),
+    "epoch": INDEX | NONE,
+    "step": INDEX | NONE,
+    "distance": one_of("overlap", "hamming"),
+    "distances": list_of("a list of numbers from 0 to 1", SHARE),
+}
 _FORMAT = "lightning_axosparse.Ticket/1"
 
 
@@ -31,6 +51,9 @@ class Ticket:
         distance: the kind of ``distances``.
         distances: the largest mask distance to the window at the end of each epoch from the second
             on, up to the draw.
+
+    Raises:
+        ValueError: for a field of another type or out of range.
     """
 
     masks: Mapping[str, Tensor]
@@ -42,6 +65,8 @@ class Ticket:
     distances: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        for name, value in check(ValueError, vars(self), _FIELDS).items():
+            object.__setattr__(self, name, value)
         if not isinstance(self.masks, PackedMasks):
             object.__setattr__(self, "masks", PackedMasks(self.masks))
         object.__setattr__(self, "distances", tuple(self.distances))
@@ -81,12 +106,14 @@ class Ticket:
         fields = {name: value for name, value in state.items() if name not in ("format", "masks")}
         return cls(PackedMasks.from_state_dict(state["masks"]), **fields)
 
+    @checked(ValueError, path=PATH)
     def save(self, path: str | Path) -> None:
         """Write the ticket to a file, at about one bit a weight."""
         with replacing(path) as partial:
             torch.save(self.state_dict(), partial)
 
     @classmethod
+    @checked(ValueError, path=PATH)
     def load(cls, path: str | Path) -> Ticket:
         """Read a ticket that :meth:`save` wrote.
 

@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from lightning_axosparse.arguments import BOOL, MODULE, PATH, checked
 from lightning_axosparse.replacing import replacing
 from lightning_axosparse.sparse.packed import Packed
 from lightning_axosparse.sparse.weight import SparseWeight
@@ -32,6 +33,7 @@ _CODES = {
 }
 
 
+@checked(ValueError, module=MODULE, path=PATH, sparse=BOOL)
 def save_safetensors(module: nn.Module, path: str | Path, sparse: bool = True) -> None:
     """Write the state of ``module`` to a safetensors file; a dense copy of it is never made whole.
 
@@ -43,7 +45,8 @@ def save_safetensors(module: nn.Module, path: str | Path, sparse: bool = True) -
             reader of safetensors takes it.
 
     Raises:
-        ValueError: for state that is not a tensor, or of a dtype that the format does not have.
+        ValueError: for an argument of another type, and for state that is not a tensor, or of a
+            dtype that the format does not have.
     """
     tensors: dict[str, Tensor] = {}
     metadata = {"format": "pt"}

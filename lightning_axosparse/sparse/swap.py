@@ -11,7 +11,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_axosparse.sparse.formats import layout_of
+from lightning_axosparse.arguments import (
+    MASKS,
+    MODULE,
+    NONE,
+    OPTIMIZER,
+    checked,
+    one_of,
+    refuse_mask,
+)
+from lightning_axosparse.sparse.formats import FORMATS, layout_of
 from lightning_axosparse.sparse.freed import return_freed_memory
 from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.module import SparseModule, make_dense, make_sparse
@@ -46,6 +55,14 @@ class Owned:
         return owner._readings.get(attribute) if isinstance(owner, SparseModule) else None
 
 
+@checked(
+    ValueError,
+    module=MODULE,
+    masks=MASKS,
+    optimizer=OPTIMIZER | NONE,
+    index_format=one_of(*FORMATS) | NONE,
+    policy=one_of(*POLICIES),
+)
 def sparsify(
     module: nn.Module,
     masks: Mapping[str, Tensor],
@@ -77,20 +94,19 @@ def sparsify(
             kept values of a weight of less than 32 bits are float32 with both.
 
     Raises:
-        ValueError: for a policy, an index format, name, shape or dtype that does not fit, a
-            parameter on the meta device, one that is stored sparse with another mask, and optimizer
-            state that is not elementwise. Nothing has been changed then.
+        ValueError: for an argument of another type, a policy, an index format, name, shape or
+            dtype that does not fit, a parameter or a mask on the meta device, a parameter that is
+            stored sparse with another mask, and optimizer state that is not elementwise. Nothing
+            has been changed then.
         MisconfigurationException: for an optimizer that updates a matrix otherwise than the vector
             of its entries; nothing has been changed then, either.
     """
-    if policy not in POLICIES:
-        raise ValueError(f"Unknown policy '{policy}'. Take one of {list(POLICIES)}.")
     owned = owned_parameters(module)
     by_name = {name: entry for entry in owned for name in entry.names}
     layouts: dict[int, tuple[Owned, Layout]] = {}
     for name, mask in masks.items():
         if name not in by_name:
-            close = get_close_matches(name, by_name, n=3, cutoff=0.4) or list(by_name)[:5]
+            close = get_close_matches(str(name), by_name, n=3, cutoff=0.4) or list(by_name)[:5]
             raise ValueError(
                 f"The module has no parameter '{name}' to make sparse. Close: {', '.join(close)}."
             )
@@ -115,6 +131,7 @@ def sparsify(
     return_freed_memory()
 
 
+@checked(ValueError, module=MODULE, optimizer=OPTIMIZER | NONE)
 def densify(module: nn.Module, optimizer: Optimizer | None = None) -> None:
     """Make every sparsely stored parameter of ``module`` dense again, in place.
 
@@ -124,6 +141,9 @@ def densify(module: nn.Module, optimizer: Optimizer | None = None) -> None:
     Args:
         module: the model, or any part of it.
         optimizer: the optimizer that holds the parameters, if there is one.
+
+    Raises:
+        ValueError: for an argument of another type.
     """
     for entry in owned_parameters(module):
         if entry.layout is not None:
@@ -172,9 +192,7 @@ def owned_parameters(module: nn.Module) -> list[Owned]:
 def _checked_layout(name: str, entry: Owned, mask: Tensor, index_format: str | None) -> Layout:
     parameter, present = entry.parameter, entry.layout
     shape = parameter.shape if present is None else present.shape
-    kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-    if kind != torch.bool:
-        raise ValueError(f"The mask of '{name}' must be a bool tensor, not {kind}.")
+    refuse_mask(name, mask)
     if mask.shape != shape:
         raise ValueError(
             f"The mask of '{name}' has shape {tuple(mask.shape)}, the parameter {tuple(shape)}."

@@ -116,7 +116,7 @@ def test_generate_is_repeatable_and_goes_beyond_the_context():
 def test_what_is_refused():
     with pytest.raises(ValueError, match="heads=5 must divide width=32"):
         GPT(width=32, heads=5)
-    with pytest.raises(ValueError, match="prompt is empty"):
+    with pytest.raises(ValueError, match="prompt=''"):
         GPT(**TINY).generate("", 1)
     with pytest.raises(ValueError, match="temperature=-1"):
         GPT(**TINY).generate("a", 1, temperature=-1)
