@@ -13,6 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from lightning_axosparse.arguments import COUNT, NOT_NEGATIVE
 from lightning_axosparse.callbacks.gantt import Placed, RecordedStep, draw_gantt
 from lightning_axosparse.pipeline.simulate import Wire
 from lightning_axosparse.planning.cost import Cluster, Transformer
@@ -139,16 +140,21 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", type=_count, default=512, help="samples of a step, over all replicas")
     add("--pruning-ratio", type=_ratio, nargs="+", default=[0.0], help="a table for each")
     add("--recompute", action="store_true", help="recompute activations in backward")
-    add("--overhead", type=float, default=0.05, help="share of a pass that sparse storage adds")
+    add(
+        "--overhead",
+        type=_not_negative,
+        default=0.05,
+        help="share of a pass that sparse storage adds",
+    )
     add("--devices", type=_count, default=64, help="devices in all")
     add("--devices-per-node", type=_count, default=8, help="devices of a node")
     add("--memory", type=_positive, default=80.0, help="GB of a device")
     add("--tflops", type=_positive, default=312.0, help="peak of a device")
-    add("--efficiency", type=_positive, default=0.5, help="share of the peak that a pass reaches")
+    add("--efficiency", type=_share, default=0.5, help="share of the peak that a pass reaches")
     add("--memory-bandwidth", type=_positive, default=1500.0, help="GB/s of a device's memory")
     add("--node-bandwidth", type=_positive, default=200.0, help="GB/s between devices of a node")
     add("--network-bandwidth", type=_positive, default=25.0, help="GB/s of a node to others")
-    add("--latency", type=float, default=10.0, help="microseconds of a message")
+    add("--latency", type=_not_negative, default=10.0, help="microseconds of a message")
     add("--best", type=_count, default=8, help="rows of a table")
     add("--gantt", type=_picture, help="draw the best plans' steps into this PNG file")
     return parser
@@ -159,7 +165,15 @@ def _ratio(text: str) -> float:
 
 
 def _count(text: str) -> int:
-    return _checked(text, int, lambda count: count >= 1, "a count: 1 or more")
+    return _checked(text, int, COUNT.fits, f"a count: {COUNT.wanted}")
+
+
+def _share(text: str) -> float:
+    return _checked(text, float, lambda share: 0 < share <= 1, "a share: above 0, at most 1")
+
+
+def _not_negative(text: str) -> float:
+    return _checked(text, float, NOT_NEGATIVE.fits, NOT_NEGATIVE.wanted)
 
 
 def _positive(text: str) -> float:

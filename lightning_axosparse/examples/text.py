@@ -98,7 +98,8 @@ class TextDataModule(L.LightningDataModule):
         num_workers: processes that load batches.
 
     Raises:
-        MisconfigurationException: for arguments out of range, or a path that names no file.
+        MisconfigurationException: for arguments out of range, a path that names no file, or too
+            little text.
     """
 
     @checked(
@@ -124,8 +125,6 @@ class TextDataModule(L.LightningDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
-        if path is not None:
-            text_files(path)
         self.path = path
         self.context = context
         self.batch_size = batch_size
@@ -134,22 +133,28 @@ class TextDataModule(L.LightningDataModule):
         self.max_bytes = max_bytes
         self.seed = seed
         self.num_workers = num_workers
+        size = sum(file.stat().st_size for file in text_files(path))
+        self._held_out_bytes(size if max_bytes is None else min(size, max_bytes))
 
     def setup(self, stage: str) -> None:
         """Read the text and cut it: the last two parts of ``held_out`` validate and test."""
         text = read_text(text_files(self.path), self.max_bytes)
-        held_out = int(len(text) * self.held_out)
-        needed = self.context + 1
-        if held_out < needed:
-            raise MisconfigurationException(
-                f"Too little text: of {len(text)} bytes, held_out={self.held_out} leaves "
-                f"{held_out} for validation, but one window of context={self.context} takes "
-                f"{needed}. Give more text, a smaller context or a larger held_out."
-            )
+        held_out = self._held_out_bytes(len(text))
         self.train = Windows(text[: -2 * held_out], self.context)
         validation, test = text[-2 * held_out : -held_out], text[-held_out:]
         self.validation = Windows(validation, self.context, self.max_held_out)
         self.test = Windows(test, self.context, self.max_held_out)
+
+    def _held_out_bytes(self, size: int) -> int:
+        """Bytes of a text of ``size`` bytes for validation, and again for test."""
+        held_out, needed = int(size * self.held_out), self.context + 1
+        if held_out < needed:
+            raise MisconfigurationException(
+                f"Too little text: of {size} bytes, held_out={self.held_out} leaves "
+                f"{held_out} for validation, but one window of context={self.context} takes "
+                f"{needed}. Give more text, a smaller context or a larger held_out."
+            )
+        return held_out
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
         """The training windows, in a new order each epoch; a short last batch is left out."""

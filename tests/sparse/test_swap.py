@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_axosparse.pruning import Ticket
 from lightning_axosparse.sparse import densify, sparsify
 from lightning_axosparse.sparse.swap import layouts
 from tests.sparse.masking import apply_masks, random_masks
@@ -221,3 +222,48 @@ def test_another_mask_is_refused(model, masks):
 def test_two_masks_of_one_tied_parameter_are_refused():
     mask = torch.rand(11, 8) < 0.5
     refused(Tied(), {"embedding.weight": mask, "head.weight": ~mask}, "embedding.*head.*tied")
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.ones(8, 6, dtype=torch.bool, device="meta"), "meta device"),
+        (torch.ones(8, 6, dtype=torch.bool).to_sparse(), r"sparse_coo.*to_dense"),
+        (torch.ones(8, 6).to_sparse_csr().bool(), r"sparse_csr.*to_dense"),
+        (None, "NoneType"),
+        ([[True] * 6] * 8, "list"),
+    ],
+)
+def test_a_mask_that_tells_nothing_is_refused(model, masks, mask, message):
+    refused(model, {"3.weight": masks["3.weight"], "0.weight": mask}, f"'0.weight'.*{message}")
+    with pytest.raises(ValueError, match=f"'0.weight'.*{message}"):
+        Ticket({"0.weight": mask}, 0.5)
+
+
+def test_a_name_that_is_no_text_is_refused(model, masks):
+    refused(model, {0: masks["0.weight"]}, "no parameter '0'")
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("index_format", [None, "coo", "block", "gaps", "bitmap"])
+def test_masks_that_keep_nothing_or_all_train_as_masked_dense_weights_do(keep, index_format):
+    torch.manual_seed(0)
+    sparse = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    dense = copy.deepcopy(sparse)
+    mask = torch.full((8, 6), keep)
+    with torch.no_grad():
+        dense[0].weight *= mask
+    optimizers = [torch.optim.AdamW(each.parameters(), 0.1) for each in (sparse, dense)]
+    sparsify(sparse, {"0.weight": mask}, optimizers[0], index_format)
+    x = torch.randn(5, 6)
+    for _ in range(3):
+        for each, optimizer in zip((sparse, dense), optimizers, strict=True):
+            optimizer.zero_grad()
+            each(x).square().sum().backward()
+            if each is dense:
+                each[0].weight.grad *= mask
+            optimizer.step()
+    for name, value in dense.state_dict().items():
+        torch.testing.assert_close(sparse.state_dict()[name], value)
+    densify(sparse, optimizers[0])
+    torch.testing.assert_close(sparse[0].weight, dense[0].weight)
