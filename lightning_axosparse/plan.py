@@ -165,7 +165,8 @@ def _ratio(text: str) -> float:
 
 
 def _count(text: str) -> int:
-    return _checked(text, int, COUNT.fits, f"a count: {COUNT.wanted}")
+    count: int = _checked(text, int, COUNT.fits, f"a count: {COUNT.wanted}")
+    return count
 
 
 def _share(text: str) -> float:
@@ -173,7 +174,8 @@ def _share(text: str) -> float:
 
 
 def _not_negative(text: str) -> float:
-    return _checked(text, float, NOT_NEGATIVE.fits, NOT_NEGATIVE.wanted)
+    number: float = _checked(text, float, NOT_NEGATIVE.fits, NOT_NEGATIVE.wanted)
+    return number
 
 
 def _positive(text: str) -> float:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 @contextmanager
-def replacing(path: str | Path) -> Iterator[Path]:
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Give a path beside ``path`` to write to, which becomes ``path`` if nothing is raised.
 
     Args:

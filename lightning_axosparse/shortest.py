@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_axosparse.dealing import Deal
 from lightning_axosparse.deployment import Deployment
-from lightning_axosparse.planning.search import divisors
+from lightning_axosparse.grid import divisors
 from lightning_axosparse.sparse.accounting import state_bytes
 
 

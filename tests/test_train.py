@@ -8,6 +8,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
@@ -113,6 +114,57 @@ def test_one_rank_from_start_to_report(strategy, text, tmp_path, capsys):
     shown = capsys.readouterr().out
     for words in ["Quality", "test, at the end", "The model writes", "def ", str(tmp_path)]:
         assert words in shown
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.heads=time", "model: heads='time' must be a whole number"),
+        ("model.heads=0", "model: heads=0 must be a whole number"),
+        ("model.heads=5", "model: heads=5 must divide width=32"),
+        ("model.learning_rate=fast", "model: learning_rate='fast' must be a finite number"),
+        ("data.context=long", "data: context='long' must be"),
+        ("data.context=100000", "data: Too little text"),
+        ("data.path=no/such/file", "data: No text found"),
+        ("pruning.ratio=2", "pruning.callback: pruning_ratio=2 must be"),
+        ("strategy.g_inter=1000000000", "trainer: g_inter=1000000000 stages"),
+        ("strategy.balance=[1,2]", "balance=[1, 2] must give each of the 2 stages"),
+        ("strategy.pipeline=layers", "pipeline='layers' must name"),
+        ("strategy._target_=no.Such", "trainer.strategy: Error loading 'no.Such'"),
+        ("trainer.max_epochs=many", "trainer.max_epochs='many' must be int."),
+        ("trainer.limit_train_batches=few", "trainer.limit_train_batches='few' must be int or"),
+        ("trainer.gradient_clip_val=[1]", "trainer.gradient_clip_val=[1] must be int or float"),
+        ("trainer.log_every_n_steps=1.5", "trainer.log_every_n_steps=1.5 must be int."),
+        ("trainer.devices=none", "trainer: `devices` selected with `CPUAccelerator`"),
+        ("seed=x", "seed='x' must be a whole number"),
+        ("sample.length=long", "sample.length='long' must be a whole number"),
+        ("sample.prompt=''", "sample.prompt='' must be"),
+    ],
+)
+def test_a_value_of_no_use_ends_the_command_in_words_before_any_rank_starts(
+    override: str, message: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("a rank was started")
+
+    monkeypatch.setattr(launcher.MPILauncher, "launch", start)
+    path = [f"data.path={text}"] * (not override.startswith("data.path"))
+    overrides = [*SMALL, *path, f"hydra.run.dir={tmp_path}", override]
+    monkeypatch.setattr(sys, "argv", ["axosparse-train", *overrides])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        entry.main()
+    assert str(ended.value.code).startswith(f"axosparse-train: {message}")
+
+
+def test_the_whole_error_is_raised_where_hydra_is_asked_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["axosparse-train", *SMALL, "model.heads=time"])
+    with pytest.raises(InstantiationException):
+        entry.main()
 
 
 @pytest.mark.usefixtures("warm_ranks")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,14 +108,14 @@ class Ticket:
         return cls(PackedMasks.from_state_dict(state["masks"]), **fields)
 
     @checked(ValueError, path=PATH)
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the ticket to a file, at about one bit a weight."""
         with replacing(path) as partial:
             torch.save(self.state_dict(), partial)
 
     @classmethod
     @checked(ValueError, path=PATH)
-    def load(cls, path: str | Path) -> Ticket:
+    def load(cls, path: str | os.PathLike[str]) -> Ticket:
         """Read a ticket that :meth:`save` wrote.
 
         Raises:
