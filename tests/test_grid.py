@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_axosparse.grid import Grid
+from lightning_axosparse.grid import Grid, divisors
 
 
 @given(g_inter=st.integers(1, 8), g_data=st.integers(1, 8))
@@ -38,3 +38,9 @@ def test_shorter_pipelines_share_the_batches_of_the_long_one(
         assert list(new.fed_alike) == old[rank].pipeline(old[rank].replica)
         assert new.sharers(new.stage)[new.share] == rank
         assert old[rank].sharers(old[rank].stage) == [rank]
+
+
+def test_divisors_are_found_at_once_for_large_numbers():
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert divisors(1) == [1]
+    assert divisors(2**31 - 1) == [1, 2**31 - 1]

@@ -147,7 +147,7 @@ def test_a_value_of_no_use_ends_the_command_in_words_before_any_rank_starts(
     def start(*_: object, **__: object) -> None:
         raise AssertionError("a rank was started")
 
-    monkeypatch.setattr(launcher.MPILauncher, "launch", start)
+    monkeypatch.setattr(launcher.MPILauncher, "_run", start)
     path = [f"data.path={text}"] * (not override.startswith("data.path"))
     overrides = [*SMALL, *path, f"hydra.run.dir={tmp_path}", override]
     monkeypatch.setattr(sys, "argv", ["axosparse-train", *overrides])
