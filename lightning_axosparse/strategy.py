@@ -145,6 +145,8 @@ class AxoSparseStrategy(GridStrategy):
         schedule=one_of(*SCHEDULES),
         transport=one_of("mpi", "loopback"),
         split_batch=FUNCTION | NONE,
+        microbatch_loss=one_of("auto", "mean", "sum"),
+        microbatch_weight=FUNCTION | TEXT | NONE,
         recompute=COUNT | one_of("sqrt") | NONE,
         offload_optimizer=BOOL,
         offload_bucket=BYTES,

@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _get_default_dtype,
     _Metadata,
 )
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
@@ -48,12 +49,15 @@ class LoggedValue:
             (``None`` if it was only updated).
         metric: attribute path of the metric object that was logged, or None.
         options: the other arguments of ``self.log`` that the user gave.
+        is_exact: whether the value is that of the whole batch, and not only a mean of what the
+            micro-batches had.
     """
 
     name: str
     value: Any
     metric: str | None
     options: Mapping[str, Any]
+    is_exact: bool = True
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,7 @@ class MicrobatchLog:
         self._size = 0
         self._microbatches: list[list[LogCall]] = []
         self._metrics: dict[str, Metric] | None = None
+        self._inexact: set[str] = set()
 
     def attach(self) -> None:
         """Put the recorder in front of the module's ``log``."""
@@ -167,6 +172,14 @@ class MicrobatchLog:
         log = type(self._module).log
         device = self._module.device
         for logged in values:
+            if not logged.is_exact and logged.name not in self._inexact:
+                self._inexact.add(logged.name)
+                rank_zero_warn(
+                    f"`self.log({logged.name!r}, ...)` is given a statistic of all samples of the "
+                    "batch (such as an exponential of a mean, or a maximum), but in a pipeline a "
+                    "step sees one micro-batch. What is logged is the mean over micro-batches: log "
+                    "a torchmetrics object, or another `reduce_fx`, for the exact value."
+                )
             value = apply_to_collection(logged.value, Tensor, lambda t: t.to(device))
             if logged.metric is None:
                 log(self._module, logged.name, value, **logged.options)
@@ -237,10 +250,11 @@ class MicrobatchLog:
         options = dict(first.options)
         if options.get("batch_size") is not None:
             options["batch_size"] = sum(_weight(call) for call in calls)
-        value = self._exact(first, batch_value)
+        value, is_exact = self._exact(first, batch_value), True
         if value is None:
             value = _reduced(calls, options["reduce_fx"])
-        return LoggedValue(first.name, _on_cpu(value), first.logged_metric, options)
+            is_exact = options["reduce_fx"] != "mean" or not _is_statistic(calls)
+        return LoggedValue(first.name, _on_cpu(value), first.logged_metric, options, is_exact)
 
     def _exact(self, call: LogCall, batch_value: Callable[[Metric], Any]) -> Any:
         if call.origin is None:
@@ -306,6 +320,12 @@ def _reduced(calls: Sequence[LogCall], reduction: str) -> Any:
     if not weights.any():
         return stacked.double().mean().to(dtype)
     return (stacked.double() @ weights / weights.sum()).to(dtype)
+
+
+def _is_statistic(calls: Sequence[LogCall]) -> bool:
+    """Whether micro-batches have different values, of which the batch's does not follow."""
+    statistic = any(call.weighting.kind == "statistic" for call in calls)
+    return statistic and len({float(call.value) for call in calls}) > 1
 
 
 def _weight(call: LogCall) -> int:

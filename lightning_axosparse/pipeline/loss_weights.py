@@ -194,8 +194,9 @@ def validate_losses(losses: Sequence[Reductions]) -> str | None:
         for column in zip(*losses, strict=False)
     ]
     varying = [column for column in columns if _varies(column)]
-    kinds = {reduction.kind for column in varying for reduction in column}
-    if kinds >= {"mean", "sum"}:
+    averages = any(reduction.kind == "mean" for loss in losses for reduction in loss)
+    adds_up = any(reduction.kind == "sum" for column in varying for reduction in column)
+    if averages and adds_up:
         raise MisconfigurationException(
             "The loss adds means over samples to sums over samples, which no weight of the "
             f"micro-batches combines to the loss of the batch. {_CHOOSE}"

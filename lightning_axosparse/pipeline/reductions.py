@@ -36,7 +36,7 @@ class Reduction:
 
     Attributes:
         kind: how the results of several micro-batches combine.
-        count: what a mean was divided by; of a sum, how much was added up.
+        count: what a mean was divided by.
         value: the result, where it is a scalar.
         divisor: the constant that a sum was divided by; of a mean, the number of samples, if a sum
             was divided by that.
@@ -253,10 +253,10 @@ class ReductionTracker(TorchFunctionMode):
         source, dims = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
         if not isinstance(source, Tensor) or source.dim() == 0:
             return ()
-        if dims is None or out.numel() == 1:
+        if dims is None or out.dim() == 0:
             counts = frozenset({float(self._samples), float(source.numel()), float(len(source))})
-            return (Reduction(kind, float(source.numel()), _scalar(out), counts=counts),)
-        if not _includes_first(dims, source.dim()) or len(source) == 1:
+            return (Reduction(kind, float(source.numel()), _scalar(out), None, False, counts),)
+        if not _includes_first(dims, source.dim()) or len(source) < self._samples:
             return ()
         if kind == "mean":
             return (Reduction("mean", float(self._samples)),)
@@ -277,7 +277,7 @@ class ReductionTracker(TorchFunctionMode):
                 # Not the divisor: `clamp(min=1)` makes a count of nothing one.
                 return (Reduction("mean", float(below[0].value), _scalar(out)),)
             # One, where nothing was added up, may be `max(1, count)`.
-            counted = value != 1 or any(reduction.count for reduction in above)
+            counted = value != 1 or not all(reduction.is_empty for reduction in above)
             if below or (counted and any(value in reduction.counts for reduction in above)):
                 by_samples = value if value == self._samples and not below else None
                 return (Reduction("mean", value, _scalar(out), divisor=by_samples),)
@@ -336,7 +336,7 @@ def _of_loss(
     count = _denominator(call, first)
     if reduction == "sum":
         counts = frozenset({count, float(samples), float(first.numel()), float(len(first))})
-        return (Reduction("sum", count, _scalar(out), counts=counts),)
+        return (Reduction("sum", value=_scalar(out), counts=counts),)
     return (Reduction("mean", count, _scalar(out), among_samples=among_samples),)
 
 

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_axosparse.pipeline.loss_weights import (
+    LossWeights,
+    validate_losses,
+    weigh_by,
+)
+from lightning_axosparse.pipeline.microbatch import MicroBatch
+from lightning_axosparse.pipeline.reductions import Reduction, Reductions
+
+
+def parts(sizes: list[int]) -> list[MicroBatch]:
+    return [MicroBatch(None, size, size / sum(sizes), i) for i, size in enumerate(sizes)]
+
+
+def mean(count: float, value: float = 1.0, **options: Any) -> Reduction:
+    return Reduction("mean", count, torch.tensor(value), **options)
+
+
+def total(value: float, **options: Any) -> Reduction:
+    return Reduction("sum", value=torch.tensor(value), **options)
+
+
+def statistic(value: float) -> Reduction:
+    return Reduction("statistic", value=torch.tensor(value))
+
+
+def final(sizes: list[int], losses: list[Reductions], loss: Any = "auto") -> list[float]:
+    """The weights, after each provisional one was asked for when it is needed."""
+    weights = LossWeights(parts(sizes), sum(sizes), loss)
+    provisional = []
+    for index, reductions in enumerate(losses):
+        weights.add(reductions)
+        if index == len(losses) - 1:
+            factor = weights.factor()
+        provisional.append(weights.weight(index))
+    return [weight * factor for weight in provisional]
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 200)), min_size=1, max_size=8))
+def test_weights_are_shares_of_the_denominators(microbatches: list[tuple[int, int]]) -> None:
+    sizes, counts = map(list, zip(*microbatches, strict=True))
+    weights = final(sizes, [(mean(count),) for count in counts])
+    if sum(counts):
+        assert weights == pytest.approx([count / sum(counts) for count in counts], rel=1e-12)
+        assert all(
+            (weight == 0) == (count == 0) for weight, count in zip(weights, counts, strict=True)
+        )
+    else:  # All of it is padding: one micro-batch is differentiated, as on one process.
+        assert weights == [0] * (len(sizes) - 1) + [sizes[-1] / sum(sizes)]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 5000))
+def test_proportional_denominators_give_shares_of_samples_to_the_bit(
+    sizes: list[int], tokens: int
+) -> None:
+    weights = LossWeights(parts(sizes), sum(sizes))
+    for index, part in enumerate(parts(sizes)):
+        weights.add((mean(tokens * part.size),))
+        assert weights.weight(index) == part.weight
+    assert weights.factor() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("loss", "losses", "expected"),
+    [
+        ("auto", [(), ()], [0.75, 0.25]),
+        ("auto", [(statistic(1.0),), (statistic(2.0),)], [0.75, 0.25]),
+        ("auto", [(total(3.0),), (total(4.0),)], [1, 1]),
+        ("auto", [(mean(1), total(3.0)), (mean(3), total(3.0))], [0.25, 0.75]),
+        ("mean", [(total(3.0),), (total(4.0),)], [0.75, 0.25]),
+        ("mean", [(mean(1),), (mean(3),)], [0.25, 0.75]),
+        ("sum", [(mean(1),), (mean(3),)], [1, 1]),
+        ("sum", [(), ()], [1, 1]),
+        ("given", [(mean(1),), (mean(3),)], [0.75, 0.25]),
+    ],
+)
+def test_rules(loss: str, losses: list[Reductions], expected: list[float]) -> None:
+    assert final([3, 1], losses, loss) == pytest.approx(expected, rel=1e-15)
+
+
+def test_pipelines_that_share_a_batch_agree_on_its_denominator() -> None:
+    counts = [[7.0, 2.0], [0.0, 4.0]]
+    total_count = sum(map(sum, counts))
+    for own in counts:
+        weights = LossWeights(parts([2, 2]), 8, total=lambda mine: total_count)
+        for count in own:
+            weights.add((mean(count),))
+        final = [weights.weight(index) * weights.factor() for index in range(2)]
+        assert final == pytest.approx([count / total_count for count in own])
+
+
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        ([(mean(2), total(1.0)), (mean(2), total(2.0))], "means over samples to sums"),
+        ([(mean(2, among_samples=True),)] * 2, "contrastive.*microbatches=1"),
+        (
+            [(total(1.0, divisor=3.0),), (total(2.0, divisor=4.0),)],
+            "divides a sum.*microbatch_weight",
+        ),
+    ],
+)
+def test_losses_that_do_not_combine_are_refused(losses: list[Reductions], words: str) -> None:
+    with pytest.raises(MisconfigurationException, match=words):
+        validate_losses(losses)
+
+
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        ([(), ()], "cannot be seen"),
+        ([(mean(2), statistic(1.0)), (mean(2), statistic(2.0))], "statistic"),
+        ([(mean(2, 1.0), mean(2, 3.0)), (mean(3, 2.0), mean(2, 4.0))], "different denominators"),
+    ],
+)
+def test_losses_that_nearly_combine_are_warned_of(losses: list[Reductions], words: str) -> None:
+    advice = validate_losses(losses)
+    assert advice is not None
+    assert words in advice
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [(mean(2),), (mean(3),)],
+        [(total(1.0),), (total(2.0),)],
+        [(mean(2), total(5.0)), (mean(3), total(5.0))],  # of the weights alone
+        [(mean(2), statistic(5.0)), (mean(3), statistic(5.0))],
+        [(mean(2), mean(4)), (mean(3), mean(6))],
+        [(mean(2), mean(4, 3.0)), (mean(3, 2.0), mean(6, 2.0))],
+        [(total(1.0, divisor=3.0),), (total(0.0, divisor=4.0),)],
+    ],
+)
+def test_losses_that_combine_pass_in_silence(losses: list[Reductions]) -> None:
+    assert validate_losses(losses) is None
+
+
+LABELS = torch.tensor([[1, -100], [0, 3]])
+
+
+@pytest.mark.parametrize(
+    ("rule", "batches", "expected"),
+    [
+        ("y", [{"y": LABELS}, {"y": LABELS[:1]}], [0.75, 0.25]),
+        ("y", [{"y": LABELS > 0}, {"y": LABELS == 3}], [2 / 3, 1 / 3]),
+        ("y", [{"y": torch.tensor([0.5])}, {"y": torch.tensor([1.5])}], [0.25, 0.75]),
+        ("y", [SimpleNamespace(y=LABELS), SimpleNamespace(y=LABELS)], [0.5, 0.5]),
+        ("y", [{"y": LABELS[:0]}, {"y": LABELS[:0]}], [0.75, 0.25]),
+        (lambda batch: (batch >= 0).sum(), [LABELS, LABELS[:1]], [0.75, 0.25]),
+    ],
+)
+def test_rules_of_users(rule: Any, batches: list[Any], expected: list[float]) -> None:
+    given = [part._replace(batch=b) for part, b in zip(parts([3, 1]), batches, strict=True)]
+    assert [part.weight for part in weigh_by(rule, given)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ("labels", r"names no entry of the batch \(\['y'\]\)"),
+        (lambda batch: -1, "gave -1"),
+        (lambda batch: None, "gave None"),
+        (lambda batch: float("nan"), "gave nan"),
+        (lambda batch: torch.ones(2), "gave tensor"),
+    ],
+)
+def test_rules_that_give_no_weight_are_refused(rule: Any, words: str) -> None:
+    given = [part._replace(batch={"y": LABELS}) for part in parts([3, 1])]
+    with pytest.raises(MisconfigurationException, match=words):
+        weigh_by(rule, given)

@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_axosparse.pipeline.reductions import (
+    ReductionTracker,
+    Weighting,
+    combine,
+)
+
+IGNORED = -100
+CLASSES = 5
+
+Step = Callable[[Tensor, Tensor], Any]
+"""Computes a value of logits ``(samples, tokens, classes)`` and labels ``(samples, tokens)``."""
+
+
+def each_loss(x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(x.mT, y, reduction="none")
+
+
+def kept(y: Tensor) -> Tensor:
+    return y != IGNORED
+
+
+def weights() -> Tensor:
+    return torch.linspace(0.5, 2, CLASSES, dtype=torch.float64)
+
+
+EXACT: dict[str, Step] = {
+    "cross entropy": lambda x, y: F.cross_entropy(x.mT, y),
+    "module": lambda x, y: nn.CrossEntropyLoss(weights())(x.mT, y),
+    "smoothed": lambda x, y: F.cross_entropy(x.mT, y, weights(), label_smoothing=0.2),
+    "another label is left out": lambda x, y: F.cross_entropy(x.mT, y.clamp(min=0), ignore_index=0),
+    "probabilities": lambda x, y: F.cross_entropy(x.mT, x.softmax(-1).mT),
+    "negative log-likelihood": lambda x, y: F.nll_loss(x.log_softmax(-1).mT, y, weights()),
+    "old-fashioned": lambda x, y: F.cross_entropy(x.mT, y, size_average=True),
+    "old-fashioned sum": lambda x, y: F.mse_loss(x, x * 2, size_average=False),
+    "selected": lambda x, y: F.mse_loss(x[kept(y)], x[kept(y)] * 2),
+    "weighted": lambda x, y: F.mse_loss(x, x * 2, weight=(x > 0).double()),
+    "selected mean": lambda x, y: each_loss(x, y)[kept(y)].mean(),
+    "by hand": lambda x, y: (each_loss(x, y) * kept(y)).sum() / kept(y).sum(),
+    "by hand, at least one": lambda x, y: each_loss(x, y).sum() / kept(y).sum().clamp(min=1),
+    "by hand, a number": lambda x, y: each_loss(x, y).sum() / max(1, int(kept(y).sum())),
+    "by hand, an item": lambda x, y: each_loss(x, y).sum() / max(1, kept(y).sum().item()),
+    "by hand, weights": lambda x, y: (x * x.abs()).sum() / x.detach().abs().sum(),
+    "summed by torch": lambda x, y: (
+        F.cross_entropy(x.mT, y, reduction="sum") / max(1, kept(y).sum().item())
+    ),
+    "a sample": lambda x, y: F.cross_entropy(x.mT, y, reduction="sum") / len(y),
+    "a token": lambda x, y: each_loss(x, y).sum() / y.numel(),
+    "mean of sums": lambda x, y: each_loss(x, y).sum(1).mean(),
+    "over samples first": lambda x, y: each_loss(x, y).mean(0).mean(),
+    "sum": lambda x, y: F.cross_entropy(x.mT, y, reduction="sum"),
+    "plain sum": lambda x, y: x.pow(2).sum(),
+    "sum over a constant": lambda x, y: F.cross_entropy(x.mT, y, reduction="sum") / 1000,
+    "scaled and shifted": lambda x, y: 3 - F.cross_entropy(x.mT, y) * 2 / 5,
+    "two alike": lambda x, y: F.cross_entropy(x.mT, y) + 0.3 * F.nll_loss(x.mT, y),
+    "stacked": lambda x, y: torch.stack([x.mean(), x.abs().mean()]).sum(),
+    "added up": lambda x, y: sum([x.mean(), x.abs().mean()]),
+    "detached": lambda x, y: F.cross_entropy(x.mT, y).detach().clone().double(),
+    "a number": lambda x, y: F.cross_entropy(x.mT, y).item(),
+    "correct": lambda x, y: (x.argmax(-1) == y).sum(),
+    "accuracy": lambda x, y: (x.argmax(-1) == y).double().mean(),
+    "nothing": lambda x, y: 0 * x.sum(),
+}
+
+
+def microbatches(sizes: list[int], seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for size in sizes:
+        x = torch.randn(size, 4, CLASSES, generator=generator, dtype=torch.float64)
+        y = torch.randint(CLASSES, (size, 4), generator=generator)
+        y[torch.rand(size, 4, generator=generator) < 0.4] = IGNORED
+        made.append((x, y))
+    return made
+
+
+def combined(step: Step, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    tracker, values, weightings = ReductionTracker(), [], []
+    for x, y in parts:
+        with tracker.microbatch(len(x)):
+            value = step(x, y)
+        weightings.append(Weighting.of(tracker.of(value)))
+        values.append(torch.as_tensor(value, dtype=torch.float64))
+    samples = [len(x) for x, _ in parts]
+    return combine(values, weightings, [size / sum(samples) for size in samples])
+
+
+def whole(step: Step, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    x, y = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return torch.as_tensor(step(x, y), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("sizes", [[2, 2], [3, 2, 1], [1, 1, 1, 1]])
+def test_microbatches_combine_to_the_value_of_the_batch(name: str, sizes: list[int]) -> None:
+    for seed in range(5):
+        parts = microbatches(sizes, seed)
+        actual, expected = combined(EXACT[name], parts), whole(EXACT[name], parts)
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(0, 1000))
+def test_any_sizes_and_paddings(sizes: list[int], seed: int) -> None:
+    parts = microbatches(sizes, seed)
+    for name in ("smoothed", "by hand, a number", "sum over a constant", "a sample"):
+        actual, expected = combined(EXACT[name], parts), whole(EXACT[name], parts)
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["cross entropy", "smoothed", "by hand, at least one", "summed by torch", "a sample"]
+)
+def test_a_microbatch_of_padding_counts_for_nothing(name: str) -> None:
+    parts = microbatches([2, 2, 1])
+    for padded in (0, 2):
+        parts[padded][1].fill_(IGNORED)
+        actual, expected = combined(EXACT[name], parts), whole(EXACT[name], parts)
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_batch_of_padding_is_what_it_is_on_one_process() -> None:
+    parts = microbatches([2, 1])
+    for _, y in parts:
+        y.fill_(IGNORED)
+    assert torch.isnan(combined(EXACT["cross entropy"], parts))
+    assert combined(EXACT["by hand, at least one"], parts) == 0
+
+
+def test_shares_of_samples_are_those_of_samples_to_the_bit() -> None:
+    for sizes in ([3, 2], [7, 7, 6], [1, 5, 3]):
+        values = [torch.randn((), dtype=torch.float64) for _ in sizes]
+        shares = [size / sum(sizes) for size in sizes]
+        by_tokens = [Weighting("mean", 12.0 * size) for size in sizes]
+        unknown = [Weighting()] * len(sizes)
+        assert combine(values, by_tokens, shares) == combine(values, unknown, shares)
+
+
+STATISTICS: dict[str, Step] = {
+    "exponential": lambda x, y: x.mean().exp(),
+    "variance": lambda x, y: x.var(0).mean(),
+    "normalised": lambda x, y: (x / x.std(0)).mean(),
+    "largest": lambda x, y: x.max() + x.mean() * 0,
+    "product": lambda x, y: x.mean() * x.abs().mean(),
+    "norm": lambda x, y: x.norm(),
+    "ratio": lambda x, y: x.mean() / x.abs().mean(),
+    "mean in a power": lambda x, y: (x - x.mean(0)).pow(2).mean(),
+}
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_what_does_not_combine_is_known(name: str) -> None:
+    tracker = ReductionTracker()
+    (x, y), *_ = microbatches([3])
+    with tracker.microbatch(3):
+        value = STATISTICS[name](x, y)
+    assert "statistic" in {reduction.kind for reduction in tracker.of(value)}
+
+
+def test_a_loss_among_samples_is_known() -> None:
+    tracker = ReductionTracker()
+    x = torch.randn(3, 4)
+    with tracker.microbatch(3):
+        contrastive = F.cross_entropy(x @ x.T, torch.arange(3).to("cpu"))
+        classes = F.cross_entropy(x @ x.T, torch.tensor([0, 1, 2]))
+        positions = F.cross_entropy(torch.randn(12, 4), torch.arange(12) % 4)
+    assert [tracker.of(v)[0].among_samples for v in (contrastive, classes, positions)] == [
+        True,
+        False,
+        False,
+    ]
+
+
+def test_nothing_is_followed_outside_or_while_paused() -> None:
+    tracker = ReductionTracker()
+    x = torch.randn(3)
+    before = x.mean()
+    with tracker.microbatch(3):
+        with tracker.paused():
+            hidden = x.mean()
+        seen = x.mean()
+    after = x.mean()
+    assert [bool(tracker.of(v)) for v in (before, hidden, seen, after)] == [
+        False,
+        False,
+        True,
+        False,
+    ]
+    tracker.forget()
+    assert tracker.of(seen) == ()
+
+
+def test_transforms_and_compiled_functions_run_as_without_it() -> None:
+    tracker = ReductionTracker()
+    x, y = torch.randn(3, 4), torch.tensor([1, 0, 2])
+    compiled = torch.compile(lambda x, y: F.cross_entropy(x, y), backend="eager")
+
+    def grads() -> tuple[Tensor, Tensor, Tensor]:
+        gradient = torch.func.grad(lambda x: F.cross_entropy(x, y))(x)
+        each = torch.func.vmap(lambda x, y: F.cross_entropy(x[None], y[None]))(x, y)
+        return gradient, each, compiled(x, y)
+
+    with tracker.microbatch(3):
+        inside = grads()
+    for ours, theirs in zip(inside, grads(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_values_in_place_are_followed() -> None:
+    tracker = ReductionTracker()
+    x = torch.randn(3)
+    with tracker.microbatch(3):
+        total = torch.zeros(())
+        total += x.mean()
+        total += x.sum()
+    assert {reduction.kind for reduction in tracker.of(total)} == {"mean", "sum"}
