@@ -14,7 +14,11 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_axosparse.adapters.gradients import ParkedGradients, gradients_are_seen
+from lightning_axosparse.adapters.gradients import (
+    ParkedGradients,
+    gradients_are_seen,
+    starts_accumulation,
+)
 from lightning_axosparse.adapters.logging import MicrobatchLog, silence_sync_advice
 from lightning_axosparse.adapters.metrics import PipelinedMetrics
 from lightning_axosparse.adapters.precision import pipeline_precision, scale_loss
@@ -217,7 +221,9 @@ class Stepper:
         """Let gradients be reduced as soon as they are final."""
         self._factor = factor
         if self._reducer is not None:
-            self._reducer.arm(factor, self._parked.earlier)
+            # What `zero_grad` is going to clear is not reduced.
+            adds = not starts_accumulation(self._trainer)
+            self._reducer.arm(factor, self._parked.earlier if adds else None)
 
     def _finish_gradients(self, parameters: Collection[nn.Parameter]) -> None:
         """Reduce the gradients that have not been, and rescale those that are this rank's alone."""

@@ -62,10 +62,10 @@ class LossWeights:
         total: Callable[[float], float] = lambda count: count,
     ) -> None:
         self._microbatches, self._samples = microbatches, samples
-        self._loss, self._total = loss, total
+        self._loss, self._add_up = loss, total
         self._weightings: list[Weighting] = []
         self._reference: tuple[float, int] | None = None
-        self._factor: float | None = None
+        self._total: float | None = None
 
     def add(self, reductions: Reductions) -> None:
         """Note what the next micro-batch's loss came from; to be called in order."""
@@ -82,33 +82,34 @@ class LossWeights:
         """The provisional weight of a micro-batch whose loss was added.
 
         It is the micro-batch's share of the samples, to the bit, as long as denominators are
-        proportional to samples: quotients of whole numbers are rounded once.
+        proportional to samples: quotients of whole numbers are rounded once. A micro-batch without
+        a denominator weighs nothing; if that is so of the whole batch, the last one is
+        differentiated, for gradients of zero, or NaN, as on one process.
         """
         part, weighting = self._microbatches[index], self._weightings[index]
         if weighting.kind == "sum":
             return 1.0
-        if weighting.kind != "mean" or (self._reference is None and self._is_last(index)):
+        if weighting.kind != "mean":
             return part.weight  # An empty sum has no gradient that it could weigh.
         if self._reference is None:
-            return 0.0
+            is_last = index == len(self._microbatches) - 1
+            return part.weight if is_last and not self._denominator() else 0.0
         count, size = self._reference
         return weighting.weight * size / (count * self._samples)
 
     def factor(self) -> float:
         """What all provisional weights have to be multiplied by; after the last was added."""
-        if self._factor is None:
-            self._factor = self._missing_factor()
-        return self._factor
-
-    def _missing_factor(self) -> float:
-        total = self._total(sum(denominators(self._weightings)))
-        if self._reference is None or not total:
+        total = self._denominator()
+        if self._reference is None:
             return 1.0
         count, size = self._reference
         return count * self._samples / (size * total)
 
-    def _is_last(self, index: int) -> bool:
-        return index == len(self._microbatches) - 1
+    def _denominator(self) -> float:
+        """The denominator of the whole batch; collective when it is first asked for."""
+        if self._total is None:
+            self._total = self._add_up(sum(denominators(self._weightings)))
+        return self._total
 
 
 def weigh_by(rule: MicrobatchWeight, microbatches: Sequence[MicroBatch]) -> list[MicroBatch]:
@@ -207,10 +208,14 @@ def validate_losses(losses: Sequence[Reductions]) -> str | None:
             "The loss divides a sum over samples by a number that differs between micro-batches "
             f"and was not counted by torch. {_CHOOSE}"
         )
-    return _inexact(losses, varying)
+    return _inexact(losses, columns, varying)
 
 
-def _inexact(losses: Sequence[Reductions], varying: Sequence[Sequence[Reduction]]) -> str | None:
+def _inexact(
+    losses: Sequence[Reductions],
+    columns: Sequence[Sequence[Reduction]],
+    varying: Sequence[Sequence[Reduction]],
+) -> str | None:
     if not any(losses):
         return (
             "It cannot be seen how the loss in `training_step` averages, so micro-batches are "
@@ -223,7 +228,7 @@ def _inexact(losses: Sequence[Reductions], varying: Sequence[Sequence[Reduction]
             "exactly that of the batch. AxoSparseStrategy(microbatches=1) is exact; "
             "microbatch_loss='mean' accepts it."
         )
-    means = [column for column in varying if len(column) == len(losses)]
+    means = [column for column in columns if {r.kind for r in column} == {"mean"}]
     if any(not _proportional(means[0], column) for column in means[1:]):
         return (
             "The loss adds means with different denominators (such as tokens and samples), and "

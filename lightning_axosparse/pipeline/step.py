@@ -91,7 +91,8 @@ class StageStep:
         return gradients.factor
 
     def _tracked(self, part: MicroBatch) -> AbstractContextManager[None]:
-        if self._is_last and len(self._microbatches) > 1:
+        is_whole_batch = len(self._microbatches) == 1 and part.weight == 1
+        if self._is_last and not is_whole_batch:
             return self._tracker.microbatch(part.size)
         return nullcontext()
 

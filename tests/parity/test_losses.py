@@ -1,0 +1,389 @@
+"""Losses that are no plain means over samples train as on one process.
+
+Padding, class weights, sums and means by hand make micro-batches count for more or less than their
+samples. All rows of one number of ranks run in one job, in float64.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.data import DataLoader
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+
+from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
+from tests.parity.cases import Record, Recorder, difference
+from tests.ranks import run_ranks
+
+WORDS, WIDTH, LENGTH, IGNORED = 11, 8, 6, -100
+SAMPLES = (8, 8, 8, 3)
+
+
+class Tagger(L.LightningModule):
+    """Tags words; some of the tags are padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.layers = nn.ModuleList(layers)
+        self.temperature = nn.Parameter(torch.ones(()))
+        self.register_buffer("weights", torch.linspace(0.5, 2, WORDS))
+
+    def logits(self, words: Tensor) -> Tensor:
+        x = self.embed(words)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x) * self.temperature
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return cross_entropy(self.logits(batch["words"]).mT, batch["labels"])
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        loss = self.loss(batch)
+        samples = len(batch["words"])
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=samples, sync_dist=True)
+        self.log("number", loss.item(), batch_size=samples)
+        return {"loss": loss, "twice": 2 * loss.detach()}
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), batch_size=len(batch["words"]), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Weighted(Tagger):
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        logits, labels = self.logits(batch["words"]), batch["labels"]
+        return cross_entropy(logits.mT, labels, self.weights, label_smoothing=0.1)
+
+
+class ByHand(Tagger):
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        logits, labels = self.logits(batch["words"]), batch["labels"]
+        losses = cross_entropy(logits.mT, labels, reduction="none")
+        mask = labels != IGNORED
+        penalty = sum(parameter.pow(2).sum() for parameter in self.head.parameters())
+        return (losses * mask).sum() / mask.sum().clamp(min=1) + 1e-3 * penalty
+
+
+class Summed(Tagger):
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return 0.1 * cross_entropy(self.logits(batch["words"]).mT, batch["labels"], reduction="sum")
+
+
+class Items(Tagger):
+    """Divides by a count that comes with the batch, as `num_items_in_batch` does."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        logits, labels = self.logits(batch["words"]), batch["labels"]
+        return cross_entropy(logits.mT, labels, reduction="sum") / batch["items"]
+
+
+class Hidden(Tagger):
+    """Has a mean that no one sees through."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        logits, labels = self.logits(batch["words"]), batch["labels"]
+        losses = cross_entropy(logits.mT, labels, reduction="none")
+        mask = (labels != IGNORED).double()
+        return torch.einsum("ij,ij->", losses, mask) / torch.einsum("ij->", mask).clamp(min=1)
+
+
+class Language(Tagger):
+    """A network of transformers with its own loss; its layers are the pipeline's."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        del self.embed, self.head, self.layers, self.temperature
+        self.network = network
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        mask = (batch["words"] > 0).long()
+        return self.network(
+            input_ids=batch["words"], attention_mask=mask, labels=batch["labels"], use_cache=False
+        ).loss
+
+
+def llama() -> Language:
+    config = LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=WIDTH,
+        intermediate_size=16,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    return Language(LlamaForCausalLM(config))
+
+
+class Masked(Language):
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        mask = (batch["words"] > 0).long()
+        words, labels = batch["words"], batch["labels"]
+        return self.network(input_ids=words, attention_mask=mask, labels=labels).loss
+
+
+def bert() -> Masked:
+    config = BertConfig(
+        vocab_size=WORDS,
+        hidden_size=WIDTH,
+        intermediate_size=16,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        hidden_dropout_prob=0,
+        attention_probs_dropout_prob=0,
+    )
+    return Masked(BertForMaskedLM(config))
+
+
+MODULES: dict[str, Callable[[], Tagger]] = {
+    "padding": Tagger,
+    "class weights": Weighted,
+    "by hand": ByHand,
+    "sum": Summed,
+    "items": Items,
+    "hidden": Hidden,
+    "Llama": llama,
+    "BERT": bert,
+}
+CONTAINERS = {"Llama": "network.model.layers", "BERT": "network.bert.encoder.layer"}
+# Llama's loss and norms go through float32, whatever the precision.
+TOLERANCES = {"Llama": 2e-6}
+# Row: module, strategy, trainer.
+ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    **{name: (name, {}, {}) for name in MODULES if name != "hidden"},
+    "hidden, by name": ("hidden", {"microbatch_weight": "labels"}, {}),
+    "padding, accumulated": ("padding", {}, {"accumulate_grad_batches": 3}),
+    "padding, clipped": ("padding", {}, {"gradient_clip_val": 0.05}),
+    "padding, recomputed": ("padding", {"recompute": "sqrt"}, {}),
+    "padding, 1f1b": ("padding", {"schedule": "1f1b"}, {}),
+    "padding, offloaded": ("padding", {"offload_optimizer": True}, {}),
+    "sum, said": ("sum", {"microbatch_loss": "sum"}, {"accumulate_grad_batches": 2}),
+}
+
+
+def batches(seed: int) -> DataLoader:
+    """Batches in which a sample may be all padding, and a micro-batch, too."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for number, samples in enumerate(SAMPLES):
+        words = torch.randint(1, WORDS, (samples, LENGTH), generator=generator)
+        labels = words.flip(1).clone()
+        lengths = torch.randint(0, LENGTH + 1, (samples, 1), generator=generator)
+        labels[torch.arange(LENGTH) >= lengths] = IGNORED
+        if number == 1:
+            labels[:2] = IGNORED
+        if number == 2:
+            labels[-4:] = IGNORED
+        made.append({"words": words, "labels": labels, "items": (labels != IGNORED).sum()})
+    return DataLoader(made, batch_size=None)
+
+
+class Twice(L.Callback):
+    """Keeps what the steps returned beside the loss."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+        trainer.callbacks[0].record.losses.append(float(outputs["twice"]))
+
+
+def run(strategy: Any, ranks: int = 1, **options: Any) -> L.Trainer:
+    return L.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy=strategy,
+        precision="64-true",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"max_epochs": 2, "use_distributed_sampler": False, **options},
+    )
+
+
+def train(name: str, strategy: Any, ranks: int = 1, shift: int = 0, **options: Any) -> Record:
+    """Train a module; ``shift`` is the replica whose batches these are."""
+    L.seed_everything(0, verbose=False)
+    callbacks = [Recorder(), Twice(), *options.pop("callbacks", [])]
+    trainer = run(strategy, ranks, callbacks=callbacks, **options)
+    module = MODULES[name]()
+    trainer.fit(module, batches(1 + shift), batches(2 + shift))
+    record: Record = callbacks[0].record
+    record.weights = {k: v.detach().clone() for k, v in module.state_dict().items()}
+    return record
+
+
+def train_row(row: str, ranks: int, **more: Any) -> Record:
+    name, strategy, options = ROWS[row]
+    arguments = {"microbatches": 4, "pipeline": CONTAINERS.get(name), **strategy, **more}
+    return train(name, AxoSparseStrategy(g_inter=ranks, **arguments), ranks, **options)
+
+
+def pruned(strategy: Any, ranks: int = 1) -> Record:
+    """A run that goes on with shorter pipelines, or does not, once its weights are sparse."""
+    ticket = EarlyBirdTicket(0.5, draw_by_epoch=1)
+    return train("padding", strategy, ranks, callbacks=[ticket], max_epochs=3)
+
+
+def two_ranks() -> dict[str, Record]:
+    found = {row: train_row(row, 2) for row in ROWS}
+    for regrid in (None, 1):
+        strategy = AxoSparseStrategy(g_inter=2, microbatches=4, pipeline="layers", regrid=regrid)
+        found[f"regrid {regrid}"] = pruned(strategy, 2)
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[dict[str, Record]]:
+    return run_ranks(2, two_ranks)
+
+
+def one_process(row: str) -> Record:
+    name, _, options = ROWS[row]
+    return train(name, "auto", **options)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_ranks_do_what_one_process_does(row: str, runs: list[dict[str, Record]]) -> None:
+    expected = one_process(row)
+    assert len(expected.losses) == 2 * 2 * len(SAMPLES)
+    for records in runs:
+        assert difference(expected, records[row]) <= TOLERANCES.get(row, 1e-12)
+
+
+@pytest.mark.parametrize("row", ["padding", "by hand", "padding, accumulated", "Llama"])
+def test_stages_in_one_process_do_too(row: str) -> None:
+    name, strategy, options = ROWS[row]
+    pipeline = CONTAINERS.get(name, "layers")
+    loopback = AxoSparseStrategy(
+        g_inter=4, microbatches=3, transport="loopback", pipeline=pipeline, **strategy
+    )
+    record = train(name, loopback, **options)
+    assert difference(one_process(row), record) <= TOLERANCES.get(row, 1e-12)
+
+
+def test_replicas_that_share_a_batch_agree_on_its_denominator(runs: Any) -> None:
+    for records in runs:
+        assert difference(records["regrid None"], records["regrid 1"]) <= 1e-12
+
+
+def train_replicas(kind: str, devices: int, port: int) -> list[Record]:
+    """Two replicas of different paddings, with Lightning's ddp or as two pipelines."""
+    from mpi4py import MPI
+
+    rank = MPI.COMM_WORLD.rank
+    if kind == "ddp":
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(devices),
+            LOCAL_WORLD_SIZE=str(devices),
+            GROUP_RANK="0",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            TORCHELASTIC_RUN_ID="parity",
+        )
+    found = []
+    for options in ({}, {"accumulate_grad_batches": 2}):
+        strategy: Any = "ddp"
+        if kind != "ddp":
+            strategy = AxoSparseStrategy(g_inter=2, microbatches=4, pipeline="layers")
+        shift = rank if kind == "ddp" else rank // 2
+        found.append(train("padding", strategy, devices, 10 * shift, **options))
+    return found
+
+
+def test_replicas_mean_what_they_mean_in_ddp() -> None:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    expected = run_ranks(2, train_replicas, "ddp", 2, port)
+    for rank, records in enumerate(run_ranks(4, train_replicas, "axosparse", 4, port)):
+        for ours, theirs in zip(records, expected[rank // 2], strict=True):
+            assert difference(theirs, ours) <= 1e-12
+
+
+class Contrastive(Tagger):
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        texts = self.logits(batch["words"]).mean(1)
+        return cross_entropy(texts @ texts.mT, torch.arange(len(texts)))
+
+
+class MeanAndSum(Tagger):
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        logits = self.logits(batch["words"])
+        return cross_entropy(logits.mT, batch["words"]) + logits.pow(2).sum()
+
+
+class Variance(Tagger):
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        logits = self.logits(batch["words"])
+        return cross_entropy(logits.mT, batch["words"]) + logits.std(0).mean()
+
+
+class TwoMeans(Tagger):
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        logits = self.logits(batch["words"])
+        return cross_entropy(logits.mT, batch["labels"]) + mse_loss(logits, logits.detach() + 1)
+
+
+def fit_loopback(module: Tagger, **options: Any) -> None:
+    options = {"g_inter": 2, "microbatches": 4, "transport": "loopback", **options}
+    trainer = run(AxoSparseStrategy(pipeline="layers", **options), max_steps=3)
+    trainer.fit(module, batches(1))
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [(Contrastive, "among the samples"), (MeanAndSum, "means over samples to sums")],
+)
+def test_losses_that_no_weight_makes_right_are_refused(module: type[Tagger], words: str) -> None:
+    with pytest.raises(MisconfigurationException, match=words):
+        fit_loopback(module())
+    fit_loopback(module(), microbatches=1)
+    fit_loopback(module(), microbatch_loss="mean")
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (Variance, "statistic of the samples"),
+        (TwoMeans, "different denominators"),
+        (Hidden, "statistic|cannot be seen"),
+    ],
+)
+def test_losses_that_are_only_nearly_right_are_warned_of_once(
+    module: type[Tagger], words: str
+) -> None:
+    for options in ({}, {"microbatches": 1}, {"microbatch_loss": "mean"}):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            fit_loopback(module(), **options)
+        about = [w for w in said if "micro-batches" in str(w.message) and "loss" in str(w.message)]
+        assert len(about) == (0 if options else 1)
+        if about:
+            assert any(word in str(about[0].message) for word in words.split("|"))
+
+
+def test_a_logged_statistic_is_told_from_a_mean() -> None:
+    class Perplexity(Tagger):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = self.loss(batch)
+            self.log("perplexity", loss.detach().exp(), batch_size=len(batch["words"]))
+            self.log("loss", loss, batch_size=len(batch["words"]))
+            return loss
+
+    with pytest.warns(UserWarning, match=r"self\.log\('perplexity'.*mean over micro-batches"):
+        fit_loopback(Perplexity())
