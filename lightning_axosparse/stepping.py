@@ -17,24 +17,16 @@ from lightning_axosparse.adapters.logging import MicrobatchLog, silence_sync_adv
 from lightning_axosparse.adapters.metrics import PipelinedMetrics
 from lightning_axosparse.adapters.precision import pipeline_precision, scale_loss
 from lightning_axosparse.adapters.sampling import agree_randomness, check_same_batch
+from lightning_axosparse.cutting import Cutter
 from lightning_axosparse.deployment import Deployment
 from lightning_axosparse.pipeline.limit import Limit
-from lightning_axosparse.pipeline.microbatch import MicroBatch, merge, share, split, weigh
+from lightning_axosparse.pipeline.microbatch import MicroBatch, merge, share
 from lightning_axosparse.pipeline.pipeline import Pipeline
 from lightning_axosparse.pipeline.randomness import Randomness
 from lightning_axosparse.pipeline.schedule import Schedule
 from lightning_axosparse.pipeline.step import StageStep
 
 _CHECKED_BATCHES = 2
-
-SplitBatch = Callable[[Any, int], "list[Any]"]
-
-
-def cut(batch: Any, microbatches: int, split_batch: SplitBatch | None) -> list[MicroBatch]:
-    """Cut a batch as the user wants it, or along the first dimension of its tensors."""
-    if split_batch is None:
-        return split(batch, microbatches)
-    return weigh(split_batch(batch, microbatches))
 
 
 class Stepper:
@@ -44,7 +36,7 @@ class Stepper:
         trainer: the running Trainer.
         precision: the pipeline's precision plugin.
         schedule: class of the training schedule.
-        cut: cuts a batch into micro-batches.
+        cutter: cuts batches into micro-batches.
         steps_in_parts: whether the optimizer will ask :meth:`await_gradients` for every part of
             the gradients that it is about to use.
     """
@@ -57,11 +49,11 @@ class Stepper:
         trainer: pl.Trainer,
         precision: Precision,
         schedule: type[Schedule],
-        cut: Callable[[Any], list[MicroBatch]],
+        cutter: Cutter,
         steps_in_parts: bool,
     ) -> None:
         self._trainer, self._precision = trainer, precision
-        self._schedule, self._cut = schedule, cut
+        self._schedule, self._cutter = schedule, cutter
         self._parked = ParkedGradients()
         self._randomness: Randomness | None = None
         self._reduces = True
@@ -117,7 +109,8 @@ class Stepper:
         Returns:
             What it returned for the batch, on every stage.
         """
-        microbatches = self._microbatches(batch)
+        self._check(batch)
+        microbatches = self._cutter.cut_to_train(batch, rest, self._deployment.groups)
         own = self._own(microbatches)
 
         def step(part: Any) -> Any:
@@ -151,7 +144,8 @@ class Stepper:
         Returns:
             What it returned for the batch, on every stage.
         """
-        microbatches = self._microbatches(batch)
+        self._check(batch)
+        microbatches = self._cutter.cut_to_evaluate(batch, rest, self._deployment.groups)
 
         def step(part: Any) -> Any:
             with context():
@@ -182,11 +176,10 @@ class Stepper:
         finally:
             self._reduces = True
 
-    def _microbatches(self, batch: Any) -> list[MicroBatch]:
+    def _check(self, batch: Any) -> None:
         if self._unchecked_batches:
             self._unchecked_batches -= 1
             check_same_batch(batch, self._deployment.groups.feed)
-        return self._cut(batch)
 
     def _own(self, microbatches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """The micro-batches that this replica computes; the others are those it shares with."""
@@ -208,7 +201,8 @@ class Stepper:
         if last is not None:
             outputs = self._whole(last.outputs)
             if outputs:
-                output = merge(outputs, [part.weight for part in microbatches])
+                weights = [part.weight for part in microbatches]
+                output = merge(outputs, weights, [part.size for part in microbatches])
                 result = self._log.combine(self.metrics.batch_value), output
         logged, output = groups.broadcast_to_feed(result, last_stage)
         self._log.replay(logged)

@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _get_default_dtype,
     _Metadata,
 )
+from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
@@ -46,19 +47,23 @@ class LoggedValue:
             (``None`` if it was only updated).
         metric: attribute path of the metric object that was logged, or None.
         options: the other arguments of ``self.log`` that the user gave.
+        counts_samples: whether the micro-batches' values were their numbers of samples, and have
+            been added up.
     """
 
     name: str
     value: Any
     metric: str | None
     options: Mapping[str, Any]
+    counts_samples: bool = False
 
 
 @dataclass(frozen=True)
 class LogCall:
     """One call of ``self.log`` inside a micro-batch of ``size`` samples; can be pickled.
 
-    ``origin`` is the attribute path of the metric that returned the value, with its key there.
+    ``origin`` is the attribute path of the metric that returned the value, with its key there;
+    ``counts_samples`` whether the value is the int ``size``, such as ``len(batch)``.
     """
 
     name: str
@@ -67,6 +72,7 @@ class LogCall:
     logged_metric: str | None
     options: Mapping[str, Any]
     size: int
+    counts_samples: bool = False
 
 
 class MicrobatchLog:
@@ -96,6 +102,8 @@ class MicrobatchLog:
         self._size = 0
         self._microbatches: list[list[LogCall]] = []
         self._metrics: dict[str, Metric] | None = None
+        self._other_ints: set[str] = set()
+        self._told_counts: set[str] = set()
 
     def attach(self) -> None:
         """Put the recorder in front of the module's ``log``."""
@@ -159,6 +167,7 @@ class MicrobatchLog:
         log = type(self._module).log
         device = self._module.device
         for logged in values:
+            self._tell(logged)
             value = apply_to_collection(logged.value, Tensor, lambda t: t.to(device))
             if logged.metric is None:
                 log(self._module, logged.name, value, **logged.options)
@@ -167,6 +176,15 @@ class MicrobatchLog:
             metric._forward_cache = value
             options = {"metric_attribute": logged.metric, **logged.options}
             log(self._module, logged.name, metric, **options)
+
+    def _tell(self, logged: LoggedValue) -> None:
+        """Say once that a name's values are added up."""
+        if logged.counts_samples and logged.name not in self._told_counts:
+            self._told_counts.add(logged.name)
+            rank_zero_info(
+                f"{logged.name!r} is logged with the number of samples of each micro-batch: it is"
+                " added up to the batch's. If it is something else, log it as a float."
+            )
 
     def clear(self) -> None:
         """Forget what was recorded."""
@@ -193,7 +211,8 @@ class MicrobatchLog:
             path = self._path(name, value)
             return LogCall(name, value._forward_cache, (path, None), path, options, self._size)
         origin = self._origin(value)
-        return LogCall(name, _scalar(name, value), origin, None, options, self._size)
+        counts = type(value) is int and value == self._size
+        return LogCall(name, _scalar(name, value), origin, None, options, self._size, counts)
 
     def _path(self, name: str, metric: Metric) -> str:
         for path, known in self._known_metrics().items():
@@ -227,10 +246,21 @@ class MicrobatchLog:
         options = dict(first.options)
         if options.get("batch_size") is not None:
             options["batch_size"] = sum(_weight(call) for call in calls)
-        value = self._exact(first, batch_value)
+        value, counts = self._exact(first, batch_value), self._counts_samples(calls)
         if value is None:
-            value = _reduced(calls, options["reduce_fx"])
-        return LoggedValue(first.name, _on_cpu(value), first.logged_metric, options)
+            value = _reduced(calls, "sum" if counts else options["reduce_fx"])
+        return LoggedValue(first.name, _on_cpu(value), first.logged_metric, options, counts)
+
+    def _counts_samples(self, calls: Sequence[LogCall]) -> bool:
+        """Whether a name has only ever been logged with the number of samples at hand.
+
+        An epoch or a step, which may be equal to it once, begins at zero.
+        """
+        name = calls[0].name
+        if not all(call.counts_samples for call in calls):
+            self._other_ints.add(name)
+        is_mean = calls[0].options["reduce_fx"] == "mean"
+        return len(calls) > 1 and is_mean and name not in self._other_ints
 
     def _exact(self, call: LogCall, batch_value: Callable[[Metric], Any]) -> Any:
         if call.origin is None:
