@@ -90,8 +90,12 @@ class Cutter:
         if known is None or not _same(known.loaders, origin.loaders):
             # All ranks ask, so that what datasets do stays the same everywhere; one decides.
             evidence = groups.broadcast_to_feed(_evidence(self._trainer, origin), 0)
-            stage = str(self._trainer.state.stage)
-            known = _Known(stage, origin.loaders, evidence, origin.batch_size)
+            known = _Known(
+                str(self._trainer.state.stage.dataloader_prefix),
+                origin.loaders,
+                evidence,
+                origin.batch_size,
+            )
             self._known[key] = known
         return known
 
@@ -100,7 +104,7 @@ class Cutter:
 class _Known:
     """What is known of a loader's batches."""
 
-    stage: str
+    name: str
     loaders: tuple[Any, ...]
     evidence: Evidence
     batch_size: int | None
@@ -133,7 +137,7 @@ class _Known:
         if self._told:
             return
         self._told = True
-        rank_zero_info(f"Micro-batches ({self.stage}): {layout}.")
+        rank_zero_info(f"Micro-batches of {self.name} batches: {layout}.")
         if layout.objects and layout.dims:
             names = ", ".join(spelled(path) for path in layout.objects)
             rank_zero_warn(

@@ -48,9 +48,8 @@ class Source:
     @property
     def batch_size(self) -> int | None:
         """Samples of a full batch, where the loaders say so and agree."""
-        sizes = {getattr(loader, "batch_size", None) for loader in self.loaders}
-        size = sizes.pop() if len(sizes) == 1 else None
-        return size if isinstance(size, int) else None
+        sizes = {_batch_size(loader) for loader in self.loaders}
+        return sizes.pop() if len(sizes) == 1 else None
 
 
 def source(trainer: pl.Trainer, step_arguments: Sequence[Any]) -> Source:
@@ -112,6 +111,13 @@ def _is_usual(loader: object) -> bool:
         and type(loader).__iter__ is DataLoader.__iter__
         and loader.batch_sampler is not None
     )
+
+
+def _batch_size(loader: object) -> int | None:
+    sampler = getattr(loader, "batch_sampler", None)
+    # For prediction, Lightning wraps the sampler, and the loader says None.
+    size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
+    return size if isinstance(size, int) else None
 
 
 def _changing_hooks(trainer: pl.Trainer) -> list[object]:

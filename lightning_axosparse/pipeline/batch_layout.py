@@ -206,18 +206,17 @@ def inferred(batch: Any, batch_size: int | None = None) -> BatchLayout:
 def _count(batch: Any, batch_size: int | None) -> int | None:
     """The number of samples in a batch of which nothing else is known."""
     lists = {path: node for path, node in _columns(batch) if any(True for _ in arrays(node))}
-    outside = {path: leaf.shape[0] for path, leaf in arrays(batch) if not any(_below(path, lists))}
+    firsts: dict[Path, int] = {path: leaf.shape[0] for path, leaf in arrays(batch)}
+    outside = [first for path, first in firsts.items() if not any(_below(path, lists))]
     lengths = {len(node) for node in lists.values()}
-    if batch_size is not None and batch_size in {*outside.values(), *lengths}:
+    if batch_size is not None and batch_size in {*outside, *lengths}:
         return batch_size
     if outside:
-        return Counter(outside.values()).most_common(1)[0][0]
+        return Counter(outside).most_common(1)[0][0]
     if not lists:
         return None
-    if len(lists) > 1 and len(lengths) == 1:
-        firsts = {leaf.shape[0] for _, leaf in arrays(batch)}
-        if len(firsts) > 1:
-            return lengths.pop()
+    if len(lists) > 1 and len(lengths) == 1 and len(set(firsts.values())) > 1:
+        return lengths.pop()
     path, node = next(iter(lists.items()))
     raise ValueError(
         f"{spelled(path)} is a list of {len(node)} entries that hold tensors, and nothing tells "
