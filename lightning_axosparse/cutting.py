@@ -90,12 +90,7 @@ class Cutter:
         if known is None or not _same(known.loaders, origin.loaders):
             # All ranks ask, so that what datasets do stays the same everywhere; one decides.
             evidence = groups.broadcast_to_feed(_evidence(self._trainer, origin), 0)
-            known = _Known(
-                str(self._trainer.state.stage.dataloader_prefix),
-                origin.loaders,
-                evidence,
-                origin.batch_size,
-            )
+            known = _Known(origin.name, origin.loaders, evidence, origin.batch_size)
             self._known[key] = known
         return known
 

@@ -96,8 +96,10 @@ def test_what_is_cut_and_what_not_is_said_once_a_loader(told: list[str]) -> None
         "passed whole: batch['table']."
     )
     assert told == [f"Micro-batches of {name} batches: {line}" for name in ("val", "train")]
-    assert module.seen[0]["x"].shape[1] == 1, "three samples are validated in equal parts"
-    assert [part["x"].shape[1] for part in module.seen[3:7] if len(part["y"]) > 1]
+    sizes = [len(part["y"]) for part in module.seen]
+    assert sizes[:6] == [1] * 6, "three samples are validated in equal parts"
+    assert sizes[6:12] == [1, 2] * 3
+    assert all(part["x"].shape == (7, len(part["y"]), WIDTH) for part in module.seen)
 
 
 def test_an_object_beside_tensors_is_warned_of() -> None:

@@ -34,12 +34,14 @@ class Source:
     """Where a batch comes from.
 
     Attributes:
+        name: "train", "val", "test" or "predict".
         loop: the loop that runs.
         index: which of the loop's loaders; 0 where their batches come together.
         loaders: the loaders whose batches make up this one.
         combine: makes a batch of the loaders' batches.
     """
 
+    name: str
     loop: object
     index: int
     loaders: tuple[Any, ...]
@@ -61,12 +63,14 @@ def source(trainer: pl.Trainer, step_arguments: Sequence[Any]) -> Source:
             index where a loop goes through several.
     """
     loop: Any = trainer._active_loop
+    stage: Any = trainer.state.stage
+    name = stage.dataloader_prefix
     combined = loop._combined_loader
     loaders = combined.flattened
     if combined._mode != "sequential":
-        return Source(loop, 0, tuple(loaders), partial(_together, combined._spec))
+        return Source(name, loop, 0, tuple(loaders), partial(_together, combined._spec))
     index = step_arguments[-1] if len(loaders) > 1 and step_arguments else 0
-    return Source(loop, index, (loaders[index],), _alone)
+    return Source(name, loop, index, (loaders[index],), _alone)
 
 
 def collates_as_usual(trainer: pl.Trainer, origin: Source) -> bool:
