@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -26,6 +26,7 @@ _TRANSFER_HOOKS = (
     "transfer_batch_to_device",
     "on_after_batch_transfer",
 )
+_LEFT_ALONE = (type, ModuleType, Tensor, np.ndarray, pl.Trainer)
 _MOST_OBJECTS, _LONGEST_CONTAINER = 10_000, 1_000
 
 
@@ -193,7 +194,7 @@ def _reachable(roots: Iterable[object]) -> list[object]:
     waiting = list(roots)
     while waiting and len(found) < _MOST_OBJECTS:
         item = waiting.pop()
-        if id(item) not in found and not isinstance(item, (type, Tensor, np.ndarray, pl.Trainer)):
+        if id(item) not in found and not isinstance(item, _LEFT_ALONE):
             found[id(item)] = item
             waiting += _parts(item)
     return list(found.values())
