@@ -14,6 +14,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -94,6 +95,13 @@ def as_dataclass(samples: list) -> Made:
     return Made(*series(samples))
 
 
+def failing_on_one_rank(samples: list) -> Any:
+    """Raises for two samples, which no batch has, on the second rank."""
+    if len(samples) == 2 and dist.is_initialized() and dist.get_rank() == 1:
+        raise OSError("no such sample here")
+    return weighted(samples)
+
+
 class Reader(L.LightningModule):
     """Reads any of these batches by one network."""
 
@@ -163,6 +171,7 @@ ROWS: dict[str, tuple[type[Reader], Callable[[list], Any]]] = {
     "a defaultdict": (Reader, as_defaultdict),
     "a dataclass with a field made later": (Reader, as_dataclass),
     "a hook that turns batches round": (Swapped, time_first),
+    "a collate function that fails on one rank": (Reader, failing_on_one_rank),
 }
 
 
