@@ -23,6 +23,7 @@ from lightning_axosparse.adapters.logging import MicrobatchLog, silence_sync_adv
 from lightning_axosparse.adapters.metrics import PipelinedMetrics
 from lightning_axosparse.adapters.precision import pipeline_precision, scale_loss
 from lightning_axosparse.adapters.sampling import agree_randomness, check_same_batch
+from lightning_axosparse.cutting import Cutter
 from lightning_axosparse.deployment import Deployment
 from lightning_axosparse.pipeline.limit import Limit
 from lightning_axosparse.pipeline.loss_weights import (
@@ -31,7 +32,7 @@ from lightning_axosparse.pipeline.loss_weights import (
     validate_losses,
     weigh_by,
 )
-from lightning_axosparse.pipeline.microbatch import MicroBatch, merge, share, split, weigh
+from lightning_axosparse.pipeline.microbatch import MicroBatch, merge, share
 from lightning_axosparse.pipeline.pipeline import Pipeline
 from lightning_axosparse.pipeline.randomness import Randomness
 from lightning_axosparse.pipeline.reductions import ReductionTracker
@@ -41,15 +42,6 @@ from lightning_axosparse.reduce import GradientReducer
 
 _CHECKED_BATCHES = 2
 
-SplitBatch = Callable[[Any, int], "list[Any]"]
-
-
-def cut(batch: Any, microbatches: int, split_batch: SplitBatch | None) -> list[MicroBatch]:
-    """Cut a batch as the user wants it, or along the first dimension of its tensors."""
-    if split_batch is None:
-        return split(batch, microbatches)
-    return weigh(split_batch(batch, microbatches))
-
 
 class Stepper:
     """Runs the steps of a deployed module.
@@ -58,7 +50,7 @@ class Stepper:
         trainer: the running Trainer.
         precision: the pipeline's precision plugin.
         schedule: class of the training schedule.
-        cut: cuts a batch into micro-batches.
+        cutter: cuts batches into micro-batches.
         rule: how the losses of micro-batches make up that of the batch.
         steps_in_parts: whether the optimizer will ask :meth:`await_gradients` for every part of
             the gradients that it is about to use.
@@ -72,12 +64,12 @@ class Stepper:
         trainer: pl.Trainer,
         precision: Precision,
         schedule: type[Schedule],
-        cut: Callable[[Any], list[MicroBatch]],
+        cutter: Cutter,
         rule: LossRule,
         steps_in_parts: bool,
     ) -> None:
         self._trainer, self._precision = trainer, precision
-        self._schedule, self._cut, self._rule = schedule, cut, rule
+        self._schedule, self._cutter, self._rule = schedule, cutter, rule
         self._tracker = ReductionTracker()
         self._advice: set[str | None] = {None}
         self._parked = ParkedGradients()
@@ -137,9 +129,9 @@ class Stepper:
         Returns:
             What it returned for the batch, on every stage.
         """
-        microbatches = self._microbatches(batch)
-        if self._rule.weight is not None:
-            microbatches = weigh_by(self._rule.weight, microbatches)
+        self._check(batch)
+        microbatches = self._cutter.cut_to_train(batch, rest, self._deployment.groups)
+        microbatches = self._weighed(microbatches)
         own = self._own(microbatches)
         self._factor = 1.0
 
@@ -162,7 +154,7 @@ class Stepper:
                 last = self.pipeline.train(
                     step,
                     own,
-                    self._log.microbatch,
+                    self._observe,
                     self._differentiate,
                     self._before_last_backward,
                     weights,
@@ -170,7 +162,7 @@ class Stepper:
             self._finish_gradients(parameters)
         advice = None
         if last is not None and len(own) > 1 and self._rule == LossRule():
-            advice = validate_losses(last.losses)
+            advice = validate_losses(last.losses, [part.size for part in own])
         return self._conclude(last, microbatches, advice)
 
     def evaluate(
@@ -186,14 +178,16 @@ class Stepper:
         Returns:
             What it returned for the batch, on every stage.
         """
-        microbatches = self._microbatches(batch)
+        self._check(batch)
+        microbatches = self._cutter.cut_to_evaluate(batch, rest, self._deployment.groups)
+        microbatches = self._weighed(microbatches)
 
         def step(part: Any) -> Any:
             with context():
                 return user_step(part, *rest, **kwargs)
 
         with self.metrics.batch(len(microbatches)):
-            last = self.pipeline.evaluate(step, self._own(microbatches), self._log.microbatch)
+            last = self.pipeline.evaluate(step, self._own(microbatches), self._observe)
         return self._conclude(last, microbatches)
 
     def hand_over_gradients(self, loss: Tensor) -> Tensor:
@@ -252,11 +246,19 @@ class Stepper:
         finally:
             self._reduces = True
 
-    def _microbatches(self, batch: Any) -> list[MicroBatch]:
+    def _check(self, batch: Any) -> None:
         if self._unchecked_batches:
             self._unchecked_batches -= 1
             check_same_batch(batch, self._deployment.groups.feed)
-        return self._cut(batch)
+
+    def _weighed(self, microbatches: list[MicroBatch]) -> list[MicroBatch]:
+        """The micro-batches with the weights that the user's rule gives them, if there is one."""
+        if self._rule.weight is None or self._trainer.predicting:
+            return microbatches
+        return weigh_by(self._rule.weight, microbatches)
+
+    def _observe(self, part: MicroBatch) -> AbstractContextManager[None]:
+        return self._log.microbatch(part.size, None if self._rule.weight is None else part.weight)
 
     def _own(self, microbatches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """The micro-batches that this replica computes; the others are those it shares with."""
@@ -279,7 +281,8 @@ class Stepper:
         if last is not None:
             outputs = self._whole(last.outputs)
             if outputs:
-                output = merge(outputs, [part.weight for part in microbatches])
+                weights = [part.weight for part in microbatches]
+                output = merge(outputs, weights, [part.size for part in microbatches])
                 result = self._log.combine(self.metrics.batch_value), output, advice
         logged, output, advice = groups.broadcast_to_feed(result, last_stage)
         if advice not in self._advice:

@@ -50,6 +50,7 @@ from lightning_axosparse.arguments import (
     one_of,
 )
 from lightning_axosparse.autogrid import suitable_grid
+from lightning_axosparse.cutting import Cutter
 from lightning_axosparse.dealing import UNDIVIDED, deal, profile_example, refuse_no_example
 from lightning_axosparse.deployment import Deployment
 from lightning_axosparse.groups import Groups
@@ -61,7 +62,6 @@ from lightning_axosparse.pipeline.loss_weights import (
     MicrobatchLoss,
     MicrobatchWeight,
 )
-from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.recompute import Recompute
 from lightning_axosparse.pipeline.schedule import SCHEDULES
 from lightning_axosparse.planning.automatic import default_microbatches
@@ -71,7 +71,7 @@ from lightning_axosparse.sparse.configure import dense_shapes
 from lightning_axosparse.sparse.masters import restore_masters
 from lightning_axosparse.sparse.reading import Policy
 from lightning_axosparse.sparse.swap import sparse_parameters
-from lightning_axosparse.stepping import Stepper, cut
+from lightning_axosparse.stepping import Stepper
 from lightning_axosparse.timing import clock
 
 
@@ -95,7 +95,8 @@ class AxoSparseStrategy(GridStrategy):
             parameters, gradients and optimizer state (AdamW's, float32) fit.
         microbatches: micro-batches per batch and replica; None takes ``4 * g_inter`` (one without a
             pipeline). A batch that they do not divide is cut unevenly and weighted rightly; one
-            with fewer samples gives one micro-batch a sample.
+            with fewer samples gives one micro-batch a sample. Evaluation takes the closest number
+            that divides the batch.
         pipeline: attribute path of the ``nn.Sequential`` or ``nn.ModuleList`` whose layers are
             dealt to the stages, such as ``"model.transformer.h"``. None takes the only candidate.
         balance: "parameters" deals layers so that the largest stage is as small as possible, "time"
@@ -109,8 +110,11 @@ class AxoSparseStrategy(GridStrategy):
         schedule: "message-driven", or for comparison "1f1b" or "gpipe".
         transport: "mpi" gives each stage a rank; "loopback" runs all stages of a replica in one
             process, through the same schedule, for notebooks, debuggers and tests.
-        split_batch: cuts a batch into micro-batches, ``(batch, microbatches) -> list``; None cuts
-            every tensor along its first dimension.
+        split_batch: cuts a batch into micro-batches, ``(batch, microbatches) -> list``, such as
+            ``lambda batch, n: list(zip(batch[0].chunk(n, 1), batch[1].chunk(n)))``. None cuts what
+            the DataLoader shows to have an entry for each sample, along that dimension, and hands
+            the rest to every micro-batch whole; the first batch says which. Where the loader does
+            not show it, all first dimensions must agree.
         microbatch_loss: how the losses of the micro-batches make up that of the batch. "auto" sees
             how ``training_step`` averages: means are weighted by their denominators (samples, or
             tokens that are not padding, or class weights), sums are added up; what does not combine
@@ -296,7 +300,7 @@ class AxoSparseStrategy(GridStrategy):
             trainer,
             self.precision_plugin,
             SCHEDULES[self.schedule],
-            self._cut,
+            Cutter(trainer, self.microbatches, self._split_batch),
             LossRule(self._microbatch_loss, self._microbatch_weight),
             steps_in_parts=self._offload is not None,
         )
@@ -312,11 +316,6 @@ class AxoSparseStrategy(GridStrategy):
                 self._free_bytes,
                 self.microbatches,
             )
-
-    def _cut(self, batch: Any) -> list[MicroBatch]:
-        """Cut a batch so that the replicas which share it get equally many of its parts."""
-        sharing = self.grid.sharing
-        return cut(batch, -(-self.microbatches // sharing) * sharing, self._split_batch)
 
     def _refuse_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         refuse_optimizers(optimizers)

@@ -43,4 +43,4 @@ def test_block(number: int, tmp_path: Path) -> None:
 
 
 def test_there_are_blocks() -> None:
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4

@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _get_default_dtype,
     _Metadata,
 )
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
@@ -51,6 +51,8 @@ class LoggedValue:
         options: the other arguments of ``self.log`` that the user gave.
         is_exact: whether the value is that of the whole batch, and not only a mean of what the
             micro-batches had.
+        counts_samples: whether the micro-batches' values were their numbers of samples, and have
+            been added up.
     """
 
     name: str
@@ -58,6 +60,7 @@ class LoggedValue:
     metric: str | None
     options: Mapping[str, Any]
     is_exact: bool = True
+    counts_samples: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,9 @@ class LogCall:
     """One call of ``self.log`` inside a micro-batch of ``size`` samples; can be pickled.
 
     ``origin`` is the attribute path of the metric that returned the value, with its key there;
-    ``weighting`` is how the value counts among those of the batch's micro-batches.
+    ``counts_samples`` whether the value is the int ``size``, such as ``len(batch)``; ``weighting``
+    how it counts among those of the batch's micro-batches, and ``share`` the micro-batch's share of
+    the batch, if the user has a rule for it.
     """
 
     name: str
@@ -75,6 +80,8 @@ class LogCall:
     options: Mapping[str, Any]
     size: int
     weighting: Weighting
+    share: float | None = None
+    counts_samples: bool = False
 
 
 class MicrobatchLog:
@@ -104,9 +111,12 @@ class MicrobatchLog:
         self._tracker = tracker
         self._open: list[LogCall] | None = None
         self._size = 0
+        self._share: float | None = None
         self._microbatches: list[list[LogCall]] = []
         self._metrics: dict[str, Metric] | None = None
         self._inexact: set[str] = set()
+        self._other_ints: set[str] = set()
+        self._told_counts: set[str] = set()
 
     def attach(self) -> None:
         """Put the recorder in front of the module's ``log``."""
@@ -117,13 +127,15 @@ class MicrobatchLog:
         vars(self._module).pop("log", None)
 
     @contextmanager
-    def microbatch(self, size: int) -> Iterator[None]:
+    def microbatch(self, size: int, share: float | None = None) -> Iterator[None]:
         """Record, instead of executing, the calls of ``self.log`` inside the context.
 
         Args:
             size: samples in this micro-batch: the weight of its values in a mean.
+            share: its weight instead, by a rule of the user's, for values of which the tracker
+                does not know more.
         """
-        self._open, self._size = [], size
+        self._open, self._size, self._share = [], size, share
         try:
             yield
             self._microbatches.append(self._open)
@@ -172,14 +184,7 @@ class MicrobatchLog:
         log = type(self._module).log
         device = self._module.device
         for logged in values:
-            if not logged.is_exact and logged.name not in self._inexact:
-                self._inexact.add(logged.name)
-                rank_zero_warn(
-                    f"`self.log({logged.name!r}, ...)` is given a statistic of all samples of the "
-                    "batch (such as an exponential of a mean, or a maximum), but in a pipeline a "
-                    "step sees one micro-batch. What is logged is the mean over micro-batches: log "
-                    "a torchmetrics object, or another `reduce_fx`, for the exact value."
-                )
+            self._tell(logged)
             value = apply_to_collection(logged.value, Tensor, lambda t: t.to(device))
             if logged.metric is None:
                 log(self._module, logged.name, value, **logged.options)
@@ -188,6 +193,23 @@ class MicrobatchLog:
             metric._forward_cache = value
             options = {"metric_attribute": logged.metric, **logged.options}
             log(self._module, logged.name, metric, **options)
+
+    def _tell(self, logged: LoggedValue) -> None:
+        """Say once that a name's values are added up, or do not combine."""
+        if not logged.is_exact and logged.name not in self._inexact:
+            self._inexact.add(logged.name)
+            rank_zero_warn(
+                f"`self.log({logged.name!r}, ...)` is given a statistic of all samples of the "
+                "batch (such as an exponential of a mean, or a maximum), but in a pipeline a "
+                "step sees one micro-batch. What is logged is the mean over micro-batches: log "
+                "a torchmetrics object, or another `reduce_fx`, for the exact value."
+            )
+        if logged.counts_samples and logged.name not in self._told_counts:
+            self._told_counts.add(logged.name)
+            rank_zero_info(
+                f"{logged.name!r} is logged with the number of samples of each micro-batch: it is"
+                " added up to the batch's. If it is something else, log it as a float."
+            )
 
     def clear(self) -> None:
         """Forget what was recorded."""
@@ -215,8 +237,17 @@ class MicrobatchLog:
             cache = value._forward_cache
             return LogCall(name, cache, (path, None), path, options, self._size, Weighting())
         origin = self._origin(value)
-        weighting = Weighting.of(self._tracker.of(value))
-        return LogCall(name, _scalar(name, value), origin, None, options, self._size, weighting)
+        return LogCall(
+            name,
+            _scalar(name, value),
+            origin,
+            None,
+            options,
+            self._size,
+            Weighting.of(self._tracker.of(value)),
+            self._share,
+            counts_samples=type(value) is int and value == self._size,
+        )
 
     def _path(self, name: str, metric: Metric) -> str:
         for path, known in self._known_metrics().items():
@@ -249,12 +280,25 @@ class MicrobatchLog:
         first = calls[0]
         options = dict(first.options)
         if options.get("batch_size") is not None:
-            options["batch_size"] = sum(_weight(call) for call in calls)
-        value, is_exact = self._exact(first, batch_value), True
+            options["batch_size"] = sum(_samples(call) for call in calls)
+        value, counts = self._exact(first, batch_value), self._counts_samples(calls)
+        is_exact = True
         if value is None:
-            value = _reduced(calls, options["reduce_fx"])
+            value = _reduced(calls, "sum" if counts else options["reduce_fx"])
             is_exact = options["reduce_fx"] != "mean" or not _is_statistic(calls)
-        return LoggedValue(first.name, _on_cpu(value), first.logged_metric, options, is_exact)
+        value = _on_cpu(value)
+        return LoggedValue(first.name, value, first.logged_metric, options, is_exact, counts)
+
+    def _counts_samples(self, calls: Sequence[LogCall]) -> bool:
+        """Whether a name has only ever been logged with the number of samples at hand.
+
+        An epoch or a step, which may be equal to it once, begins at zero.
+        """
+        name = calls[0].name
+        if not all(call.counts_samples for call in calls):
+            self._other_ints.add(name)
+        is_mean = calls[0].options["reduce_fx"] == "mean"
+        return len(calls) > 1 and is_mean and name not in self._other_ints
 
     def _exact(self, call: LogCall, batch_value: Callable[[Metric], Any]) -> Any:
         if call.origin is None:
@@ -328,6 +372,12 @@ def _is_statistic(calls: Sequence[LogCall]) -> bool:
     return statistic and len({float(call.value) for call in calls}) > 1
 
 
-def _weight(call: LogCall) -> int:
+def _weight(call: LogCall) -> float:
+    if call.share is not None:
+        return call.share
+    return _samples(call)
+
+
+def _samples(call: LogCall) -> int:
     size = call.options.get("batch_size")
     return call.size if size is None else size

@@ -30,6 +30,12 @@ _CHOOSE = (
 )
 
 
+_UNSEEN = (
+    "It cannot be seen how the loss in `training_step` averages, so micro-batches are weighted by "
+    f"their samples. {_CHOOSE}"
+)
+
+
 class LossRule(NamedTuple):
     """How a user wants the losses of micro-batches to make up that of the batch.
 
@@ -105,10 +111,15 @@ class LossWeights:
         count, size = self._reference
         return count * self._samples / (size * total)
 
+    def _averages(self) -> bool:
+        return any(weighting.kind == "mean" for weighting in self._weightings)
+
     def _denominator(self) -> float:
         """The denominator of the whole batch; collective when it is first asked for."""
         if self._total is None:
-            self._total = self._add_up(sum(denominators(self._weightings)))
+            sizes = [float(part.size) for part in self._microbatches]
+            counts = denominators(self._weightings, sizes) if self._averages() else [0.0]
+            self._total = self._add_up(sum(counts))
         return self._total
 
 
@@ -169,11 +180,12 @@ def _count(entry: Any) -> float:
     return float((values != _IGNORED).sum())
 
 
-def validate_losses(losses: Sequence[Reductions]) -> str | None:
+def validate_losses(losses: Sequence[Reductions], sizes: Sequence[int]) -> str | None:
     """Check that the losses of a batch's micro-batches combine to what one process computes.
 
     Args:
         losses: what the loss of each micro-batch came from; at least two.
+        sizes: samples in each micro-batch.
 
     Returns:
         What to warn of, if they combine only nearly; else None.
@@ -190,9 +202,10 @@ def validate_losses(losses: Sequence[Reductions]) -> str | None:
             "micro-batch alone. Use AxoSparseStrategy(microbatches=1), or accept it with "
             "microbatch_loss='mean'."
         )
+    known = [loss for loss in losses if loss]
     columns = [
         [reduction for reduction in column if not reduction.is_empty]
-        for column in zip(*losses, strict=False)
+        for column in zip(*known, strict=False)
     ]
     varying = [column for column in columns if _varies(column)]
     averages = any(reduction.kind == "mean" for loss in losses for reduction in loss)
@@ -208,19 +221,26 @@ def validate_losses(losses: Sequence[Reductions]) -> str | None:
             "The loss divides a sum over samples by a number that differs between micro-batches "
             f"and was not counted by torch. {_CHOOSE}"
         )
-    return _inexact(losses, columns, varying)
+    if len(known) < len(losses) and not _by_samples(losses, sizes):
+        return _UNSEEN
+    return _inexact(columns, varying)
+
+
+def _by_samples(losses: Sequence[Reductions], sizes: Sequence[int]) -> bool:
+    """Whether there are denominators, all of which are proportional to samples."""
+    counts = [
+        (loss[0].count, size)
+        for loss, size in zip(losses, sizes, strict=True)
+        if loss and loss[0].kind == "mean"
+    ]
+    return bool(counts) and all(
+        count * counts[0][1] == size * counts[0][0] for count, size in counts
+    )
 
 
 def _inexact(
-    losses: Sequence[Reductions],
-    columns: Sequence[Sequence[Reduction]],
-    varying: Sequence[Sequence[Reduction]],
+    columns: Sequence[Sequence[Reduction]], varying: Sequence[Sequence[Reduction]]
 ) -> str | None:
-    if not any(losses):
-        return (
-            "It cannot be seen how the loss in `training_step` averages, so micro-batches are "
-            f"weighted by their samples. {_CHOOSE}"
-        )
     if any(reduction.kind == "statistic" for column in varying for reduction in column):
         return (
             "A part of the loss is a statistic of the samples together (such as a variance, a "

@@ -21,7 +21,7 @@ from lightning_axosparse.pipeline.stage import PipelinedLayers
 from lightning_axosparse.pipeline.step import StageStep, TrainingStageStep
 
 Step = Callable[[Any], Any]
-Observe = Callable[[int], AbstractContextManager[None]]
+Observe = Callable[[MicroBatch], AbstractContextManager[None]]
 
 
 class Pipeline:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 Kind = Literal["mean", "sum", "statistic"]
 
@@ -113,20 +114,29 @@ def combine(
 
 def shares(weightings: Sequence[Weighting], samples: Sequence[float]) -> Sequence[float]:
     """What each micro-batch's value counts for in a mean; the arguments are :func:`combine`'s."""
-    if any(weighting.kind not in ("mean", "empty") for weighting in weightings):
+    if not any(weighting.kind == "mean" for weighting in weightings):
         return samples
-    counts = denominators(weightings)
+    counts = denominators(weightings, samples)
     return [count / (sum(counts) or 1) for count in counts]
 
 
-def denominators(weightings: Sequence[Weighting]) -> list[float]:
-    """The denominator of each mean, where the others are empty sums.
+def denominators(weightings: Sequence[Weighting], samples: Sequence[float]) -> list[float]:
+    """The denominator of each value, where some are means; arguments as above.
 
-    A sum of nothing that was divided by one was divided by ``max(1, count)``, or else, if all
-    others were divided by their numbers of samples, by its own.
+    A sum of nothing that was divided by one was divided by ``max(1, count)``, or else, if all means
+    were divided by their numbers of samples, by its own. What is not known of a value is taken to
+    be as in the first mean.
     """
-    by_samples = all(w.divided_by_samples for w in weightings if w.kind == "mean")
-    return [w.weight if w.kind == "mean" or by_samples else 0.0 for w in weightings]
+    means = [(w, size) for w, size in zip(weightings, samples, strict=True) if w.kind == "mean"]
+    by_samples = all(weighting.divided_by_samples for weighting, _ in means)
+    per_sample = next((w.weight / size for w, size in means if w.weight), 1.0)
+
+    def denominator(weighting: Weighting, size: float) -> float:
+        if weighting.kind == "mean" or (weighting.kind == "empty" and by_samples):
+            return weighting.weight
+        return 0.0 if weighting.kind == "empty" else size * per_sample
+
+    return [denominator(w, size) for w, size in zip(weightings, samples, strict=True)]
 
 
 class ReductionTracker(TorchFunctionMode):
@@ -144,16 +154,19 @@ class ReductionTracker(TorchFunctionMode):
         self._found: dict[int, tuple[Tensor, Reductions]] = {}
         self._numbers: dict[float, Reductions] = {}
         self._positions: dict[int, Tensor] = {}
+        self._singles: dict[int, Tensor] = {}
 
     @contextmanager
-    def microbatch(self, samples: int) -> Iterator[None]:
+    def microbatch(self, samples: int, batch: Any = None) -> Iterator[None]:
         """Follow the step of one micro-batch; what was found stays until the next one.
 
         Args:
             samples: number of samples in the micro-batch.
+            batch: the micro-batch; in lists of one entry a sample, its tensors belong to one.
         """
         self._samples = samples
         self.forget()
+        self._singles = {id(tensor): tensor for tensor in _of_single_samples(batch, samples)}
         with self:
             yield
 
@@ -174,7 +187,7 @@ class ReductionTracker(TorchFunctionMode):
 
     def forget(self) -> None:
         """Let go of the values of the last micro-batch."""
-        self._found, self._numbers, self._positions = {}, {}, {}
+        self._found, self._numbers, self._positions, self._singles = {}, {}, {}, {}
 
     def __torch_function__(
         self,
@@ -200,6 +213,8 @@ class ReductionTracker(TorchFunctionMode):
     def _reductions(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
     ) -> Reductions:
+        if self._follows_single(func, args, kwargs, out):
+            return ()
         if func in _losses():
             call = _losses()[func].bind(*args, **kwargs)
             return _of_loss(call, out, self._samples, self._among_samples(call.arguments))
@@ -224,6 +239,31 @@ class ReductionTracker(TorchFunctionMode):
             flat += arg if isinstance(arg, (list, tuple)) else [arg]
         found = [self.of(arg) for arg in flat if isinstance(arg, Tensor)]
         return [reductions for reductions in found if reductions]
+
+    def _follows_single(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
+    ) -> bool:
+        """Whether a value belongs to one sample: it is not reduced over samples, whatever is done.
+
+        So do steps that loop over the samples of a batch.
+        """
+        name = func.__name__.strip("_")
+        if name in _TAKING and args and isinstance(args[0], Tensor) and args[0].dim():
+            takes_one = name == "unbind" or type(args[1]) is int
+            begins = takes_one and self._is_first(args[0])
+        else:
+            begins = False
+        if not begins and not (self._singles and self._uses_single(name, args, kwargs)):
+            return False
+        for tensor in out if isinstance(out, (list, tuple)) else [out]:
+            if isinstance(tensor, Tensor):
+                self._singles[id(tensor)] = tensor
+        return True
+
+    def _uses_single(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        if name in _JOINING:
+            return False
+        return any(id(arg) in self._singles for arg in (*args, *kwargs.values()))
 
     def _note_positions(self, func: Callable[..., Any], args: tuple[Any, ...], out: Any) -> None:
         """Follow the numbers of samples, which contrastive losses take for classes."""
@@ -260,11 +300,12 @@ class ReductionTracker(TorchFunctionMode):
             return ()
         if kind == "mean":
             return (Reduction("mean", float(self._samples)),)
-        # Which dimension has the samples can only be told by its size.
-        samples_first = (
-            list(source.shape).count(self._samples) == 1 == (source.shape[0] == self._samples)
-        )
-        return (Reduction("sum" if kind == "sum" and samples_first else "statistic"),)
+        is_sum = kind == "sum" and self._is_first(source)
+        return (Reduction("sum" if is_sum else "statistic"),)
+
+    def _is_first(self, tensor: Tensor) -> bool:
+        """Whether the first dimension, by its size, can only be that of the samples."""
+        return len(tensor) == self._samples and list(tensor.shape).count(self._samples) == 1
 
     def _quotient(self, dividend: Any, divisor: Any, out: Any) -> Reductions:
         """A sum, or several, divided by a count is a mean; by a constant it stays a sum."""
@@ -306,6 +347,8 @@ _REDUCING: dict[Callable[..., Any], Kind] = {
 _SUMS = {"add", "radd", "iadd", "sub", "rsub", "isub", "subtract", "neg", "positive", "sum", "mean"}
 _SHAPES = {"view", "reshape", "flatten", "squeeze", "unsqueeze", "expand", "stack", "cat", "concat"}
 _COPIES = {"detach", "clone", "to", "type", "type_as", "cpu", "cuda", "contiguous", "requires_grad"}
+_TAKING = {"getitem", "select", "unbind"}
+_JOINING = {"stack", "cat", "concat", "hstack", "vstack", "pad_sequence"}
 _NUMBERS = {"float", "double", "half", "bfloat16", "item", "int"}
 _LINEAR = _SUMS | _SHAPES | _COPIES | _NUMBERS
 _BOUNDS = {"clamp", "clamp_min", "maximum"}
@@ -361,6 +404,19 @@ def _weighted_means() -> list[inspect.Signature]:
     """The losses whose mean divides by the sum of ``weight``, not by the number of elements."""
     weighted = functional.mse_loss, functional.l1_loss, functional.huber_loss
     return [_losses()[function] for function in weighted]
+
+
+def _of_single_samples(batch: Any, samples: int) -> list[Tensor]:
+    """The tensors in lists that have one entry for each sample."""
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    elif not isinstance(batch, (list, tuple)):
+        return []
+    elif len(batch) == samples:
+        leaves = [leaf for leaf in tree_leaves(list(batch)) if isinstance(leaf, Tensor)]
+        if not all(leaf.dim() and len(leaf) == samples for leaf in leaves):
+            return leaves
+    return [tensor for entry in batch for tensor in _of_single_samples(entry, samples)]
 
 
 def _scalar(out: Any) -> Tensor | None:

@@ -40,7 +40,7 @@ class StageStep:
         stage: int,
         microbatches: Sequence[MicroBatch],
         step: Callable[[Any], Any],
-        observe: Callable[[int], AbstractContextManager[None]],
+        observe: Callable[[MicroBatch], AbstractContextManager[None]],
         randomness: Randomness,
         tracker: ReductionTracker,
     ) -> None:
@@ -63,7 +63,7 @@ class StageStep:
         self._randomness.outside(part.number)
         self._visits[microbatch] = visit
         try:
-            with self._layers.visit(visit), self._tracked(part), self._observe(part.size):
+            with self._layers.visit(visit), self._tracked(part), self._observe(part):
                 output = self._step(part.batch)
         except StageEdge as edge:
             return edge.output
@@ -93,7 +93,7 @@ class StageStep:
     def _tracked(self, part: MicroBatch) -> AbstractContextManager[None]:
         is_whole_batch = len(self._microbatches) == 1 and part.weight == 1
         if self._is_last and not is_whole_batch:
-            return self._tracker.microbatch(part.size)
+            return self._tracker.microbatch(part.size, part.batch)
         return nullcontext()
 
     def _detached(self, tensor: Tensor) -> Any:

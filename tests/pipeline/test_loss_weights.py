@@ -17,6 +17,8 @@ from lightning_axosparse.pipeline.loss_weights import (
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.reductions import Reduction, Reductions
 
+SIZES = [3, 3, 3]
+
 
 def parts(sizes: list[int]) -> list[MicroBatch]:
     return [MicroBatch(None, size, size / sum(sizes), i) for i, size in enumerate(sizes)]
@@ -81,6 +83,8 @@ def test_proportional_denominators_give_shares_of_samples_to_the_bit(
         ("mean", [(mean(1),), (mean(3),)], [0.25, 0.75]),
         ("sum", [(mean(1),), (mean(3),)], [1, 1]),
         ("sum", [(), ()], [1, 1]),
+        ("auto", [(mean(6),), ()], [0.75, 0.25]),
+        ("auto", [(), (mean(2),)], [0.75, 0.25]),
         ("given", [(mean(1),), (mean(3),)], [0.75, 0.25]),
     ],
 )
@@ -112,19 +116,20 @@ def test_pipelines_that_share_a_batch_agree_on_its_denominator() -> None:
 )
 def test_losses_that_do_not_combine_are_refused(losses: list[Reductions], words: str) -> None:
     with pytest.raises(MisconfigurationException, match=words):
-        validate_losses(losses)
+        validate_losses(losses, SIZES[: len(losses)])
 
 
 @pytest.mark.parametrize(
     ("losses", "words"),
     [
         ([(), ()], "cannot be seen"),
+        ([(), (mean(2),), (mean(3),)], "cannot be seen"),
         ([(mean(2), statistic(1.0)), (mean(2), statistic(2.0))], "statistic"),
         ([(mean(2, 1.0), mean(2, 3.0)), (mean(3, 2.0), mean(2, 4.0))], "different denominators"),
     ],
 )
 def test_losses_that_nearly_combine_are_warned_of(losses: list[Reductions], words: str) -> None:
-    advice = validate_losses(losses)
+    advice = validate_losses(losses, SIZES[: len(losses)])
     assert advice is not None
     assert words in advice
 
@@ -137,12 +142,13 @@ def test_losses_that_nearly_combine_are_warned_of(losses: list[Reductions], word
         [(mean(2), total(5.0)), (mean(3), total(5.0))],  # of the weights alone
         [(mean(2), statistic(5.0)), (mean(3), statistic(5.0))],
         [(mean(2), mean(4)), (mean(3), mean(6))],
+        [(mean(2),), (), (mean(2),)],
         [(mean(2), mean(4, 3.0)), (mean(3, 2.0), mean(6, 2.0))],
         [(total(1.0, divisor=3.0),), (total(0.0, divisor=4.0),)],
     ],
 )
 def test_losses_that_combine_pass_in_silence(losses: list[Reductions]) -> None:
-    assert validate_losses(losses) is None
+    assert validate_losses(losses, SIZES[: len(losses)]) is None
 
 
 LABELS = torch.tensor([[1, -100], [0, 3]])

@@ -146,6 +146,48 @@ def test_shares_of_samples_are_those_of_samples_to_the_bit() -> None:
         assert combine(values, by_tokens, shares) == combine(values, unknown, shares)
 
 
+def one_by_one(x: Tensor, y: Tensor) -> list[Tensor]:
+    return [F.cross_entropy(x[i], y[i].clamp(min=0), weights()) for i in range(len(x))]
+
+
+LOOPS: dict[str, Step] = {
+    "stacked": lambda x, y: torch.stack(one_by_one(x, y)).mean(),
+    "stacked and added up": lambda x, y: torch.stack(one_by_one(x, y)).sum(),
+    "iterated": lambda x, y: torch.stack([one.pow(2).sum() for one in x]).mean(),
+    "unbound": lambda x, y: torch.stack([one.sum() for one in x.unbind()]).mean(),
+    "a mean in a loop": lambda x, y: sum(one_by_one(x, y)) / len(x),
+    "joined": lambda x, y: torch.cat(
+        [one[kept(two)] for one, two in zip(x, y, strict=True)]
+    ).mean(),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_over_samples(name: str) -> None:
+    for sizes in ([2, 2], [3, 1, 2], [1, 1]):
+        parts = microbatches(sizes)
+        actual, expected = combined(LOOPS[name], parts), whole(LOOPS[name], parts)
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_lists_of_one_tensor_a_sample() -> None:
+    tracker = ReductionTracker()
+    for sizes in ((3, 2), (2, 2, 2)):
+        boxes = [torch.rand(size, 4) for size in sizes]
+        with tracker.microbatch(len(sizes), {"boxes": boxes, "labels": torch.ones(len(sizes))}):
+            each = [box.mean() for box in boxes]
+            loss = torch.stack(each).mean()
+        assert not any(tracker.of(value) for value in each)
+        assert Weighting.of(tracker.of(loss)) == Weighting("mean", len(sizes))
+
+
+def test_a_pair_of_tensors_is_no_list_of_samples() -> None:
+    tracker = ReductionTracker()
+    x, y = torch.rand(2, 3), torch.rand(2)
+    with tracker.microbatch(2, (x, y)):
+        assert tracker.of(x.mean())
+
+
 STATISTICS: dict[str, Step] = {
     "exponential": lambda x, y: x.mean().exp(),
     "variance": lambda x, y: x.var(0).mean(),

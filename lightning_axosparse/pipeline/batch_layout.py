@@ -1,0 +1,350 @@
+"""Batch layout: which leaves of a batch hold one entry per sample, and along which dimension."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from typing import Any, TypeAlias
+
+import numpy as np
+from torch import Tensor
+
+Path: TypeAlias = tuple[str, ...]
+"""Where a leaf stands in a batch: what a user would write behind ``batch``, step by step."""
+
+ASK = (
+    "Give AxoSparseStrategy(split_batch=...) a function (batch, microbatches) -> list of "
+    "micro-batches, or microbatches=1."
+)
+_PLAIN = (str, bytes, int, float, complex, bool, Enum, type(None), np.generic)
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """How a loader's batches are cut; can be pickled.
+
+    Attributes:
+        dims: what is cut, and along which dimension; lists and tuples of one entry per sample are
+            cut along 0.
+        whole: what every micro-batch is handed whole.
+        objects: those of ``whole`` that are neither arrays nor plain values, so that nobody can
+            tell whether they hold one entry per sample.
+    """
+
+    dims: Mapping[Path, int]
+    whole: tuple[Path, ...] = ()
+    objects: tuple[Path, ...] = ()
+
+    def sizes(self, batch: Any) -> dict[Path, int]:
+        """Length of each leaf that is cut, along its dimension; all the same in a sound batch."""
+        return {
+            path: node.shape[self.dims[path]] if is_array(node) else len(node)
+            for path, node in _nodes(batch, self.dims)
+            if path in self.dims
+        }
+
+    def fits(self, batch: Any) -> bool:
+        """Whether a batch has the leaves that this layout was made from."""
+        reached = {path for path, node in _nodes(batch, self.dims) if _matters(node)}
+        known = set(self.dims) | set(self.whole)
+        cut = {path for path, _ in _nodes(batch, self.dims)} & set(self.dims)
+        return cut == set(self.dims) and reached <= known
+
+    def cut(self, batch: Any, lo: int, hi: int) -> Any:
+        """The samples from ``lo`` up to ``hi``, in the batch's own types."""
+        return self._cut(batch, (), slice(lo, hi))
+
+    def _cut(self, node: Any, path: Path, part: slice) -> Any:
+        if path in self.dims:
+            if is_array(node):
+                return node[(slice(None),) * self.dims[path] + (part,)]
+            return _like(node, node[part])
+        entries = {} if _is_plain(node) else children(node)
+        cut = {key: self._cut(child, (*path, key.text), part) for key, child in entries.items()}
+        if all(cut[key] is child for key, child in entries.items()):
+            return node
+        return rebuilt(node, cut)
+
+    def __str__(self) -> str:
+        by_dim: dict[int, list[str]] = {}
+        for path, dim in self.dims.items():
+            by_dim.setdefault(dim, []).append(spelled(path))
+        said = [
+            f"{', '.join(paths)} along dimension {dim}" for dim, paths in sorted(by_dim.items())
+        ]
+        cut = "cut " + "; ".join(said) if said else "nothing is cut"
+        whole = ", ".join(spelled(path) for path in self.whole)
+        return f"{cut}; passed whole: {whole}" if whole else cut
+
+
+@dataclass(frozen=True)
+class Key:
+    """One entry of a container: how to find it, and what a user would write."""
+
+    value: Any
+    text: str
+
+
+def spelled(path: Path) -> str:
+    """A path as a user would write it."""
+    return "batch" + "".join(path)
+
+
+def is_array(node: Any) -> bool:
+    """Whether a leaf is a tensor or a numpy array."""
+    return isinstance(node, (Tensor, np.ndarray))
+
+
+def children(node: Any) -> dict[Key, Any]:
+    """The entries of a mapping, a list, a tuple or a dataclass; none for anything else."""
+    if isinstance(node, Mapping):
+        return {Key(key, f"[{key!r}]"): value for key, value in node.items()}
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return {Key(i, f".{name}"): node[i] for i, name in enumerate(node._fields)}
+    if isinstance(node, (list, tuple)):
+        return {Key(i, f"[{i}]"): value for i, value in enumerate(node)}
+    if is_dataclass(node) and not isinstance(node, type):
+        names = [field.name for field in fields(node) if hasattr(node, field.name)]
+        return {Key(name, f".{name}"): getattr(node, name) for name in names}
+    return {}
+
+
+def rebuilt(node: Any, entries: Mapping[Key, Any]) -> Any:
+    """A container like ``node`` with other entries, and whatever else it carries."""
+    if isinstance(node, Mapping):
+        return _rebuilt_mapping(node, {key.value: value for key, value in entries.items()})
+    if isinstance(node, tuple) and hasattr(node, "_make"):
+        return node._make(entries.values())
+    if isinstance(node, (list, tuple)):
+        return _like(node, list(entries.values()))
+    twin = copy.copy(node)
+    for key, value in entries.items():
+        # Also where the dataclass is frozen.
+        object.__setattr__(twin, key.value, value)
+    return twin
+
+
+def arrays(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The tensors and numpy arrays in a batch that have a dimension, in order."""
+    return ((path, leaf) for path, leaf in _nodes(node, {}, path) if is_array(leaf) and leaf.ndim)
+
+
+def nested_lists(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The lists and tuples in a batch, itself included, outermost first."""
+    if _is_list(node):
+        yield path, node
+    for key, child in ({} if _is_plain(node) else children(node)).items():
+        yield from nested_lists(child, (*path, key.text))
+
+
+def collated(batch: Any) -> BatchLayout:
+    """The layout that torch's ``default_collate`` makes: the batch dimension is everybody's first.
+
+    Args:
+        batch: what it returned: arrays, and lists or tuples of one string a sample.
+    """
+
+    def is_cut(path: Path, node: Any) -> int | None:
+        if is_array(node):
+            return 0 if node.ndim else None
+        texts = isinstance(node, (list, tuple)) and len(node) > 0
+        return 0 if texts and all(isinstance(entry, (str, bytes)) for entry in node) else None
+
+    return _laid_out(batch, is_cut)
+
+
+def observed(two: Any, three: Any) -> BatchLayout | None:
+    """The layout that batches of two and of three equal samples show.
+
+    Args:
+        two: what the loader makes of twice the same sample.
+        three: what it makes of three times this sample.
+
+    Returns:
+        None if their structures differ, or nothing in them depends on the number of samples.
+
+    Raises:
+        ValueError: if a leaf depends on the number of samples in another way than by one dimension
+            (or a list) with an entry for each.
+    """
+    dims: dict[Path, int] = {}
+    if not _follow(two, three, (), dims) or not dims:
+        return None
+    return _laid_out(three, lambda path, node: dims.get(path))
+
+
+def inferred(batch: Any, batch_size: int | None = None) -> BatchLayout:
+    """The layout that one batch suggests by itself: all first dimensions agree.
+
+    Args:
+        batch: the batch.
+        batch_size: what its loader says that the number of samples is; it may be short of it.
+
+    Raises:
+        ValueError: naming the leaf of which it is not clear whether and how it is cut.
+    """
+    samples = _count(batch, batch_size)
+    if samples is None:
+        return _laid_out(batch, lambda path, node: None)
+
+    def is_cut(path: Path, node: Any) -> int | None:
+        if is_array(node):
+            if node.ndim and node.shape[0] != samples:
+                raise ValueError(_disagreement(batch, path, node, samples))
+            return 0 if node.ndim else None
+        if not _is_list(node) or not path or len(node) != samples:
+            return None
+        firsts = [leaf.shape[0] for _, leaf in arrays(node)]
+        return None if firsts and all(first == samples for first in firsts) else 0
+
+    return _laid_out(batch, is_cut)
+
+
+def _count(batch: Any, batch_size: int | None) -> int | None:
+    """The number of samples in a batch of which nothing else is known."""
+    lists = {path: node for path, node in _columns(batch) if any(True for _ in arrays(node))}
+    firsts: dict[Path, int] = {path: leaf.shape[0] for path, leaf in arrays(batch)}
+    outside = [first for path, first in firsts.items() if not any(_below(path, lists))]
+    lengths = {len(node) for node in lists.values()}
+    if batch_size is not None and batch_size in {*outside, *lengths}:
+        return batch_size
+    if outside:
+        return Counter(outside).most_common(1)[0][0]
+    if not lists:
+        return None
+    if len(lists) > 1 and len(lengths) == 1 and len(set(firsts.values())) > 1:
+        return lengths.pop()
+    path, node = next(iter(lists.items()))
+    raise ValueError(
+        f"{spelled(path)} is a list of {len(node)} entries that hold tensors, and nothing tells "
+        f"whether it has an entry for each sample or whether each entry is a batch. {ASK}"
+    )
+
+
+def _columns(batch: Any) -> Iterator[tuple[Path, Any]]:
+    """The lists and tuples in a batch that are not the batch itself, outermost first."""
+    for key, child in children(batch).items():
+        if _is_list(child):
+            yield (key.text,), child
+        else:
+            for path, node in _columns(child):
+                yield (key.text, *path), node
+
+
+def _below(path: Path, paths: Mapping[Path, Any]) -> Iterator[bool]:
+    return (path[: len(above)] == above for above in paths)
+
+
+def _disagreement(batch: Any, path: Path, node: Any, samples: int) -> str:
+    agreeing = [
+        spelled(other)
+        for other, leaf in arrays(batch)
+        if other != path and leaf.shape[0] == samples
+    ]
+    shape = tuple(node.shape)
+    return (
+        f"It is not clear how to cut {spelled(path)} of shape {shape} into micro-batches: "
+        f"{', '.join(agreeing) or 'the loader'} has {samples} samples. The DataLoader does not "
+        f"show which dimensions hold the samples. {ASK}"
+    )
+
+
+def _follow(two: Any, three: Any, path: Path, dims: dict[Path, int]) -> bool:
+    """Find what has 2 entries in one batch and 3 in the other; False if structures differ."""
+    if type(two) is not type(three):
+        return False
+    if is_array(two):
+        return two.ndim == three.ndim and _follow_shape(two.shape, three.shape, path, dims)
+    if _is_list(two) and len(two) != len(three):
+        return _follow_shape((len(two),), (len(three),), path, dims)
+    first, second = children(two), children(three)
+    return list(first) == list(second) and all(
+        _follow(child, second[key], (*path, key.text), dims) for key, child in first.items()
+    )
+
+
+def _follow_shape(
+    two: tuple[int, ...], three: tuple[int, ...], path: Path, dims: dict[Path, int]
+) -> bool:
+    grown = [
+        d for d, (a, b) in enumerate(zip(two, three, strict=True)) if a != b and 3 * a == 2 * b
+    ]
+    if len(grown) == 1 and two[grown[0]] == 2:
+        dims[path] = grown[0]
+    elif tuple(two) != tuple(three):
+        raise ValueError(
+            f"{spelled(path)} has shape {tuple(two)} in a batch of 2 samples and {tuple(three)} in "
+            f"one of 3, so no single dimension of it holds one entry for each sample. {ASK}"
+        )
+    return True
+
+
+def _laid_out(batch: Any, dim_of: Callable[[Path, Any], int | None]) -> BatchLayout:
+    """Ask ``dim_of`` about every node from the outside in, down to what is cut."""
+    dims: dict[Path, int] = {}
+    whole: list[Path] = []
+    objects: list[Path] = []
+
+    def visit(node: Any, path: Path) -> None:
+        dim = dim_of(path, node)
+        entries = children(node)
+        if dim is not None:
+            dims[path] = dim
+        elif entries and not _is_plain(node):
+            for key, child in entries.items():
+                visit(child, (*path, key.text))
+        elif node is not None and not (_is_container(node) and not entries):
+            whole.append(path)
+            if not _is_plain(node) and not is_array(node):
+                objects.append(path)
+
+    visit(batch, ())
+    return BatchLayout(dims, tuple(whole), tuple(objects))
+
+
+def _nodes(node: Any, stop: Mapping[Path, int], path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The leaves of a batch; containers named in ``stop`` count as leaves."""
+    entries = {} if path in stop or _is_plain(node) else children(node)
+    if not entries:
+        yield path, node
+    for key, child in entries.items():
+        yield from _nodes(child, stop, (*path, key.text))
+
+
+def _matters(node: Any) -> bool:
+    """Whether a leaf could hold samples: arrays with a dimension, and objects nobody knows."""
+    if is_array(node):
+        return bool(node.ndim)
+    return not _is_plain(node) and not _is_container(node)
+
+
+def _is_list(node: Any) -> bool:
+    return isinstance(node, (list, tuple)) and not hasattr(node, "_fields")
+
+
+def _is_container(node: Any) -> bool:
+    return isinstance(node, (Mapping, list, tuple))
+
+
+def _is_plain(node: Any) -> bool:
+    """Whether a node is a plain value, or a list of nothing else."""
+    if _is_list(node):
+        return bool(node) and all(isinstance(entry, _PLAIN) for entry in node)
+    return isinstance(node, _PLAIN)
+
+
+def _rebuilt_mapping(node: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
+    if not isinstance(node, MutableMapping):
+        return type(node)(entries)  # type: ignore[call-arg]
+    twin = copy.copy(node)
+    for key, value in entries.items():
+        twin[key] = value
+    return twin
+
+
+def _like(node: Any, entries: Any) -> Any:
+    """Entries in a list or tuple of the node's own type."""
+    return entries if type(entries) is type(node) else type(node)(entries)

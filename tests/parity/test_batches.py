@@ -1,0 +1,228 @@
+"""Batches of every layout: what is cut, along which dimension, and what is passed whole.
+
+All rows run in one job of two ranks, and once more in one process, in float64.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_axosparse import AxoSparseStrategy
+from tests.parity.cases import Record, Recorder, difference
+from tests.parity.test_beyond_peers import Outputs, assert_same
+from tests.ranks import run_ranks
+
+# As many classes, moments and features as samples in a batch, so that sizes agree by accident.
+SIZE = SAMPLES = 4
+WEIGHTS = torch.linspace(0.5, 2, SIZE, dtype=torch.float64)
+TABLE = torch.linspace(-1, 1, SIZE * SIZE, dtype=torch.float64).view(SIZE, SIZE)
+CLASSES = ["cat", "dog", "cow", "owl"]
+
+
+class Moments(Dataset):
+    """Series of as many moments as features, random by a generator of its own."""
+
+    def __init__(self, samples: int) -> None:
+        self.generator = torch.Generator().manual_seed(samples)
+        self.noise = np.random.default_rng(samples)
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        x = torch.rand(SIZE, SIZE, generator=self.generator, dtype=torch.float64)
+        return x * self.noise.random(), index % SIZE
+
+
+@dataclass
+class Made:
+    x: Tensor
+    y: Tensor
+    means: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.means = self.x.mean((1, 2))
+
+
+def series(samples: list) -> tuple[Tensor, Tensor]:
+    return torch.stack([x for x, _ in samples]), torch.tensor([y for _, y in samples])
+
+
+def zipped(samples: list) -> Any:
+    """Lists of one tensor, and of one dict of tensors, per sample; of different lengths."""
+    noise = torch.rand(1)  # drawn from the global state
+    assert noise < 1
+    targets = [{"y": torch.tensor(y), "box": x[: y + 1]} for x, y in samples]
+    return tuple(x for x, _ in samples), tuple(targets)
+
+
+def time_first(samples: list) -> Any:
+    x, y = series(samples)
+    return x.transpose(0, 1), y
+
+
+def weighted(samples: list) -> Any:
+    return *series(samples), WEIGHTS
+
+
+def tabled(samples: list) -> Any:
+    return *series(samples), {"table": TABLE, "classes": CLASSES}
+
+
+def as_arrays(samples: list) -> Any:
+    x, y = series(samples)
+    return {"x": x.numpy(), "y": y.numpy(), "weights": WEIGHTS.numpy()}
+
+
+def as_defaultdict(samples: list) -> Any:
+    x, y = series(samples)
+    return defaultdict(float, x=x, y=y)
+
+
+def as_dataclass(samples: list) -> Made:
+    return Made(*series(samples))
+
+
+def failing_on_one_rank(samples: list) -> Any:
+    """Raises for two samples, which no batch has, on the second rank."""
+    if len(samples) == 2 and dist.is_initialized() and dist.get_rank() == 1:
+        raise OSError("no such sample here")
+    return weighted(samples)
+
+
+class Reader(L.LightningModule):
+    """Reads any of these batches by one network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(SIZE, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, SIZE)
+        )
+
+    def read(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Inputs of shape (samples, moments, features), classes, and an extra a sample."""
+        if isinstance(batch, Made):
+            return batch.x, batch.y, batch.means
+        if isinstance(batch, dict) and "weights" in batch:
+            x, y = torch.from_numpy(batch["x"]), torch.from_numpy(batch["y"])
+            return x, y, torch.from_numpy(batch["weights"])[y]
+        if isinstance(batch, defaultdict):
+            return batch["x"], batch["y"], torch.full((len(batch["y"]),), batch["nothing"])
+        x, y, *rest = batch
+        if isinstance(y, tuple):
+            extra = torch.stack([target["box"].sum() for target in y])
+            return torch.stack(list(x)), torch.stack([target["y"] for target in y]), extra
+        if not rest:
+            return x.transpose(0, 1), y, x[0].sum(1)
+        if isinstance(rest[0], dict):
+            lengths = torch.tensor([len(name) for name in rest[0]["classes"]])
+            return x, y, rest[0]["table"][y].sum(1) * lengths[y]
+        return x, y, rest[0][y]
+
+    def losses(self, batch: Any) -> tuple[Tensor, Tensor]:
+        x, y, extra = self.read(batch)
+        logits = self.layers(x).mean(1)
+        losses = nn.functional.cross_entropy(logits, y, reduction="none") * (1 + extra)
+        return losses, logits
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        losses, logits = self.losses(batch)
+        self.log("loss", losses.mean(), on_epoch=True, batch_size=len(losses))
+        self.log("n", len(losses), batch_size=len(losses), reduce_fx="mean")
+        self.log("index", batch_idx, batch_size=len(losses))
+        time = logits.detach().expand(7, -1, -1)
+        return {"loss": losses.mean(), "logits": logits.detach().numpy(), "time": time}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        losses, logits = self.losses(batch)
+        self.means = [*getattr(self, "means", []), losses.mean().detach()]
+        self.log("val", losses.mean(), batch_size=len(losses))
+        return logits
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+class Swapped(Reader):
+    """Turns time-first batches round once they are on the device."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch[0].transpose(0, 1), batch[1], WEIGHTS
+
+
+ROWS: dict[str, tuple[type[Reader], Callable[[list], Any]]] = {
+    "lists of tensors": (Reader, zipped),
+    "time first": (Reader, time_first),
+    "class weights as long as the batch": (Reader, weighted),
+    "a table and class names as long as the batch": (Reader, tabled),
+    "numpy arrays": (Reader, as_arrays),
+    "a defaultdict": (Reader, as_defaultdict),
+    "a dataclass with a field made later": (Reader, as_dataclass),
+    "a hook that turns batches round": (Swapped, time_first),
+    "a collate function that fails on one rank": (Reader, failing_on_one_rank),
+}
+
+
+def train(row: str, strategy: Any, ranks: int = 1) -> tuple[Record, list[Any], list[Any]]:
+    kind, collate = ROWS[row]
+    L.seed_everything(0, verbose=False)
+    module, recorder, outputs = kind(), Recorder(), Outputs()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy=strategy,
+        precision="64-true",
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[recorder, outputs],
+    )
+    training = DataLoader(Moments(11), SAMPLES, shuffle=True, collate_fn=collate)
+    validation = DataLoader(Moments(SAMPLES), SAMPLES, collate_fn=collate)
+    trainer.fit(module, training, validation)
+    recorder.record.weights = {k: v.detach().clone() for k, v in module.state_dict().items()}
+    return recorder.record, outputs.trained, outputs.validated
+
+
+def train_rows(**options: Any) -> dict[str, Any]:
+    """Three micro-batches of four samples: two of one sample and one of two."""
+    ranks = 1 if options else 2
+    return {
+        row: train(row, AxoSparseStrategy(g_inter=2, microbatches=3, **options), ranks)
+        for row in ROWS
+    }
+
+
+@pytest.fixture(scope="module")
+def on_ranks() -> list[dict[str, Any]]:
+    return run_ranks(2, train_rows)
+
+
+@pytest.fixture(scope="module")
+def in_process() -> list[dict[str, Any]]:
+    return [train_rows(transport="loopback")]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_pipeline_does_what_one_process_does(row: str, on_ranks: Any, in_process: Any) -> None:
+    record, trained, validated = train(row, "auto")
+    assert len(trained) == 6
+    for run in [*on_ranks, *in_process]:
+        actual, also_trained, also_validated = run[row]
+        assert difference(record, actual) <= 1e-12
+        assert_same(also_trained, trained)
+        assert_same(also_validated, validated)
