@@ -37,6 +37,7 @@ from lightning_axosparse.adapters.requirements import (
 )
 from lightning_axosparse.arguments import refuse_arguments
 from lightning_axosparse.autogrid import suitable_grid
+from lightning_axosparse.checkpoint_io import clear_unfinished_checkpoints
 from lightning_axosparse.dealing import UNDIVIDED, deal, profile_example, refuse_no_example
 from lightning_axosparse.deployment import Deployment
 from lightning_axosparse.groups import Groups
@@ -223,6 +224,8 @@ class AxoSparseStrategy(GridStrategy):
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(module)
         if trainer.state.fn == TrainerFn.FITTING:
+            if self.is_global_zero:
+                clear_unfinished_checkpoints(trainer)
             self.regridded = None
             with dense_shapes(module) as made:
                 self.setup_optimizers(trainer)
