@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zipfile
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 from zlib import crc32
 
 import torch
@@ -39,7 +39,7 @@ def save(content: Any, path: str | Path) -> None:
     with replacing(path) as file:
         summed = _Summed(file)
         try:
-            torch.save(content, summed)
+            torch.save(content, cast(BinaryIO, summed))
         except RuntimeError as error:
             # The archive's writer tells only that positions are not as expected.
             if isinstance(error.__context__, OSError):

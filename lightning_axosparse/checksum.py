@@ -44,7 +44,7 @@ def _checksum(value: Any, before: int = 0) -> int:
     if isinstance(value, Tensor):
         described = crc32(repr((value.dtype, tuple(value.shape))).encode(), before)
         flat = value.detach().cpu().contiguous().reshape(-1)
-        return crc32(flat.view(torch.uint8).numpy(), described)
+        return crc32(flat.view(torch.uint8).numpy().data, described)
     if isinstance(value, Mapping):
         value = [part for item in value.items() for part in item]
     if not isinstance(value, list | tuple):

@@ -209,7 +209,7 @@ class EarlyBirdTicket(Callback):
                     "without `ticket=`, or start a new run from the weights alone."
                 )
             self.ticket = ticket
-        self._compared = state_dict["compared"]
+        self._compared = state_dict.get("compared")
         self.distances = list(state_dict["distances"])
         self._window.clear()
         self._window.extend(PackedMasks.from_state_dict(state) for state in state_dict["window"])
