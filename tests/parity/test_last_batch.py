@@ -13,7 +13,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tests.parity.cases import BATCHES, EPOCHS, Net, Record, fit, trainer
 from tests.ranks import run_ranks
 
-GRIDS = {"one": {}, "loopback": {"g_inter": 2, "transport": "loopback"}, "ranks": {"g_inter": 2}}
+GRIDS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "loopback": {"g_inter": 2, "transport": "loopback"},
+    "ranks": {"g_inter": 2},
+    "regrid": {"g_inter": 2, "regrid": 1},
+}
 LAST_BATCH = f"step={2 * BATCHES}.ckpt"
 """Written when the draw, at the end of the second epoch, is next."""
 
@@ -28,7 +33,7 @@ def train(grid: str, folder: Path, resume: Path | None = None) -> tuple[Record, 
     )
     run = trainer(
         AxoSparseStrategy(microbatches=2, **GRIDS[grid]),
-        2 if grid == "ranks" else 1,
+        2 if grid in ("ranks", "regrid") else 1,
         callbacks=[draw, *([] if resume else [saving])],
         enable_checkpointing=resume is None,
         precision="64-true",
@@ -43,7 +48,8 @@ def resumed(grid: str, folder: Path) -> dict[str, Any]:
 
 
 def on_ranks(folder: Path) -> dict[str, Any]:
-    return {"through": train("ranks", folder), **resumed("ranks", folder)}
+    runs = {"through": train("ranks", folder), **resumed("ranks", folder)}
+    return {**runs, "one, with a regrid": train("regrid", folder, folder / "one" / LAST_BATCH)}
 
 
 def test_the_draw_comes_where_it_would_have_come(tmp_path: Path) -> None:
@@ -54,7 +60,7 @@ def test_the_draw_comes_where_it_would_have_come(tmp_path: Path) -> None:
         results[f"rank {rank}"] = runs
     for grid in ("one", "loopback"):
         results.setdefault(grid, {}).update(resumed(grid, tmp_path))
-    assert [len(runs) for runs in results.values()] == [4, 4, 4, 3]
+    assert [len(runs) for runs in results.values()] == [4, 5, 5, 3]
     for grid, runs in results.items():
         for origin, (found, draw) in runs.items():
             where = f"{origin} -> {grid}"
