@@ -5,6 +5,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_axosparse.callbacks.early_bird import EarlyBirdTicket
 from lightning_axosparse.callbacks.timeline import PipelineTimeline
 from lightning_axosparse.compact import CompactCheckpointIO
+from lightning_axosparse.corrupt import CorruptFileError
 from lightning_axosparse.files import load_sparse
 from lightning_axosparse.pruning import Ticket
 from lightning_axosparse.sparse import densify, save_safetensors, sparsify
@@ -14,6 +15,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AxoSparseStrategy",
     "CompactCheckpointIO",
+    "CorruptFileError",
     "EarlyBirdTicket",
     "PipelineTimeline",
     "Ticket",

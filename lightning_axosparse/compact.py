@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
+from lightning_axosparse.checkpoint_io import AtomicCheckpointIO
+from lightning_axosparse.corrupt import reading
 from lightning_axosparse.sparse.packed import Packed
 
 _MOST_KEPT = 0.9
 """The largest share of nonzero entries for which packing is worth its time."""
 
 
-class CompactCheckpointIO(TorchCheckpointIO):
+class CompactCheckpointIO(AtomicCheckpointIO):
     """Write Lightning checkpoints small once a ticket is drawn: weights and optimizer state.
 
     Pass it to the Trainer: ``Trainer(plugins=[CompactCheckpointIO()], ...)``. A checkpoint then is
@@ -34,8 +35,15 @@ class CompactCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint, packed or not, as the dense one that it was."""
-        return expanded(super().load_checkpoint(path, map_location, weights_only))
+        """Read a checkpoint, packed or not, as the dense one that it was.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+            CorruptFileError: if it is not as it was written.
+        """
+        checkpoint = super().load_checkpoint(path, map_location, weights_only)
+        with reading(path):
+            return expanded(checkpoint)
 
 
 def compacted(checkpoint: dict[str, Any]) -> dict[str, Any]:

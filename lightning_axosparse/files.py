@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_axosparse import archive
 from lightning_axosparse.arguments import MODULE, NONE, PATH, PATTERNS, checked, instance_of
+from lightning_axosparse.corrupt import reading
 from lightning_axosparse.pruning.packed import PackedMasks
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.sparse.files import SafetensorsState
@@ -56,35 +58,61 @@ def load_sparse(
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: for an argument of another type, if the file cannot be read, there is no
+        CorruptFileError: if the file is not as it was written, or holds other objects too; nothing
+            has changed then.
+        ValueError: for an argument of another type, if the file holds no weights, there is no
             ticket, or for names or shapes that do not fit.
     """
-    contents = source if isinstance(source, Mapping) else _read(Path(source))
+    state = _state_in(source)
     if isinstance(ticket, str | os.PathLike):
         ticket = Ticket.load(ticket)
-    ticket = ticket or _ticket_in(contents)
+    ticket = ticket or _ticket_in(state)
     if ticket is None:
         raise ValueError(
             "There is no ticket in the file, so nothing tells which weights to keep. Give `ticket=`"
             ": an EarlyBirdTicket callback has it as its `ticket`."
         )
-    state = contents.get("state_dict", contents)
-    adopted = load_kept(module, _LazyState(state), ticket.masks, skip)
+    adopted = load_kept(module, state, state.shapes, ticket.masks, skip)
     return replace(ticket, masks=ticket.part(adopted))
 
 
 class _LazyState(Mapping[str, Tensor]):
-    """A state dict whose packed tensors are unpacked as they are asked for."""
+    """A state dict whose packed tensors are unpacked as they are asked for.
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
-        self._state = state
+    Args:
+        contents: a checkpoint, or a state dict: name -> tensor or its record.
+
+    Attributes:
+        ticket: the ticket that the checkpoint's EarlyBirdTicket keeps, or None.
+
+    Raises:
+        CorruptFileError: if a record or the ticket has changed.
+    """
+
+    def __init__(self, contents: Mapping[str, Any]) -> None:
+        self._state = {
+            name: Packed.from_record(value) if Packed.is_record(value) else value
+            for name, value in contents.get("state_dict", contents).items()
+        }
+        kept = (
+            state["ticket"]
+            for state in contents.get("callbacks", {}).values()
+            if isinstance(state, Mapping) and Ticket.is_state(state.get("ticket"))
+        )
+        self.ticket = next(map(Ticket.from_state_dict, kept), None)
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The dense shape of each tensor."""
+        return {
+            name: value.shape
+            for name, value in self._state.items()
+            if isinstance(value, Packed | Tensor)
+        }
 
     def __getitem__(self, name: str) -> Tensor:
         value = self._state[name]
-        if Packed.is_record(value):
-            return Packed.from_record(value).lazy()
-        tensor: Tensor = value
-        return tensor
+        return value.lazy() if isinstance(value, Packed) else value
 
     def __contains__(self, name: object) -> bool:
         return name in self._state
@@ -96,29 +124,30 @@ class _LazyState(Mapping[str, Tensor]):
         return len(self._state)
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _state_in(source: str | os.PathLike[str] | Mapping[str, Any]) -> SafetensorsState | _LazyState:
+    """The weights in ``source``, of which all that has a checksum is verified."""
+    if isinstance(source, Mapping):
+        return _LazyState(source)
+    path = Path(source)
     if not path.is_file():
         raise FileNotFoundError(f"There is no file '{path}'.")
-    try:
-        if path.suffix == ".safetensors":
-            return SafetensorsState(path)
+    if path.suffix == ".safetensors":
+        return SafetensorsState(path)
+    archive.check(path)
+    with reading(path):
         contents = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # what a file that is broken, or another kind, raises depends on it
-        raise ValueError(f"'{path}' cannot be read as a file of weights: {error}") from error
     if not isinstance(contents, Mapping):
         raise ValueError(f"'{path}' holds a {type(contents).__name__}, not weights by their names.")
-    return contents
+    with reading(path):
+        return _LazyState(contents)
 
 
-def _ticket_in(contents: Mapping[str, Any]) -> Ticket | None:
+def _ticket_in(state: SafetensorsState | _LazyState) -> Ticket | None:
     """The ticket that a checkpoint's EarlyBirdTicket, or a sparse safetensors file, keeps."""
-    if isinstance(contents, SafetensorsState):
-        masks = [PackedMasks({name: contents.packed(name).mask()}) for name in contents.sparse]
-        return _with_ratio(PackedMasks.merged(masks)) if masks else None
-    for state in contents.get("callbacks", {}).values():
-        if isinstance(state, Mapping) and Ticket.is_state(state.get("ticket")):
-            return Ticket.from_state_dict(state["ticket"])
-    return None
+    if isinstance(state, _LazyState):
+        return state.ticket
+    masks = [PackedMasks({name: state.packed(name).mask()}) for name in state.sparse]
+    return _with_ratio(PackedMasks.merged(masks)) if masks else None
 
 
 def _with_ratio(masks: PackedMasks) -> Ticket:

@@ -13,6 +13,7 @@ from lightning.fabric.utilities.distributed import (
     _sync_ddp_if_available,
 )
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from lightning_axosparse.adapters.requirements import refuse_world
 from lightning_axosparse.adapters.sampling import process_dataloader
+from lightning_axosparse.checkpoint_io import AtomicCheckpointIO
 from lightning_axosparse.grid import Grid
 from lightning_axosparse.groups import Groups
 from lightning_axosparse.mpi import environment
@@ -62,6 +64,20 @@ class GridStrategy(ParallelStrategy):
         self._ranks_a_replica = ranks_a_replica
         self._num_nodes = 1
         self._groups: Groups | None = None
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's, or one that writes files whole or not at all."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = AtomicCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            # It is ignored by one that wraps a user's.
+            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
     @property
     def num_nodes(self) -> int:

@@ -50,6 +50,7 @@ from lightning_axosparse.arguments import (
     one_of,
 )
 from lightning_axosparse.autogrid import suitable_grid
+from lightning_axosparse.checkpoint_io import clear_unfinished_checkpoints
 from lightning_axosparse.cutting import Cutter
 from lightning_axosparse.dealing import UNDIVIDED, deal, profile_example, refuse_no_example
 from lightning_axosparse.deployment import Deployment
@@ -267,6 +268,8 @@ class AxoSparseStrategy(GridStrategy):
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(module)
         if trainer.state.fn == TrainerFn.FITTING:
+            if self.is_global_zero:
+                clear_unfinished_checkpoints(trainer)
             self.regridded = None
             with dense_shapes(module) as made:
                 self.setup_optimizers(trainer)

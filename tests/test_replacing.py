@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from lightning_axosparse import Ticket, save_safetensors, sparsify
-from lightning_axosparse.replacing import replacing
+from lightning_axosparse.replacing import clear_partials, replacing
 from lightning_axosparse.sparse.weight import SparseWeight
 
 
 def test_a_file_comes_to_be_when_it_is_whole(tmp_path: Path) -> None:
     for content in ("old", "new"):
         with replacing(str(tmp_path / "file")) as partial:
-            partial.write_text(content)
+            partial.write(content.encode())
         assert (tmp_path / "file").read_text() == content
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
 
@@ -40,8 +40,8 @@ def test_weights_that_cannot_be_written_leave_the_old_file(
 
 
 def test_so_does_a_ticket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def half(content: Any, path: Path) -> None:
-        path.write_bytes(b"half")
+    def half(content: Any, file: Any) -> None:
+        file.write(b"half")
         raise OSError("no space left")
 
     ticket = Ticket({"a.weight": torch.eye(3).bool()}, 0.6)
@@ -51,3 +51,28 @@ def test_so_does_a_ticket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ticket.save(tmp_path / "a.ticket")
     assert Ticket.load(tmp_path / "a.ticket") == ticket
     assert [file.name for file in tmp_path.iterdir()] == ["a.ticket"]
+
+
+def test_only_files_without_a_writer_are_cleared(tmp_path: Path) -> None:
+    leftover, others = tmp_path / ".a.ckpt.0123456789ab.partial", tmp_path / ".a.ckpt.partial"
+    for file in (leftover, others):
+        file.touch()
+    clear_partials(tmp_path, "b.ckpt")
+    assert leftover.exists()
+    with replacing(tmp_path / "a.ckpt") as file:
+        assert not leftover.exists()
+        clear_partials(tmp_path)
+        file.write(b"whole")
+    assert (tmp_path / "a.ckpt").read_bytes() == b"whole"
+    leftover.touch()
+    clear_partials(tmp_path)
+    clear_partials(tmp_path / "nowhere")
+    assert {file.name for file in tmp_path.iterdir()} == {others.name, "a.ckpt"}
+
+
+def test_a_name_may_be_as_long_as_the_file_system_has_them(tmp_path: Path) -> None:
+    path = tmp_path / ("[x]" + "é" * 126)
+    for content in (b"old", b"new"):
+        with replacing(path) as file:
+            file.write(content)
+    assert path.read_bytes() == b"new"

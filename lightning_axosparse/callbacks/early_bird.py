@@ -115,6 +115,8 @@ class EarlyBirdTicket(Callback):
         self.ticket = Ticket.load(ticket) if isinstance(ticket, str | os.PathLike) else ticket
         self.distances: list[float] = []
         self._window: deque[PackedMasks] = deque(maxlen=window)
+        self._compared: int | None = None
+        """Epochs whose end is behind this callback; None outside of training."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what cannot work, before any weights are touched."""
@@ -146,8 +148,21 @@ class EarlyBirdTicket(Callback):
         if self.ticket is not None:
             self._prune(trainer, self.ticket)
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Make up for the end of an epoch that came after the checkpoint of its last batch.
+
+        Lightning goes on with the next epoch then, without ``on_train_epoch_end`` of that one.
+        """
+        resumed, self._compared = self._compared, trainer.current_epoch
+        if resumed is not None and resumed < trainer.current_epoch:
+            self._end_epoch(trainer, pl_module, trainer.current_epoch - 1)
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compare this epoch's masks with the window, and draw the ticket when they agree."""
+        self._end_epoch(trainer, pl_module, trainer.current_epoch)
+        self._compared = trainer.current_epoch + 1
+
+    def _end_epoch(self, trainer: Trainer, pl_module: LightningModule, epoch: int) -> None:
         if self.ticket is not None:
             return
         masks = self._masks(trainer, pl_module)
@@ -157,12 +172,13 @@ class EarlyBirdTicket(Callback):
             self.distances.append(max(distances))
             pl_module.log("mask_distance", self.distances[-1], sync_dist=True)
         settled = len(self._window) == self._window.maxlen and max(distances) < self.threshold
-        late = self.draw_by_epoch is not None and trainer.current_epoch + 1 >= self.draw_by_epoch
+        late = self.draw_by_epoch is not None and epoch + 1 >= self.draw_by_epoch
         if settled or late:
-            self._draw(trainer, pl_module, masks)
+            self._draw(trainer, pl_module, masks, epoch)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say so when the masks never settled."""
+        self._compared = None
         if self.ticket is None:
             last = f"{self.distances[-1]:.3f}" if self.distances else "none"
             rank_zero_warn(
@@ -175,6 +191,7 @@ class EarlyBirdTicket(Callback):
     def state_dict(self) -> dict[str, Any]:
         """The ticket and the distances so far; :meth:`on_save_checkpoint` adds the window."""
         return {
+            "compared": self._compared,
             "ticket": None if self.ticket is None else self.ticket.state_dict(),
             "distances": list(self.distances),
             "window": [],
@@ -204,6 +221,7 @@ class EarlyBirdTicket(Callback):
                     "without `ticket=`, or start a new run from the weights alone."
                 )
             self.ticket = ticket
+        self._compared = state_dict.get("compared")
         self.distances = list(state_dict["distances"])
         self._window.clear()
         self._window.extend(PackedMasks.from_state_dict(state) for state in state_dict["window"])
@@ -233,8 +251,10 @@ class EarlyBirdTicket(Callback):
         found = [distance(masks, other, counted, strategy.inter_group) for other in others]
         return from_first(found, strategy.data_group)
 
-    def _draw(self, trainer: Trainer, module: LightningModule, masks: PackedMasks) -> None:
-        """Make the first replica's masks the ticket, on all ranks."""
+    def _draw(
+        self, trainer: Trainer, module: LightningModule, masks: PackedMasks, epoch: int
+    ) -> None:
+        """Make the first replica's masks, at the end of ``epoch``, the ticket, on all ranks."""
         strategy: Any = trainer.strategy
         part = _part(masks, strategy.counted_parameters())
         parts = all_gather(from_first(part, strategy.data_group), strategy.inter_group)
@@ -242,7 +262,7 @@ class EarlyBirdTicket(Callback):
             PackedMasks.merged(parts).only(prunable(module, self.exclude)),
             pruning_ratio=self.pruning_ratio,
             scope=self.scope,
-            epoch=trainer.current_epoch,
+            epoch=epoch,
             step=trainer.global_step,
             distance=self.distance,
             distances=tuple(self.distances),

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_axosparse.arguments import refuse_mask
+from lightning_axosparse.checksum import verified, with_checksum
+from lightning_axosparse.corrupt import CorruptFileError
 
 
 class PackedMasks(Mapping[str, Tensor]):
@@ -69,17 +71,29 @@ class PackedMasks(Mapping[str, Tensor]):
 
     def state_dict(self) -> dict[str, Any]:
         """Plain containers and uint8 tensors, for ``torch.load(weights_only=True)``."""
-        return {
-            "bits": dict(self._bits),
-            "shapes": {name: list(shape) for name, shape in self.shapes.items()},
-        }
+        return with_checksum(
+            {
+                "bits": dict(self._bits),
+                "shapes": {name: list(shape) for name, shape in self.shapes.items()},
+            }
+        )
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> PackedMasks:
-        """The masks that :meth:`state_dict` described."""
+        """The masks that :meth:`state_dict` described.
+
+        Raises:
+            CorruptFileError: if they have changed.
+        """
+        fields = verified(state, "masks")
         masks = cls({})
-        masks._bits = dict(state["bits"])
-        masks.shapes = {name: torch.Size(shape) for name, shape in state["shapes"].items()}
+        masks._bits = dict(fields["bits"])
+        masks.shapes = {name: torch.Size(shape) for name, shape in fields["shapes"].items()}
+        for name, shape in masks.shapes.items():
+            bits = masks._bits.get(name)
+            size = -(-shape.numel() // 8)
+            if bits is None or bits.dtype != torch.uint8 or bits.shape != (size,):
+                raise CorruptFileError(f"the mask of '{name}' has not one bit an entry")
         return masks
 
 

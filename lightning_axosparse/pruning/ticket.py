@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_axosparse import archive
 from lightning_axosparse.arguments import (
     INDEX,
     MASKS,
@@ -22,8 +23,9 @@ from lightning_axosparse.arguments import (
     list_of,
     one_of,
 )
+from lightning_axosparse.checksum import verified, with_checksum
+from lightning_axosparse.corrupt import CorruptFileError, reading
 from lightning_axosparse.pruning.packed import PackedMasks
-from lightning_axosparse.replacing import replacing
 
 _FIELDS = {
     "masks": MASKS,
@@ -34,7 +36,8 @@ _FIELDS = {
     "distance": one_of("overlap", "hamming"),
     "distances": list_of("a list of numbers from 0 to 1", SHARE),
 }
-_FORMAT = "lightning_axosparse.Ticket/1"
+_KIND = "lightning_axosparse.Ticket/"
+_FORMAT = f"{_KIND}2"
 
 
 @dataclass(frozen=True, repr=False)
@@ -94,24 +97,33 @@ class Ticket:
     def state_dict(self) -> dict[str, Any]:
         """Plain containers and uint8 tensors, for ``torch.load(weights_only=True)``."""
         fields = {name: value for name, value in vars(self).items() if name != "masks"}
-        return {"format": _FORMAT, "masks": self._packed.state_dict(), **fields}
+        return with_checksum({"format": _FORMAT, "masks": self._packed.state_dict(), **fields})
 
     @staticmethod
     def is_state(value: object) -> bool:
-        """Whether ``value`` came from :meth:`state_dict` of this version."""
-        return isinstance(value, Mapping) and value.get("format") == _FORMAT
+        """Whether ``value`` came from :meth:`state_dict`, of this version or another."""
+        return isinstance(value, Mapping) and str(value.get("format")).startswith(_KIND)
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Ticket:
-        """The ticket that :meth:`state_dict` described."""
-        fields = {name: value for name, value in state.items() if name not in ("format", "masks")}
-        return cls(PackedMasks.from_state_dict(state["masks"]), **fields)
+        """The ticket that :meth:`state_dict` described.
+
+        Raises:
+            CorruptFileError: if it has changed, or is of another version.
+        """
+        if state["format"] != _FORMAT:
+            raise CorruptFileError(
+                f"it is a {state['format']}, but this version of lightning_axosparse reads "
+                f"{_FORMAT}"
+            )
+        fields = verified(state, "the ticket")
+        del fields["format"]
+        return cls(PackedMasks.from_state_dict(fields.pop("masks")), **fields)
 
     @checked(ValueError, path=PATH)
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the ticket to a file, at about one bit a weight."""
-        with replacing(path) as partial:
-            torch.save(self.state_dict(), partial)
+        archive.save(self.state_dict(), path)
 
     @classmethod
     @checked(ValueError, path=PATH)
@@ -120,21 +132,16 @@ class Ticket:
 
         Raises:
             FileNotFoundError: if there is no such file.
-            ValueError: if it is no ticket.
+            CorruptFileError: if it is not as it was written, or no ticket.
         """
         if not Path(path).is_file():
             raise FileNotFoundError(f"There is no ticket file '{path}'.")
-        try:
+        archive.check(path)
+        with reading(path):
             state = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # what another kind of file raises depends on its bytes
-            raise ValueError(f"'{path}' is not a ticket file: {error}") from error
-        if not cls.is_state(state):
-            found = state.get("format") if isinstance(state, dict) else None
-            raise ValueError(
-                f"'{path}' is not a ticket file of this version ({_FORMAT}); it says {found!r}. "
-                "Write one with Ticket.save."
-            )
-        return cls.from_state_dict(state)
+            if not cls.is_state(state):
+                raise CorruptFileError("it is not a ticket, which Ticket.save writes")
+            return cls.from_state_dict(state)
 
     def __repr__(self) -> str:
         return (

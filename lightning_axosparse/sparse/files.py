@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from lightning_axosparse.arguments import BOOL, MODULE, PATH, checked
+from lightning_axosparse.corrupt import CorruptFileError, reading
 from lightning_axosparse.replacing import replacing
 from lightning_axosparse.sparse.packed import Packed
 from lightning_axosparse.sparse.weight import SparseWeight
 
-_KEY = "lightning_axosparse.sparse/1"
+_KEY = "lightning_axosparse.sparse/2"
 """The entry of a file's metadata that tells shape and dtype of each sparse tensor."""
+
+_WRITER, _CHECKSUM = "lightning_axosparse.writer", "lightning_axosparse.crc32"
+"""Entries of the metadata: who wrote the file, and the CRC-32 of all of it.
+
+There are two, first and last, so that damage to one does not hide that there was a checksum.
+"""
+
+_UNSUMMED = "0" * 8
+"""What stands for the checksum in what it is the checksum of."""
+
+_LONGEST_HEADER = 100_000_000
+"""Bytes, as in the library."""
+
+_BLOCK = 1 << 20
 
 _CODES = {
     torch.float64: "F64",
@@ -49,7 +66,7 @@ def save_safetensors(module: nn.Module, path: str | Path, sparse: bool = True) -
             dtype that the format does not have.
     """
     tensors: dict[str, Tensor] = {}
-    metadata = {"format": "pt"}
+    metadata = {_WRITER: "2", "format": "pt"}
     described: dict[str, dict[str, Any]] = {}
     first_names: dict[int, str] = {}
     for name, value in module.state_dict(keep_vars=True).items():
@@ -77,37 +94,58 @@ class SafetensorsState(Mapping[str, Tensor]):
     Sparse ones have the dense shape and hold only their kept entries.
 
     Args:
-        path: a file, written here or by others.
+        path: a file, written here or by others. One that was written here is read once, a block at
+            a time, to see whether it is whole.
+
+    Raises:
+        OSError: if the file cannot be opened.
+        CorruptFileError: if it is not as it was written.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._file = safe_open(path, framework="pt")
-        metadata = dict(self._file.metadata() or {})
-        self._described: dict[str, dict[str, Any]] = json.loads(metadata.pop(_KEY, "{}"))
-        parts = {f"{name}.{part}" for name in self._described for part in ("index", "values")}
-        names: list[str] = self._file.keys()
-        self._first = {n: n for n in (*self._described, *names) if n not in parts}
-        self._first.update({k: v for k, v in metadata.items() if v in self._first})
+        _check(path)
+        self._path = path
+        with reading(path):
+            self._file = safe_open(path, framework="pt")
+            metadata = dict(self._file.metadata() or {})
+            self._described: dict[str, dict[str, Any]] = json.loads(metadata.pop(_KEY, "{}"))
+            parts = {f"{name}.{part}" for name in self._described for part in ("index", "values")}
+            names: list[str] = self._file.keys()
+            self._first = {n: n for n in (*self._described, *names) if n not in parts}
+            self._first.update({k: v for k, v in metadata.items() if v in self._first})
 
     @property
     def sparse(self) -> list[str]:
         """The names of the tensors whose kept entries are in the file; of tied names the first."""
         return list(self._described)
 
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The dense shape of each tensor."""
+        return {name: self._shape(first) for name, first in self._first.items()}
+
+    def _shape(self, first: str) -> torch.Size:
+        if first in self._described:
+            return torch.Size(self._described[first]["shape"])
+        return torch.Size(self._file.get_slice(first).get_shape())
+
     def packed(self, name: str) -> Packed:
         """One of the ``sparse`` tensors as it is in the file."""
-        told = self._described[name]
-        return Packed(
-            torch.Size(told["shape"]),
-            getattr(torch, told["dtype"]),
-            self._file.get_tensor(f"{name}.index"),
-            self._file.get_tensor(f"{name}.values"),
-        )
+        with reading(self._path):
+            told = self._described[name]
+            return Packed(
+                torch.Size(told["shape"]),
+                getattr(torch, told["dtype"]),
+                self._file.get_tensor(f"{name}.index"),
+                self._file.get_tensor(f"{name}.values"),
+            )
 
     def __getitem__(self, name: str) -> Tensor:
         first = self._first[name]
         if first in self._described:
-            return self.packed(first).lazy()
+            packed = self.packed(first)
+            with reading(self._path):
+                return packed.lazy()
         tensor: Tensor = self._file.get_tensor(first)
         return tensor
 
@@ -130,10 +168,49 @@ def _write(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
         begin, end = end, end + tensor.numel() * tensor.dtype.itemsize
         shape, code = list(tensor.shape), _CODES[tensor.dtype]
         header[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with replacing(path) as partial, partial.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+    unsummed = _head(header, _UNSUMMED)
+    checksum = crc32(unsummed)
+    with replacing(path) as file:
+        file.write(unsummed)
         for _, tensor in ordered:
             whole = tensor.dense() if isinstance(tensor, SparseWeight) else tensor
-            file.write(whole.reshape(-1).contiguous().cpu().view(torch.uint8).numpy().data)
+            data = whole.reshape(-1).contiguous().cpu().view(torch.uint8).numpy().data
+            checksum = crc32(data, checksum)
+            file.write(data)
+        file.seek(0)
+        file.write(_head(header, f"{checksum:08x}"))
+
+
+def _head(header: dict[str, Any], checksum: str) -> bytes:
+    """What comes before the tensors: the header and its length."""
+    header["__metadata__"][_CHECKSUM] = checksum
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _check(path: str | Path) -> None:
+    """Compare a file that :func:`save_safetensors` wrote with its checksum, a block at a time.
+
+    Raises:
+        OSError: if the file cannot be opened.
+        CorruptFileError: if it is not as it was written.
+    """
+    with open(path, "rb") as file, reading(path):
+        size = file.seek(0, 2)
+        file.seek(0)
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(size - 8, _LONGEST_HEADER):
+            raise CorruptFileError(f"its header would have {length} bytes")
+        file.seek(0)
+        head = file.read(8 + length)
+        if b"lightning_axosparse." not in head:
+            return  # written by others
+        found = re.search(rb'"%s": "([0-9a-f]{8})"' % re.escape(_CHECKSUM).encode(), head)
+        if found is None:
+            raise CorruptFileError("its checksum is missing, as in files of older versions")
+        checksum = crc32(head[: found.start(1)] + _UNSUMMED.encode() + head[found.end(1) :])
+        while block := file.read(_BLOCK):
+            checksum = crc32(block, checksum)
+        if found[1] != b"%08x" % checksum:
+            raise CorruptFileError("its checksum does not match its content")

@@ -22,6 +22,7 @@ Skipped = Callable[[str], bool]
 def load_kept(
     module: nn.Module,
     state: Mapping[str, Tensor],
+    shapes: Mapping[str, torch.Size],
     masks: Mapping[str, Tensor],
     skip: Sequence[str] = (),
 ) -> list[str]:
@@ -34,6 +35,7 @@ def load_kept(
     Args:
         module: the model; a parameter that is stored sparse already takes over its mask here.
         state: name -> tensor, as in ``module.state_dict()``; best one that reads when asked.
+        shapes: name -> the dense shape that it has in ``state``, for each name there.
         masks: parameter name -> bool tensor of its shape, True where an entry is kept.
         skip: patterns (as in :mod:`fnmatch`) of names to leave alone: a fresh head. They may be
             missing in ``state``, of another shape there, or unknown to the module.
@@ -43,8 +45,8 @@ def load_kept(
 
     Raises:
         ValueError: for names that are on one side alone, or a module on the meta device that
-            ``state`` does not fill, and for masks of other shapes, before anything has changed; for
-            a shape that does not fit in ``state``.
+            ``state`` does not fill, and for masks and parameters of other shapes, before anything
+            has changed.
     """
 
     def skipped(name: str) -> bool:
@@ -53,6 +55,7 @@ def load_kept(
     owned = [entry for entry in owned_parameters(module) if not all(map(skipped, entry.names))]
     _refuse_names(module, owned, state, skipped)
     _refuse_masks(owned, masks)
+    _refuse_shapes(owned, shapes)
     adopted = []
     rest = {name for name in state if not skipped(name)}
     for entry in owned:
@@ -61,7 +64,7 @@ def load_kept(
             _materialise(entry)
         else:
             stored = next(name for name in entry.names if name in state)
-            _adopt(entry, masked, state[stored], masks[masked])
+            _adopt(entry, state[stored], masks[masked])
             adopted.append(masked)
             rest.difference_update(entry.names)
     _materialise_buffers(module)
@@ -70,14 +73,9 @@ def load_kept(
     return adopted
 
 
-def _adopt(entry: Owned, name: str, tensor: Tensor, mask: Tensor) -> None:
+def _adopt(entry: Owned, tensor: Tensor, mask: Tensor) -> None:
     """Make ``entry`` the kept entries of ``tensor``."""
     parameter = entry.parameter
-    if tensor.shape != mask.shape:
-        raise ValueError(
-            f"'{name}' has shape {tuple(tensor.shape)} in the file, {tuple(mask.shape)} in the "
-            "module and the ticket. Load into the model that it was saved from."
-        )
     layout = layout_of(mask.to(tensor.device))
     reading = entry.reading or Reading(parameter.dtype)
     values = _kept(tensor.detach(), layout).to(reading.dtype).to(master_dtype(reading.dtype))
@@ -142,10 +140,26 @@ def _refuse_names(
         )
 
 
+def _refuse_shapes(owned: Sequence[Owned], shapes: Mapping[str, torch.Size]) -> None:
+    """Refuse weights of other shapes than the parameters have."""
+    for entry in owned:
+        for name in entry.names:
+            if name in shapes and shapes[name] != _shape(entry):
+                raise ValueError(
+                    f"'{name}' has shape {tuple(shapes[name])} in the file, "
+                    f"{tuple(_shape(entry))} in the module. Skip it (`skip=['{name}']`), or load "
+                    "into the model that it was saved from."
+                )
+
+
+def _shape(entry: Owned) -> torch.Size:
+    return entry.parameter.shape if entry.layout is None else entry.layout.shape
+
+
 def _refuse_masks(owned: Sequence[Owned], masks: Mapping[str, Tensor]) -> None:
     """Refuse masks of other shapes than the parameters have."""
     for entry in owned:
-        shape = entry.parameter.shape if entry.layout is None else entry.layout.shape
+        shape = _shape(entry)
         for name in entry.names:
             if name in masks and masks[name].shape != shape:
                 raise ValueError(

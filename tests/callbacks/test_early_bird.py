@@ -191,6 +191,17 @@ class SavedAt(Callback):
             trainer.save_checkpoint(self.path)
 
 
+class SavedAfterStep(SavedAt):
+    """As ``ModelCheckpoint(every_n_train_steps=...)`` does."""
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        if trainer.global_step == self.epoch:
+            trainer.save_checkpoint(self.path)
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        pass
+
+
 @pytest.mark.parametrize("saved_at", [0, 1, 2, 3, 4])
 def test_a_resumed_run_draws_the_same_ticket(saved_at, tmp_path):
     settings = {"threshold": 0.02, "draw_by_epoch": 4}
@@ -205,6 +216,23 @@ def test_a_resumed_run_draws_the_same_ticket(saved_at, tmp_path):
     assert trainer.strategy.swaps == 1
     for name, tensor in expected.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], tensor)
+
+
+@pytest.mark.parametrize("saved_at", [4, 8, 12, 16, 20])
+def test_so_does_one_resumed_from_the_last_batch_of_an_epoch(saved_at, tmp_path):
+    settings = {"threshold": 0.02, "draw_by_epoch": 4}
+    whole, resumed = search(**settings), search(**settings)
+    path = tmp_path / "a.ckpt"
+    expected, _ = fit(whole, 6, callbacks=[SavedAfterStep(saved_at, path)])
+    checkpoint = torch.load(path, weights_only=True)
+    assert (checkpoint["callbacks"]["EarlyBirdTicket"]["ticket"] is not None) == (saved_at > 16)
+    model, trainer = fit(resumed, 6, ckpt_path=path)
+    assert (whole.ticket.epoch, whole.ticket.step) == (3, 16)
+    assert resumed.ticket == whole.ticket
+    assert resumed.distances == whole.distances
+    assert trainer.strategy.swaps == 1
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor)
 
 
 def test_a_checkpoint_with_another_ticket_is_refused(ticket, tmp_path):
