@@ -1,0 +1,1 @@
+"""Faults: what happens when ranks, hosts, links or files break."""
