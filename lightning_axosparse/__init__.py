@@ -1,5 +1,10 @@
 """Message-driven pipeline parallelism and early-bird sparse training for PyTorch Lightning."""
 
+# ruff: noqa: E402
+from lightning_axosparse.mpi.slurm import announce_unmanaged_tasks
+
+announce_unmanaged_tasks()  # before the imports that take long
+
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_axosparse.callbacks.early_bird import EarlyBirdTicket

@@ -43,6 +43,9 @@ class GridStrategy(ParallelStrategy):
         cluster_environment: None: what MPI says.
         checkpoint_io: how files are read and written.
         precision_plugin: how numbers are rounded.
+
+    Raises:
+        MisconfigurationException: if this is one of several processes that MPI does not connect.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class GridStrategy(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
+        environment.check_connected()
         super().__init__(
             accelerator,
             parallel_devices,

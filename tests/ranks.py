@@ -22,6 +22,12 @@ PATIENCE = 600
 
 def run_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list:
     """Call ``function(*args)`` on each of ``ranks`` fresh processes; the results in rank order."""
+    mpiexec = Path(sys.executable).parent / "mpiexec"
+    return run_job([str(mpiexec), "-n", str(ranks), *warm_python()], ranks, function, *args)
+
+
+def run_job(start: list[str], ranks: int, function: Callable[..., Any], *args: Any) -> list:
+    """The same, where the command ``start`` starts the Python of each rank."""
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job"
         cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
@@ -29,9 +35,8 @@ def run_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list:
             job.write_bytes(cloudpickle.dumps((function, args)))
         finally:
             cloudpickle.unregister_pickle_by_value(sys.modules[function.__module__])
-        mpiexec = Path(sys.executable).parent / "mpiexec"
         done = subprocess.run(
-            [mpiexec, "-n", str(ranks), *warm_python(), "-m", "tests.ranks", str(job)],
+            [*start, "-m", "tests.ranks", str(job)],
             cwd=REPOSITORY,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,

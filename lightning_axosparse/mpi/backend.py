@@ -7,10 +7,10 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from mpi4py import MPI
-from torch.distributed import TCPStore
 
 from lightning_axosparse.mpi.environment import placement
 from lightning_axosparse.mpi.process_group import MPIProcessGroup
+from lightning_axosparse.mpi.rendezvous import common_store
 
 NAME = "mpi4py"
 
@@ -22,7 +22,8 @@ def init_process_group(device_type: str) -> None:
         device_type: ``"cpu"``, or ``"cuda"`` for NCCL beside MPI.
 
     Raises:
-        MisconfigurationException: if torch.distributed runs already, on another backend.
+        MisconfigurationException: if torch.distributed runs already, on another backend, or if
+            NCCL's ranks have no address to find one another.
     """
     if dist.is_initialized():
         if isinstance(dist.group.WORLD, MPIProcessGroup):
@@ -34,24 +35,14 @@ def init_process_group(device_type: str) -> None:
         )
     here = placement()
     backend = NAME if device_type == "cpu" else f"cpu:{NAME},cuda:nccl"
-    dist.init_process_group(
-        backend, store=_common_store(), rank=here.rank, world_size=here.world_size
-    )
+    store = common_store(required=device_type != "cpu")
+    dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world_size)
 
 
 def destroy_process_group() -> None:
     """Undo :func:`init_process_group`; called by all ranks. Other backends are left alone."""
     if dist.is_initialized() and isinstance(dist.group.WORLD, MPIProcessGroup):
         dist.destroy_process_group()
-
-
-def _common_store() -> TCPStore:
-    here = placement()
-    server = None
-    if here.rank == 0:
-        server = TCPStore(here.main_address, 0, is_master=True, wait_for_workers=False)
-    port = MPI.COMM_WORLD.bcast(server and server.port)
-    return server or TCPStore(here.main_address, port, is_master=False)
 
 
 def _create(options: Any, _: Any) -> MPIProcessGroup:

@@ -20,15 +20,15 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_axosparse.grid import Grid
+from lightning_axosparse.mpi import slurm
 
-# Set for the ranks of a job by Open MPI, by MPICH and its kin, by MVAPICH, by jsrun, and for the
-# tasks of a Slurm step by srun. Slurm's other variables also reach processes that are no ranks.
+# Set for the ranks of a job by Open MPI, by MPICH and its kin, by MVAPICH, by jsrun, and by srun.
 _SIZE_VARIABLES = (
     "OMPI_COMM_WORLD_SIZE",
     "PMI_SIZE",
     "MV2_COMM_WORLD_SIZE",
     "JSM_NAMESPACE_SIZE",
-    "SLURM_STEP_NUM_TASKS",
+    slurm.TASKS,
 )
 _GET_MPI = (
     "Install one with `pip install 'lightning-axosparse[mpich]'`, or load your cluster's MPI "
@@ -47,6 +47,7 @@ class Placement:
     world_size: int = 1
     local_rank: int = 0
     node_rank: int = 0
+    nodes: int = 1
     main_address: str = "127.0.0.1"
 
 
@@ -66,6 +67,32 @@ def job_size() -> int:
     return MPI.COMM_WORLD.size
 
 
+def check_connected() -> None:
+    """Check that MPI connects the processes that were started together; every rank finds the same.
+
+    Raises:
+        MisconfigurationException: if MPI connects another number of ranks than were started.
+    """
+    if job_size() == 1:
+        return
+    from mpi4py import MPI
+
+    connected = MPI.COMM_WORLD.size
+    if connected == job_size():
+        return
+    if slurm.unmanaged_tasks():
+        raise MisconfigurationException(
+            f"srun started {job_size()} tasks, but MPI connects {connected} of them: the tasks "
+            f"know nothing of each other. To train on them together, {slurm.START_RANKS}"
+        )
+    raise MisconfigurationException(
+        f"{job_size()} processes were started, but MPI connects {connected} of them. The "
+        f"launcher and the MPI library that mpi4py loads ({_library()}) do not fit together: "
+        "use the mpiexec of that library, or under Slurm the right `srun --mpi=...` "
+        "(`srun --mpi=list` shows them)."
+    )
+
+
 @cache
 def placement() -> Placement:
     """The place of this process in its job; the first call is collective over all ranks.
@@ -75,16 +102,13 @@ def placement() -> Placement:
     """
     if job_size() == 1:
         return Placement()
+    check_connected()
     from mpi4py import MPI
 
+    from lightning_axosparse.mpi.segments import unlink_segments
+
     world = MPI.COMM_WORLD
-    if world.size != job_size():
-        raise MisconfigurationException(
-            f"{job_size()} processes were started, but MPI connects {world.size} of them. The "
-            f"launcher and the MPI library that mpi4py loads ({_library()}) do not fit together: "
-            "use the mpiexec of that library, or under Slurm the right `srun --mpi=...` "
-            "(`srun --mpi=list` shows them)."
-        )
+    unlink_segments(world)
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     first_ranks = sorted(set(world.allgather(node.bcast(world.rank))))
     here = Placement(
@@ -92,6 +116,7 @@ def placement() -> Placement:
         world_size=world.size,
         local_rank=node.rank,
         node_rank=first_ranks.index(node.bcast(world.rank)),
+        nodes=len(first_ranks),
         main_address=world.bcast(_address(nodes=len(first_ranks))),
     )
     node.Free()
@@ -139,7 +164,7 @@ class MPIJobEnvironment(ClusterEnvironment):
     def main_port(self) -> int:
         """A free port of this host; the ranks connect by MPI and do not use it."""
         with closing(socket.socket()) as probe:
-            probe.bind(("", 0))
+            probe.bind(("127.0.0.1", 0))
             return int(probe.getsockname()[1])
 
     @staticmethod

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -114,6 +116,9 @@ class Failure:
         return cls(time.time(), where, exception, trace)
 
 
+_PREFIX = "axosparse-"
+
+
 class JobFolder:
     """The files of one job.
 
@@ -131,12 +136,17 @@ class JobFolder:
     def temporary(cls) -> Iterator[JobFolder]:
         """A folder for the caller, with its lifeline held; both gone at the end.
 
-        The lifeline is a lock that the operating system takes from the caller however it dies.
+        The lifeline is a lock that the operating system takes from the caller however it dies. Of
+        callers that were killed together with their ranks, the folders are removed here.
         """
-        with tempfile.TemporaryDirectory(prefix="axosparse-", ignore_cleanup_errors=True) as path:
+        remove_orphans(Path(tempfile.gettempdir()))
+        prefix = f"{_PREFIX}{os.getpid()}-"
+        with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as path:
             folder = cls(Path(path))
-            with folder._lifeline.open("w") as lifeline:
+            unlocked = folder.path / "unlocked"
+            with unlocked.open("w") as lifeline:
                 fcntl.lockf(lifeline, fcntl.LOCK_EX)
+                unlocked.rename(folder._lifeline)  # Who finds one that is free may remove it.
                 yield folder
 
     @property
@@ -158,3 +168,20 @@ class JobFolder:
         """The failure that came first, if any rank left one."""
         failures = [cloudpickle.loads(f.read_bytes()) for f in self.path.glob("failure-*")]
         return min(failures, key=lambda failure: failure.when, default=None)
+
+
+def remove_orphans(folder: Path) -> None:
+    """Remove this user's job folders in ``folder`` whose caller is dead.
+
+    A process never tries a lifeline of its own: closing the file would let its lock go.
+    """
+    for path in folder.glob(f"{_PREFIX}*-*"):
+        try:
+            mine = path.name.startswith(f"{_PREFIX}{os.getpid()}-")
+            if mine or path.lstat().st_uid != os.getuid():
+                continue
+            with (path / "lifeline").open("r+") as lifeline:
+                fcntl.lockf(lifeline, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+        except OSError:  # The caller lives, or the folder is gone by now.
+            continue

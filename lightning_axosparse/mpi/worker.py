@@ -19,6 +19,7 @@ from lightning_axosparse.mpi.changes import Snapshot, known_objects
 from lightning_axosparse.mpi.environment import describe_rank
 from lightning_axosparse.mpi.job import Answer, Failure, Job, JobFolder, ProcessState
 from lightning_axosparse.mpi.pickling import load, save
+from lightning_axosparse.mpi.segments import unlink_segments
 
 _PR_SET_PDEATHSIG = 1
 
@@ -33,6 +34,7 @@ def main(folder: JobFolder) -> None:
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
+    unlink_segments(world)
     # Until the strategy says so, every process takes itself for rank zero and prints.
     vars(rank_zero_only).update(rank=world.rank)
     job: Job | None = None

@@ -97,7 +97,7 @@ def stand() -> tuple[Placement, Any]:
 
 def test_placement_on_ranks():
     for rank, (here, refusal) in enumerate(run_ranks(3, stand)):
-        assert here == Placement(rank, 3, rank, 0, "127.0.0.1")
+        assert here == Placement(rank, 3, rank, node_rank=0, nodes=1, main_address="127.0.0.1")
         assert "7 processes were started, but MPI connects 3" in refusal
         assert "srun --mpi" in refusal
 

@@ -1,0 +1,196 @@
+"""Slurm: the README's script, tasks that srun did not connect, a rank that is killed."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from tests.parity.cases import Net, fit, trainer
+from tests.ranks import PATIENCE, REPOSITORY
+
+DAEMONS = ("munged", "slurmctld", "slurmd")
+CONFIGURATION = """
+ClusterName=one
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmdPort={ports[1]}
+CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
+AuthInfo=socket={folder}/munge.socket
+SlurmUser={user}
+SlurmdUser={user}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+KillWait=2
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SlurmdParameters=config_overrides
+SelectType=select/cons_tres
+NodeName={host} NodeAddr=127.0.0.1 CPUs=8
+PartitionName=all Nodes=ALL Default=YES
+"""
+TRAIN = """
+import os, signal, sys
+import lightning as L
+import torch
+from tests.ranks import without_transformers
+without_transformers()
+from lightning_axosparse import AxoSparseStrategy
+from tests.parity.cases import Net, fit, trainer
+
+class Doomed(Net):
+    def on_train_batch_start(self, batch, batch_idx):
+        if os.environ.get("DOOMED") == str(self.trainer.global_rank) and batch_idx == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+L.seed_everything(0, verbose=False)
+run = trainer(AxoSparseStrategy(g_inter=2, microbatches=2), 2)
+record = fit(run, Doomed())
+if run.is_global_zero:
+    torch.save(record.losses, "losses")
+"""
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment of a user of a Slurm with one node, this one."""
+    path = os.pathsep.join((os.environ["PATH"], "/usr/sbin"))
+    found = {name: shutil.which(name, path=path) for name in (*DAEMONS, "srun", "sbatch")}
+    if missing := [name for name, program in found.items() if program is None]:
+        pytest.skip(f"no {', '.join(missing)}: Debian has them in slurm-wlm and munge")
+    folder = tmp_path_factory.mktemp("slurm")
+    environment = configure(folder)
+    key = folder / "munge.key"
+    key.write_bytes(os.urandom(1024))
+    key.chmod(0o600)
+    places = {"key-file": "key", "socket": "socket", "pid-file": "pid", "seed-file": "seed"}
+    munged = [f"--{option}={folder}/munge.{end}" for option, end in places.items()]
+    commands = ["munged", "-F", "--force", f"--log-file={folder}/munge.log", *munged]
+    with ExitStack() as running, (folder / "daemons.log").open("wb") as log:
+        for command in (commands, ["slurmctld", "-D"], ["slurmd", "-D"]):
+            daemon = subprocess.Popen(
+                [str(found[command[0]]), *command[1:]], env=environment, stdout=log, stderr=log
+            )
+            running.callback(stop, daemon)
+            if command[0] == "munged":
+                wait_until((folder / "munge.socket").exists)
+        if not wait_until(lambda: "ok" in srun(environment, "-n", "1", "echo", "ok").stdout):
+            pytest.skip(f"Slurm may not run here: {(folder / 'daemons.log').read_text()[-2000:]}")
+        yield environment
+
+
+def configure(folder: Path) -> dict[str, str]:
+    (folder / "state").mkdir()
+    (folder / "spool").mkdir()
+    with closing(socket.socket()) as one, closing(socket.socket()) as other:
+        for probe in (one, other):
+            probe.bind(("127.0.0.1", 0))
+        ports = [probe.getsockname()[1] for probe in (one, other)]
+    host, user = socket.gethostname().partition(".")[0], getpass.getuser()
+    text = CONFIGURATION.format(host=host, user=user, ports=ports, folder=folder)
+    (folder / "slurm.conf").write_text(text)
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "PMI"))}
+    return {
+        **kept,
+        "SLURM_CONF": str(folder / "slurm.conf"),
+        "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
+        "PYTHONPATH": str(REPOSITORY),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def stop(daemon: subprocess.Popen[bytes]) -> None:
+    daemon.terminate()
+    try:
+        daemon.wait(10)
+    except subprocess.TimeoutExpired:
+        daemon.kill()
+        daemon.wait()
+
+
+def wait_until(holds: Any, seconds: float = 30) -> bool:
+    deadline = time.monotonic() + seconds
+    while not (held := holds()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return bool(held)
+
+
+def srun(environment: dict[str, str], *arguments: str, **options: Any) -> Any:
+    return subprocess.run(
+        ["srun", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=options.pop("timeout", PATIENCE),
+        check=False,
+        **options,
+    )
+
+
+def queue(environment: dict[str, str]) -> bytes:
+    """The jobs that wait or run, one a line."""
+    return subprocess.check_output(["squeue", "--noheader"], env=environment)
+
+
+def readme_script() -> str:
+    """The README's batch script, for as many nodes and tasks as there are here."""
+    (script,) = re.findall(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", README, re.DOTALL)
+    script = re.sub(r"--nodes=\d+", "--nodes=1", script)
+    return re.sub(r"--ntasks-per-node=\d+", "--ntasks-per-node=2", script)
+
+
+README = (REPOSITORY / "README.md").read_text()
+
+
+def test_the_script_of_the_readme_trains_like_one_process(slurm, tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "job.sh").write_text(readme_script())
+    submit = ["sbatch", "--output=out", "job.sh"]  # Its --wait looks every 32 seconds.
+    subprocess.run(submit, cwd=tmp_path, env=slurm, check=True)
+    assert wait_until(lambda: not queue(slurm), PATIENCE)
+    assert (tmp_path / "losses").exists(), (tmp_path / "out").read_text()
+    L.seed_everything(0, verbose=False)
+    expected = fit(trainer(), Net()).losses
+    assert torch.load(tmp_path / "losses") == pytest.approx(expected, abs=5e-7)
+
+
+def test_tasks_that_srun_did_not_connect_are_told_before_anything_is_imported(slurm):
+    alone = "import sys; sys.modules.update(dict.fromkeys(['torch', 'lightning', 'mpi4py']));"
+    done = srun(slurm, "-n", "3", "python", "-c", f"{alone} import lightning_axosparse")
+    assert done.stderr.count("ModuleNotFoundError") == 3
+    assert done.stderr.count("srun started 3 tasks that know nothing of each other") == 1
+    assert "`srun --mpi=pmi2 -K ...`" in done.stderr
+
+
+def test_tasks_that_srun_did_not_connect_are_no_ranks(slurm, tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    done = srun(slurm, "-n", "2", "python", "train.py", cwd=tmp_path)
+    assert done.returncode != 0
+    refusal = "MisconfigurationException: srun started 2 tasks, but MPI connects 1 of them"
+    assert done.stderr.count(refusal) == 2
+    assert not (tmp_path / "losses").exists()
+
+
+def test_a_killed_rank_ends_the_others(slurm, tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    command = ["--mpi=pmi2", "-K", "-n", "2", "python", "train.py"]
+    done = srun({**slurm, "DOOMED": "1"}, *command, cwd=tmp_path)
+    assert done.returncode != 0
+    assert "task 1: Killed" in done.stderr
+    assert not (tmp_path / "losses").exists()
+    assert wait_until(lambda: not queue(slurm))
