@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Literal
 
 import numpy as np
@@ -16,6 +18,22 @@ def is_count(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         return False
     return bool(value >= 1)
+
+
+def seconds(timeout: object) -> float:
+    """The seconds of ``timeout``.
+
+    Raises:
+        MisconfigurationException: if it is no time, or none at all.
+    """
+    value = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        value = math.nan
+    if not value > 0:
+        raise MisconfigurationException(
+            f"timeout={timeout!r} must be a number of seconds above 0, or a datetime.timedelta."
+        )
+    return float(value)
 
 
 def refuse_arguments(
