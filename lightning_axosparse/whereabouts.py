@@ -48,6 +48,7 @@ class Whereabouts(ctypes.Structure):
         since: when it began to (``time.monotonic()``).
         awaited: for what, in words.
         progress: changes whenever a wait begins, ends, or sees something happen.
+        beat: changes as long as the process runs, whatever its main thread does.
         alarm: whether this rank has given up waiting and asks all others where they are.
         reported: whether this rank has told where it is since.
         left: whether this rank has left word of its end: it returned, or told what it raised.
@@ -64,6 +65,7 @@ class Whereabouts(ctypes.Structure):
         ("batch", ctypes.c_int64),
         ("microbatch", ctypes.c_int64),
         ("progress", ctypes.c_int64),
+        ("beat", ctypes.c_int64),
         ("since", ctypes.c_double),
         ("in_step", ctypes.c_bool),
         ("backward", ctypes.c_bool),

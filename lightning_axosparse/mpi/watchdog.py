@@ -1,12 +1,15 @@
 """Watchdog: a thread of each rank that ends the job when a wait has no end, and says why.
 
-It reads the whereabouts of the ranks of its node, which tell it when a rank is gone, when all of
-them wait for one another, and when ranks have gone separate ways. Ranks of other nodes it cannot
-see: there each rank has its own ``timeout`` to go by.
+It knows the whereabouts of all ranks, and by them when a rank is gone, when all wait for one
+another, and when some have a batch more than others. Those of its node it reads in their memory;
+those of other nodes are sent by MPI while a rank waits, if MPI lets threads send. Whatever it does
+not see coming ends by ``timeout``.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import os
 import select
 import socket
@@ -27,6 +30,7 @@ NOTICE_SECONDS = float(os.environ.get("AXOSPARSE_NOTICE_SECONDS", 30))
 _STANDSTILL = NOTICE_SECONDS / 3  # seconds in which not one of all ranks does anything but wait
 _TICK = min(1.0, NOTICE_SECONDS / 10)
 _GRACE = 5 * _TICK  # for the others' answers
+_ASK, _TELL = range(2)  # tags
 _ABORT_SECONDS = 5  # until a rank whose MPI cannot end the job ends at least itself
 
 _HOST = socket.gethostname()
@@ -53,20 +57,25 @@ class Peer:
     """
 
     def __init__(self, rank: int, host: str, path: str, token: int, pid: int) -> None:
-        self.row: Whereabouts | None = None
+        self.rank = rank
         self.name = f"rank {rank} on host {host}"
+        self.row: Whereabouts | None = None
+        self.is_near = False
+        """Whether its whereabouts are those of now, and not those that it has last told of."""
         self._process = -1
+        self._progress = self._beat = -1
+        self._rested = self._silent = 0.0
         try:
             row = read(path)
             if row.token == token:
-                self._process, self.row = os.pidfd_open(pid), row
+                self._process, self.row, self.is_near = os.pidfd_open(pid), row, True
         except (OSError, ValueError, AttributeError):  # another host, or another system
             pass
 
     @property
     def is_gone(self) -> bool:
         """Whether its process has ended without leaving word."""
-        if self.row is None or self.row.left:
+        if self.row is None or not self.is_near or self.row.left:
             return False
         return bool(select.select([self._process], [], [], 0)[0])
 
@@ -75,8 +84,58 @@ class Peer:
         """Whether it has told where it is since it was asked."""
         return self.row is not None and bool(self.row.reported or self.row.left)
 
+    def look(self, elapsed: float) -> None:
+        """See whether it has done anything in the time that has elapsed."""
+        if self.row is not None:
+            progress, beat = self.row.progress, self.row.beat
+            rests = progress == self._progress and (self.row.waits or self.row.left)
+            self._rested = self._rested + elapsed if rests else 0.0
+            self._silent = self._silent + elapsed if beat == self._beat else 0.0
+            self._progress, self._beat = progress, beat
+
+    @property
+    def rested(self) -> float:
+        """For how many seconds it has done nothing but wait; none if its process may be stopped."""
+        return self._rested if self._silent <= 4 * _TICK else 0.0
+
     def __str__(self) -> str:
         return f"{self.name}: not seen from {_HOST}" if self.row is None else str(self.row)
+
+
+class Mail:
+    """The whereabouts of ranks of other nodes, by MPI and from thread to thread.
+
+    Args:
+        comm: communicator used by nobody else.
+        peers: those ranks; none where MPI does not let a thread send.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, peers: Sequence[Peer]) -> None:
+        self._comm = comm
+        self._peers = {peer.rank: peer for peer in peers}
+        self._sent: list[tuple[MPI.Request, bytes]] = []
+
+    def exchange(self, ask: bool) -> None:
+        """Take in what has come, answer who asks, and if need be ask everybody."""
+        if not self._peers:
+            return
+        status = MPI.Status()
+        while self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
+            letter = bytearray(ctypes.sizeof(Whereabouts))
+            source, tag = status.Get_source(), status.Get_tag()
+            self._comm.Recv([letter, MPI.BYTE], source, tag)
+            self._peers[source].row = Whereabouts.from_buffer(letter)
+            if tag == _ASK and not ask:
+                self._send(source, _TELL)
+        # Behind a dead link messages do not leave, and should not pile up.
+        self._sent = [(request, letter) for request, letter in self._sent if not request.Test()]
+        if ask and len(self._sent) < 4 * len(self._peers):
+            for rank in self._peers:
+                self._send(rank, _ASK)
+
+    def _send(self, rank: int, tag: int) -> None:
+        letter = bytes(here())
+        self._sent.append((self._comm.Isend([letter, MPI.BYTE], rank, tag), letter))
 
 
 class Watchdog:
@@ -84,57 +143,73 @@ class Watchdog:
 
     Args:
         peers: the other ranks of the job.
+        mail: to and from those of other nodes.
     """
 
-    def __init__(self, peers: Sequence[Peer]) -> None:
+    def __init__(self, peers: Sequence[Peer], mail: Mail) -> None:
         self.timeout = float("inf")
-        self._peers = peers
-        self._rows = [peer.row for peer in peers if peer.row is not None]
-        self._progress: list[int] = []
-        self._waited = self._all_waited = self._asked = 0.0
+        self._peers, self._mail = peers, mail
+        self._progress = -1
+        self._waited = self._asked = 0.0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="axosparse-watchdog", daemon=True)
 
-    def run(self) -> None:
-        """Watch, for as long as this process lives."""
+    def start(self) -> None:
+        """Watch, until this process ends."""
+        self._thread.start()
+        atexit.register(self._stop)
+
+    def _stop(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
         before = time.monotonic()
-        while True:
-            time.sleep(_TICK)
+        while not self._over.wait(_TICK):
             now = time.monotonic()
             # What is more this process has spent stopped, and not waiting.
             self._tick(min(now - before, 2 * _TICK))
             before = now
 
     def _tick(self, elapsed: float) -> None:
-        if any(row.alarm for row in self._rows):
-            self._asked += elapsed
-            if not here().reported:
-                _report("another rank gives up waiting")
-            if self._asked < 3 * _GRACE:  # The one that asks will end the job.
-                return
-        noticed = self._waited >= NOTICE_SECONDS
+        here().beat += 1
+        self._mail.exchange(ask=self._waited >= 2 * _TICK)
         self._count(elapsed)
-        if self._waited >= NOTICE_SECONDS and not noticed:
+        if self._is_asked(elapsed):
+            return
+        if self._waited >= NOTICE_SECONDS > self._waited - elapsed:
             _say(f"{here()}, for {self._waited:.0f} s now; timeout={self.timeout:g} s")
         reason = self._reason() if self._waited else ""
         if reason:
             self._end(reason)
 
     def _count(self, elapsed: float) -> None:
-        """Count for how long this rank, and all ranks, have done nothing but wait."""
-        rows = [here(), *self._rows]
-        before, self._progress = self._progress, [row.progress for row in rows]
-        same = [old == new for old, new in zip(before, self._progress, strict=False)] or [False]
-        self._waited = self._waited + elapsed if here().waits and same[0] else 0.0
-        wait = all(same) and all(row.waits or row.left for row in rows)
-        self._all_waited = self._all_waited + elapsed if wait else 0.0
+        """Count for how long this rank, and each other, has done nothing but wait."""
+        same = here().waits and here().progress == self._progress
+        self._progress = here().progress
+        self._waited = self._waited + elapsed if same else 0.0
+        for peer in self._peers:
+            peer.look(elapsed)
+
+    def _is_asked(self, elapsed: float) -> bool:
+        """Tell where this rank is if another gives up waiting, and leave the end to it."""
+        if not any(peer.row is not None and peer.row.alarm for peer in self._peers):
+            return False
+        if not here().reported:
+            _report("another rank gives up waiting")
+            self._mail.exchange(ask=True)
+        self._asked += elapsed
+        return self._asked < 3 * _GRACE
 
     def _reason(self) -> str:
         """Why to wait no longer; empty to go on."""
+        rows = [peer.row for peer in self._peers if peer.row is not None]
         gone = [peer.row.who for peer in self._peers if peer.row is not None and peer.is_gone]
         if gone and self._waited >= 2 * _TICK:
             return f"{' and '.join(gone)} ended without a word: killed, or by `os._exit`."
-        if any(are_apart(here(), row) for row in self._rows):
+        if any(are_apart(here(), row) for row in rows):
             return f"The ranks have unequal numbers of batches. {_CAUSES}"
-        if len(self._rows) == len(self._peers) and self._all_waited >= _STANDSTILL:
+        if min(self._waited, *(peer.rested for peer in self._peers)) >= _STANDSTILL:
             return f"All ranks wait for one another, and none can go on. {_CAUSES}"
         if self._waited >= self.timeout:
             return (
@@ -150,6 +225,7 @@ class Watchdog:
         _report("it gives up waiting")
         deadline = time.monotonic() + _GRACE
         while time.monotonic() < deadline and not all(peer.answers for peer in self._peers):
+            self._mail.exchange(ask=True)
             time.sleep(_TICK / 10)
         silent = [peer.name for peer in self._peers if not peer.answers]
         words = reason
@@ -182,8 +258,10 @@ def watchdog() -> Watchdog:
     path = publish(world.rank)
     offers = world.allgather((_HOST, path, here().token, here().pid))
     peers = [Peer(rank, *offer) for rank, offer in enumerate(offers) if rank != world.rank]
-    dog = Watchdog(peers)
-    threading.Thread(target=dog.run, name="axosparse-watchdog", daemon=True).start()
+    lets_threads_send = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+    far = [peer for peer in peers if lets_threads_send and not peer.is_near]
+    dog = Watchdog(peers, Mail(world.Dup(), far))
+    dog.start()
     return dog
 
 

@@ -167,3 +167,7 @@ def train(
     )
     trainer.fit(module, data or Unequal())
     return trainer
+
+
+if __name__ == "__main__":
+    train(Killed(), timeout=60)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ import pytest
 
 from lightning_axosparse.mpi.launcher import RankFailedError
 from tests.faults import jobs
+from tests.ranks import REPOSITORY, warm_python
 
 BOUND = 120
 """Seconds; an unloaded machine takes some five."""
@@ -52,6 +55,25 @@ def test_a_killed_rank_is_named() -> None:
         r"in training batch 2 of epoch 0, micro-batch \d, forward pass",
     ):
         jobs.train(jobs.Killed())
+
+
+def test_a_killed_rank_ends_the_others_where_the_launcher_does_not() -> None:
+    # As under srun without -K, the launcher does not see that the rank is gone.
+    hidden = ["sh", "-c", '"$@"; sleep 100', "-", *warm_python(), "-m", "tests.faults.jobs"]
+    done = subprocess.run(
+        [Path(sys.executable).parent / "mpiexec", "-n", "2", *hidden],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=BOUND,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert re.search(
+        r"rank 1 \(stage 1 of replica 0\) on host \S+ ended without a word: killed", done.stderr
+    )
+    assert re.search("rank 1 .*in training batch 2 of epoch 0, micro-batch", done.stderr)
 
 
 @pytest.mark.parametrize("module", [jobs.Leaves, jobs.LeavesWell])
