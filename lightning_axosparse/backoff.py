@@ -24,10 +24,11 @@ class BackOff:
 
     Args:
         awaited: says in words what is waited for and from whom.
+        bulk: whether that is so much data that their transfer may take long.
     """
 
-    def __init__(self, awaited: Callable[[], str]) -> None:
-        self._awaited = awaited
+    def __init__(self, awaited: Callable[[], str], bulk: bool = False) -> None:
+        self._awaited, self._bulk = awaited, bulk
         self._told = False
         self.reset()
 
@@ -49,7 +50,7 @@ class BackOff:
         if self._polls > _POLLS:
             if not self._told:
                 self._told = True
-                here().begin_wait(self._awaited())
+                here().begin_wait(self._awaited(), self._bulk)
             waited = time.monotonic() - self._since
             time.sleep(min(_LONGEST, max(_SHORTEST, _SHARE * waited)))
 
@@ -58,4 +59,4 @@ class BackOff:
         self._polls = 0
         self._since = time.monotonic()
         if self._told:
-            here().begin_wait(self._awaited())
+            here().begin_wait(self._awaited(), self._bulk)

@@ -45,6 +45,7 @@ class Whereabouts(ctypes.Structure):
             until all others do.
         stops: whether ``trainer.should_stop`` was set when it ended.
         waits: whether the rank waits.
+        bulk: whether for so much data that their transfer may take long.
         since: when it began to (``time.monotonic()``).
         awaited: for what, in words.
         progress: changes whenever a wait begins, ends, or sees something happen.
@@ -72,6 +73,7 @@ class Whereabouts(ctypes.Structure):
         ("ended", ctypes.c_bool),
         ("stops", ctypes.c_bool),
         ("waits", ctypes.c_bool),
+        ("bulk", ctypes.c_bool),
         ("alarm", ctypes.c_bool),
         ("reported", ctypes.c_bool),
         ("left", ctypes.c_bool),
@@ -104,8 +106,9 @@ class Whereabouts(ctypes.Structure):
         """Be in a forward or backward pass."""
         self.microbatch, self.backward = microbatch, kind == "backward"
 
-    def begin_wait(self, awaited: str) -> None:
+    def begin_wait(self, awaited: str, bulk: bool = False) -> None:
         """Wait for something, until :meth:`end_wait`."""
+        self.bulk = bulk
         self.awaited = awaited.encode()[: _WORDS - 1]
         self.since = time.monotonic()
         self.progress += 1

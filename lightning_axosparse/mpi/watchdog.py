@@ -2,8 +2,8 @@
 
 It knows the whereabouts of all ranks, and by them when a rank is gone, when all wait for one
 another, and when some have a batch more than others. Those of its node it reads in their memory;
-those of other nodes are sent by MPI while a rank waits, if MPI lets threads send. Whatever it does
-not see coming ends by ``timeout``.
+those of other nodes are sent by MPI while a rank waits, if MPI lets threads send. Whatever it
+cannot be sure of, such as a transfer between nodes that takes long, ends by ``timeout``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_axosparse.whereabouts import RanksStuckError, Whereabouts, here, 
 NOTICE_SECONDS = float(os.environ.get("AXOSPARSE_NOTICE_SECONDS", 30))
 """How long a wait lasts until the rank says that it waits."""
 
-_STANDSTILL = NOTICE_SECONDS / 3  # seconds in which not one of all ranks does anything but wait
+_STANDSTILL = NOTICE_SECONDS  # for which all ranks do nothing but wait, until that is the end
 _TICK = min(1.0, NOTICE_SECONDS / 10)
 _GRACE = 5 * _TICK  # for the others' answers
 _ASK, _TELL = range(2)  # tags
@@ -88,15 +88,19 @@ class Peer:
         """See whether it has done anything in the time that has elapsed."""
         if self.row is not None:
             progress, beat = self.row.progress, self.row.beat
-            rests = progress == self._progress and (self.row.waits or self.row.left)
+            waits = self.row.left or (self.row.waits and not self.row.bulk)
+            rests = progress == self._progress and waits
             self._rested = self._rested + elapsed if rests else 0.0
             self._silent = self._silent + elapsed if beat == self._beat else 0.0
             self._progress, self._beat = progress, beat
 
     @property
     def rested(self) -> float:
-        """For how many seconds it has done nothing but wait; none if its process may be stopped."""
-        return self._rested if self._silent <= 4 * _TICK else 0.0
+        """For how many seconds it has surely done nothing but wait.
+
+        What is on its way between nodes may take long, and a stopped process only seems to wait.
+        """
+        return self._rested if self.is_near and self._silent <= 4 * _TICK else 0.0
 
     def __str__(self) -> str:
         return f"{self.name}: not seen from {_HOST}" if self.row is None else str(self.row)
@@ -209,7 +213,8 @@ class Watchdog:
             return f"{' and '.join(gone)} ended without a word: killed, or by `os._exit`."
         if any(are_apart(here(), row) for row in rows):
             return f"The ranks have unequal numbers of batches. {_CAUSES}"
-        if min(self._waited, *(peer.rested for peer in self._peers)) >= _STANDSTILL:
+        still = 0.0 if here().bulk else self._waited
+        if min(still, *(peer.rested for peer in self._peers)) >= _STANDSTILL:
             return f"All ranks wait for one another, and none can go on. {_CAUSES}"
         if self._waited >= self.timeout:
             return (

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from lightning_axosparse.backoff import BackOff
 
+_BULK = 2**26  # bytes; MPI between sleeping ranks may move but some hundred megabytes a second
+
 
 class Engine(Protocol):
     """Moves operations that MPI knows nothing of."""
@@ -93,7 +95,7 @@ class MPIWork(dist.Work):
             RuntimeError: if ``timeout`` is given and passes first.
         """
         deadline = time.monotonic() + timeout.total_seconds() if timeout else None
-        with BackOff(lambda: self._words) as back_off:
+        with BackOff(lambda: self._words, self._is_bulk) as back_off:
             while not self.is_completed():
                 if deadline is not None and time.monotonic() > deadline:
                     raise RuntimeError(f"{self._words} did not finish within {timeout}.")
@@ -112,6 +114,10 @@ class MPIWork(dist.Work):
     def result(self) -> list[Tensor]:
         """The tensors that the operation filled."""
         return self._result
+
+    @property
+    def _is_bulk(self) -> bool:
+        return any(getattr(data, "nbytes", 0) >= _BULK for data in (*self._result, *self._buffers))
 
     def _has_arrived(self) -> bool:
         assert self._requests is not None

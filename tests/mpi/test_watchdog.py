@@ -16,6 +16,10 @@ from lightning_axosparse.mpi.watchdog import Mail, Peer, Watchdog, are_apart
 from lightning_axosparse.whereabouts import Whereabouts, here
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "pidfd_open"), reason="this system does not tell of other processes' ends"
+)
+
 
 def row(loop: str, batch: int, ended: bool, feed: int = 0, epoch: int = 0) -> Whereabouts:
     where = Whereabouts(loop=loop.encode(), epoch=epoch, batch=batch, feed=feed)
@@ -43,15 +47,18 @@ def test_ranks_with_unequal_numbers_of_batches(
     assert are_apart(one, other) is apart
 
 
-def far_peer(where: Whereabouts) -> Peer:
-    peer = Peer(1, "elsewhere", "", 0, 0)
-    peer.row = where
+def peer_in(where: Whereabouts, is_near: bool = True) -> Peer:
+    peer = Peer(1, "host", "", 0, os.getpid())
+    peer.row, peer.is_near = where, is_near
+    peer._process = os.pidfd_open(os.getpid())
     return peer
 
 
-def watch(where: Whereabouts, ticks: int, monkeypatch: Any, timeout: float = 1e9) -> str:
+def watch(
+    where: Whereabouts, ticks: int, monkeypatch: Any, timeout: float = 1e9, is_near: bool = True
+) -> str:
     """Why a rank that waits, beside one that is in ``where``, gives up after so many seconds."""
-    peer = far_peer(where)
+    peer = peer_in(where, is_near)
     dog = Watchdog([peer], Mail(MPI.COMM_SELF, []))
     dog.timeout = timeout
     reasons: list[str] = []
@@ -72,6 +79,12 @@ def test_a_standstill_ends_before_the_timeout(monkeypatch: Any) -> None:
     assert "All ranks wait" in watch(waits, int(watchdog._STANDSTILL) + 2, monkeypatch)
 
 
+def test_what_may_be_a_slow_transfer_is_no_standstill(monkeypatch: Any) -> None:
+    ticks = 3 * int(watchdog._STANDSTILL)
+    assert watch(Whereabouts(rank=1, waits=True, bulk=True), ticks, monkeypatch) == ""
+    assert watch(Whereabouts(rank=1, waits=True), ticks, monkeypatch, is_near=False) == ""
+
+
 def test_a_rank_that_computes_is_waited_for_until_the_timeout(monkeypatch: Any) -> None:
     computes = Whereabouts(rank=1)
     assert watch(computes, 100, monkeypatch) == ""
@@ -79,7 +92,7 @@ def test_a_rank_that_computes_is_waited_for_until_the_timeout(monkeypatch: Any) 
 
 
 def test_a_stopped_rank_does_not_count_as_waiting() -> None:
-    peer = far_peer(Whereabouts(rank=1, waits=True))
+    peer = peer_in(Whereabouts(rank=1, waits=True))
     for _ in range(100):
         peer.row.beat += 1
         peer.look(1.0)
@@ -125,7 +138,6 @@ def far_apart() -> Any:
         return ended
 
 
-@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="tells nothing of processes")
 def test_ranks_that_share_no_memory_answer_by_mpi() -> None:
     ended, reported = run_ranks(2, far_apart)
     assert reported
