@@ -169,12 +169,12 @@ class MPILauncher(_Launcher):
 
     def _failure(self, folder: JobFolder, death: Death | None, code: int) -> RankFailedError:
         first = folder.first_failure()
-        if death is not None and (first is None or death.when < first.when):
-            end = _crash(code) if death.code is None else _end(death.code)
-            return RankFailedError(f"{death.place.who} {end}\nIt was {death.place.doing}.")
         if first is None and code < 0:
             killer = signal.Signals(-code).name
             return RankFailedError(f"mpiexec was killed by {killer}, and the ranks with it.")
+        if death is not None and (first is None or death.when < first.when):
+            end = _crash(code) if death.code is None else _end(death.code)
+            return RankFailedError(f"{death.place.who} {end}\nIt was {death.place.doing}.")
         if first is None:
             return RankFailedError(f"A rank {_crash(code)}")
         if isinstance(first.exception, RanksStuckError):
@@ -300,7 +300,8 @@ def _crash(code: int) -> str:
     """What an exit code of mpiexec tells of the rank that ended first."""
     number = code - 128 if code > 128 else code
     crashed = number in signal.valid_signals() and signal.Signals(number).name in _CRASHES
-    return _end(-number if crashed else code)
+    other = " Or it left by `os._exit`: mpiexec mixes the exit codes of all ranks."
+    return _end(-number) + other if crashed else _end(code)
 
 
 def _end(code: int) -> str:
