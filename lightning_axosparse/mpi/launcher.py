@@ -65,7 +65,8 @@ class RankFailedError(RuntimeError):
     """A rank failed and ended the job.
 
     The message names the rank, its stage and its replica and holds its traceback; ``__cause__`` is
-    the exception that it raised.
+    the exception that it raised. Of a rank that was killed it says where it was, and of ranks that
+    wait for one another where each is.
     """
 
 
@@ -177,10 +178,11 @@ class MPILauncher(_Launcher):
             return RankFailedError(f"{death.place.who} {end}\nIt was {death.place.doing}.")
         if first is None:
             return RankFailedError(f"A rank {_crash(code)}")
-        if isinstance(first.exception, RanksStuckError):
-            return RankFailedError(str(first.exception))
-        kind = first.trace.strip().splitlines()[-1]
-        error = RankFailedError(f"{first.where} failed: {kind}\n\nThere:\n{first.trace}")
+        words = str(first.exception)
+        if not isinstance(first.exception, RanksStuckError):
+            kind = first.trace.strip().splitlines()[-1]
+            words = f"{first.where} failed: {kind}\n\nThere:\n{first.trace}"
+        error = RankFailedError(words)
         error.__cause__ = first.exception
         return error
 

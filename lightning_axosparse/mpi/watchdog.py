@@ -188,11 +188,11 @@ class Watchdog:
             self._end(reason)
 
     def _count(self, elapsed: float) -> None:
-        """Count for how long this rank, and each other, has done nothing but wait."""
+        """Count for how long this rank, and while it waits each other, does nothing but wait."""
         same = here().waits and here().progress == self._progress
         self._progress = here().progress
         self._waited = self._waited + elapsed if same else 0.0
-        for peer in self._peers:
+        for peer in self._peers if same else ():
             peer.look(elapsed)
 
     def _is_asked(self, elapsed: float) -> bool:
