@@ -9,7 +9,6 @@ import os
 import secrets
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,7 +45,6 @@ class Whereabouts(ctypes.Structure):
         stops: whether ``trainer.should_stop`` was set when it ended.
         waits: whether the rank waits.
         bulk: whether for so much data that their transfer may take long.
-        since: when it began to (``time.monotonic()``).
         awaited: for what, in words.
         progress: changes whenever a wait begins, ends, or sees something happen.
         beat: changes as long as the process runs, whatever its main thread does.
@@ -67,7 +65,6 @@ class Whereabouts(ctypes.Structure):
         ("microbatch", ctypes.c_int64),
         ("progress", ctypes.c_int64),
         ("beat", ctypes.c_int64),
-        ("since", ctypes.c_double),
         ("in_step", ctypes.c_bool),
         ("backward", ctypes.c_bool),
         ("ended", ctypes.c_bool),
@@ -110,7 +107,6 @@ class Whereabouts(ctypes.Structure):
         """Wait for something, until :meth:`end_wait`."""
         self.bulk = bulk
         self.awaited = awaited.encode()[: _WORDS - 1]
-        self.since = time.monotonic()
         self.progress += 1
         self.waits = True
 
