@@ -6,6 +6,7 @@ import inspect
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -82,6 +83,10 @@ INDEX = whole(0)
 BYTES = whole(1, 2**63 - 1)
 SEED = whole(0, 2**32 - 1)
 NOT_NEGATIVE = number("a finite number, at least 0", lambda value: 0 <= value < float("inf"))
+TIMEOUT = number("a number of seconds above 0", lambda value: value > 0) | Kind(
+    "a datetime.timedelta above 0",
+    lambda value: isinstance(value, timedelta) and value > timedelta(0),
+)
 SHARE = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
 NONE = Kind("None", lambda value: value is None)
 BOOL = instance_of("True or False", bool)

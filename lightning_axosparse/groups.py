@@ -32,12 +32,15 @@ class Groups:
         feed: the ranks that are given the same batches; ``inter`` where replicas do not share them.
         feeds: the ranks at this one's place in all feeds; ``data`` where replicas do not share.
         sharers: this stage in the replicas that are given the same batches.
+        logged: the same ranks as ``feeds`` apart from all other traffic, for values that the user
+            logs on some of them only.
     """
 
     def __init__(self, grid: Grid, device_type: str) -> None:
         self.grid = grid
         self.mesh: DeviceMesh | None = None
-        self.world = self.inter = self.data = self.feed = self.feeds = self.sharers = None
+        self.world = self.inter = self.data = self.feed = self.feeds = None
+        self.sharers = self.logged = None
         if grid.world_size == 1:
             return
         self.mesh = _mesh(device_type, grid.g_data, grid.g_inter)
@@ -50,6 +53,8 @@ class Groups:
             for ranks in sorted({tuple(other.sharers(other.stage)) for other in everybody}):
                 group = _group(ranks)
                 self.sharers = group if grid.rank in ranks else self.sharers
+        self.logged = _logged(grid.feeds, feed_ranks)
+        self._meeting = _meeting()
 
     def share(self, sets: Iterable[frozenset[int]]) -> None:
         """Make groups for the sets of stages that hold parameters in common; collective."""
@@ -109,6 +114,12 @@ class Groups:
         dist.all_gather_object(values, value, group=self.world)
         return values
 
+    def meet(self, value: T) -> list[T]:
+        """The same as :meth:`gather`, and never mistaken for any other collective."""
+        values = [value] * self.grid.world_size
+        dist.all_gather_object(values, value, group=self._meeting)
+        return values
+
     def gather_to_first_stage(self, value: T) -> list[T]:
         """The values of this pipeline's stages, on its first stage; an empty list elsewhere."""
         if self.inter is None:
@@ -131,6 +142,23 @@ def _groups(mesh: DeviceMesh) -> tuple[dist.ProcessGroup | None, dist.ProcessGro
         mesh.get_group("inter") if mesh.size(1) > 1 else None,
         mesh.get_group("data") if mesh.size(0) > 1 else None,
     )
+
+
+@cache
+def _logged(feeds: int, ranks: int) -> dist.ProcessGroup | None:
+    if feeds == 1:
+        return None
+    places = [[place + feed * ranks for feed in range(feeds)] for place in range(ranks)]
+    groups: list[dist.ProcessGroup] = [
+        dist.new_group(place, group_desc="logged values") for place in places
+    ]
+    return groups[dist.get_rank() % ranks]
+
+
+@cache
+def _meeting() -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_group(group_desc="the ends of loops")
+    return group
 
 
 @cache

@@ -26,6 +26,7 @@ from lightning_axosparse.grid import Grid
 from lightning_axosparse.groups import Groups
 from lightning_axosparse.mpi import environment
 from lightning_axosparse.mpi.launcher import MPILauncher
+from lightning_axosparse.whereabouts import here, leave
 
 T = TypeVar("T")
 
@@ -38,6 +39,7 @@ class GridStrategy(ParallelStrategy):
 
     Args:
         ranks_a_replica: ranks that make up a replica.
+        timeout: seconds that a rank waits for others, at a time, until it ends the job.
         accelerator: Lightning's, as are the following.
         parallel_devices: devices of this node's ranks.
         cluster_environment: None: what MPI says.
@@ -51,6 +53,7 @@ class GridStrategy(ParallelStrategy):
     def __init__(
         self,
         ranks_a_replica: int,
+        timeout: float,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -66,6 +69,7 @@ class GridStrategy(ParallelStrategy):
             precision_plugin,
         )
         self._ranks_a_replica = ranks_a_replica
+        self._timeout = timeout
         self._num_nodes = 1
         self._groups: Groups | None = None
 
@@ -142,17 +146,21 @@ class GridStrategy(ParallelStrategy):
         if self._ranks > 1:
             # Importing it starts MPI, which one rank does without.
             from lightning_axosparse.mpi.backend import init_process_group
+            from lightning_axosparse.mpi.watchdog import watchdog
 
             environment.limit_threads()
             init_process_group(self.root_device.type)
+            watchdog().timeout = self._timeout
         grid = Grid(self._ranks, self._ranks_a_replica, self.global_rank)
         self._groups = Groups(grid, self.root_device.type)
+        here().place_in(grid)
         self.set_world_ranks()
         super().setup_environment()
 
     def on_exception(self, exception: BaseException) -> None:
         """End the job, so that no other rank waits for this one for ever."""
         if self._ranks > 1:
+            leave()
             environment.abort_job(exception, self.grid)
 
     @property
@@ -166,8 +174,8 @@ class GridStrategy(ParallelStrategy):
         return None if self._groups is None else self._groups.data
 
     @property
-    def _feeds(self) -> dist.ProcessGroup | None:
-        return None if self._groups is None else self._groups.feeds
+    def _logged(self) -> dist.ProcessGroup | None:
+        return None if self._groups is None else self._groups.logged
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks of the job."""
@@ -188,7 +196,7 @@ class GridStrategy(ParallelStrategy):
         With one replica it is the tensor itself, as on one process. Replicas that share their
         batches count as one, because they log the same values.
         """
-        group = group or self._feeds
+        group = group or self._logged
         if group is None:
             return tensor
         return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
@@ -197,7 +205,7 @@ class GridStrategy(ParallelStrategy):
         self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean"
     ) -> Any:
         """Reduce a tensor over the replicas, of which those that share batches count as one."""
-        group = group or self._feeds
+        group = group or self._logged
         if group is None or not isinstance(tensor, Tensor):
             return tensor
         return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from time import time
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from lightning_axosparse.adapters.checkpoint import (
     local_model_state,
     local_optimizer_state,
 )
+from lightning_axosparse.adapters.meetings import Meetings, position
 from lightning_axosparse.adapters.requirements import (
     foreseen_optimizers,
     refuse_callbacks,
@@ -45,6 +47,7 @@ from lightning_axosparse.arguments import (
     LAYERS,
     NONE,
     TEXT,
+    TIMEOUT,
     checked,
     instance_of,
     one_of,
@@ -74,6 +77,7 @@ from lightning_axosparse.sparse.reading import Policy
 from lightning_axosparse.sparse.swap import sparse_parameters
 from lightning_axosparse.stepping import Stepper
 from lightning_axosparse.timing import clock
+from lightning_axosparse.whereabouts import here
 
 
 class AxoSparseStrategy(GridStrategy):
@@ -132,6 +136,9 @@ class AxoSparseStrategy(GridStrategy):
         regrid: once the ticket is drawn, goes on from the next epoch with shorter pipelines and
             more replicas: with so many stages, a divisor of ``g_inter``; with "auto" as few as
             memory allows. Batches, their order and the losses stay the same.
+        timeout: seconds, or a ``timedelta``, for which a rank waits for others at a time; after
+            that every rank that can be reached prints where it is, and the job ends with the names
+            of those that do not answer.
 
     Raises:
         MisconfigurationException: for arguments out of range, here; for a grid, a module or an MPI
@@ -152,6 +159,7 @@ class AxoSparseStrategy(GridStrategy):
         split_batch=FUNCTION | NONE,
         microbatch_loss=one_of("auto", "mean", "sum"),
         microbatch_weight=FUNCTION | TEXT | NONE,
+        timeout=TIMEOUT,
         recompute=COUNT | one_of("sqrt") | NONE,
         offload_optimizer=BOOL,
         offload_bucket=BYTES,
@@ -177,6 +185,7 @@ class AxoSparseStrategy(GridStrategy):
         offload_optimizer: bool = False,
         offload_bucket: int = 4_000_000,
         regrid: int | Literal["auto"] | None = None,
+        timeout: float | timedelta = timedelta(minutes=30),
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -189,6 +198,7 @@ class AxoSparseStrategy(GridStrategy):
             regridding.refuse_length(regrid, g_inter)
         super().__init__(
             g_inter if transport == "mpi" and g_inter != "auto" else 1,
+            timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout),
             accelerator,
             parallel_devices,
             cluster_environment,
@@ -210,6 +220,7 @@ class AxoSparseStrategy(GridStrategy):
         self.regridded: regridding.Regridded | None = None
         """The move to shorter pipelines in the last fit, if there was one."""
         self._deployment: Deployment | None = None
+        self._meetings: Meetings | None = None
 
     @property
     def microbatches(self) -> int:
@@ -307,6 +318,10 @@ class AxoSparseStrategy(GridStrategy):
             LossRule(self._microbatch_loss, self._microbatch_weight),
             steps_in_parts=self._offload is not None,
         )
+        if self.grid.world_size > 1:
+            self._meetings = Meetings(self._groups)
+            # First of all callbacks: the others' hooks may contain collectives.
+            trainer.callbacks.insert(0, self._meetings)  # type: ignore[attr-defined]
         limit = partial(self._limit, trainer)
         self._stepper.open(deployment, limit(self._groups))
         if self._regrid is not None and trainer.state.fn == TrainerFn.FITTING:
@@ -371,6 +386,7 @@ class AxoSparseStrategy(GridStrategy):
             moved = self._move.begin_epoch(self._module.trainer.current_epoch, self.optimizers)
             if moved is not None:
                 self.regridded, self._groups = moved, self._deployed.groups
+                here().place_in(self.grid)
 
     def on_train_end(self) -> None:
         """Say if there was no ticket that pipelines could have become shorter after."""
@@ -386,6 +402,9 @@ class AxoSparseStrategy(GridStrategy):
             self._offload.remove()
             self._offload = None
         self._move = None
+        if self._meetings is not None:
+            self._module.trainer.callbacks.remove(self._meetings)  # type: ignore[attr-defined]
+            self._meetings = None
         if self._deployment is not None:
             self._stepper.close()
             self._deployment.leave(self.optimizers)
@@ -396,22 +415,27 @@ class AxoSparseStrategy(GridStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step`` forward and back; ``backward`` only hands the gradients over."""
-        return self._stepper.train(*args, **kwargs)
+        with here().step(*position(self._module.trainer)):
+            return self._stepper.train(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``validation_step`` forward."""
         context = self.precision_plugin.val_step_context
-        return self._stepper.evaluate(self._module.validation_step, context, *args, **kwargs)
+        return self._evaluate(self._module.validation_step, context, *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``test_step`` forward."""
         context = self.precision_plugin.test_step_context
-        return self._stepper.evaluate(self._module.test_step, context, *args, **kwargs)
+        return self._evaluate(self._module.test_step, context, *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``predict_step`` forward; every stage returns the last one's predictions."""
         context = self.precision_plugin.predict_step_context
-        return self._stepper.evaluate(self._module.predict_step, context, *args, **kwargs)
+        return self._evaluate(self._module.predict_step, context, *args, **kwargs)
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        with here().step(*position(self._module.trainer)):
+            return self._stepper.evaluate(*args, **kwargs)
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any

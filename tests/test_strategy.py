@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from datetime import timedelta
 from typing import Any
 
 import lightning as L
@@ -47,6 +48,11 @@ class Flat(Net):
         ({"in_flight": 1.5}, "in_flight=1.5"),
         ({"offload_optimizer": True, "offload_bucket": None}, "offload_bucket=None"),
         ({"offload_optimizer": True, "offload_bucket": 1e6}, "offload_bucket=1000000.0"),
+        ({"timeout": 0}, "timeout=0 must be a number of seconds"),
+        ({"timeout": timedelta(seconds=-1)}, "timeout=.*datetime.timedelta"),
+        ({"timeout": "30 min"}, "timeout='30 min'"),
+        ({"timeout": True}, "timeout=True"),
+        ({"timeout": float("nan")}, "timeout=nan"),
     ],
 )
 def test_arguments_out_of_range_are_refused(arguments: dict[str, Any], words: str) -> None:

@@ -158,6 +158,10 @@ class JobFolder:
         with self._lifeline.open() as lifeline:
             fcntl.lockf(lifeline, fcntl.LOCK_SH)
 
+    def whereabouts(self, rank: int) -> Path:
+        """The file in which a rank shows where it is."""
+        return self.path / f"whereabouts-{rank}"
+
     def write_failure(self, rank: int, failure: Failure) -> None:
         """Leave word of a rank's end."""
         partial = self.path / f"partial-{rank}"

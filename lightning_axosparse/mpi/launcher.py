@@ -21,9 +21,11 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_axosparse.mpi.changes import known_objects
+from lightning_axosparse.mpi.deaths import Death, Deaths
 from lightning_axosparse.mpi.environment import check_mpi_available, find_mpiexec
 from lightning_axosparse.mpi.job import Answer, Job, JobFolder, ProcessState
 from lightning_axosparse.mpi.pickling import first_unpicklable, load, save
+from lightning_axosparse.whereabouts import RanksStuckError
 
 # What tells a process that it is a rank already; new ranks must not believe it.
 _RANK_VARIABLES = (
@@ -63,7 +65,8 @@ class RankFailedError(RuntimeError):
     """A rank failed and ended the job.
 
     The message names the rank, its stage and its replica and holds its traceback; ``__cause__`` is
-    the exception that it raised.
+    the exception that it raised. Of a rank that was killed it says where it was, and of ranks that
+    wait for one another where each is.
     """
 
 
@@ -154,22 +157,32 @@ class MPILauncher(_Launcher):
             start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on once.
         )
         try:
-            _relay(process, outputs)
-            code = process.wait()
+            with Deaths(folder, self._processes, process) as deaths:
+                _relay(process, outputs)
+                code = process.wait()
         except BaseException as interruption:
             _stop(
                 process, signal.SIGTERM if isinstance(interruption, _Terminated) else signal.SIGINT
             )
             raise
-        if code != 0:
-            raise self._failure(folder, code)
+        if code != 0 or not folder.answer.exists():
+            raise self._failure(folder, deaths.first, 0 if deaths.ended_job else code)
 
-    def _failure(self, folder: JobFolder, code: int) -> RankFailedError:
+    def _failure(self, folder: JobFolder, death: Death | None, code: int) -> RankFailedError:
         first = folder.first_failure()
+        if first is None and code < 0:
+            killer = signal.Signals(-code).name
+            return RankFailedError(f"mpiexec was killed by {killer}, and the ranks with it.")
+        if death is not None and (first is None or death.when < first.when):
+            end = _crash(code) if death.code is None else _end(death.code)
+            return RankFailedError(f"{death.place.who} {end}\nIt was {death.place.doing}.")
         if first is None:
-            return RankFailedError(_crash(code))
-        kind = first.trace.strip().splitlines()[-1]
-        error = RankFailedError(f"{first.where} failed: {kind}\n\nThere:\n{first.trace}")
+            return RankFailedError(f"A rank {_crash(code)}")
+        words = str(first.exception)
+        if not isinstance(first.exception, RanksStuckError):
+            kind = first.trace.strip().splitlines()[-1]
+            words = f"{first.where} failed: {kind}\n\nThere:\n{first.trace}"
+        error = RankFailedError(words)
         error.__cause__ = first.exception
         return error
 
@@ -286,12 +299,19 @@ def _unpicklable(job: Job, error: Exception) -> MisconfigurationException:
 
 
 def _crash(code: int) -> str:
-    """What an exit code of mpiexec tells when no rank left word of its end."""
-    if code < 0:
-        return f"mpiexec was killed by {signal.Signals(-code).name}, and the ranks with it."
+    """What an exit code of mpiexec tells of the rank that ended first."""
     number = code - 128 if code > 128 else code
-    name = signal.Signals(number).name if number in signal.valid_signals() else ""
-    if name not in _CRASHES:
-        return f"A rank ended the job with exit code {code}; its output above may say why."
-    memory = " The kernel does that when memory runs out." if name == "SIGKILL" else ""
-    return f"A rank was killed by {name}.{memory}"
+    crashed = number in signal.valid_signals() and signal.Signals(number).name in _CRASHES
+    other = " Or it left by `os._exit`: mpiexec mixes the exit codes of all ranks."
+    return _end(-number) + other if crashed else _end(code)
+
+
+def _end(code: int) -> str:
+    """What the exit code of a rank that left no word tells; negative for a signal."""
+    if code >= 0:
+        return (
+            f"ended with exit code {code} before its work was done, as by `os._exit`; its output "
+            "above may say why."
+        )
+    memory = " The kernel does that when memory runs out." if code == -signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-code).name}.{memory}"

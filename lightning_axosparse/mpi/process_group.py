@@ -36,7 +36,9 @@ def _nccl_for_cuda(method: Callable[..., MPIWork]) -> Any:
         if any(tensor.is_cuda for tensor in tensors_in(args)):
             return getattr(self.nccl, method.__name__)(*args, **kwargs)
         with torch.no_grad():
-            return self._started(method(self, *map(detached, args), **kwargs))
+            work = method(self, *map(detached, args), **kwargs)
+            work.call(f"`{method.__name__}` ({self._desc}) among {self._members}")
+            return self._started(work)
 
     return run
 
@@ -56,6 +58,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
         self._comm = communicator
         self._store = store
+        self._members = _in_words(communicator)
         self._node = node_sum(communicator)
         self._pending: set[MPIWork] = set()
         self._name = self._desc = ""
@@ -303,3 +306,11 @@ class MPIProcessGroup(dist.ProcessGroup):
     all_to_all_single = alltoall_base
     reduce_scatter_single = _reduce_scatter_base
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+
+def _in_words(communicator: MPI.Intracomm) -> str:
+    """The ranks of a communicator by their numbers in the job, the middle of many left out."""
+    world, members = MPI.COMM_WORLD.group, communicator.group
+    ranks = [str(rank) for rank in members.Translate_ranks(None, world)]
+    members.Free()
+    return "ranks " + ", ".join(ranks if len(ranks) <= 8 else [*ranks[:4], "...", *ranks[-2:]])

@@ -92,6 +92,6 @@ def _swap_nothing(comm: MPI.Comm, neighbour: int) -> None:
 
 
 def _wait(done: Callable[[], bool]) -> None:
-    back_off = BackOff()
-    while not done():
-        back_off.pause()
+    with BackOff(lambda: "a message that tries a neighbour's MPI out") as back_off:
+        while not done():
+            back_off.pause()

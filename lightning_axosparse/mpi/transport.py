@@ -26,6 +26,7 @@ from lightning_axosparse.mpi.buffers import raw
 from lightning_axosparse.mpi.progress import Progress
 from lightning_axosparse.mpi.shared import Inbox, Outbox, Place
 from lightning_axosparse.mpi.staging import Ready, Staging
+from lightning_axosparse.whereabouts import here
 
 _ENVELOPE_BYTES = 4096
 _INLINE_BYTES = 2048
@@ -148,11 +149,15 @@ class Mailbox:
 
     def end(self) -> None:
         """Wait until everything sent has left and every posted receive has been filled."""
-        back_off = BackOff()
-        while self._requests or self._departing:
-            self.poll()
-            back_off.pause()
+        with BackOff(self._awaited) as back_off:
+            while self._requests or self._departing:
+                self.poll()
+                back_off.pause()
         self._progress.end()
+
+    def _awaited(self) -> str:
+        neighbour = here().rank - self._comm.rank + self._neighbour
+        return f"the last messages to and from rank {neighbour}"
 
     def _depart(self) -> None:
         while self._departing and self._departing[0][2]():

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from lightning_axosparse.backoff import BackOff
 
+_BULK = 2**26  # bytes; MPI between sleeping ranks may move but some hundred megabytes a second
+
 
 class Engine(Protocol):
     """Moves operations that MPI knows nothing of."""
@@ -53,8 +55,13 @@ class MPIWork(dist.Work):
         self._buffers = list(buffers)
         self._finish = finish
         self._moved = False
+        self._words = "an MPI operation"
         self._held_in: set[MPIWork] = set()
         self._status = [MPI.Status() for _ in requests]
+
+    def call(self, words: str) -> None:
+        """Take a name by which people know what is waited for."""
+        self._words = words
 
     def hold_in(self, works: set[MPIWork]) -> None:
         """Be one of ``works`` until the operation is done."""
@@ -88,13 +95,13 @@ class MPIWork(dist.Work):
             RuntimeError: if ``timeout`` is given and passes first.
         """
         deadline = time.monotonic() + timeout.total_seconds() if timeout else None
-        back_off = BackOff()
-        while not self.is_completed():
-            if deadline is not None and time.monotonic() > deadline:
-                raise RuntimeError(f"An MPI operation did not finish within {timeout}.")
-            if self._moved:
-                back_off.reset()
-            back_off.pause()
+        with BackOff(lambda: self._words, self._is_bulk) as back_off:
+            while not self.is_completed():
+                if deadline is not None and time.monotonic() > deadline:
+                    raise RuntimeError(f"{self._words} did not finish within {timeout}.")
+                if self._moved:
+                    back_off.reset()
+                back_off.pause()
         return True
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
@@ -107,6 +114,10 @@ class MPIWork(dist.Work):
     def result(self) -> list[Tensor]:
         """The tensors that the operation filled."""
         return self._result
+
+    @property
+    def _is_bulk(self) -> bool:
+        return any(getattr(data, "nbytes", 0) >= _BULK for data in (*self._result, *self._buffers))
 
     def _has_arrived(self) -> bool:
         assert self._requests is not None

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -20,6 +21,7 @@ from lightning_axosparse.mpi.environment import describe_rank
 from lightning_axosparse.mpi.job import Answer, Failure, Job, JobFolder, ProcessState
 from lightning_axosparse.mpi.pickling import load, save
 from lightning_axosparse.mpi.segments import unlink_segments
+from lightning_axosparse.whereabouts import leave, publish
 
 _PR_SET_PDEATHSIG = 1
 
@@ -33,21 +35,32 @@ def main(folder: JobFolder) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     from mpi4py import MPI
 
+    from lightning_axosparse.mpi import watchdog
+
     world = MPI.COMM_WORLD
     unlink_segments(world)
     # Until the strategy says so, every process takes itself for rank zero and prints.
     vars(rank_zero_only).update(rank=world.rank)
+    publish(world.rank, folder.whereabouts(world.rank))
+    watchdog.told.append(partial(_leave_word, folder, world.rank))
     job: Job | None = None
     try:
         job = _read(folder)
         _check_world(world.size, job.ranks)
         job.state.restore()
         _run(job, folder, world.rank)
+        leave()
     except BaseException as exception:
         sys.stdout.flush()
         where = describe_rank(world.rank, _grid(job))
         folder.write_failure(world.rank, Failure.of(exception, where))
+        leave()
         world.Abort(1)
+
+
+def _leave_word(folder: JobFolder, rank: int, error: BaseException) -> None:
+    folder.write_failure(rank, Failure.of(error, describe_rank(rank)))
+    leave()
 
 
 def _read(folder: JobFolder) -> Job:

@@ -12,6 +12,7 @@ from lightning_axosparse.pipeline.link import Link
 from lightning_axosparse.pipeline.message import tensors
 from lightning_axosparse.pipeline.schedule import ForwardOnly, Op, Schedule
 from lightning_axosparse.timing import clock
+from lightning_axosparse.whereabouts import here
 
 Compute = Callable[[int, Any], Any]
 """``(microbatch, received) -> output``: one forward pass; on the last stage nothing is sent."""
@@ -78,11 +79,23 @@ class StageEngine:
 
     def run(self, op: Op) -> None:
         """Run one pass and send its result on."""
+        here().begin_pass(op.kind, op.microbatch)
         with clock.span(op.kind, self.stage, op.microbatch):
             if op.kind == "forward":
                 self._forward(op.microbatch)
             else:
                 self._backward(op.microbatch)
+
+    def awaited(self) -> str:
+        """What this stage cannot go on without, in words."""
+        missing, forwards, backwards = [], self.schedule.forwards, self.schedule.backwards
+        if not self._first and forwards < self.schedule.microbatches:
+            source = here().rank - 1
+            missing.append(f"the activation of micro-batch {forwards} from rank {source}")
+        if not self._last and backwards < forwards:
+            source = here().rank + 1
+            missing.append(f"the gradient of micro-batch {backwards} from rank {source}")
+        return " or ".join(missing)
 
     def end(self) -> None:
         """Wait until everything sent has left."""
@@ -124,8 +137,8 @@ def run(engines: Sequence[StageEngine]) -> None:
 def _next(engines: Sequence[StageEngine]) -> tuple[StageEngine, Op]:
     work = _startable(engines)
     if work is None:
-        back_off = BackOff()
-        with clock.span("wait", engines[0].stage):
+        first = engines[0]
+        with clock.span("wait", first.stage), BackOff(first.awaited) as back_off:
             while (work := _startable(engines)) is None:
                 back_off.pause()
     return work

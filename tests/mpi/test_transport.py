@@ -38,7 +38,7 @@ def exchange(
         box.begin(len(sizes[1 - comm.rank]))
         to_send = list(enumerate(sizes[comm.rank]))
         got: list[Any] = []
-        back_off = BackOff()
+        back_off = BackOff(lambda: "the other's messages")
         while to_send or len(got) < len(sizes[1 - comm.rank]):
             if to_send and rng.random() < 0.5:
                 index, size = to_send.pop(0)

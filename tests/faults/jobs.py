@@ -1,0 +1,173 @@
+"""Modules and loaders that go wrong on one rank, and a job of ranks that trains them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_axosparse import AxoSparseStrategy
+from lightning_axosparse.mpi.environment import placement
+
+WIDTH, SAMPLES = 4, 4
+STUCK_AT = 2
+"""The batch in which things go wrong."""
+
+
+def rank() -> int:
+    """This rank's number; for code that runs on the ranks alone."""
+    return placement().rank
+
+
+class Plain(L.LightningModule):
+    """Two layers, which make two stages or stay together."""
+
+    def __init__(self, faulty: int = 1) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        self.faulty = faulty
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        if index == STUCK_AT and rank() == self.faulty:
+            self.go_wrong()
+        return self.model(batch).square().mean()
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        self.log("val_loss", self.model(batch).square().mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def go_wrong(self) -> None:
+        """Nothing does."""
+
+
+class Killed(Plain):
+    def go_wrong(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Leaves(Plain):
+    code = 3
+
+    def go_wrong(self) -> None:
+        os._exit(self.code)
+
+
+class LeavesWell(Leaves):
+    code = 0
+
+
+class Stopped(Plain):
+    """Leaves its number in a file, for a test to kill it: it cannot be asked to end."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def go_wrong(self) -> None:
+        (self.folder / "stopped").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class Endless(Plain):
+    def go_wrong(self) -> None:
+        self.count_stars()
+
+    def count_stars(self) -> None:
+        while True:
+            time.sleep(0.01)
+
+
+class SkipsTheRest(Plain):
+    def on_train_batch_start(self, batch: Any, index: int) -> int | None:
+        return -1 if index == STUCK_AT and rank() == self.faulty else None
+
+
+class WantsToStop(Plain):
+    def go_wrong(self) -> None:
+        self.trainer.should_stop = True
+
+
+class LogsAlone(Plain):
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        if index == STUCK_AT and rank() == self.faulty:
+            self.log("mine", 1.0, on_step=True, sync_dist=True)
+
+
+class Numbers(Dataset):
+    """Ones, of a length that may differ between ranks."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return self.batches * SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.ones(WIDTH)
+
+
+class Stream(IterableDataset):
+    """As :class:`Numbers`, of a length that nobody knows before."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for _ in range(self.batches * SAMPLES):
+            yield torch.ones(WIDTH)
+
+
+class Unequal(L.LightningDataModule):
+    """Loaders that have one batch more on one rank than on the others."""
+
+    def __init__(self, kind: type = Numbers, longer: int = -1, where: str = "train") -> None:
+        super().__init__()
+        self.kind, self.longer, self.where = kind, longer, where
+
+    def _loader(self, where: str) -> DataLoader:
+        more = rank() == self.longer and where == self.where
+        return DataLoader(self.kind(4 + more), batch_size=SAMPLES)
+
+    def train_dataloader(self) -> DataLoader:
+        return self._loader("train")
+
+    def val_dataloader(self) -> DataLoader:
+        return self._loader("val")
+
+
+def train(
+    module: L.LightningModule,
+    data: Unequal | None = None,
+    ranks: int = 2,
+    g_inter: int = 2,
+    **options: Any,
+) -> L.Trainer:
+    """Train on ranks of their own."""
+    trainer = L.Trainer(
+        strategy=AxoSparseStrategy(g_inter, **options),
+        accelerator="cpu",
+        devices=ranks,
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(module, data or Unequal())
+    return trainer
+
+
+if __name__ == "__main__":
+    train(Killed(), timeout=60)

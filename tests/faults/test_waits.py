@@ -1,0 +1,175 @@
+"""A rank that others wait for in vain: the job ends, soon, with words that say who and where."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from lightning_axosparse.mpi.launcher import RankFailedError
+from tests.faults import jobs
+from tests.ranks import REPOSITORY, warm_python
+
+BOUND = 120
+"""Seconds; an unloaded machine takes some five."""
+
+pytestmark = pytest.mark.usefixtures("soon")
+warm = pytest.mark.usefixtures("warm_ranks")
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the watchdog speak after three seconds instead of thirty."""
+    monkeypatch.setenv("AXOSPARSE_NOTICE_SECONDS", "3")
+
+
+@contextmanager
+def fails(*words: str) -> Iterator[pytest.ExceptionInfo[RankFailedError]]:
+    """Assert that a job ends in time, with a message in which all of these are found."""
+    started = time.monotonic()
+    with pytest.raises(RankFailedError) as failure:
+        yield failure
+    assert time.monotonic() - started < BOUND
+    for word in words:
+        assert re.search(word, str(failure.value)), f"{word}\nis not in\n{failure.value}"
+
+
+@warm
+def test_nothing_goes_wrong() -> None:
+    assert jobs.train(jobs.Plain(), ranks=4, timeout=60).global_step == 8
+
+
+@warm
+def test_a_killed_rank_is_named() -> None:
+    with fails(
+        r"rank 1 \(stage 1 of replica 0\) on host \S+ was killed by SIGKILL",
+        r"in training batch 2 of epoch 0, micro-batch \d, forward pass",
+    ):
+        jobs.train(jobs.Killed())
+
+
+def test_a_killed_rank_ends_the_others_where_the_launcher_does_not() -> None:
+    # As under srun without -K, the launcher does not see that the rank is gone.
+    hidden = ["sh", "-c", '"$@"; sleep 100', "-", *warm_python(), "-m", "tests.faults.jobs"]
+    done = subprocess.run(
+        [Path(sys.executable).parent / "mpiexec", "-n", "2", *hidden],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=BOUND,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert re.search(
+        r"rank 1 \(stage 1 of replica 0\) on host \S+ ended without a word: killed", done.stderr
+    )
+    assert re.search("rank 1 .*in training batch 2 of epoch 0, micro-batch", done.stderr)
+
+
+@pytest.mark.parametrize("module", [jobs.Leaves, jobs.LeavesWell])
+def test_a_rank_that_leaves_without_a_word_is_named(module: type[jobs.Leaves]) -> None:
+    with fails(
+        rf"rank 1 \(stage 1 of replica 0\).* (exit code {module.code} |Or it left).*os\._exit",
+        "in training batch 2 of epoch 0",
+    ):
+        jobs.train(module())
+
+
+@warm
+def test_a_stopped_rank_does_not_answer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    try:
+        with fails(
+            r"rank 0 \(stage 0 of replica 0\) on host \S+ has waited for [6-9] s",
+            r"timeout=6 s",
+            "No answer from rank 1 on host.* stopped",
+            r"rank 0 .*waits for the gradient of micro-batch \d from rank 1",
+            r"rank 1 .*in training batch 2 of epoch 0, micro-batch",
+        ):
+            jobs.train(jobs.Stopped(tmp_path), timeout=timedelta(seconds=6))
+    finally:
+        os.kill(int((tmp_path / "stopped").read_text()), signal.SIGKILL)
+    printed = capfd.readouterr().err
+    assert re.search(r"rank 0 .*waits for .*, for [3-5] s now; timeout=6 s", printed)
+    assert "in _next" in printed  # the stack of rank 0
+
+
+@warm
+def test_a_rank_in_endless_user_code_shows_its_stack(capfd: pytest.CaptureFixture[str]) -> None:
+    with fails(r"rank 0 .*timeout=6 s", r"rank 1 .*in training batch 2") as failure:
+        jobs.train(jobs.Endless(), timeout=6)
+    assert "No answer" not in str(failure.value)
+    assert "in count_stars" in capfd.readouterr().err
+
+
+@warm
+@pytest.mark.parametrize(("ranks", "g_inter"), [(2, 2), (2, 1)])
+def test_lengths_that_differ_are_told_before_the_first_batch(ranks: int, g_inter: int) -> None:
+    with fails(
+        "unequal numbers of training batches",
+        r"rank 0 .*loader length 4",
+        r"rank 1 .*loader length 5",
+        "limit_train_batches",
+    ):
+        jobs.train(jobs.Plain(), jobs.Unequal(longer=1), ranks, g_inter)
+
+
+@warm
+def test_lengths_of_validation_loaders_may_differ_over_replicas_only() -> None:
+    with fails("unequal numbers of validation batches", "rank 1 .*loader length 5"):
+        jobs.train(jobs.Plain(), jobs.Unequal(longer=1, where="val"))
+    run = jobs.train(jobs.Plain(), jobs.Unequal(longer=1, where="val"), g_inter=1)
+    assert run.global_step == 8
+
+
+@warm
+@pytest.mark.parametrize("g_inter", [2, 1])
+@pytest.mark.parametrize("longer", [0, 1])
+def test_streams_of_different_lengths(g_inter: int, longer: int) -> None:
+    with fails(
+        r"unequal numbers of|All ranks wait for one another",
+        f"rank {1 - longer} .*over after 4 batches",
+        f"rank {longer} .*(in training batch 4|after training batch 3)",
+    ):
+        jobs.train(jobs.Plain(), jobs.Unequal(jobs.Stream, longer), 2, g_inter)
+
+
+@warm
+@pytest.mark.parametrize("faulty", [0, 1])
+def test_one_rank_skips_the_rest_of_an_epoch(faulty: int) -> None:
+    with fails(
+        "on_train_batch_start.*-1",
+        f"rank {faulty} .*training of epoch 0 over after 2 batches",
+        f"rank {1 - faulty} .*in training batch 2 of epoch 0",
+    ):
+        jobs.train(jobs.SkipsTheRest(faulty))
+
+
+@warm
+@pytest.mark.parametrize(("faulty", "g_inter"), [(0, 2), (1, 2), (0, 1), (1, 1)])
+def test_one_rank_wants_to_stop(faulty: int, g_inter: int) -> None:
+    with fails(
+        "should_stop",
+        rf"rank {faulty} .*training of epoch 0 over after 3 batches, with trainer\.should_stop set",
+        f"rank {1 - faulty} .*training batch [23] of epoch 0",
+    ):
+        jobs.train(jobs.WantsToStop(faulty), g_inter=g_inter)
+
+
+@warm
+def test_one_replica_synchronises_what_it_logs() -> None:
+    with fails(
+        "sync_dist=True",
+        r"rank 0 .*waits for `(barrier|allreduce)` \(logged values\) among ranks 0, 1",
+        r"rank 1 .*waits for",
+    ):
+        jobs.train(jobs.LogsAlone(0), g_inter=1)
