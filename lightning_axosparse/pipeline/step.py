@@ -11,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_axosparse.pipeline.emission import Activation
 from lightning_axosparse.pipeline.message import tensors
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.randomness import Randomness
@@ -51,7 +52,9 @@ class StageStep:
         """Run the step up to the stage's edge; on the last stage to its end."""
         part = self._microbatches[microbatch]
         visit = Visit(
-            self._stage, received, lambda: self._randomness.inside(part.number, self._stage)
+            self._stage,
+            received or Activation(None),
+            lambda: self._randomness.inside(part.number, self._stage),
         )
         self._randomness.outside(part.number)
         self._visits[microbatch] = visit
@@ -59,7 +62,7 @@ class StageStep:
             with self._layers.visit(visit), self._observe(part.size):
                 output = self._step(part.batch)
         except StageEdge as edge:
-            return edge.output
+            return edge.activation
         if not self._is_last or visit.next_layer < len(self._layers.layers):
             raise MisconfigurationException(
                 f"The step returned without calling layer "
