@@ -11,23 +11,20 @@ Gradients return with the activation's. Where there are no hooks and attributes,
 from __future__ import annotations
 
 import operator
-import sys
 import warnings
-import weakref
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
+from lightning_axosparse.pipeline.hook import PLAIN, call_hook, nodes
+
 _REGISTRIES = ("_forward_pre_hooks", "_forward_hooks")
-_PLAIN = (type(None), bool, int, float, str, torch.Size, torch.dtype, torch.device)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -49,7 +46,7 @@ class LayerOutput(NamedTuple):
 
 
 class Attribute(NamedTuple):
-    """A tensor that a layer has set as an attribute of one of its modules."""
+    """A tensor, a list or a dict that a layer has set as an attribute of one of its modules."""
 
     layer: int
     module: str
@@ -63,7 +60,7 @@ class Appended(NamedTuple):
     layer: int
     module: str
     name: str
-    items: Any
+    value: Any
 
 
 Emission = HookCall | LayerOutput | Attribute | Appended
@@ -104,10 +101,10 @@ class _Opaque:
 
     def _refuse(self) -> MisconfigurationException:
         return MisconfigurationException(
-            f"A forward hook of {self.owner!r}, which is computed by an earlier stage, reads an "
-            f"object of type {self.kind!r}. Between stages tensors travel, in tuples, lists, "
-            "dicts and classes that torch.utils._pytree knows: let the module return those, or "
-            "put hook and loss into one stage (balance=...)."
+            f"A forward hook of {self.owner!r}, or code that reads its attributes, wants an "
+            f"object of type {self.kind!r} from an earlier stage. Between stages tensors travel, "
+            "in tuples, lists, dicts and classes that torch.utils._pytree knows: use those, or "
+            "put the layer into the last stage (balance=...)."
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -120,9 +117,9 @@ class _Opaque:
 
 
 class _State(NamedTuple):
-    """An attribute at one time: a tensor and its version, or a list and its items."""
+    """An attribute at one time: a tensor and its version, or a list or dict and its items."""
 
-    value: Tensor | list[Any]
+    value: Tensor | list[Any] | dict[Any, Any]
     items: tuple[Any, ...]
     version: int
 
@@ -157,7 +154,7 @@ class WatchedLayer:
         return [m for m in self.paths if m._forward_hooks or m._forward_pre_hooks]
 
     def attributes(self) -> dict[tuple[nn.Module, str], _State]:
-        """What each attribute that is a tensor or a list is now."""
+        """What each attribute that is a tensor, a list or a dict is now."""
         # A layer is asked twice a micro-batch, so names are looked for only when there are new.
         entries = sum(len(vars(module)) + len(module._buffers) for module in self.paths)
         if entries != self._entries:
@@ -169,8 +166,9 @@ class WatchedLayer:
                 # Running statistics change in place, for the layer alone.
                 running = values is module._buffers or value.is_inference()
                 found[module, name] = _State(value, (), 0 if running else value._version)
-            elif isinstance(value, list):
-                found[module, name] = _State(value, tuple(value), 0)
+            elif isinstance(value, (list, dict)):
+                items = value.values() if isinstance(value, dict) else value
+                found[module, name] = _State(value, tuple(items), 0)
         return found
 
     def _find(self) -> Iterator[tuple[nn.Module, dict[str, Any], str]]:
@@ -214,6 +212,13 @@ class Emissions:
         Hooks of the layer before fire once more on this stage, on what was received.
         """
         self._watching = True
+        if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+            warnings.warn(
+                "Forward hooks of all modules (register_module_forward_hook) cannot be followed "
+                "from stage to stage: later stages do not see what they collect of earlier "
+                "layers. Register hooks on modules instead, if the loss depends on them.",
+                stacklevel=2,
+            )
         if own.start:
             self._watch_hooks(self.layers[own.start - 1].modules[""], own.start - 1)
         for index in own:
@@ -275,14 +280,20 @@ class Emissions:
                 hooks = list(getattr(module, emission.registry).values())
                 if emission.position < len(hooks):
                     hooks[emission.position](module, *_fill(emission.given, []))
-            elif isinstance(emission, Appended):
-                items = getattr(module, emission.name)
-                items.extend(emission.items)
-                self._note_list(items, emission.items)
             else:
-                places = self.layers[index].name, emission.module, emission.name
-                stand_ins = self.withheld.setdefault(".".join(filter(None, places)), [])
-                setattr(module, emission.name, _fill(emission.value, stand_ins))
+                self._replay_attribute(module, emission)
+
+    def _replay_attribute(self, module: nn.Module, emission: Attribute | Appended) -> None:
+        places = self.layers[emission.layer].name, emission.module, emission.name
+        stand_ins = self.withheld.setdefault(".".join(filter(None, places)), [])
+        value, now = _fill(emission.value, stand_ins), getattr(module, emission.name, None)
+        if isinstance(emission, Appended) and isinstance(now, list):
+            now.extend(value)
+            self._note_list(now, value)
+        elif isinstance(value, dict) and isinstance(now, dict):
+            now.update(value)
+        else:
+            setattr(module, emission.name, value)
 
     def output(self, index: int, stand_ins: list[Tensor]) -> Any:
         """The output of a layer of an earlier stage, if its hooks read it, else None.
@@ -309,21 +320,7 @@ class Emissions:
         self, hook: Callable[..., Any], layer: int | None, registry: str, position: int
     ) -> Callable[..., Any]:
         def watched(module: nn.Module, *given: Any) -> Any:
-            # Counts and what is counted stand here, so that both counts see the same references.
-            nodes = list(_nodes(given))
-            before = [sys.getrefcount(node) for node in nodes]
-            with _Operators(nodes) as operators:
-                result = hook(module, *given)
-            after = [sys.getrefcount(node) for node in nodes]
-            identities = {id(node) for node in nodes}
-            passed_on = Counter(id(node) for node in _nodes(result, identities))
-            kept = [
-                node
-                for node, old, new in zip(nodes, before, after, strict=True)
-                if new - passed_on[id(node)] > old
-            ]
-            read = {id(n) for node in kept for n in _nodes(node) if isinstance(n, Tensor)}
-            read |= operators.read(result)
+            result, read = call_hook(hook, module, given)
             if read and layer is None:
                 self._note_call(module, registry, position, given, read)
             elif read and layer is not None:
@@ -346,10 +343,10 @@ class Emissions:
             if index not in self._outputs:
                 continue
             output = self._outputs[index]
-            leaves = {id(n) for n in _nodes(output) if isinstance(n, Tensor)}
+            leaves = {id(n) for n in nodes(output) if isinstance(n, Tensor)}
             known = read & leaves
             # Another hook of the layer has put something else in the place of its output.
-            if index == layer and read - leaves - {id(n) for n in _nodes(given[0])}:
+            if index == layer and read - leaves - {id(n) for n in nodes(given[0])}:
                 known = leaves
             if known:
                 self._read.setdefault(index, (output, set()))[1].update(known)
@@ -360,56 +357,21 @@ class Emissions:
         layer = self.layers[index]
         for (module, name), now in layer.attributes().items():
             old, place = before.get((module, name)), (index, layer.paths[module], name)
-            if old is None or not old.begins(now):
-                if isinstance(now.value, Tensor) and not _travels(now.value, output):
-                    self._own.append(Attribute(*place, _absent(now.value)))
-                elif isinstance(now.value, Tensor) or any(isinstance(i, Tensor) for i in now.items):
-                    self._own.append(Attribute(*place, _portable(now.value, None, layer.name)))
-            elif isinstance(now.value, list) and (items := now.items[len(old.items) :]):
-                self._own.append(Appended(*place, _portable(items, None, layer.name)))
+            known = len(old.items) if old is not None and old.begins(now) else None
+            if known == len(now.items):
+                continue
+            if known is not None and isinstance(now.value, list):
+                items = list(now.items[known:])
+                self._own.append(Appended(*place, _worth(items, output, layer.name)))
                 self._note_list(now.value, items)
+            elif any(isinstance(item, Tensor) for item in (now.value, *now.items)):
+                self._own.append(Attribute(*place, _worth(now.value, output, layer.name)))
 
     def _note_list(self, items: list[Any], new: Sequence[Any]) -> None:
         # A list of what no gradient reaches may be the layer's memory, which it reads itself.
         graph = any(isinstance(item, Tensor) and item.requires_grad for item in new)
         if graph or not torch.is_grad_enabled():
             self._lists.append((items, len(items) - len(new)))
-
-
-class _Operators(TorchFunctionMode):
-    """Sees which of some tensors a hook computes with, and whether anything is left of it.
-
-    Args:
-        given: the tensors, and what they are in.
-    """
-
-    def __init__(self, given: Sequence[Any]) -> None:
-        super().__init__()
-        self._given = {id(node) for node in given if isinstance(node, Tensor)}
-        self._used: set[int] = set()
-        self._made: list[weakref.ref[Any]] = []
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._used |= {id(node) for node in _nodes((args, kwargs))} & self._given
-        self._made += [
-            weakref.ref(node)
-            for node in _nodes(result)
-            if isinstance(node, (Tensor, np.ndarray)) and id(node) not in self._given
-        ]
-        return result
-
-    def read(self, returned: Any) -> set[int]:
-        """The tensors, by ``id``, of which more is left than what the hook has returned."""
-        passed_on = {id(node) for node in _nodes(returned)}
-        left = any(made() is not None and id(made()) not in passed_on for made in self._made)
-        return self._used if left else set()
 
 
 def _fill(tree: Any, stand_ins: list[Tensor]) -> Any:
@@ -422,47 +384,25 @@ def _fill(tree: Any, stand_ins: list[Tensor]) -> Any:
     return pytree.tree_map_only(_Absent, stand_in, tree)
 
 
-def _portable(tree: Any, read: set[int] | None, owner: str) -> Any:
-    """A pytree as it travels: with the tensors that were read (by ``id``; None for all)."""
+def _portable(tree: Any, read: set[int], owner: str) -> Any:
+    """A pytree as it travels: with the tensors, by ``id``, that were read."""
 
     def leaf(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value if read is None or id(value) in read else _absent(value)
-        return value if isinstance(value, _PLAIN) else _Opaque(type(value).__name__, owner)
+            return value if id(value) in read else _absent(value)
+        return value if isinstance(value, PLAIN) else _Opaque(type(value).__name__, owner)
 
     return pytree.tree_map(leaf, tree)
 
 
-def _travels(attribute: Tensor, output: Any) -> bool:
-    """Whether an attribute travels, though perhaps nobody reads it: up to the output's size."""
+def _worth(attribute: Any, output: Any, owner: str) -> Any:
+    """An attribute as it travels, though perhaps nobody reads it: up to the output's size."""
     leaves = pytree.tree_leaves(output)
     largest = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
-    return attribute.nbytes <= largest or not attribute.is_floating_point()
+    tensors = [node for node in nodes(attribute) if isinstance(node, Tensor)]
+    small = {id(t) for t in tensors if t.nbytes <= largest or not t.is_floating_point()}
+    return _portable(attribute, small, owner)
 
 
 def _absent(tensor: Tensor) -> _Absent:
     return _Absent(tensor.shape, tensor.dtype, tensor.device.type, tensor.requires_grad)
-
-
-def _nodes(tree: Any, known: Collection[int] = ()) -> Iterator[Any]:
-    """The tensors in any nesting of containers and objects, and whatever they are in.
-
-    Args:
-        tree: the nesting.
-        known: by ``id``, what is not looked into.
-    """
-    pending, seen = [tree], set(known)
-    while pending:
-        node = pending.pop()
-        if isinstance(node, (*_PLAIN, nn.Module, type)):
-            continue
-        yield node
-        if isinstance(node, (Tensor, np.ndarray)) or id(node) in seen:
-            continue
-        seen.add(id(node))
-        if isinstance(node, Mapping):
-            pending += node.values()
-        elif isinstance(node, (list, tuple)):
-            pending += node
-        else:
-            pending += getattr(node, "__dict__", {}).values()

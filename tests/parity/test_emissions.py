@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -24,6 +26,8 @@ from transformers import (
 )
 
 from lightning_axosparse import AxoSparseStrategy
+from lightning_axosparse.pipeline.link import LoopbackLink
+from lightning_axosparse.pipeline.message import encode
 from tests.parity.cases import Record, Recorder, difference
 from tests.ranks import run_ranks
 
@@ -213,9 +217,24 @@ def qwen() -> Case:
     return Routed(Qwen3MoeForCausalLM(config))
 
 
+class Logits(Routed):
+    """A mean over the router's logits, which micro-batches do not change."""
+
+    def loss(self, ids: Tensor) -> Tensor:
+        output = self.network(input_ids=ids, output_router_logits=True)
+        logits = sum(logits.pow(2).mean() for logits in output.router_logits)
+        return causal_loss(output.logits, ids) + 0.1 * logits
+
+
+def router_logits() -> Case:
+    config = MixtralConfig(**SIZES, **EXPERTS, num_local_experts=4, num_experts_per_tok=2)
+    return Logits(MixtralForCausalLM(config))
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "Mixtral": mixtral,
     "Qwen3-MoE": qwen,
+    "router logits": router_logits,
     "Llama": Inspected,
     "attributes": Attributes,
     "shared list": SharedList,
@@ -226,6 +245,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "Mixtral": ("Mixtral", {"microbatches": 1}),
     "Qwen3-MoE": ("Qwen3-MoE", {"microbatches": 1}),
     "Mixtral recomputed": ("Mixtral", {"microbatches": 1, "recompute": 1}),
+    "router logits": ("router logits", {"microbatches": 3}),
     "Llama": ("Llama", {"microbatches": 3}),
     "Llama recomputed": ("Llama", {"microbatches": 2, "recompute": "sqrt"}),
     "attributes": ("attributes", {"microbatches": 3}),
@@ -261,7 +281,8 @@ def train(case: str, strategy: Any, ranks: int = 1) -> Record:
 
 def strategy(row: str, stages: int, **options: Any) -> AxoSparseStrategy:
     case, own = ROWS[row]
-    container = "network.model.layers" if case in ("Mixtral", "Qwen3-MoE", "Llama") else "layers"
+    own_module = case in ("attributes", "shared list", "hooks")
+    container = "layers" if own_module else "network.model.layers"
     return AxoSparseStrategy(g_inter=stages, pipeline=container, **own, **options)
 
 
@@ -299,3 +320,40 @@ def test_what_layers_emit_reaches_the_loss_in_one_process(
     case, _ = ROWS[row]
     record = train(case, strategy(row, 3, transport="loopback"))
     assert difference(expected[case], record) <= 1e-12
+
+
+class Plain(Case):
+    """A network as it comes."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def loss(self, ids: Tensor) -> Tensor:
+        return causal_loss(self.network(input_ids=ids).logits, ids)
+
+
+@pytest.mark.parametrize("network", ["GPT-2", "Llama"])
+def test_a_network_of_which_nothing_else_is_read_sends_its_activations_alone(
+    network: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpt2 = GPT2Config(vocab_size=VOCABULARY, n_positions=16, n_embd=WIDTH, n_layer=3, n_head=2)
+    make: dict[str, Callable[[], Case]] = {
+        "GPT-2": lambda: Plain(GPT2LMHeadModel(gpt2)),
+        "Llama": lambda: Plain(LlamaForCausalLM(LlamaConfig(**SIZES))),
+    }
+    monkeypatch.setitem(CASES, network, make[network])
+    container = {"GPT-2": "network.transformer.h", "Llama": "network.model.layers"}[network]
+    blocks: list[int] = []
+    send = LoopbackLink.send_activation
+
+    def count(link: LoopbackLink, tree: Any) -> None:
+        blocks.append(encode(tree, torch.device("cpu"))[1].nbytes)
+        send(link, tree)
+
+    monkeypatch.setattr(LoopbackLink, "send_activation", count)
+    train(
+        network,
+        AxoSparseStrategy(g_inter=3, microbatches=3, transport="loopback", pipeline=container),
+    )
+    assert set(blocks) == {2 * LENGTH * WIDTH * 8}, "two samples of float64"

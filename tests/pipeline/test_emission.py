@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from lightning_axosparse.pipeline.emission import Activation
 from lightning_axosparse.pipeline.link import LoopbackLink
@@ -231,7 +232,7 @@ def test_an_object_that_cannot_travel_is_refused_by_name() -> None:
     kept: list[Tensor] = []
     for layer in model:
         layer.wrap.register_forward_hook(lambda m, args, output: kept.append(output.value))
-    words = r"hook of 'layers\.0\.wrap'.*reads an object of type 'Opened'"
+    words = r"hook of 'layers\.0\.wrap'.*wants an object of type 'Opened'"
     with staged(model) as pipe, pytest.raises(MisconfigurationException, match=words):
         train(pipe, lambda x: model(x).sum(), torch.randn(6, WIDTH), 2)
 
@@ -288,6 +289,51 @@ def test_what_layers_append_to_a_list_travels_once(when: str) -> None:
     assert_as_on_one_process(prepare)
 
 
+def test_values_of_a_dict_travel() -> None:
+    def prepare(model: nn.Sequential) -> Callable[[Tensor], Tensor]:
+        shared: dict[Any, Tensor] = {}
+        for index, layer in enumerate(model):
+            layer.seen = shared
+            layer.tell = lambda layer, x, index=index: shared.update({index: x.pow(2).mean()})
+
+        def loss(x: Tensor) -> Tensor:
+            y = model(x).mean()
+            return y + sum(shared[index] * (index + 1) for index in range(LAYERS))
+
+        return loss
+
+    assert_as_on_one_process(prepare)
+
+
+def test_a_hook_with_keyword_arguments_is_followed() -> None:
+    class Named(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(input=self.linear(input=x))
+
+    def prepare(model: nn.Sequential) -> Callable[[Tensor], Tensor]:
+        kept: list[Tensor] = []
+        for index in range(LAYERS):
+            torch.manual_seed(index)
+            model[index] = Named()
+            model[index].act.register_forward_hook(
+                lambda module, args, kwargs, output: kept.append(kwargs["input"] * output),
+                with_kwargs=True,
+            )
+            model[index].act.register_forward_pre_hook(
+                lambda module, args, kwargs: kept.append(kwargs["input"]), with_kwargs=True
+            )
+
+        def loss(x: Tensor) -> Tensor:
+            kept.clear()
+            y = model(x).mean()
+            assert len(kept) == 2 * LAYERS
+            return y + sum(t.mean() * (i + 1) for i, t in enumerate(kept))
+
+        return loss
+
+    assert_as_on_one_process(prepare)
+
+
 def test_an_attribute_as_large_as_attentions_is_refused_where_it_is_read(
     sent: list[Activation],
 ) -> None:
@@ -321,3 +367,13 @@ def test_hooks_in_a_compiled_layer_are_warned_of() -> None:
     model[0].act.register_forward_hook(lambda module, args, output: None)
     with staged(model) as pipe, pytest.warns(match=r"'layers\.0\.act' has forward hooks"):
         train(pipe, lambda x: model(x).sum(), torch.randn(6, WIDTH), 1)
+
+
+def test_hooks_of_all_modules_are_warned_of() -> None:
+    model = network()
+    handle = register_module_forward_hook(lambda module, args, output: None)
+    try:
+        with staged(model) as pipe, pytest.warns(match="hooks of all modules"):
+            train(pipe, lambda x: model(x).sum(), torch.randn(6, WIDTH), 1)
+    finally:
+        handle.remove()
