@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from lightning_axosparse.pipeline.hook import PLAIN, call_hook, nodes
 
 _REGISTRIES = ("_forward_pre_hooks", "_forward_hooks")
+_PLAIN = frozenset(PLAIN)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -144,7 +145,12 @@ class WatchedLayer:
     def __init__(self, name: str, layer: nn.Module) -> None:
         self.name = name
         self.modules = dict(layer.named_modules())
-        self.paths = {module: path for path, module in self.modules.items()}
+        # A scripted module has neither hooks inside nor attributes that Python sees change.
+        self.paths = {
+            module: path
+            for path, module in self.modules.items()
+            if not isinstance(module, torch.jit.ScriptModule)
+        }
         self.compiled = hasattr(layer, "_orig_mod") or layer._compiled_call_impl is not None
         self._entries = 0
         self._places: list[tuple[nn.Module, dict[str, Any], str]] = []
@@ -161,13 +167,17 @@ class WatchedLayer:
             self._entries, self._places = entries, list(self._find())
         found: dict[tuple[nn.Module, str], _State] = {}
         for module, values, name in self._places:
-            value = values.get(name)
-            if isinstance(value, Tensor):
+            value: Any = values.get(name)
+            # The class, as isinstance asks a config of transformers, which is slow, for its own.
+            kind = type(value)
+            if kind in _PLAIN:
+                continue
+            if issubclass(kind, Tensor):
                 # Running statistics change in place, for the layer alone.
                 running = values is module._buffers or value.is_inference()
                 found[module, name] = _State(value, (), 0 if running else value._version)
-            elif isinstance(value, (list, dict)):
-                items = value.values() if isinstance(value, dict) else value
+            elif issubclass(kind, (list, dict)):
+                items = value.values() if issubclass(kind, dict) else value
                 found[module, name] = _State(value, tuple(items), 0)
         return found
 

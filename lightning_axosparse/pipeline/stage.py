@@ -8,6 +8,7 @@ calling a layer does is changed while a stage computes:
     the stage's last layer       computes, then ends the step by raising ``StageEdge``
 
 so the code before the container runs on every stage and the code behind it on the last alone.
+What hooks and attributes of earlier layers hold for that code travels too: see ``emission``.
 """
 
 from __future__ import annotations

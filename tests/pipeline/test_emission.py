@@ -377,3 +377,20 @@ def test_hooks_of_all_modules_are_warned_of() -> None:
             train(pipe, lambda x: model(x).sum(), torch.randn(6, WIDTH), 1)
     finally:
         handle.remove()
+
+
+def test_scripted_layers_send_their_activation_alone(sent: list[Activation]) -> None:
+    model = nn.Sequential(*(torch.jit.script(nn.Linear(WIDTH, WIDTH)) for _ in range(LAYERS)))
+    with staged(model) as pipe:
+        train(pipe, lambda x: model(x).sum(), torch.randn(6, WIDTH), 2)
+    assert [message.emissions for message in sent] == [()] * 4
+
+
+def test_an_attribute_that_a_compiled_layer_sets_travels() -> None:
+    def prepare(model: nn.Sequential) -> Callable[[Tensor], Tensor]:
+        for layer in model:
+            layer.tell = set_attribute
+            layer.compile(backend="eager")
+        return lambda x: model(x).mean() + sum(m.seen * (i + 1) for i, m in enumerate(model))
+
+    assert_as_on_one_process(prepare)
