@@ -126,6 +126,7 @@ class PipelinedLayers:
         finally:
             self._visit = None
             self._emissions.end()
+            self._emissions = Emissions(self._watched, (), {})
 
     def _forward(self, index: int, compute: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -134,6 +135,9 @@ class PipelinedLayers:
                 return self._outside_step(index, compute, *args, **kwargs)
             self._check_order(visit, index)
             part, is_last = self.parts[visit.stage], visit.stage == len(self.parts) - 1
+            if index < part.start:
+                self._emissions.replay(index)
+            # From here on, so that what is replayed is not taken for an own layer's.
             if index == max(0, part.start - 1) and not is_last:
                 self._emissions.watch(part)
             if index < part.start:
@@ -192,7 +196,6 @@ class PipelinedLayers:
         )
 
     def _stand_in(self, visit: Visit, index: int) -> Any:
-        self._emissions.replay(index)
         if index == self.parts[visit.stage].start - 1:
             self._emissions.remember(index, visit.received.output)
             return visit.received.output

@@ -334,6 +334,25 @@ def test_a_hook_with_keyword_arguments_is_followed() -> None:
     assert_as_on_one_process(prepare)
 
 
+def test_a_module_that_layers_share_is_followed_in_each(sent: list[Activation]) -> None:
+    def prepare(model: nn.Sequential) -> Callable[[Tensor], Tensor]:
+        kept: list[Tensor] = []
+        for layer in model:
+            layer.act = model[0].act
+        model[0].act.register_forward_hook(lambda module, args, output: kept.append(output))
+
+        def loss(x: Tensor) -> Tensor:
+            kept.clear()
+            y = model(x).mean()
+            assert len(kept) == LAYERS
+            return y + sum(t.mean() * (i + 1) for i, t in enumerate(kept))
+
+        return loss
+
+    assert_as_on_one_process(prepare)
+    assert {len(message.emissions) for message in sent} == {1, 2}
+
+
 def test_an_attribute_as_large_as_attentions_is_refused_where_it_is_read(
     sent: list[Activation],
 ) -> None:
