@@ -8,6 +8,7 @@ calling a layer does is changed while a stage computes:
     the stage's last layer       computes, then ends the step by raising ``StageEdge``
 
 so the code before the container runs on every stage and the code behind it on the last alone.
+What hooks and attributes of earlier layers hold for that code travels too: see ``emission``.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_axosparse.pipeline.emission import Activation, Emissions, WatchedLayer
 from lightning_axosparse.pipeline.recompute import Recompute, Segment
 
 
 class StageEdge(BaseException):
     """Ends a step at the stage's last layer; no ``except Exception`` of a user swallows it."""
 
-    def __init__(self, output: Any) -> None:
+    def __init__(self, activation: Activation) -> None:
         super().__init__("the edge of a pipeline stage")
-        self.output = output
+        self.activation = activation
 
 
 @dataclass
@@ -38,7 +40,7 @@ class Visit:
     """One micro-batch's way through the layers of one stage."""
 
     stage: int
-    received: Any = None
+    received: Activation = Activation(None)  # noqa: RUF009
     enter: Callable[[], None] = lambda: None
     """Called when the stage's own first layer is reached."""
     next_layer: int = 0
@@ -46,6 +48,8 @@ class Visit:
     """Per earlier layer, stand-ins for its output, which nobody may differentiate."""
     segment: Segment | None = None
     """The own layers since the last whose input is kept, if they are recomputed."""
+    withheld: dict[str, list[Tensor]] = field(default_factory=dict)
+    """Per attribute of an earlier layer that did not travel, stand-ins as above."""
 
     def check_skips(self, names: Sequence[str]) -> None:
         """Refuse a use of an earlier layer's output that went round the layers in between.
@@ -60,6 +64,13 @@ class Visit:
                     "being the input of the next layer. A skip connection may not cross the edge "
                     "of a stage: put both ends into one stage (balance=...), or carry the value "
                     "along in what the layers return."
+                )
+        for attribute, stand_ins in self.withheld.items():
+            if any(tensor.grad is not None for tensor in stand_ins):
+                raise MisconfigurationException(
+                    f"{attribute!r} is set by a layer of an earlier stage and read by stage "
+                    f"{self.stage}. It is larger than what the layer returns, so it does not "
+                    "travel along: return it from the layer, or set what the loss makes of it."
                 )
 
 
@@ -83,11 +94,14 @@ class PipelinedLayers:
         self.names, self.layers, self.parts = list(names), list(layers), list(parts)
         self._recompute = recompute
         self._visit: Visit | None = None
+        self._watched: list[WatchedLayer] = []
+        self._emissions = Emissions(self._watched, (), {})
         self._present: set[int] = set()
         self._own_forwards: dict[nn.Module, Callable[..., Any]] = {}
 
     def install(self, stages: Sequence[int]) -> None:
         """Change what calling a layer does; ``stages`` are those whose layers are on this rank."""
+        self._watched = list(map(WatchedLayer, self.names, self.layers))
         self._present = {layer for stage in stages for layer in self.parts[stage]}
         for index, layer in enumerate(self.layers):
             if "forward" in vars(layer):
@@ -106,10 +120,13 @@ class PipelinedLayers:
     def visit(self, visit: Visit) -> Iterator[None]:
         """Compute as ``visit.stage`` inside the context."""
         self._visit = visit
+        self._emissions = Emissions(self._watched, visit.received.emissions, visit.withheld)
         try:
             yield
         finally:
             self._visit = None
+            self._emissions.end()
+            self._emissions = Emissions(self._watched, (), {})
 
     def _forward(self, index: int, compute: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -117,14 +134,21 @@ class PipelinedLayers:
             if visit is None:
                 return self._outside_step(index, compute, *args, **kwargs)
             self._check_order(visit, index)
-            part = self.parts[visit.stage]
+            part, is_last = self.parts[visit.stage], visit.stage == len(self.parts) - 1
+            if index < part.start:
+                self._emissions.replay(index)
+            # From here on, so that what is replayed is not taken for an own layer's.
+            if index == max(0, part.start - 1) and not is_last:
+                self._emissions.watch(part)
             if index < part.start:
                 return self._stand_in(visit, index)
             if index == part.start:
                 visit.enter()
-            output = self._own(visit, index, compute, args, kwargs)
-            if index == part.stop - 1 and visit.stage < len(self.parts) - 1:
-                raise StageEdge(output)
+            output = self._emissions.compute(
+                index, lambda: self._own(visit, index, compute, args, kwargs)
+            )
+            if index == part.stop - 1 and not is_last:
+                raise StageEdge(Activation(output, self._emissions.sent()))
             return output
 
         return forward
@@ -173,7 +197,8 @@ class PipelinedLayers:
 
     def _stand_in(self, visit: Visit, index: int) -> Any:
         if index == self.parts[visit.stage].start - 1:
-            return visit.received
+            self._emissions.remember(index, visit.received.output)
+            return visit.received.output
         stand_ins: list[Tensor] = []
 
         def alias(tensor: Tensor) -> Tensor:
@@ -184,7 +209,9 @@ class PipelinedLayers:
             stand_ins.append(stand_in.requires_grad_(tensor.requires_grad))
             return stand_in
 
-        output = pytree.tree_map_only(Tensor, alias, visit.received)
+        output = self._emissions.output(index, stand_ins)
+        if output is None:
+            output = pytree.tree_map_only(Tensor, alias, visit.received.output)
         visit.unused[index] = [tensor for tensor in stand_ins if tensor.requires_grad]
         return output
 

@@ -11,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_axosparse.pipeline.emission import Activation
 from lightning_axosparse.pipeline.engine import Gradients
 from lightning_axosparse.pipeline.loss_weights import LossWeights
 from lightning_axosparse.pipeline.message import tensors
@@ -58,7 +59,9 @@ class StageStep:
         """Run the step up to the stage's edge; on the last stage to its end."""
         part = self._microbatches[microbatch]
         visit = Visit(
-            self._stage, received, lambda: self._randomness.inside(part.number, self._stage)
+            self._stage,
+            received or Activation(None),
+            lambda: self._randomness.inside(part.number, self._stage),
         )
         self._randomness.outside(part.number)
         self._visits[microbatch] = visit
@@ -66,7 +69,7 @@ class StageStep:
             with self._layers.visit(visit), self._tracked(part), self._observe(part):
                 output = self._step(part.batch)
         except StageEdge as edge:
-            return edge.output
+            return edge.activation
         if not self._is_last or visit.next_layer < len(self._layers.layers):
             raise MisconfigurationException(
                 f"The step returned without calling layer "
