@@ -20,11 +20,13 @@ from lightning_axosparse.adapters.gradients import (
     starts_accumulation,
 )
 from lightning_axosparse.adapters.logging import MicrobatchLog, silence_sync_advice
+from lightning_axosparse.adapters.meetings import position
 from lightning_axosparse.adapters.metrics import PipelinedMetrics
 from lightning_axosparse.adapters.precision import pipeline_precision, scale_loss
-from lightning_axosparse.adapters.sampling import agree_randomness, check_same_batch
+from lightning_axosparse.adapters.sampling import agree_randomness
 from lightning_axosparse.cutting import Cutter
 from lightning_axosparse.deployment import Deployment
+from lightning_axosparse.pipeline.batch_identity import BatchIdentity, fingerprint
 from lightning_axosparse.pipeline.limit import Limit
 from lightning_axosparse.pipeline.loss_weights import (
     LossRule,
@@ -39,8 +41,6 @@ from lightning_axosparse.pipeline.reductions import ReductionTracker
 from lightning_axosparse.pipeline.schedule import Schedule
 from lightning_axosparse.pipeline.step import StageStep
 from lightning_axosparse.reduce import GradientReducer
-
-_CHECKED_BATCHES = 2
 
 
 class Stepper:
@@ -114,7 +114,6 @@ class Stepper:
         if groups.feeds is None:
             silence_sync_advice()
         self._deployment, self._module = deployment, module
-        self._unchecked_batches = _CHECKED_BATCHES
 
     def close(self) -> None:
         """Give the module its own logging and metrics back, with the states that count."""
@@ -129,7 +128,7 @@ class Stepper:
         Returns:
             What it returned for the batch, on every stage.
         """
-        self._check(batch)
+        identity = self._identity(batch)
         microbatches = self._cutter.cut_to_train(batch, rest, self._deployment.groups)
         microbatches = self._weighed(microbatches)
         own = self._own(microbatches)
@@ -158,12 +157,13 @@ class Stepper:
                     self._differentiate,
                     self._before_last_backward,
                     weights,
+                    identity,
                 )
             self._finish_gradients(parameters)
         advice = None
         if last is not None and len(own) > 1 and self._rule == LossRule():
             advice = validate_losses(last.losses, [part.size for part in own])
-        return self._conclude(last, microbatches, advice)
+        return self._conclude(last, microbatches, identity, advice)
 
     def evaluate(
         self,
@@ -178,7 +178,7 @@ class Stepper:
         Returns:
             What it returned for the batch, on every stage.
         """
-        self._check(batch)
+        identity = self._identity(batch)
         microbatches = self._cutter.cut_to_evaluate(batch, rest, self._deployment.groups)
         microbatches = self._weighed(microbatches)
 
@@ -187,8 +187,8 @@ class Stepper:
                 return user_step(part, *rest, **kwargs)
 
         with self.metrics.batch(len(microbatches)):
-            last = self.pipeline.evaluate(step, self._own(microbatches), self._observe)
-        return self._conclude(last, microbatches)
+            last = self.pipeline.evaluate(step, self._own(microbatches), self._observe, identity)
+        return self._conclude(last, microbatches, identity)
 
     def hand_over_gradients(self, loss: Tensor) -> Tensor:
         """Be Lightning's backward: the hooks, and the gradients that are there already."""
@@ -246,10 +246,12 @@ class Stepper:
         finally:
             self._reduces = True
 
-    def _check(self, batch: Any) -> None:
-        if self._unchecked_batches:
-            self._unchecked_batches -= 1
-            check_same_batch(batch, self._deployment.groups.feed)
+    def _identity(self, batch: Any) -> BatchIdentity:
+        """What the ranks that are given this batch compare."""
+        if self._deployment.groups.feed is None:
+            return BatchIdentity()
+        loop, epoch, index = position(self._trainer)
+        return BatchIdentity(fingerprint(batch), f"batch {index} of {loop} epoch {epoch}")
 
     def _weighed(self, microbatches: list[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches with the weights that the user's rule gives them, if there is one."""
@@ -273,13 +275,14 @@ class Stepper:
         self,
         last: StageStep | None,
         microbatches: Sequence[MicroBatch],
+        identity: BatchIdentity,
         advice: str | None = None,
     ) -> Any:
         """Let every stage log and return what the last one did, and say once what it advises."""
         groups, last_stage = self._deployment.groups, self._deployment.last_stage
         result: tuple[Any, Any, str | None] = (None, None, None)
         if last is not None:
-            outputs = self._whole(last.outputs)
+            outputs = self._whole(last.outputs, identity)
             if outputs:
                 weights = [part.weight for part in microbatches]
                 output = merge(outputs, weights, [part.size for part in microbatches])
@@ -293,14 +296,20 @@ class Stepper:
         self._tracker.forget()
         return move_data_to_device(output, self._deployment.device)
 
-    def _whole(self, outputs: list[Any]) -> list[Any]:
+    def _whole(self, outputs: list[Any], identity: BatchIdentity) -> list[Any]:
         """Join what the replicas that share a batch did; the first gets all, others nothing."""
         groups, last_stage = self._deployment.groups, self._deployment.last_stage
         if groups.grid.sharing == 1:
             return outputs
-        mine = move_data_to_device(outputs, "cpu"), self._log.recorded(), self.metrics.recorded()
+        outputs = move_data_to_device(outputs, "cpu")
+        mine = identity.fingerprint, outputs, self._log.recorded(), self.metrics.recorded()
         shares = groups.gather_shares(mine, last_stage)
-        self.metrics.join([twins for _, _, twins in shares])
-        for _, calls, _ in shares[1:]:
+        if not shares:
+            return []
+        replicas = range(groups.grid.replica, groups.grid.replica + len(shares))
+        prints = {replica: share[0] for replica, share in zip(replicas, shares, strict=True)}
+        identity.compare(prints, "replica")
+        self.metrics.join([twins for *_, twins in shares])
+        for _, _, calls, _ in shares[1:]:
             self._log.add(calls)
-        return [output for outputs, _, _ in shares for output in outputs]
+        return [output for _, outputs, _, _ in shares for output in outputs]

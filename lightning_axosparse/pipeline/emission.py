@@ -70,11 +70,12 @@ Emission = HookCall | LayerOutput | Attribute | Appended
 class Activation(NamedTuple):
     """What a stage sends to the next: its last layer's output, and emissions of all layers so far.
 
-    Gradients come back for its tensors, in their order.
+    Gradients come back for its tensors, in their order. ``fingerprint`` is that of the batch.
     """
 
     output: Any
     emissions: tuple[Emission, ...] = ()
+    fingerprint: int = 0
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_axosparse.pipeline import engine
+from lightning_axosparse.pipeline.batch_identity import BatchIdentity
 from lightning_axosparse.pipeline.engine import StageEngine
 from lightning_axosparse.pipeline.limit import Limit
 from lightning_axosparse.pipeline.link import Link
@@ -61,6 +62,7 @@ class Pipeline:
         differentiate_loss: Callable[[Tensor], None],
         before_last_backward: Callable[[float], None],
         weights: LossWeights,
+        identity: BatchIdentity,
     ) -> TrainingStageStep | None:
         """Run a training step forward and back.
 
@@ -72,6 +74,7 @@ class Pipeline:
             before_last_backward: called before the last backward pass of this process, with the
                 factor that gradients are to be multiplied by once they are final.
             weights: what the micro-batches' losses count for.
+            identity: of the batch.
 
         Returns:
             The last stage's step, which has the loss and the outputs; None on other ranks.
@@ -87,6 +90,7 @@ class Pipeline:
                 observe,
                 self._randomness,
                 self._tracker,
+                identity,
                 differentiate_loss=differentiate_loss,
                 # Where stages share a process, the first is the last to get its gradients.
                 before_last_backward=before_last_backward if stage == first else _nothing,
@@ -100,7 +104,11 @@ class Pipeline:
         return steps.get(self._last)
 
     def evaluate(
-        self, step: Step, microbatches: Sequence[MicroBatch], observe: Observe
+        self,
+        step: Step,
+        microbatches: Sequence[MicroBatch],
+        observe: Observe,
+        identity: BatchIdentity,
     ) -> StageStep | None:
         """Run a step forward only.
 
@@ -109,7 +117,14 @@ class Pipeline:
         """
         steps = {
             stage: StageStep(
-                self._layers, stage, microbatches, step, observe, self._randomness, self._tracker
+                self._layers,
+                stage,
+                microbatches,
+                step,
+                observe,
+                self._randomness,
+                self._tracker,
+                identity,
             )
             for stage in self._links
         }

@@ -229,16 +229,21 @@ class ReductionTracker(TorchFunctionMode):
             return tracked[0]
         is_count = name in _BOUNDS and not getattr(out, "requires_grad", False)
         if name in _LINEAR or (is_count and all(r.kind == "sum" for r in tracked[0])):
-            return tuple(dict.fromkeys(r for reductions in tracked for r in reductions))
+            added = [self._unseen(arg) for arg in _flat(args)]
+            return tuple(dict.fromkeys(r for found in (*tracked, *added) for r in found))
         return (Reduction("statistic", value=_scalar(out)),)
 
     def _tracked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Reductions]:
         """The reductions of each argument that came from any."""
-        flat: list[Any] = []
-        for arg in (*args, *kwargs.values()):
-            flat += arg if isinstance(arg, (list, tuple)) else [arg]
+        flat = _flat((*args, *kwargs.values()))
         found = [self.of(arg) for arg in flat if isinstance(arg, Tensor)]
         return [reductions for reductions in found if reductions]
+
+    def _unseen(self, arg: Any) -> Reductions:
+        """A scalar that was reduced out of sight, in a layer, such as an auxiliary loss."""
+        if not isinstance(arg, Tensor) or arg.dim() or not arg.requires_grad or self.of(arg):
+            return ()
+        return (Reduction("statistic", value=arg.detach()),)
 
     def _follows_single(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
@@ -417,6 +422,13 @@ def _of_single_samples(batch: Any, samples: int) -> list[Tensor]:
         if not all(leaf.dim() and len(leaf) == samples for leaf in leaves):
             return leaves
     return [tensor for entry in batch for tensor in _of_single_samples(entry, samples)]
+
+
+def _flat(args: Sequence[Any]) -> list[Any]:
+    flat: list[Any] = []
+    for arg in args:
+        flat += arg if isinstance(arg, (list, tuple)) else [arg]
+    return flat
 
 
 def _scalar(out: Any) -> Tensor | None:

@@ -14,7 +14,7 @@ What hooks and attributes of earlier layers hold for that code travels too: see 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,8 @@ class Visit:
     received: Activation = Activation(None)  # noqa: RUF009
     enter: Callable[[], None] = lambda: None
     """Called when the stage's own first layer is reached."""
+    around_layer: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Context in which each own layer computes."""
     next_layer: int = 0
     unused: dict[int, list[Tensor]] = field(default_factory=dict)
     """Per earlier layer, stand-ins for its output, which nobody may differentiate."""
@@ -161,12 +163,15 @@ class PipelinedLayers:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if self._recompute is None or not torch.is_grad_enabled():
-            return compute(*args, **kwargs)
-        part = self.parts[visit.stage]
-        if visit.segment is None or self._recompute.begins_segment(index - part.start, len(part)):
-            visit.segment = Segment(self._recompute.device)
-        return visit.segment.run(self.names[index], self.layers[index], compute, args, kwargs)
+        with visit.around_layer():
+            if self._recompute is None or not torch.is_grad_enabled():
+                return compute(*args, **kwargs)
+            part = self.parts[visit.stage]
+            position = index - part.start
+            if visit.segment is None or self._recompute.begins_segment(position, len(part)):
+                visit.segment = Segment(self._recompute.device)
+            name, layer = self.names[index], self.layers[index]
+            return visit.segment.run(name, layer, compute, args, kwargs)
 
     def _outside_step(self, index: int, compute: Callable[..., Any], *args: Any, **kw: Any) -> Any:
         # Activation checkpointing calls a layer again in the backward pass.

@@ -11,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_axosparse.pipeline.batch_identity import BatchIdentity
 from lightning_axosparse.pipeline.emission import Activation
 from lightning_axosparse.pipeline.engine import Gradients
 from lightning_axosparse.pipeline.loss_weights import LossWeights
@@ -33,6 +34,7 @@ class StageStep:
         randomness: random numbers of the pipeline.
         tracker: follows the reductions in the step of the last stage, if there are several
             micro-batches.
+        identity: of the whole batch; a message of another batch is refused.
     """
 
     def __init__(
@@ -44,11 +46,12 @@ class StageStep:
         observe: Callable[[MicroBatch], AbstractContextManager[None]],
         randomness: Randomness,
         tracker: ReductionTracker,
+        identity: BatchIdentity,
     ) -> None:
         self.outputs: list[Any] = []
         self._layers, self._stage, self._microbatches = layers, stage, microbatches
         self._step, self._observe, self._randomness = step, observe, randomness
-        self._tracker = tracker
+        self._tracker, self._identity = tracker, identity
         self._visits: dict[int, Visit] = {}
 
     @property
@@ -58,10 +61,13 @@ class StageStep:
     def compute(self, microbatch: int, received: Any) -> Any:
         """Run the step up to the stage's edge; on the last stage to its end."""
         part = self._microbatches[microbatch]
+        if received is not None:
+            self._identity.validate(received.fingerprint, self._stage)
         visit = Visit(
             self._stage,
             received or Activation(None),
             lambda: self._randomness.inside(part.number, self._stage),
+            self._tracker.paused,
         )
         self._randomness.outside(part.number)
         self._visits[microbatch] = visit
@@ -69,7 +75,7 @@ class StageStep:
             with self._layers.visit(visit), self._tracked(part), self._observe(part):
                 output = self._step(part.batch)
         except StageEdge as edge:
-            return edge.activation
+            return edge.activation._replace(fingerprint=self._identity.fingerprint)
         if not self._is_last or visit.next_layer < len(self._layers.layers):
             raise MisconfigurationException(
                 f"The step returned without calling layer "

@@ -8,10 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from lightning import seed_everything
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -26,8 +23,6 @@ from torch.utils.data import (
 
 from lightning_axosparse.adapters.sampling import (
     agree_randomness,
-    check_same_batch,
-    fingerprint,
     process_dataloader,
 )
 from tests.adapters.harness import CutStrategy, Groups, alone, fit
@@ -86,28 +81,19 @@ def batches(replica: int, workers: int) -> dict[str, list[Any]]:
     return found
 
 
-def batches_on_stages(groups: Groups) -> tuple[dict[str, list[Any]], int, str]:
+def batches_on_stages(groups: Groups) -> tuple[dict[str, list[Any]], int]:
     seed_everything(7 if groups.grid.stage == 0 else 1234, workers=True, verbose=False)
     agree_randomness(groups.inter, groups.grid.pipeline(groups.grid.replica)[0])
     found = batches(groups.grid.replica, workers=1)
-    message = ""
-    check_same_batch(found, groups.inter)
-    try:
-        check_same_batch({"x": torch.ones(2), "id": groups.grid.stage}, groups.inter)
-    except MisconfigurationException as refusal:
-        message = str(refusal)
-    seed = torch.initial_seed()
-    return found, seed, message
+    return found, torch.initial_seed()
 
 
 def test_two_stages_sample_what_one_process_samples(on_two: list[dict[str, Any]]) -> None:
     seed_everything(7, workers=True, verbose=False)
     expected = batches(replica=0, workers=1)
-    for batches_found, seed, message in (found["batches"] for found in on_two):
+    for batches_found, seed in (found["batches"] for found in on_two):
         assert batches_found == expected
         assert seed == 7
-        assert "stage 0: " in message
-        assert "different batches" in message
     assert expected["shuffle"][0] != expected["shuffle"][1]
 
 
@@ -166,30 +152,9 @@ def test_a_shuffled_fit_sees_the_batches_of_one_process(combined: bool) -> None:
     assert len(strategy.loaders) == (2 if combined else 1)
 
 
-@given(st.lists(st.floats(allow_nan=False, width=32), min_size=1, max_size=6), st.integers(0, 5))
-def test_fingerprint_sees_every_value(values: list[float], position: int) -> None:
-    tensor = torch.tensor(values)
-    other = tensor.clone()
-    other[position % len(values)] += 1.0
-    nested = {"x": [tensor, "a"], "y": 1}
-    assert fingerprint(nested) == fingerprint({"x": [tensor.clone(), "a"], "y": 1})
-    if not torch.equal(tensor, other):
-        assert fingerprint(nested) != fingerprint({"x": [other, "a"], "y": 1})
-
-
-def test_fingerprint_sees_types_shapes_and_order() -> None:
-    x = torch.arange(6.0)
-    variants = [x, x.double(), x.bfloat16(), x.view(2, 3), x.view(2, 3).T, x.flip(0), x > 2]
-    variants += [x.to(torch.complex64), [x], x.numpy(), ["a", "b"], ["b", "a"], [1], [1.0], []]
-    prints = [fingerprint(variant) for variant in variants]
-    assert fingerprint([x]) == fingerprint(x)
-    assert len(set(prints)) == len(prints) - 1
-
-
 def test_alone_nothing_is_compared_or_drawn() -> None:
     state = torch.get_rng_state()
     agree_randomness(None, 0)
-    check_same_batch(object(), None)
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -192,11 +192,12 @@ def batches(seed: int) -> DataLoader:
     return DataLoader(made, batch_size=None)
 
 
-class Twice(L.Callback):
-    """Keeps what the steps returned beside the loss."""
+class Outputs(Recorder):
+    """Keeps also what the steps returned beside the loss."""
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
-        trainer.callbacks[0].record.losses.append(float(outputs["twice"]))
+        super().on_train_batch_end(trainer, module, outputs, *args)
+        self.record.losses.append(float(outputs["twice"]))
 
 
 def run(strategy: Any, ranks: int = 1, **options: Any) -> L.Trainer:
@@ -216,7 +217,7 @@ def run(strategy: Any, ranks: int = 1, **options: Any) -> L.Trainer:
 def train(name: str, strategy: Any, ranks: int = 1, shift: int = 0, **options: Any) -> Record:
     """Train a module; ``shift`` is the replica whose batches these are."""
     L.seed_everything(0, verbose=False)
-    callbacks = [Recorder(), Twice(), *options.pop("callbacks", [])]
+    callbacks = [Outputs(), *options.pop("callbacks", [])]
     trainer = run(strategy, ranks, callbacks=callbacks, **options)
     module = MODULES[name]()
     trainer.fit(module, batches(1 + shift), batches(2 + shift))

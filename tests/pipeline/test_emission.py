@@ -13,6 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from lightning_axosparse.pipeline.batch_identity import BatchIdentity
 from lightning_axosparse.pipeline.emission import Activation
 from lightning_axosparse.pipeline.link import LoopbackLink
 from lightning_axosparse.pipeline.message import encode, tensors
@@ -93,9 +94,11 @@ def assert_as_on_one_process(
     with staged(model) as pipe:
         train(pipe, loss, batch, 2)
         with torch.no_grad():
-            evaluated = pipe.evaluate(loss, split(batch, 1), lambda size: nullcontext())
+            evaluated = pipe.evaluate(
+                loss, split(batch, 1), lambda part: nullcontext(), BatchIdentity()
+            )
     assert evaluated is not None
-    torch.testing.assert_close(evaluated.outputs[0], value)
+    torch.testing.assert_close(evaluated.outputs[0].value, value)
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
 
@@ -132,7 +135,10 @@ def test_a_hook_that_leaves_nothing_behind_sends_nothing(hook: Any, sent: list[A
         layer.register_forward_hook(hook)
     with staged(model) as pipe, torch.no_grad():
         pipe.evaluate(
-            lambda x: model(x).sum(), split(torch.randn(6, WIDTH), 2), lambda size: nullcontext()
+            lambda x: model(x).sum(),
+            split(torch.randn(6, WIDTH), 2),
+            lambda part: nullcontext(),
+            BatchIdentity(),
         )
     assert [message.emissions for message in sent] == [()] * 4
 
@@ -367,7 +373,8 @@ def test_an_attribute_as_large_as_attentions_is_refused_where_it_is_read(
             last = pipe.evaluate(
                 lambda x: model(x).sum() + sum(layer.seen.sum() for layer in model),
                 split(batch, 1),
-                lambda size: nullcontext(),
+                lambda part: nullcontext(),
+                BatchIdentity(),
             )
         assert last is not None
         assert last.outputs[0].isnan()

@@ -9,6 +9,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lightning_axosparse.pipeline.batch_identity import BatchIdentity
 from lightning_axosparse.pipeline.limit import FixedLimit
 from lightning_axosparse.pipeline.link import LoopbackLink
 from lightning_axosparse.pipeline.loss_weights import LossWeights
@@ -45,6 +46,7 @@ def train(pipe: Pipeline, step: Any, batch: Any, microbatches: int) -> Tensor:
         lambda loss: loss.backward(),
         lambda factor: None,
         LossWeights(parts, sum(part.size for part in parts)),
+        BatchIdentity(),
     )
     assert last is not None
     return merge(last.outputs, [part.weight for part in parts])

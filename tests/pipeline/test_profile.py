@@ -179,5 +179,5 @@ def test_imbalance() -> None:
 def test_what_cannot_be_timed_is_refused(clock: Clock) -> None:
     with pytest.raises(MisconfigurationException, match="Network on its example_input_array"):
         fit(Network(clock, None), balance="time", transport="loopback")
-    with pytest.raises(MisconfigurationException, match="balance='size' is not known"):
+    with pytest.raises(MisconfigurationException, match="balance='size' must be"):
         AxoSparseStrategy(g_inter=2, balance="size")

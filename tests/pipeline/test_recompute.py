@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_axosparse import AxoSparseStrategy, sparsify
+from lightning_axosparse.pipeline.batch_identity import BatchIdentity
 from lightning_axosparse.pipeline.limit import FixedLimit
 from lightning_axosparse.pipeline.link import LoopbackLink
 from lightning_axosparse.pipeline.loss_weights import LossWeights
@@ -99,6 +100,7 @@ def gradients(
         lambda loss: loss.backward(),
         lambda factor: None,
         LossWeights(parts, 16),
+        BatchIdentity(),
     )
     layers.uninstall()
     calls = {layer.calls for layer in model.layers}
