@@ -28,6 +28,7 @@ from lightning_axosparse.cutting import Cutter
 from lightning_axosparse.deployment import Deployment
 from lightning_axosparse.pipeline.batch_identity import BatchIdentity, fingerprint
 from lightning_axosparse.pipeline.limit import Limit
+from lightning_axosparse.pipeline.loss_check import check_loss
 from lightning_axosparse.pipeline.loss_weights import (
     LossRule,
     LossWeights,
@@ -74,6 +75,7 @@ class Stepper:
         self._advice: set[str | None] = {None}
         self._parked = ParkedGradients()
         self._factor = 1.0
+        self._checks_loss = rule.check
         self._randomness: Randomness | None = None
         self._reduces = True
         self._awaits = not steps_in_parts or gradients_are_seen(trainer)
@@ -139,6 +141,7 @@ class Stepper:
                 return self._module.training_step(part, *rest, **kwargs)
 
         parameters = self._deployment.split.held().values()
+        received: list[Any] | None = [] if self._checks_loss else None
         weights = LossWeights(
             own,
             sum(part.size for part in microbatches),
@@ -158,12 +161,18 @@ class Stepper:
                     self._before_last_backward,
                     weights,
                     identity,
+                    received,
                 )
             self._finish_gradients(parameters)
         advice = None
-        if last is not None and len(own) > 1 and self._rule == LossRule():
+        is_open = self._rule.loss == "auto" and self._rule.weight is None
+        if last is not None and len(own) > 1 and is_open:
             advice = validate_losses(last.losses, [part.size for part in own])
-        return self._conclude(last, microbatches, identity, advice)
+        result = self._conclude(last, microbatches, identity, advice)
+        if received and len(own) == len(microbatches) > 1:
+            self._check_loss(step, batch, own, received)
+        self._checks_loss = False
+        return result
 
     def evaluate(
         self,
@@ -201,6 +210,31 @@ class Stepper:
         """Wait until the gradients of these parameters are final."""
         if self._deployment.reducer is not None:
             self._deployment.reducer.wait_for(parameters)
+
+    def _check_loss(
+        self,
+        step: Callable[[Any], Any],
+        batch: Any,
+        microbatches: Sequence[MicroBatch],
+        received: list[Any],
+    ) -> None:
+        """Compare this batch's loss with that of the batch as a whole, on the last stage."""
+
+        def again(parts: Sequence[MicroBatch], activations: Sequence[Any]) -> list[Any]:
+            return self.pipeline.again(step, parts, self._observe, list(activations))
+
+        full_precision = str(self._trainer.precision).startswith(("32", "64"))
+        with self.metrics.kept(), self.metrics.batch(len(microbatches)):
+            check_loss(
+                again,
+                batch,
+                microbatches,
+                received,
+                self._module,
+                tolerance=1e-3 if full_precision else 3e-2,
+            )
+        self._log.clear()
+        self._tracker.forget()
 
     def _sum_over_sharers(self, count: float) -> float:
         """Add a number up over the last stages of the replicas that share a batch."""

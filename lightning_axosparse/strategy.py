@@ -127,6 +127,10 @@ class AxoSparseStrategy(GridStrategy):
         microbatch_weight: weights for a loss that cannot be seen through: a function of a part of
             the batch that returns what its loss was divided by, or the name of the entry that is
             counted: of integers those that are not -100, of a mask its sum.
+        check_loss: computes the loss of the first training batch as a whole, too, in evaluation
+            mode and on the layers of the last stage alone, and refuses one that differs: for
+            contrastive losses, losses of a batch's statistics, and to be sure. ``training_step``
+            runs twice more on that batch; what it logs and the states of metrics are left alone.
         recompute: saves memory for time: every so many layers of a stage keep only their first
             input, and are computed again in the backward pass; "sqrt" takes the square root of the
             stage's layers (AxoNN). Gradients are the same to the bit.
@@ -159,6 +163,7 @@ class AxoSparseStrategy(GridStrategy):
         split_batch=FUNCTION | NONE,
         microbatch_loss=one_of("auto", "mean", "sum"),
         microbatch_weight=FUNCTION | TEXT | NONE,
+        check_loss=BOOL,
         timeout=TIMEOUT,
         recompute=COUNT | one_of("sqrt") | NONE,
         offload_optimizer=BOOL,
@@ -181,6 +186,7 @@ class AxoSparseStrategy(GridStrategy):
         split_batch: Callable[[Any, int], list[Any]] | None = None,
         microbatch_loss: MicrobatchLoss = "auto",
         microbatch_weight: MicrobatchWeight | None = None,
+        check_loss: bool = False,
         recompute: int | Literal["sqrt"] | None = None,
         offload_optimizer: bool = False,
         offload_bucket: int = 4_000_000,
@@ -212,7 +218,7 @@ class AxoSparseStrategy(GridStrategy):
         self._microbatches, self._in_flight = microbatches, in_flight
         self._container_path, self._balance = pipeline, balance
         self._split_batch, self._recompute = split_batch, recompute
-        self._microbatch_loss, self._microbatch_weight = microbatch_loss, microbatch_weight
+        self._loss_rule = LossRule(microbatch_loss, microbatch_weight, check_loss)
         self._offload_bucket = offload_bucket if offload_optimizer else None
         self._offload: OptimizerOffload | None = None
         self._regrid = regrid
@@ -315,7 +321,7 @@ class AxoSparseStrategy(GridStrategy):
             self.precision_plugin,
             SCHEDULES[self.schedule],
             Cutter(trainer, self.microbatches, self._split_batch),
-            LossRule(self._microbatch_loss, self._microbatch_weight),
+            self._loss_rule,
             steps_in_parts=self._offload is not None,
         )
         if self.grid.world_size > 1:

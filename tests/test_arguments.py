@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,10 @@ REFUSED: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             "schedule": NO_WORD,
             "transport": NO_WORD,
             "split_batch": [True, 1, "x", [], {}],
+            "microbatch_loss": [None, True, 1, "average", []],
+            "microbatch_weight": [True, 1, "", [], {}],
+            "check_loss": [None, 1, "yes", []],
+            "timeout": [None, True, 0, -1, "30", [], float("nan"), timedelta(0)],
             "recompute": ["cube", *NO_COUNT],
             "offload_optimizer": NO_BOOL,
             "offload_bucket": [None, 1e6, *NO_COUNT],

@@ -161,6 +161,16 @@ class PipelinedMetrics:
             for metric, memory in own:
                 vars(metric).update(memory)
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Leave the states of all metrics as they were before the context."""
+        before = [(metric, deepcopy(_memory(metric))) for metric in self._metrics()]
+        try:
+            yield
+        finally:
+            for metric, memory in before:
+                vars(metric).update(memory)
+
     def reset(self) -> None:
         """Forget the states of all metrics here, which another rank counts."""
         for metric in self._metrics():

@@ -42,10 +42,12 @@ class LossRule(NamedTuple):
     Attributes:
         loss: as for :class:`LossWeights`.
         weight: as for :func:`weigh_by`; None where there is no such rule.
+        check: whether the first training batch is computed as a whole, too, for comparison.
     """
 
     loss: MicrobatchLoss = "auto"
     weight: MicrobatchWeight | None = None
+    check: bool = False
 
 
 class LossWeights:
@@ -73,8 +75,12 @@ class LossWeights:
         self._reference: tuple[float, int] | None = None
         self._total: float | None = None
 
-    def add(self, reductions: Reductions) -> None:
-        """Note what the next micro-batch's loss came from; to be called in order."""
+    def add(self, reductions: Reductions) -> Weighting:
+        """Note what the next micro-batch's loss came from; to be called in order.
+
+        Returns:
+            How the loss counts among those of the other micro-batches.
+        """
         weighting = Weighting.of(reductions)
         if self._loss == "sum" or (self._loss == "auto" and weighting.kind == "sum"):
             weighting = Weighting("sum")
@@ -83,6 +89,7 @@ class LossWeights:
         if weighting.weight and self._reference is None:
             self._reference = weighting.weight, self._microbatches[len(self._weightings)].size
         self._weightings.append(weighting)
+        return weighting
 
     def weight(self, index: int) -> float:
         """The provisional weight of a micro-batch whose loss was added.

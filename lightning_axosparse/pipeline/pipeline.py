@@ -63,6 +63,7 @@ class Pipeline:
         before_last_backward: Callable[[float], None],
         weights: LossWeights,
         identity: BatchIdentity,
+        received: list[Any] | None = None,
     ) -> TrainingStageStep | None:
         """Run a training step forward and back.
 
@@ -75,6 +76,7 @@ class Pipeline:
                 factor that gradients are to be multiplied by once they are final.
             weights: what the micro-batches' losses count for.
             identity: of the batch.
+            received: if given, filled with what the last stage receives for each micro-batch.
 
         Returns:
             The last stage's step, which has the loss and the outputs; None on other ranks.
@@ -99,6 +101,8 @@ class Pipeline:
             for stage in self._links
         }
         computes = {s: self.limit.observed(s, step.compute) for s, step in steps.items()}
+        if received is not None and self._last in computes:
+            computes[self._last] = _keeping(received, computes[self._last])
         engines = self._run(steps, computes, self._schedule, len(microbatches))
         self.peak_in_flight = {engine.stage: engine.peak_in_flight for engine in engines}
         return steps.get(self._last)
@@ -132,6 +136,36 @@ class Pipeline:
         self._run(steps, computes, ForwardOnly, len(microbatches))
         return steps.get(self._last)
 
+    def again(
+        self, step: Step, microbatches: Sequence[MicroBatch], observe: Observe, received: list[Any]
+    ) -> list[Any]:
+        """Run the last stage's part of a step once more, forward only and with no message.
+
+        Args:
+            step: the user's step as a function of a part of the batch.
+            microbatches: parts of the batch.
+            observe: context around the step on one micro-batch.
+            received: what the last stage receives for each of them.
+
+        Returns:
+            What the step returned for each.
+        """
+        identity = BatchIdentity(0 if received[0] is None else received[0].fingerprint)
+        stage = StageStep(
+            self._layers,
+            self._last,
+            microbatches,
+            step,
+            observe,
+            self._randomness,
+            self._tracker,
+            identity,
+        )
+        with self._randomness.protected():
+            for microbatch, activation in enumerate(received):
+                stage.compute(microbatch, activation)
+        return stage.outputs
+
     def _run(
         self,
         steps: Mapping[int, StageStep],
@@ -154,6 +188,14 @@ class Pipeline:
         with self._randomness.batch():
             engine.run(engines)
         return engines
+
+
+def _keeping(received: list[Any], compute: engine.Compute) -> engine.Compute:
+    def keeping(microbatch: int, activation: Any) -> Any:
+        received.append(activation)
+        return compute(microbatch, activation)
+
+    return keeping
 
 
 def _nothing(factor: float) -> None:

@@ -38,6 +38,12 @@ class Randomness:
             yield
             return
         self._batch = self._seeds.getrandbits(48)
+        with self.protected():
+            yield
+
+    @contextmanager
+    def protected(self) -> Iterator[None]:
+        """Leave the global generators as they were before the context."""
         python, numpy = random.getstate(), np.random.get_state()
         with torch.random.fork_rng(devices=self._devices):
             try:

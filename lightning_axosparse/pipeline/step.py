@@ -141,7 +141,8 @@ class TrainingStageStep(StageStep):
         output = super().compute(microbatch, received)
         if self._is_last:
             self.losses.append(self._tracker.of(loss_of(output)))
-            self._weights.add(self.losses[-1])
+            weighting = self._weights.add(self.losses[-1])
+            self.outputs[-1] = _with_weighting(self.outputs[-1], weighting)
             self._tracker.forget()
         return output
 
@@ -161,6 +162,15 @@ class TrainingStageStep(StageStep):
             self._differentiate_loss(loss_of(output) * weight)
         self._visits.pop(microbatch).check_skips(self._layers.names)
         return factor
+
+
+def _with_weighting(output: Any, weighting: Weighting) -> Any:
+    """What a training step returned, with its loss weighted as the gradients are."""
+    if isinstance(output, Scalar):
+        return output._replace(weighting=weighting)
+    if isinstance(output, dict) and isinstance(output["loss"], Scalar):
+        output["loss"] = output["loss"]._replace(weighting=weighting)
+    return output
 
 
 def loss_of(output: Any) -> Tensor:

@@ -20,6 +20,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
@@ -102,6 +103,17 @@ class Hidden(Tagger):
         return torch.einsum("ij,ij->", losses, mask) / torch.einsum("ij->", mask).clamp(min=1)
 
 
+class HiddenSum(Tagger):
+    """Has a sum that no one sees through."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        loss = torch.einsum("ijk->", self.logits(batch["words"]).pow(2)) / 100
+        return {"loss": loss, "twice": torch.zeros(())}
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.logits(batch["words"])
+
+
 class Language(Tagger):
     """A network of transformers with its own loss; its layers are the pipeline's."""
 
@@ -156,6 +168,7 @@ MODULES: dict[str, Callable[[], Tagger]] = {
     "sum": Summed,
     "items": Items,
     "hidden": Hidden,
+    "hidden sum": HiddenSum,
     "Llama": llama,
     "BERT": bert,
 }
@@ -164,13 +177,14 @@ CONTAINERS = {"Llama": "network.model.layers", "BERT": "network.bert.encoder.lay
 TOLERANCES = {"Llama": 2e-6}
 # Row: module, strategy, trainer.
 ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    **{name: (name, {}, {}) for name in MODULES if name != "hidden"},
+    **{name: (name, {}, {}) for name in MODULES if "hidden" not in name},
     "hidden, by name": ("hidden", {"microbatch_weight": "labels"}, {}),
     "padding, accumulated": ("padding", {}, {"accumulate_grad_batches": 3}),
     "padding, clipped": ("padding", {}, {"gradient_clip_val": 0.05}),
     "padding, recomputed": ("padding", {"recompute": "sqrt"}, {}),
     "padding, 1f1b": ("padding", {"schedule": "1f1b"}, {}),
     "padding, offloaded": ("padding", {"offload_optimizer": True}, {}),
+    "hidden sum, said": ("hidden sum", {"microbatch_loss": "sum"}, {}),
     "sum, said": ("sum", {"microbatch_loss": "sum"}, {"accumulate_grad_batches": 2}),
 }
 
@@ -355,6 +369,57 @@ def test_losses_that_no_weight_makes_right_are_refused(module: type[Tagger], wor
         fit_loopback(module())
     fit_loopback(module(), microbatches=1)
     fit_loopback(module(), microbatch_loss="mean")
+
+
+class Similar(Tagger):
+    """Compares the samples with each other by hand, with dropout, a metric and a log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout, self.mean = nn.Dropout(0.5), MeanMetric()
+        self.steps = 0
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        texts = self.dropout(self.logits(batch["words"]).mean(1))
+        return (texts @ texts.mT).exp().mean()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.steps += 1
+        loss = self.loss(batch)
+        self.mean.update(loss.detach())
+        self.log("loss", loss, batch_size=len(batch["words"]))
+        return loss
+
+
+class Averaged(Similar):
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        logits = self.dropout(self.logits(batch["words"]))
+        return cross_entropy(logits.mT, batch["labels"])
+
+
+@pytest.mark.parametrize("transport", ["loopback", "mpi"])
+def test_a_loss_that_differs_on_the_whole_batch_is_found_on_request(transport: str) -> None:
+    options: dict[str, Any] = {"transport": transport, "check_loss": True}
+    if transport == "mpi":  # One rank, which is the last stage.
+        options["g_inter"] = 1
+    with pytest.raises(MisconfigurationException, match=r"loss of a whole batch.*microbatches=1"):
+        fit_loopback(Similar(), **options)
+    fit_loopback(Similar(), **{**options, "microbatches": 1})
+    fit_loopback(Averaged(), **options)
+
+
+def test_the_check_leaves_the_training_as_it_is() -> None:
+    weights, means = [], []
+    for check in (False, True):
+        module = Averaged()
+        L.seed_everything(0, verbose=False)
+        module.load_state_dict(Averaged().state_dict())
+        fit_loopback(module, check_loss=check)
+        weights.append(module.state_dict())
+        means.append(float(module.mean.compute()))
+    assert means[0] == means[1]
+    for name, weight in weights[0].items():
+        assert torch.equal(weight, weights[1][name])
 
 
 @pytest.mark.parametrize(

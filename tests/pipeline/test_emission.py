@@ -377,7 +377,7 @@ def test_an_attribute_as_large_as_attentions_is_refused_where_it_is_read(
                 BatchIdentity(),
             )
         assert last is not None
-        assert last.outputs[0].isnan()
+        assert last.outputs[0].value.isnan()
         with pytest.raises(MisconfigurationException, match=r"'layers\.0\.seen' is set by a layer"):
             train(
                 pipe,
