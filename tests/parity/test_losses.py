@@ -381,7 +381,7 @@ class Similar(Tagger):
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         texts = self.dropout(self.logits(batch["words"]).mean(1))
-        return (texts @ texts.mT).exp().mean()
+        return (texts @ texts.mT).logsumexp(1).mean()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         self.steps += 1
