@@ -153,6 +153,9 @@ class WatchedLayer:
             if not isinstance(module, torch.jit.ScriptModule)
         }
         self.compiled = hasattr(layer, "_orig_mod") or layer._compiled_call_impl is not None
+        self._namespaces = [
+            names for module in self.paths for names in (vars(module), module._buffers)
+        ]
         self._entries = 0
         self._places: list[tuple[nn.Module, dict[str, Any], str]] = []
 
@@ -163,7 +166,7 @@ class WatchedLayer:
     def attributes(self) -> dict[tuple[nn.Module, str], _State]:
         """What each attribute that is a tensor, a list or a dict is now."""
         # A layer is asked twice a micro-batch, so names are looked for only when there are new.
-        entries = sum(len(vars(module)) + len(module._buffers) for module in self.paths)
+        entries = sum(map(len, self._namespaces))
         if entries != self._entries:
             self._entries, self._places = entries, list(self._find())
         found: dict[tuple[nn.Module, str], _State] = {}
@@ -362,6 +365,8 @@ class Emissions:
             if known:
                 self._read.setdefault(index, (output, set()))[1].update(known)
 
+    # What is compiled of a compiled layer is its own forward.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _note_attributes(
         self, index: int, before: Mapping[tuple[nn.Module, str], _State], output: Any
     ) -> None:

@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._pytree import tree_leaves
 
 Kind = Literal["mean", "sum", "statistic"]
@@ -142,8 +142,8 @@ def denominators(weightings: Sequence[Weighting], samples: Sequence[float]) -> l
 class ReductionTracker(TorchFunctionMode):
     """Follows the reductions in a step; to be entered by :meth:`microbatch`.
 
-    It costs a microsecond for each function of torch that is called inside. Where it cannot look at
-    values (inside ``torch.compile`` and ``torch.func`` transforms) it sees nothing.
+    It costs a microsecond for each function of torch that is called round the layers. Where it
+    cannot look at values (inside ``torch.compile`` and ``torch.func`` transforms) it sees nothing.
     """
 
     def __init__(self) -> None:
@@ -174,9 +174,15 @@ class ReductionTracker(TorchFunctionMode):
     def paused(self) -> Iterator[None]:
         """Look away inside the context, as while layers compute, whose values are no losses."""
         before, self._paused = self._paused, True
+        # To be called for nothing takes a microsecond for each function of torch.
+        leaves = _get_current_function_mode() is self
+        if leaves:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
+            if leaves:
+                self.__enter__()  # type: ignore[no-untyped-call]
             self._paused = before
 
     def of(self, value: Any) -> Reductions:
@@ -198,7 +204,9 @@ class ReductionTracker(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        if self._paused or torch.compiler.is_compiling():
+        begins = func in _beginnings()
+        follows = begins or self._found or self._singles or self._positions
+        if self._paused or not follows or torch.compiler.is_compiling():
             return output
         try:
             reductions = self._reductions(func, args, kwargs, output)
@@ -369,6 +377,13 @@ def _losses() -> dict[Callable[..., Any], inspect.Signature]:
     return {f: s for f, s in signatures.items() if "reduction" in s.parameters}
 
 
+@cache
+def _beginnings() -> frozenset[Callable[..., Any]]:
+    """The functions whose values are followed from there on."""
+    taking = torch.select, torch.unbind, Tensor.select, Tensor.unbind, Tensor.__getitem__
+    return frozenset([*_losses(), *_REDUCING, *taking, torch.arange])
+
+
 def _of_loss(
     call: inspect.BoundArguments, out: Any, samples: int, among_samples: bool
 ) -> Reductions:
@@ -397,8 +412,8 @@ def _denominator(call: inspect.BoundArguments, first: Tensor) -> float:
         return float(len(arguments["target_lengths"]))
     if "ignore_index" in parameters and not target.is_floating_point():
         ignored = arguments.get("ignore_index", parameters["ignore_index"].default)
-        counted = target[target != ignored]
-        return float(counted.numel() if weight is None else weight.double()[counted].sum())
+        counts = target != ignored
+        return float(counts.sum() if weight is None else weight.double()[target[counts]].sum())
     if weight is not None and call.signature in _weighted_means():
         return float(weight.double().sum())
     return float(first.numel())
