@@ -11,6 +11,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from lightning_axosparse.pipeline.engine import Gradients
 from lightning_axosparse.pipeline.schedule import SCHEDULES
 from lightning_axosparse.pipeline.simulate import simulate
 from lightning_axosparse.timing import clock
@@ -30,7 +31,8 @@ class ReadyLink:
 
     def begin(self, activations: int, gradients: int) -> None:
         self.activations = deque(self._example.clone().requires_grad_() for _ in range(activations))
-        self.gradients = deque([torch.ones_like(self._example)] for _ in range(gradients))
+        ones = torch.ones_like(self._example)
+        self.gradients = deque(Gradients([ones.clone()], 1.0) for _ in range(gradients))
 
     def send_activation(self, tree: Any) -> None:
         pass
