@@ -154,6 +154,7 @@ class GridStrategy(ParallelStrategy):
         grid = Grid(self._ranks, self._ranks_a_replica, self.global_rank)
         self._groups = Groups(grid, self.root_device.type)
         here().place_in(grid)
+        here().begin_run()
         self.set_world_ranks()
         super().setup_environment()
 

@@ -79,6 +79,11 @@ class Whereabouts(ctypes.Structure):
         ("awaited", ctypes.c_char * _WORDS),
     )
 
+    def begin_run(self) -> None:
+        """Be before the first batch of a call of the Trainer."""
+        # The end of a loop of the last call could be taken for the end of the same loop in this.
+        self.loop, self.ended, self.stops = b"", False, False
+
     @contextmanager
     def step(self, loop: str, epoch: int, batch: int) -> Iterator[None]:
         """Be in a step of a loop inside the context."""

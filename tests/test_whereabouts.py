@@ -32,6 +32,8 @@ def test_in_words() -> None:
         "training of epoch 2 over after 18 batches, with trainer.should_stop set"
     )
     assert place.end_loop("validation", 2) == 0
+    place.begin_run()
+    assert place.doing == "before its first batch"
 
 
 def test_long_words_are_cut() -> None:

@@ -47,6 +47,13 @@ def test_ranks_with_unequal_numbers_of_batches(
     assert are_apart(one, other) is apart
 
 
+def test_a_rank_that_resumes_is_not_through_with_the_loop_that_it_left() -> None:
+    slower, faster = row("training", 4, True), row("training", 5, False)
+    assert are_apart(slower, faster)
+    slower.begin_run()
+    assert not are_apart(slower, faster)
+
+
 def peer_in(where: Whereabouts, is_near: bool = True) -> Peer:
     peer = Peer(1, "host", "", 0, os.getpid())
     peer.row, peer.is_near = where, is_near
