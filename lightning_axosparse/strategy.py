@@ -142,7 +142,8 @@ class AxoSparseStrategy(GridStrategy):
             memory allows. Batches, their order and the losses stay the same.
         timeout: seconds, or a ``timedelta``, for which a rank waits for others at a time; after
             that every rank that can be reached prints where it is, and the job ends with the names
-            of those that do not answer.
+            of those that do not answer. It should be longer than what one rank may do while others
+            wait for it: its first batch, a batch that comes late, a checkpoint.
 
     Raises:
         MisconfigurationException: for arguments out of range, here; for a grid, a module or an MPI
