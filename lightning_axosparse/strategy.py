@@ -410,7 +410,9 @@ class AxoSparseStrategy(GridStrategy):
             self._offload = None
         self._move = None
         if self._meetings is not None:
-            self._module.trainer.callbacks.remove(self._meetings)  # type: ignore[attr-defined]
+            callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
+            if self._meetings in callbacks:  # A hook may have set others.
+                callbacks.remove(self._meetings)
             self._meetings = None
         if self._deployment is not None:
             self._stepper.close()
