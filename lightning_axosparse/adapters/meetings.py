@@ -110,6 +110,10 @@ class Meetings(Callback):
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Meetings:
+        # Users copy the Trainer's callbacks, but process groups cannot be copied.
+        return self
+
     def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """Compare the lengths of the training loaders."""
         self._begin(trainer, [trainer.num_training_batches])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_axosparse.adapters.meetings import Attendance, refuse_apart
+from lightning_axosparse.adapters.meetings import Attendance, Meetings, refuse_apart
+from lightning_axosparse.grid import Grid
+from lightning_axosparse.groups import Groups
 
 FIRST = Attendance("rank 0", 0, "training of epoch 3 ends", "training", 4, (), False)
 INFINITE = float("inf")
@@ -44,3 +47,8 @@ def test_replicas_may_evaluate_different_numbers_of_batches() -> None:
     refuse_apart(ranks)
     with pytest.raises(MisconfigurationException, match="unequal numbers of test batches"):
         refuse_apart([*ranks, replace(ranks[0], batches=9)])
+
+
+def test_a_users_copy_of_the_callbacks_has_the_same_meetings() -> None:
+    meetings = Meetings(Groups(Grid(1, 1), "cpu"))
+    assert deepcopy([meetings])[0] is meetings
