@@ -351,9 +351,10 @@ def _reduced(calls: Sequence[LogCall], reduction: str) -> Any:
         return values[-1]
     stacked = torch.stack([value.detach().reshape(()) for value in values]).cpu()
     kinds = {call.weighting.kind for call in calls}
-    if kinds <= {"sum", "empty"} and reduction == "mean":
+    if kinds <= {"sum", "empty"}:
         return stacked.sum()
-    if reduction != "mean":
+    # Means make up that of the batch: `reduction` is what joins the batches of an epoch.
+    if reduction != "mean" and "mean" not in kinds:
         return getattr(torch, reduction)(stacked)
     dtype = stacked.dtype if stacked.is_floating_point() else _get_default_dtype()
     sizes = [float(_weight(call)) for call in calls]

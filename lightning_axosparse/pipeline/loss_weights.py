@@ -209,6 +209,8 @@ def validate_losses(losses: Sequence[Reductions], sizes: Sequence[int]) -> str |
             "micro-batch alone. Use AxoSparseStrategy(microbatches=1), or accept it with "
             "microbatch_loss='mean'."
         )
+    has_constants = any(reduction.kind == "constant" for loss in losses for reduction in loss)
+    losses = [tuple(r for r in loss if r.kind != "constant") for loss in losses]
     known = [loss for loss in losses if loss]
     columns = [
         [reduction for reduction in column if not reduction.is_empty]
@@ -221,6 +223,13 @@ def validate_losses(losses: Sequence[Reductions], sizes: Sequence[int]) -> str |
         raise MisconfigurationException(
             "The loss adds means over samples to sums over samples, which no weight of the "
             f"micro-batches combines to the loss of the batch. {_CHOOSE}"
+        )
+    if has_constants and adds_up:
+        raise MisconfigurationException(
+            "The loss adds a term of parameters alone, such as a penalty on weights, to sums over "
+            "samples: added up over micro-batches, the term would count once for each of them. "
+            "Divide the loss by the number of samples, put the penalty into the optimizer "
+            "(`weight_decay`), or use AxoSparseStrategy(microbatches=1)."
         )
     divisors = [{r.divisor for r in column if r.kind == "sum"} for column in varying]
     if any(len(found) > 1 for found in divisors):

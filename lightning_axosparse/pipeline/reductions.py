@@ -10,6 +10,7 @@ follows what is computed from its result, and can say of any value how micro-bat
     ``sum()``, or a loss with ``reduction="sum"``               sum
     such a sum, divided by a count of the micro-batch           mean, weighted by that count
     sums and multiples by a constant of the above               as their terms
+    a term computed from the module's parameters alone          the same for all: a constant
     anything else, such as ``exp`` or a product of the above    not at all: a statistic of the batch
 """
 
@@ -20,15 +21,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import combinations
+from math import prod
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.parameter import Parameter
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._pytree import tree_leaves
 
-Kind = Literal["mean", "sum", "statistic"]
+Kind = Literal["mean", "sum", "statistic", "constant"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +47,7 @@ class Reduction:
             was divided by that.
         among_samples: whether samples were compared with each other, as contrastive losses do.
         counts: what a sum may be divided by to become a mean over this micro-batch.
+        unclear: what may be such a count, or a constant such as the length of a sequence.
     """
 
     kind: Kind
@@ -51,6 +56,7 @@ class Reduction:
     divisor: float | None = None
     among_samples: bool = False
     counts: frozenset[float] = frozenset()
+    unclear: frozenset[float] = frozenset()
 
     @property
     def is_empty(self) -> bool:
@@ -80,6 +86,7 @@ class Weighting(NamedTuple):
     @classmethod
     def of(cls, reductions: Reductions) -> Weighting:
         """The weighting of a value that came from these reductions."""
+        reductions = tuple(r for r in reductions if r.kind != "constant")
         means = [reduction for reduction in reductions if reduction.kind == "mean"]
         if means:
             return cls("mean", means[0].count, means[0].divisor == means[0].count)
@@ -152,7 +159,7 @@ class ReductionTracker(TorchFunctionMode):
         self._paused = False
         # The tensor is kept, lest another one gets its id.
         self._found: dict[int, tuple[Tensor, Reductions]] = {}
-        self._numbers: dict[float, Reductions] = {}
+        self._numbers: dict[float, tuple[float, Reductions]] = {}
         self._positions: dict[int, Tensor] = {}
         self._singles: dict[int, Tensor] = {}
 
@@ -189,7 +196,12 @@ class ReductionTracker(TorchFunctionMode):
         """The reductions that a tensor, or a number taken from one, came from."""
         if isinstance(value, Tensor):
             return self._found.get(id(value), (None, ()))[1]
-        return self._numbers.get(value, ()) if isinstance(value, (int, float)) else ()
+        if not isinstance(value, (int, float)):
+            return ()
+        number, reductions = self._numbers.get(value, (None, ()))
+        # Another float may be equal by chance: 1.0 is many a quotient of numbers.
+        is_same = number is value or type(number) is type(value) is int
+        return reductions if is_same else ()
 
     def forget(self) -> None:
         """Let go of the values of the last micro-batch."""
@@ -204,18 +216,20 @@ class ReductionTracker(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        begins = func in _beginnings()
-        follows = begins or self._found or self._singles or self._positions
-        if self._paused or not follows or torch.compiler.is_compiling():
+        if self._paused or torch.compiler.is_compiling():
+            return output
+        if not (func in _beginnings() or self._found or self._singles or self._positions):
             return output
         try:
             reductions = self._reductions(func, args, kwargs, output)
         except RuntimeError:  # A transform or a fake tensor does not let its values be read.
             reductions = ()
-        if reductions and isinstance(output, Tensor):
-            self._found[id(output)] = output, reductions
+        outputs = output if isinstance(output, tuple) else (output,)
+        found = [each for each in outputs if isinstance(each, Tensor)]
+        if reductions and found:
+            self._found.update({id(tensor): (tensor, reductions) for tensor in found})
         elif reductions and isinstance(output, (int, float)):
-            self._numbers[output] = reductions
+            self._numbers[output] = output, reductions
         return output
 
     def _reductions(
@@ -223,11 +237,11 @@ class ReductionTracker(TorchFunctionMode):
     ) -> Reductions:
         if self._follows_single(func, args, kwargs, out):
             return ()
-        if func in _losses():
+        tracked = self._tracked(args, kwargs) if self._found else []
+        if func in _losses() and not tracked:
             call = _losses()[func].bind(*args, **kwargs)
             return _of_loss(call, out, self._samples, self._among_samples(call.arguments))
         self._note_positions(func, args, out)
-        tracked = self._tracked(args, kwargs) if self._found else []
         if not tracked:
             return self._first(func, args, kwargs, out)
         name = func.__name__.strip("_")
@@ -237,6 +251,8 @@ class ReductionTracker(TorchFunctionMode):
             return tracked[0]
         is_count = name in _BOUNDS and not getattr(out, "requires_grad", False)
         if name in _LINEAR or (is_count and all(r.kind == "sum" for r in tracked[0])):
+            if name in _SHIFTS and _is_shifted(args, tracked):
+                return (Reduction("statistic", value=_scalar(out)),)
             added = [self._unseen(arg) for arg in _flat(args)]
             return tuple(dict.fromkeys(r for found in (*tracked, *added) for r in found))
         return (Reduction("statistic", value=_scalar(out)),)
@@ -248,9 +264,11 @@ class ReductionTracker(TorchFunctionMode):
         return [reductions for reductions in found if reductions]
 
     def _unseen(self, arg: Any) -> Reductions:
-        """A scalar that was reduced out of sight, in a layer, such as an auxiliary loss."""
+        """A scalar reduced out of sight, in a layer, or one of parameters alone."""
         if not isinstance(arg, Tensor) or arg.dim() or not arg.requires_grad or self.of(arg):
             return ()
+        if _is_of_parameters(arg):
+            return (Reduction("constant", value=arg.detach()),)
         return (Reduction("statistic", value=arg.detach()),)
 
     def _follows_single(
@@ -262,8 +280,7 @@ class ReductionTracker(TorchFunctionMode):
         """
         name = func.__name__.strip("_")
         if name in _TAKING and args and isinstance(args[0], Tensor) and args[0].dim():
-            takes_one = name == "unbind" or type(args[1]) is int
-            begins = takes_one and self._is_first(args[0])
+            begins = _takes_along_first(name, args, kwargs) and self._is_first(args[0])
         else:
             begins = False
         if not begins and not (self._singles and self._uses_single(name, args, kwargs)):
@@ -276,7 +293,8 @@ class ReductionTracker(TorchFunctionMode):
     def _uses_single(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         if name in _JOINING:
             return False
-        return any(id(arg) in self._singles for arg in (*args, *kwargs.values()))
+        values = (*args, *kwargs.values())
+        return any(id(arg) in self._singles for arg in values) and not self._tracked(args, kwargs)
 
     def _note_positions(self, func: Callable[..., Any], args: tuple[Any, ...], out: Any) -> None:
         """Follow the numbers of samples, which contrastive losses take for classes."""
@@ -301,31 +319,59 @@ class ReductionTracker(TorchFunctionMode):
     ) -> Reductions:
         """The reduction that ``func`` itself makes of values that are not reduced yet."""
         kind = _REDUCING.get(func)
-        if kind is None or not isinstance(out, Tensor) or not args:
+        if kind is None or not args or not isinstance(out, (Tensor, tuple)):
             return ()
         source, dims = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
-        if not isinstance(source, Tensor) or source.dim() == 0:
+        if not isinstance(source, Tensor) or source.dim() == 0 or _is_of_parameters(source):
             return ()
+        if func in _ORDERING:
+            dims = _ordered_along(func, args, kwargs)
+            among = dims is None or _includes(dims, source.dim(), 0)
+            return (Reduction("statistic"),) if among and len(source) >= self._samples else ()
         if dims is None or out.dim() == 0:
-            counts = frozenset({float(self._samples), float(source.numel()), float(len(source))})
-            return (Reduction(kind, float(source.numel()), _scalar(out), None, False, counts),)
-        if not _includes_first(dims, source.dim()) or len(source) < self._samples:
+            counts = _counts(source, self._samples)
+            return (Reduction(kind, float(source.numel()), _scalar(out), None, False, *counts),)
+        if self._is_time_first(source) and _includes(dims, source.dim(), 1):
+            is_clear = self._samples > 1
+            return (Reduction(kind if is_clear else "statistic", float(self._samples)),)
+        if not _includes(dims, source.dim(), 0) or len(source) < self._samples:
             return ()
         if kind == "mean":
             return (Reduction("mean", float(self._samples)),)
         is_sum = kind == "sum" and self._is_first(source)
         return (Reduction("sum" if is_sum else "statistic"),)
 
+    def _divided_by(self, divisor: Any) -> Reductions:
+        """The reductions of a divisor; a number that equals a sum is taken to be that."""
+        if isinstance(divisor, Tensor):
+            return self.of(divisor)
+        _, reductions = self._numbers.get(divisor, (None, ()))
+        return reductions if all(reduction.kind == "sum" for reduction in reductions) else ()
+
     def _is_first(self, tensor: Tensor) -> bool:
         """Whether the first dimension, by its size, can only be that of the samples."""
-        return len(tensor) == self._samples and list(tensor.shape).count(self._samples) == 1
+        is_first = len(tensor) == self._samples and list(tensor.shape).count(self._samples) == 1
+        return is_first and not _is_of_parameters(tensor)
+
+    def _is_time_first(self, tensor: Tensor) -> bool:
+        """Whether the second dimension, by its size, is that of the samples.
+
+        Of one sample that is not clear: the second dimension may be any of size one.
+        """
+        shape = list(tensor.shape)
+        is_second = len(shape) > 1 and shape[1] == self._samples and shape.count(shape[1]) == 1
+        return is_second and (self._samples == 1 or shape[0] % self._samples > 0)
 
     def _quotient(self, dividend: Any, divisor: Any, out: Any) -> Reductions:
         """A sum, or several, divided by a count is a mean; by a constant it stays a sum."""
-        above, below = self.of(dividend), self.of(divisor)
-        if not above or not _are_scalars([divisor]):
+        above, below = self.of(dividend), self._divided_by(divisor)
+        is_constant = not getattr(divisor, "requires_grad", False) or _is_of_parameters(divisor)
+        if not above or not _are_scalars([divisor]) or not is_constant:
             return (Reduction("statistic", value=_scalar(out)),)
-        if all(reduction.kind == "sum" for reduction in above):
+        if len(below) == 1 and below[0].kind == "mean":
+            if all(r.kind == "mean" and r.count == below[0].count for r in above):
+                return (Reduction("mean", float(divisor) * below[0].count, _scalar(out)),)
+        elif all(reduction.kind == "sum" for reduction in (*above, *below)):
             value = float(divisor)
             if len(below) == 1 and below[0].kind == "sum" and below[0].value is not None:
                 # Not the divisor: `clamp(min=1)` makes a count of nothing one.
@@ -335,6 +381,8 @@ class ReductionTracker(TorchFunctionMode):
             if below or (counted and any(value in reduction.counts for reduction in above)):
                 by_samples = value if value == self._samples and not below else None
                 return (Reduction("mean", value, _scalar(out), divisor=by_samples),)
+            if any(value in reduction.unclear for reduction in above):
+                return (Reduction("statistic", value=_scalar(out)),)
             return tuple(replace(reduction, divisor=value) for reduction in above)
         return (Reduction("statistic", value=_scalar(out)),) if below else above
 
@@ -354,10 +402,23 @@ _REDUCING: dict[Callable[..., Any], Kind] = {
     torch.linalg.norm: "statistic",
     torch.linalg.vector_norm: "statistic",
     torch.linalg.matrix_norm: "statistic",
+    torch.bincount: "statistic",
+    Tensor.bincount: "statistic",
 }
+
+_ORDERING: dict[Callable[..., Any], int | None] = {
+    function: None if name == "softmax" else -1
+    for name in ("sort", "topk", "argsort", "kthvalue", "softmax", "log_softmax")
+    for function in (getattr(torch, name), getattr(Tensor, name), getattr(functional, name, None))
+    if function is not None
+}
+"""What compares the entries along a dimension."""
+
+_REDUCING.update(dict.fromkeys(_ORDERING, "statistic"))
 
 # By the names of torch's functions, without underscores: `__radd__`, `add_` and `add` are one.
 _SUMS = {"add", "radd", "iadd", "sub", "rsub", "isub", "subtract", "neg", "positive", "sum", "mean"}
+_SHIFTS = _SUMS - {"sum", "mean", "neg", "positive"}
 _SHAPES = {"view", "reshape", "flatten", "squeeze", "unsqueeze", "expand", "stack", "cat", "concat"}
 _COPIES = {"detach", "clone", "to", "type", "type_as", "cpu", "cuda", "contiguous", "requires_grad"}
 _TAKING = {"getitem", "select", "unbind"}
@@ -398,8 +459,8 @@ def _of_loss(
     first = next(value for value in arguments.values() if isinstance(value, Tensor))
     count = _denominator(call, first)
     if reduction == "sum":
-        counts = frozenset({count, float(samples), float(first.numel()), float(len(first))})
-        return (Reduction("sum", value=_scalar(out), counts=counts),)
+        counts, unclear = _counts(first, samples)
+        return (Reduction("sum", value=_scalar(out), counts=counts | {count}, unclear=unclear),)
     return (Reduction("mean", count, _scalar(out), among_samples=among_samples),)
 
 
@@ -457,6 +518,60 @@ def _are_scalars(values: Sequence[Any]) -> bool:
     )
 
 
-def _includes_first(dims: Any, dimensions: int) -> bool:
-    wanted = dims if isinstance(dims, (list, tuple)) else [dims]
-    return any(isinstance(dim, int) and dim % dimensions == 0 for dim in wanted)
+def _includes(dims: Any, dimensions: int, wanted: int) -> bool:
+    found = dims if isinstance(dims, (list, tuple)) else [dims]
+    return any(isinstance(dim, int) and dim % dimensions == wanted for dim in found)
+
+
+def _takes_along_first(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether ``getitem``, ``select`` or ``unbind`` takes entries of the first dimension."""
+    if name == "getitem":
+        return type(args[1]) is int
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    return isinstance(dim, int) and dim % args[0].dim() == 0
+
+
+def _counts(source: Tensor, samples: int) -> tuple[frozenset[float], frozenset[float]]:
+    """What a sum of all entries may be divided by for a mean; and what may be that, or constant."""
+    shape = list(source.shape)
+    others = [size for size in shape if size != 1]
+    along = shape.pop(shape.index(samples) if samples in shape else 0)
+    if along in others:
+        others.remove(along)
+    constants = {prod(chosen) for n in range(len(others) + 1) for chosen in combinations(others, n)}
+    counts = {along * constant for constant in constants}
+    sure = {samples, source.numel(), len(source)} | (counts - constants)
+    return frozenset(map(float, sure)), frozenset(map(float, counts - sure - {1}))
+
+
+def _is_shifted(args: Sequence[Any], tracked: Sequence[Reductions]) -> bool:
+    """Whether a constant is added to sums, for which every micro-batch would count once.
+
+    What is too small for anything but avoiding divisions by zero makes no difference.
+    """
+    if any(reduction.kind != "sum" for reductions in tracked for reduction in reductions):
+        return False
+    numbers = [arg for arg in args if isinstance(arg, (int, float))]
+    return any(abs(number) > 1e-3 for number in numbers)
+
+
+def _is_of_parameters(tensor: Any, most: int = 32) -> bool:
+    """Whether a tensor was computed in a few steps from nothing but parameters."""
+    if not isinstance(tensor, Tensor) or not tensor.requires_grad:
+        return False
+    if tensor.grad_fn is None:
+        return isinstance(tensor, Parameter)
+    nodes: list[Any] = [tensor.grad_fn]
+    for node in nodes:
+        if hasattr(node, "variable"):
+            if not isinstance(node.variable, Parameter):
+                return False
+        elif len(nodes) > most or not node.next_functions:
+            return False
+        nodes += [following for following, _ in node.next_functions if following is not None]
+    return True
+
+
+def _ordered_along(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    place = 2 if func.__name__ in ("topk", "kthvalue") else 1
+    return kwargs.get("dim", args[place] if len(args) > place else _ORDERING[func])

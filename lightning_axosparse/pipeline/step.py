@@ -165,11 +165,16 @@ class TrainingStageStep(StageStep):
 
 
 def _with_weighting(output: Any, weighting: Weighting) -> Any:
-    """What a training step returned, with its loss weighted as the gradients are."""
+    """What a training step returned, with its loss weighted as the gradients are.
+
+    A loss may also have the shape ``(1,)``.
+    """
     if isinstance(output, Scalar):
         return output._replace(weighting=weighting)
-    if isinstance(output, dict) and isinstance(output["loss"], Scalar):
-        output["loss"] = output["loss"]._replace(weighting=weighting)
+    if isinstance(output, Tensor):
+        return Scalar(output, weighting)
+    if isinstance(output, dict):
+        output["loss"] = _with_weighting(output["loss"], weighting)
     return output
 
 

@@ -71,6 +71,10 @@ EXACT: dict[str, Step] = {
     "correct": lambda x, y: (x.argmax(-1) == y).sum(),
     "accuracy": lambda x, y: (x.argmax(-1) == y).double().mean(),
     "nothing": lambda x, y: 0 * x.sum(),
+    "sum over samples and tokens": lambda x, y: (x * x).sum() / (len(x) * x.shape[1]),
+    "masked mean over mean": lambda x, y: (
+        (each_loss(x, y) * kept(y)).mean() / (kept(y).double().mean())
+    ),
 }
 
 
@@ -195,7 +199,19 @@ STATISTICS: dict[str, Step] = {
     "largest": lambda x, y: x.max() + x.mean() * 0,
     "product": lambda x, y: x.mean() * x.abs().mean(),
     "norm": lambda x, y: x.norm(),
-    "ratio": lambda x, y: x.mean() / x.abs().mean(),
+    "ratio": lambda x, y: x.mean() / x.clone().requires_grad_().abs().mean(),
+    "overlap": lambda x, y: (2 * x.pow(2).sum() + 1) / (x.abs().sum() + 1),
+    "differentiable denominator": lambda x, y: x.sum() / x.clone().requires_grad_().abs().sum(),
+    "loss of means": lambda x, y: F.mse_loss(x.mean(0), torch.zeros(x.shape[1:])),
+    "balanced by the batch": lambda x, y: F.binary_cross_entropy_with_logits(
+        x, (x > 0).double(), pos_weight=(x < 0).sum() / (x > 0).sum()
+    ),
+    "counted classes": lambda x, y: F.cross_entropy(
+        x.mT, y, weight=1 / torch.bincount(y[kept(y)], minlength=CLASSES).double().clamp(min=1)
+    ),
+    "hardest": lambda x, y: x.flatten().topk(3).values.mean(),
+    "sorted": lambda x, y: x.flatten().sort(descending=True)[0][:3].mean(),
+    "softmax over samples": lambda x, y: (x.mean((1, 2)).softmax(0) * x.mean((1, 2))).sum(),
     "mean in a power": lambda x, y: (x - x.mean(0)).pow(2).mean(),
 }
 
@@ -207,6 +223,56 @@ def test_what_does_not_combine_is_known(name: str) -> None:
     with tracker.microbatch(3):
         value = STATISTICS[name](x, y)
     assert "statistic" in {reduction.kind for reduction in tracker.of(value)}
+
+
+TOGETHER: dict[str, Step] = {
+    "unbound": lambda x, y: F.mse_loss(*x[..., :2].unbind(-1)),
+    "first token": lambda x, y: F.mse_loss(x.select(1, 0), x.select(dim=1, index=1)),
+    "entry of a parameter": lambda x, y: F.mse_loss(x, 2 * x) * WEIGHTS[0],
+    "penalty first": lambda x, y: WEIGHTS.abs().mean() + F.mse_loss(x, 2 * x),
+}
+WEIGHTS = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_what_is_no_loop_over_samples_is_followed(name: str) -> None:
+    tracker = ReductionTracker()
+    (x, y), *_ = microbatches([3])
+    with tracker.microbatch(3):
+        value = TOGETHER[name](x, y)
+    assert Weighting.of(tracker.of(value)).kind == "mean"
+    assert Weighting.of(tracker.of(value)).weight in (3, 12, 15, 24, 60)
+
+
+def test_means_over_samples_in_the_second_dimension() -> None:
+    tracker = ReductionTracker()
+    x = torch.rand(4, 3)
+    with tracker.microbatch(3):
+        value = x.mean(1).sum()
+    assert Weighting.of(tracker.of(value)) == Weighting("mean", 3.0)
+
+
+def test_a_float_that_equals_a_sum_by_chance_is_none() -> None:
+    tracker = ReductionTracker()
+    with tracker.microbatch(1):
+        correct = torch.ones(1).sum().item()
+        accuracy = correct / 1
+    assert tracker.of(correct)
+    assert not tracker.of(accuracy)
+
+
+def test_a_term_of_parameters_alone_is_a_constant() -> None:
+    tracker = ReductionTracker()
+    with tracker.microbatch(3):
+        value = torch.rand(3).sum() + 0.1 * WEIGHTS.pow(2).sum()
+    assert [reduction.kind for reduction in tracker.of(value)] == ["sum", "constant"]
+
+
+def test_a_divisor_that_may_be_a_count_or_a_constant_is_no_sum() -> None:
+    tracker = ReductionTracker()
+    with tracker.microbatch(1):
+        value = torch.rand(1, 4, 5).sum() / 4
+    assert Weighting.of(tracker.of(value)).kind == "statistic"
 
 
 def test_a_loss_among_samples_is_known() -> None:
