@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
@@ -164,7 +165,7 @@ class PipelinedMetrics:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Leave the states of all metrics as they were before the context."""
-        before = [(metric, deepcopy(_memory(metric))) for metric in self._metrics()]
+        before = [(m, deepcopy(_memory(m), _detached(m))) for m in self._metrics()]
         try:
             yield
         finally:
@@ -255,7 +256,7 @@ def _rewrap_compute(metric: Any) -> None:
 
 def _twin(metric: Metric) -> Metric:
     """An empty copy that synchronises only what its original synchronises in every ``forward``."""
-    twin = deepcopy(metric)
+    twin = deepcopy(metric, _detached(metric))
     twin.reset()
     for part in _parts(twin):
         part._to_sync = part.dist_sync_on_step
@@ -275,6 +276,13 @@ def _memory(metric: Metric) -> dict[str, Any]:
     """The attributes of a metric that hold what it has seen."""
     names = [*metric._defaults, "_update_count", "_computed"]
     return {name: getattr(metric, name) for name in names}
+
+
+def _detached(metric: Metric) -> dict[int, Any]:
+    """What `deepcopy` is to take for tensors that came from a loss, which have no copies."""
+    held = [[_memory(part), part._forward_cache] for part in _parts(metric)]
+    tensors = [leaf for leaf in tree_leaves(held) if isinstance(leaf, Tensor)]
+    return {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf}
 
 
 def _merge(metric: Metric, states: Sequence[Mapping[str, Any]]) -> None:

@@ -47,7 +47,8 @@ class Reduction:
             was divided by that.
         among_samples: whether samples were compared with each other, as contrastive losses do.
         counts: what a sum may be divided by to become a mean over this micro-batch.
-        unclear: what may be such a count, or a constant such as the length of a sequence.
+        products: the same, where it is computed from the shape: a plain number.
+        unclear: such a number that may also be a constant, such as the length of a sequence.
     """
 
     kind: Kind
@@ -56,6 +57,7 @@ class Reduction:
     divisor: float | None = None
     among_samples: bool = False
     counts: frozenset[float] = frozenset()
+    products: frozenset[float] = frozenset()
     unclear: frozenset[float] = frozenset()
 
     @property
@@ -328,6 +330,8 @@ class ReductionTracker(TorchFunctionMode):
             dims = _ordered_along(func, args, kwargs)
             among = dims is None or _includes(dims, source.dim(), 0)
             return (Reduction("statistic"),) if among and len(source) >= self._samples else ()
+        if not isinstance(out, Tensor):
+            return ()
         if dims is None or out.dim() == 0:
             counts = _counts(source, self._samples)
             return (Reduction(kind, float(source.numel()), _scalar(out), None, False, *counts),)
@@ -381,7 +385,10 @@ class ReductionTracker(TorchFunctionMode):
             if below or (counted and any(value in reduction.counts for reduction in above)):
                 by_samples = value if value == self._samples and not below else None
                 return (Reduction("mean", value, _scalar(out), divisor=by_samples),)
-            if any(value in reduction.unclear for reduction in above):
+            is_number = not isinstance(divisor, Tensor)
+            if is_number and any(value in reduction.products for reduction in above):
+                return (Reduction("mean", value, _scalar(out)),)
+            if is_number and any(value in reduction.unclear for reduction in above):
                 return (Reduction("statistic", value=_scalar(out)),)
             return tuple(replace(reduction, divisor=value) for reduction in above)
         return (Reduction("statistic", value=_scalar(out)),) if below else above
@@ -459,8 +466,8 @@ def _of_loss(
     first = next(value for value in arguments.values() if isinstance(value, Tensor))
     count = _denominator(call, first)
     if reduction == "sum":
-        counts, unclear = _counts(first, samples)
-        return (Reduction("sum", value=_scalar(out), counts=counts | {count}, unclear=unclear),)
+        counts, *products = _counts(first, samples)
+        return (Reduction("sum", 0.0, _scalar(out), None, False, counts | {count}, *products),)
     return (Reduction("mean", count, _scalar(out), among_samples=among_samples),)
 
 
@@ -531,17 +538,16 @@ def _takes_along_first(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     return isinstance(dim, int) and dim % args[0].dim() == 0
 
 
-def _counts(source: Tensor, samples: int) -> tuple[frozenset[float], frozenset[float]]:
-    """What a sum of all entries may be divided by for a mean; and what may be that, or constant."""
+def _counts(source: Tensor, samples: int) -> tuple[frozenset[float], ...]:
+    """What a sum of all entries may be divided by: ``counts, products, unclear``."""
     shape = list(source.shape)
-    others = [size for size in shape if size != 1]
-    along = shape.pop(shape.index(samples) if samples in shape else 0)
-    if along in others:
-        others.remove(along)
-    constants = {prod(chosen) for n in range(len(others) + 1) for chosen in combinations(others, n)}
-    counts = {along * constant for constant in constants}
-    sure = {samples, source.numel(), len(source)} | (counts - constants)
-    return frozenset(map(float, sure)), frozenset(map(float, counts - sure - {1}))
+    others = list(shape)
+    along = others.pop(shape.index(samples) if samples in shape else 0)
+    constants = {prod(some) for n in range(len(others) + 1) for some in combinations(others, n)}
+    counts = {samples, source.numel(), len(source)}
+    products = {along * constant for constant in constants} - counts - {1}
+    found = counts, products - constants, products & constants
+    return tuple(frozenset(map(float, each)) for each in found)
 
 
 def _is_shifted(args: Sequence[Any], tracked: Sequence[Reductions]) -> bool:
