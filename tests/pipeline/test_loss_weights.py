@@ -184,3 +184,12 @@ def test_rules_that_give_no_weight_are_refused(rule: Any, words: str) -> None:
     given = [part._replace(batch={"y": LABELS}) for part in parts([3, 1])]
     with pytest.raises(MisconfigurationException, match=words):
         weigh_by(rule, given)
+
+
+def test_a_penalty_beside_a_sum_over_samples_is_refused() -> None:
+    losses = [
+        (Reduction("sum", value=torch.tensor(value)), Reduction("constant", value=torch.ones(())))
+        for value in (1.0, 2.0)
+    ]
+    with pytest.raises(MisconfigurationException, match="a penalty on weights"):
+        validate_losses(losses, [2, 2])
