@@ -26,7 +26,7 @@ from lightning_axosparse.grid import Grid
 from lightning_axosparse.groups import Groups
 from lightning_axosparse.mpi import environment
 from lightning_axosparse.mpi.launcher import MPILauncher
-from lightning_axosparse.whereabouts import here, leave
+from lightning_axosparse.whereabouts import blocked, here, leave
 
 T = TypeVar("T")
 
@@ -149,8 +149,9 @@ class GridStrategy(ParallelStrategy):
             from lightning_axosparse.mpi.watchdog import watchdog
 
             environment.limit_threads()
-            init_process_group(self.root_device.type)
             watchdog().timeout = self._timeout
+            with blocked("all ranks to connect"):
+                init_process_group(self.root_device.type)
         grid = Grid(self._ranks, self._ranks_a_replica, self.global_rank)
         self._groups = Groups(grid, self.root_device.type)
         here().place_in(grid)

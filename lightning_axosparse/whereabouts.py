@@ -195,6 +195,20 @@ def publish(rank: int, path: Path | None = None) -> str:
     return _path
 
 
+@contextmanager
+def blocked(awaited: str) -> Iterator[None]:
+    """Be inside calls of MPI that return only when the other ranks take part.
+
+    Args:
+        awaited: for what, in words.
+    """
+    here().begin_wait(awaited, bulk=True)  # It may take long on many ranks.
+    try:
+        yield
+    finally:
+        here().end_wait()
+
+
 def leave() -> None:
     """Leave word that this process ends as it should, or has told why not."""
     _here.left = True

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightning_axosparse import whereabouts
 from lightning_axosparse.grid import Grid
-from lightning_axosparse.whereabouts import Whereabouts, here, publish, read
+from lightning_axosparse.whereabouts import Whereabouts, blocked, here, publish, read
 
 
 def test_in_words() -> None:
@@ -68,3 +68,11 @@ def test_another_process_reads_it_and_so_does_who_comes_after_its_death(tmp_path
         if path is not None:
             assert read(str(path)).where == seen.where
         os.close(ours), os.close(theirs)
+
+
+def test_calls_that_return_when_others_take_part_are_waits() -> None:
+    with blocked("all ranks to connect"):
+        assert here().waits
+        assert here().bulk
+        assert here().doing.endswith("waits for all ranks to connect")
+    assert not here().waits

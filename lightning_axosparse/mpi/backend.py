@@ -11,6 +11,7 @@ from mpi4py import MPI
 from lightning_axosparse.mpi.environment import placement
 from lightning_axosparse.mpi.process_group import MPIProcessGroup
 from lightning_axosparse.mpi.rendezvous import common_store
+from lightning_axosparse.whereabouts import blocked
 
 NAME = "mpi4py"
 
@@ -49,9 +50,10 @@ def _create(options: Any, _: Any) -> MPIProcessGroup:
     world = MPI.COMM_WORLD
     ranks = list(options.global_ranks_in_group) or list(range(world.size))
     members = world.group.Incl(ranks)
-    communicator = world.Create_group(members)
-    members.Free()
-    return MPIProcessGroup(communicator, options.store)
+    with blocked("the other ranks of a process group to connect"):
+        communicator = world.Create_group(members)
+        members.Free()
+        return MPIProcessGroup(communicator, options.store)
 
 
 dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])

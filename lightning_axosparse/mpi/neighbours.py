@@ -12,6 +12,7 @@ from lightning_axosparse.mpi.progress import Progress, progresses
 from lightning_axosparse.mpi.shared import shares_memory
 from lightning_axosparse.mpi.staging import Staging
 from lightning_axosparse.mpi.transport import Mailbox
+from lightning_axosparse.whereabouts import blocked
 
 
 class Connection(NamedTuple):
@@ -62,17 +63,18 @@ def connect(stages: int, replica: int, stage: int, on_host: bool) -> Connection:
         on_host: whether blocks lie in host memory, which alone is shared.
     """
     world = MPI.COMM_WORLD
-    comm = world.Split(replica, stage)
-    beside = [other for other in (stage - 1, stage + 1) if 0 <= other < stages]
-    shares = {other: on_host and shares_memory(comm, other) for other in beside}
-    # Every other pair first, so that all pairs have been probed in two rounds.
-    apart = sorted((n for n in beside if not shares[n]), key=lambda n: min(n, stage) % 2)
-    probed = [progresses(comm, other) for other in apart]
-    progress = Progress(comm)
-    helps = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-    if helps and not all(probed):
-        progress.start()
-    found = world.allgather((shares.get(stage + 1), all(probed)))
+    with blocked("the other stages to connect"):
+        comm = world.Split(replica, stage)
+        beside = [other for other in (stage - 1, stage + 1) if 0 <= other < stages]
+        shares = {other: on_host and shares_memory(comm, other) for other in beside}
+        # Every other pair first, so that all pairs have been probed in two rounds.
+        apart = sorted((n for n in beside if not shares[n]), key=lambda n: min(n, stage) % 2)
+        probed = [progresses(comm, other) for other in apart]
+        progress = Progress(comm)
+        helps = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        if helps and not all(probed):
+            progress.start()
+        found = world.allgather((shares.get(stage + 1), all(probed)))
     pairs = [shared for shared, _ in found if shared is not None]
     rank_zero_info(finding(pairs, all(move for _, move in found), helps))
     return Connection(comm, shares, progress)

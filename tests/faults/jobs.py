@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -174,5 +175,22 @@ def train(
     return trainer
 
 
+def killed_while_connecting() -> None:
+    """Train; a rank is killed while its process group is made."""
+    from lightning_axosparse.mpi import process_group
+
+    def node_sum(communicator: Any) -> Any:
+        if rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return connected(communicator)
+
+    connected = process_group.node_sum
+    process_group.node_sum = node_sum
+    train(Plain(), timeout=60)
+
+
 if __name__ == "__main__":
-    train(Killed(), timeout=60)
+    if "connecting" in sys.argv:
+        killed_while_connecting()
+    else:
+        train(Killed(), timeout=60)
