@@ -29,7 +29,8 @@ _PR_SET_PDEATHSIG = 1
 def main(folder: JobFolder) -> None:
     """Run the job of ``folder`` as the rank that MPI says this process is."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # as on a terminal; lines of ranks do not mix
+        # As on a terminal: lines of ranks do not mix, also where Python runs unbuffered.
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
     threading.Thread(target=_die_with_caller, args=[folder], daemon=True).start()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
