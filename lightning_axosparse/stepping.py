@@ -171,7 +171,7 @@ class Stepper:
         result = self._conclude(last, microbatches, identity, advice)
         if received and len(own) == len(microbatches) > 1:
             self._check_loss(step, batch, own, received)
-        self._checks_loss = False
+        self._checks_loss = self._checks_loss and len(microbatches) == 1
         return result
 
     def evaluate(

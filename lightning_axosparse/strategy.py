@@ -127,10 +127,11 @@ class AxoSparseStrategy(GridStrategy):
         microbatch_weight: weights for a loss that cannot be seen through: a function of a part of
             the batch that returns what its loss was divided by, or the name of the entry that is
             counted: of integers those that are not -100, of a mask its sum.
-        check_loss: computes the loss of the first training batch as a whole, too, in evaluation
-            mode and on the layers of the last stage alone, and refuses one that differs: for
-            contrastive losses, losses of a batch's statistics, and to be sure. ``training_step``
-            runs twice more on that batch; what it logs and the states of metrics are left alone.
+        check_loss: computes the loss of the first training batch that is cut as a whole, too, in
+            evaluation mode and on the layers of the last stage alone, and refuses one that differs:
+            for contrastive losses, losses of a batch's statistics, and to be sure.
+            ``training_step`` runs twice more on that batch's last stage; what it logs and the
+            states of metrics are left alone.
         recompute: saves memory for time: every so many layers of a stage keep only their first
             input, and are computed again in the backward pass; "sqrt" takes the square root of the
             stage's layers (AxoNN). Gradients are the same to the bit.

@@ -13,6 +13,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_axosparse.grid import divisors
 from lightning_axosparse.pipeline.batch_layout import (
     ASK,
     BatchLayout,
@@ -96,9 +97,9 @@ def even_parts(samples: int, wanted: int, sharing: int = 1) -> int:
         wanted: parts wanted.
         sharing: replicas that share the parts, equally where the number of samples allows it.
     """
-    divisors = [parts for parts in range(1, samples + 1) if samples % parts == 0]
-    shared = [parts for parts in divisors if parts % sharing == 0]
-    return min(shared or divisors or [1], key=lambda parts: abs(log(parts / wanted)))
+    even = divisors(samples) or [1]
+    shared = [parts for parts in even if parts % sharing == 0]
+    return min(shared or even, key=lambda parts: abs(log(parts / wanted)))
 
 
 def weigh(batches: Sequence[Any], whole: Any = None) -> list[MicroBatch]:

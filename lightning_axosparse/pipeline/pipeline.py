@@ -85,14 +85,7 @@ class Pipeline:
         first = min(self._links)
         steps = {
             stage: TrainingStageStep(
-                self._layers,
-                stage,
-                microbatches,
-                step,
-                observe,
-                self._randomness,
-                self._tracker,
-                identity,
+                *self._common(stage, microbatches, step, observe, identity),
                 differentiate_loss=differentiate_loss,
                 # Where stages share a process, the first is the last to get its gradients.
                 before_last_backward=before_last_backward if stage == first else _nothing,
@@ -120,16 +113,7 @@ class Pipeline:
             The last stage's step, which has the outputs; None on other ranks.
         """
         steps = {
-            stage: StageStep(
-                self._layers,
-                stage,
-                microbatches,
-                step,
-                observe,
-                self._randomness,
-                self._tracker,
-                identity,
-            )
+            stage: StageStep(*self._common(stage, microbatches, step, observe, identity))
             for stage in self._links
         }
         computes = {stage: step.compute for stage, step in steps.items()}
@@ -151,20 +135,23 @@ class Pipeline:
             What the step returned for each.
         """
         identity = BatchIdentity(0 if received[0] is None else received[0].fingerprint)
-        stage = StageStep(
-            self._layers,
-            self._last,
-            microbatches,
-            step,
-            observe,
-            self._randomness,
-            self._tracker,
-            identity,
-        )
+        stage = StageStep(*self._common(self._last, microbatches, step, observe, identity))
         with self._randomness.protected():
             for microbatch, activation in enumerate(received):
                 stage.compute(microbatch, activation)
         return stage.outputs
+
+    def _common(
+        self,
+        stage: int,
+        microbatches: Sequence[MicroBatch],
+        step: Step,
+        observe: Observe,
+        identity: BatchIdentity,
+    ) -> tuple[Any, ...]:
+        """The arguments of every step of a stage."""
+        shared = self._randomness, self._tracker, identity
+        return self._layers, stage, microbatches, step, observe, *shared
 
     def _run(
         self,
