@@ -35,6 +35,32 @@ from torch.utils._pytree import tree_leaves
 Kind = Literal["mean", "sum", "statistic", "constant"]
 
 
+class MeanDivisors(NamedTuple):
+    """What a sum over a micro-batch may be divided by to become a mean over it.
+
+    Attributes:
+        counts: numbers of its samples and entries.
+        products: the same, where it is computed from the shape: a plain number.
+        unclear: such a number that may also be a constant, such as the length of a sequence.
+    """
+
+    counts: frozenset[float] = frozenset()
+    products: frozenset[float] = frozenset()
+    unclear: frozenset[float] = frozenset()
+
+    @classmethod
+    def of(cls, source: Tensor, samples: int) -> MeanDivisors:
+        """Those of a sum of all entries of ``source``, of a micro-batch of so many samples."""
+        shape = list(source.shape)
+        others = list(shape)
+        along = others.pop(shape.index(samples) if samples in shape else 0)
+        constants = {prod(some) for n in range(len(others) + 1) for some in combinations(others, n)}
+        counts = {samples, source.numel(), len(source)}
+        products = {along * constant for constant in constants} - counts - {1}
+        found = counts, products - constants, products & constants
+        return cls(*(frozenset(map(float, each)) for each in found))
+
+
 @dataclass(frozen=True, eq=False)
 class Reduction:
     """One reduction over the samples of a micro-batch.
@@ -46,9 +72,7 @@ class Reduction:
         divisor: the constant that a sum was divided by; of a mean, the number of samples, if a sum
             was divided by that.
         among_samples: whether samples were compared with each other, as contrastive losses do.
-        counts: what a sum may be divided by to become a mean over this micro-batch.
-        products: the same, where it is computed from the shape: a plain number.
-        unclear: such a number that may also be a constant, such as the length of a sequence.
+        mean_divisors: what would make a mean of a sum.
     """
 
     kind: Kind
@@ -56,9 +80,7 @@ class Reduction:
     value: Tensor | None = None
     divisor: float | None = None
     among_samples: bool = False
-    counts: frozenset[float] = frozenset()
-    products: frozenset[float] = frozenset()
-    unclear: frozenset[float] = frozenset()
+    mean_divisors: MeanDivisors = MeanDivisors()  # noqa: RUF009
 
     @property
     def is_empty(self) -> bool:
@@ -96,7 +118,8 @@ class Weighting(NamedTuple):
             return cls()
         if all(reduction.is_empty for reduction in reductions):
             divisor = reductions[0].divisor
-            return cls("empty", divisor if divisor and divisor in reductions[0].counts else 0.0)
+            counts = reductions[0].mean_divisors.counts
+            return cls("empty", divisor if divisor and divisor in counts else 0.0)
         return cls("sum" if all(r.kind == "sum" for r in reductions) else "statistic")
 
 
@@ -333,8 +356,9 @@ class ReductionTracker(TorchFunctionMode):
         if not isinstance(out, Tensor):
             return ()
         if dims is None or out.dim() == 0:
-            counts = _counts(source, self._samples)
-            return (Reduction(kind, float(source.numel()), _scalar(out), None, False, *counts),)
+            found = MeanDivisors.of(source, self._samples)
+            count = float(source.numel())
+            return (Reduction(kind, count, _scalar(out), mean_divisors=found),)
         if self._is_time_first(source) and _includes(dims, source.dim(), 1):
             is_clear = self._samples > 1
             return (Reduction(kind if is_clear else "statistic", float(self._samples)),)
@@ -382,13 +406,13 @@ class ReductionTracker(TorchFunctionMode):
                 return (Reduction("mean", float(below[0].value), _scalar(out)),)
             # One, where nothing was added up, may be `max(1, count)`.
             counted = value != 1 or not all(reduction.is_empty for reduction in above)
-            if below or (counted and any(value in reduction.counts for reduction in above)):
+            if below or (counted and any(value in r.mean_divisors.counts for r in above)):
                 by_samples = value if value == self._samples and not below else None
                 return (Reduction("mean", value, _scalar(out), divisor=by_samples),)
             is_number = not isinstance(divisor, Tensor)
-            if is_number and any(value in reduction.products for reduction in above):
+            if is_number and any(value in r.mean_divisors.products for r in above):
                 return (Reduction("mean", value, _scalar(out)),)
-            if is_number and any(value in reduction.unclear for reduction in above):
+            if is_number and any(value in r.mean_divisors.unclear for r in above):
                 return (Reduction("statistic", value=_scalar(out)),)
             return tuple(replace(reduction, divisor=value) for reduction in above)
         return (Reduction("statistic", value=_scalar(out)),) if below else above
@@ -466,8 +490,9 @@ def _of_loss(
     first = next(value for value in arguments.values() if isinstance(value, Tensor))
     count = _denominator(call, first)
     if reduction == "sum":
-        counts, *products = _counts(first, samples)
-        return (Reduction("sum", 0.0, _scalar(out), None, False, counts | {count}, *products),)
+        found = MeanDivisors.of(first, samples)
+        found = found._replace(counts=found.counts | {count})
+        return (Reduction("sum", value=_scalar(out), mean_divisors=found),)
     return (Reduction("mean", count, _scalar(out), among_samples=among_samples),)
 
 
@@ -536,18 +561,6 @@ def _takes_along_first(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
         return type(args[1]) is int
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     return isinstance(dim, int) and dim % args[0].dim() == 0
-
-
-def _counts(source: Tensor, samples: int) -> tuple[frozenset[float], ...]:
-    """What a sum of all entries may be divided by: ``counts, products, unclear``."""
-    shape = list(source.shape)
-    others = list(shape)
-    along = others.pop(shape.index(samples) if samples in shape else 0)
-    constants = {prod(some) for n in range(len(others) + 1) for some in combinations(others, n)}
-    counts = {samples, source.numel(), len(source)}
-    products = {along * constant for constant in constants} - counts - {1}
-    found = counts, products - constants, products & constants
-    return tuple(frozenset(map(float, each)) for each in found)
 
 
 def _is_shifted(args: Sequence[Any], tracked: Sequence[Reductions]) -> bool:
