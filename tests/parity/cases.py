@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import socket
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,3 +154,27 @@ def difference(one: Record, other: Record) -> float:
     assert one.weights.keys() == other.weights.keys()
     tensors = [(one.weights[k].double() - other.weights[k].double()).abs() for k in one.weights]
     return max([abs(a - b) for a, b in pairs] + [float(t.max()) for t in tensors if t.numel()])
+
+
+def free_port() -> int:
+    """A port on which nobody listens."""
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def join_ddp(devices: int, port: int) -> None:
+    """Let Lightning's ddp take this rank of an MPI job for one that torchrun started."""
+    from mpi4py import MPI
+
+    rank = str(MPI.COMM_WORLD.rank)
+    os.environ.update(
+        RANK=rank,
+        LOCAL_RANK=rank,
+        WORLD_SIZE=str(devices),
+        LOCAL_WORLD_SIZE=str(devices),
+        GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID="parity",
+    )

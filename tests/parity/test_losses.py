@@ -6,11 +6,8 @@ samples. All rows of one number of ranks run in one job, in float64.
 
 from __future__ import annotations
 
-import os
-import socket
 import warnings
 from collections.abc import Callable
-from contextlib import closing
 from typing import Any
 
 import lightning as L
@@ -24,7 +21,7 @@ from torchmetrics import MeanMetric
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
-from tests.parity.cases import Record, Recorder, difference
+from tests.parity.cases import Record, Recorder, difference, free_port, join_ddp
 from tests.ranks import run_ranks
 
 WORDS, WIDTH, LENGTH, IGNORED = 11, 8, 6, -100
@@ -316,16 +313,7 @@ def train_replicas(kind: str, devices: int, port: int) -> list[Record]:
 
     rank = MPI.COMM_WORLD.rank
     if kind == "ddp":
-        os.environ.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(devices),
-            LOCAL_WORLD_SIZE=str(devices),
-            GROUP_RANK="0",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            TORCHELASTIC_RUN_ID="parity",
-        )
+        join_ddp(devices, port)
     found = []
     for options in ({}, {"accumulate_grad_batches": 2}):
         strategy: Any = "ddp"
@@ -337,9 +325,7 @@ def train_replicas(kind: str, devices: int, port: int) -> list[Record]:
 
 
 def test_replicas_mean_what_they_mean_in_ddp() -> None:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     expected = run_ranks(2, train_replicas, "ddp", 2, port)
     for rank, records in enumerate(run_ranks(4, train_replicas, "axosparse", 4, port)):
         for ours, theirs in zip(records, expected[rank // 2], strict=True):

@@ -6,8 +6,6 @@ All rows of one number of ranks run in one job, because starting ranks takes lon
 from __future__ import annotations
 
 import os
-import socket
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
-from tests.parity.cases import Net, Record, difference, fit, trainer
+from tests.parity.cases import Net, Record, difference, fit, free_port, join_ddp, trainer
 from tests.ranks import run_ranks
 
 # Row: (ranks, strategy, module, trainer, tolerance). The tolerances are those of float32 sums in
@@ -125,18 +123,7 @@ def train_replicas(kind: str, devices: int, port: int) -> list[Any]:
 
     strategy: Any = AxoSparseStrategy(g_inter=2, microbatches=4)
     if kind == "ddp":
-        from mpi4py import MPI
-
-        os.environ.update(
-            RANK=str(MPI.COMM_WORLD.rank),
-            LOCAL_RANK=str(MPI.COMM_WORLD.rank),
-            WORLD_SIZE=str(devices),
-            LOCAL_WORLD_SIZE=str(devices),
-            GROUP_RANK="0",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            TORCHELASTIC_RUN_ID="parity",
-        )
+        join_ddp(devices, port)
         strategy = "ddp"
     records = []
     for module, options in (({}, {}), ({"outer": True, "tied": True}, {"gradient_clip_val": 0.1})):
@@ -147,9 +134,7 @@ def train_replicas(kind: str, devices: int, port: int) -> list[Any]:
 
 
 def test_two_pipelines_do_what_ddp_does_on_two_processes() -> None:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     expected = run_ranks(2, train_replicas, "ddp", 2, port)
     records = run_ranks(4, train_replicas, "axosparse", 4, port)
     for rank, record in enumerate(records):
