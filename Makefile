@@ -15,6 +15,7 @@ lint: .venv/checkable
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
 # Both are made anew when what they were made from has changed.
 INSTALL = { test -x $(BIN)/pip || $(PYTHON) -m venv .venv; } && \
@@ -29,4 +30,4 @@ INSTALL = { test -x $(BIN)/pip || $(PYTHON) -m venv .venv; } && \
 	touch $@
 
 clean:
-	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

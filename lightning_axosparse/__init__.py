@@ -1,7 +1,7 @@
 """Message-driven pipeline parallelism and early-bird sparse training for PyTorch Lightning."""
 
 # ruff: noqa: E402
-from lightning_axosparse.mpi.slurm import announce_unmanaged_tasks
+from lightning_axosparse.distributed.mpi.slurm import announce_unmanaged_tasks
 
 announce_unmanaged_tasks()  # before the imports that take long
 
@@ -9,12 +9,14 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_axosparse.callbacks.early_bird import EarlyBirdTicket
 from lightning_axosparse.callbacks.timeline import PipelineTimeline
-from lightning_axosparse.compact import CompactCheckpointIO
-from lightning_axosparse.corrupt import CorruptFileError
-from lightning_axosparse.files import load_sparse
+from lightning_axosparse.checkpoint.compact_io import CompactCheckpointIO
+from lightning_axosparse.checkpoint.load import load_sparse
+from lightning_axosparse.checkpoint.safetensors import save_safetensors
 from lightning_axosparse.pruning import Ticket
-from lightning_axosparse.sparse import densify, save_safetensors, sparsify
-from lightning_axosparse.strategy import AxoSparseStrategy
+from lightning_axosparse.sparse import densify, sparsify
+from lightning_axosparse.strategy.launcher.launcher import RankFailedError
+from lightning_axosparse.strategy.strategy import AxoSparseStrategy
+from lightning_axosparse.support.corrupt_file import CorruptFileError
 
 __version__ = "0.1.0"
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "CorruptFileError",
     "EarlyBirdTicket",
     "PipelineTimeline",
+    "RankFailedError",
     "Ticket",
     "densify",
     "load_sparse",

@@ -18,6 +18,6 @@ def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     They are forked from the process that :func:`tests.ranks.run_ranks` forks its ranks from.
     """
-    from lightning_axosparse.mpi import launcher
+    from lightning_axosparse.strategy.launcher import launcher
 
     monkeypatch.setattr(launcher, "_WORKER", (*warm_python(), *launcher._WORKER[1:]))

@@ -1,4 +1,4 @@
-"""Run a function on real MPI ranks and hand back what each rank returned."""
+"""Runs a function on real MPI ranks and returns the result of each rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import cloudpickle
 
 REPOSITORY = Path(__file__).parents[1]
 PATIENCE = 600
-"""Seconds until a job counts as hanging; on a machine with other work the longest take minutes."""
+"""Seconds until a job counts as hanging; on a busy machine the longest take minutes."""
 
 
 def run_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list:
@@ -51,7 +51,7 @@ def run_job(start: list[str], ranks: int, function: Callable[..., Any], *args: A
 
 @cache
 def warm_python() -> list[str]:
-    """The command that runs ``-m MODULE`` in a process forked from one with all imports done."""
+    """The command that runs ``-m MODULE`` in a fork of a process that has done all imports."""
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder)
     address = str(Path(folder) / "warm")

@@ -1,4 +1,4 @@
-"""The README's Python blocks do what it says."""
+"""The Python blocks of the README and of the docs run, and print what they say."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ import pytest
 
 from tests.ranks import PATIENCE
 
-README = Path(__file__).parents[1] / "README.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+BLOCKS = {
+    f"{page.name} {number}": block
+    for page in [README, *sorted((ROOT / "docs").glob("*.md"))]
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+}
 MY_PROJECT = """
 from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.examples.text import TextDataModule
@@ -25,10 +30,10 @@ def MyData():
 """
 
 
-@pytest.mark.parametrize("number", range(len(BLOCKS)))
-def test_block(number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", BLOCKS)
+def test_block(name: str, tmp_path: Path) -> None:
     (tmp_path / "my_project.py").write_text(MY_PROJECT)
-    (tmp_path / "train.py").write_text(BLOCKS[number])
+    (tmp_path / "train.py").write_text(BLOCKS[name])
     done = subprocess.run(
         [sys.executable, "train.py"],
         cwd=tmp_path,
@@ -38,9 +43,23 @@ def test_block(number: int, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    for promised in re.findall(r"# (torch\.Size\(\[[\d, ]+\]\))", BLOCKS[number]):
+    for promised in re.findall(r"# (torch\.Size\(\[[\d, ]+\]\))", BLOCKS[name]):
         assert promised in done.stdout
 
 
 def test_there_are_blocks() -> None:
     assert len(BLOCKS) == 4
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) < 200
+
+
+@pytest.mark.parametrize("page", [README, *sorted((ROOT / "docs").glob("*.md"))], ids=str)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    for target, heading in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text()):
+        there = (page.parent / target) if target else page
+        assert there.exists(), target
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
+            assert heading in [h.lower().replace(",", "").replace(" ", "-") for h in headings]

@@ -1,9 +1,9 @@
-"""The all-reduce of sparse gradients over MPI against DDP's dense one over gloo.
+"""Compares the all-reduce of sparse gradients over MPI with DDP's dense one over gloo.
 
     mpiexec -n 2 python -m benchmarks.allreduce.gradients
 
-The gradients are those of a model of 100 M parameters, float32, averaged over the ranks; gloo gets
-them in DDP's buckets of 25 MB, already packed. Prints Markdown rows.
+Gradients of a model of 100 M parameters, float32, are averaged over the ranks; gloo gets them
+packed in DDP's buckets of 25 MB. Prints Markdown rows.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from mpi4py import MPI
 from torch import nn
 
 from benchmarks.interleave import Runner, ratios, trials
-from lightning_axosparse.mpi.backend import init_process_group
-from lightning_axosparse.reduce import GradientReducer, Share
+from lightning_axosparse.distributed.gradient_reducer import GradientReducer, ReductionGroup
+from lightning_axosparse.distributed.mpi.backend import init_process_group
 from lightning_axosparse.sparse import sparsify
 
 WIDTH, LAYERS = 2048, 24
@@ -39,12 +39,12 @@ def dense_over_gloo(gradients: torch.Tensor) -> Runner:
 
 def reduced(model: nn.Module) -> Runner:
     reducer = GradientReducer(
-        [Share(dist.group.WORLD, list(model.parameters()))], MPI.COMM_WORLD.size
+        [ReductionGroup(dist.group.WORLD, list(model.parameters()))], MPI.COMM_WORLD.size
     )
     gradients = {parameter: torch.ones_like(parameter) for parameter in model.parameters()}
 
     def run(trial: int) -> None:
-        for parameter, gradient in gradients.items():  # by itself, as backward leaves it
+        for parameter, gradient in gradients.items():  # each separately, as backward leaves it
             parameter.grad = gradient
         reducer.arm()
         reducer.finish()
@@ -53,7 +53,7 @@ def reduced(model: nn.Module) -> Runner:
 
 
 def network(ratio: float = 0.0) -> nn.Module:
-    """The model, with ``ratio`` of its weights pruned at random."""
+    """Return the model, with ``ratio`` of its weights pruned at random."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     if ratio:
         names = [name for name, _ in model.named_parameters()]

@@ -1,11 +1,11 @@
-"""How much of the gradients' all-reduce hides behind the backward pass that makes them.
+"""Measures how much of the gradients' all-reduce overlaps with the backward pass.
 
     mpiexec -n 2 python -m benchmarks.allreduce.overlap
 
-A step is forward and backward of the model of `gradients`, without the optimizer: with no
+A step is the forward and backward pass of the model of `gradients`, without the optimizer: with no
 all-reduce, with all of it after backward, and with each bucket sent as soon as its gradients are
-final. "left" is the time from the end of the last rank's backward to the last average, "step" the
-whole of it, which on a CPU also has the work of the sums that began earlier. Prints Markdown rows.
+final. "left" is the time from the end of the last rank's backward to the last average; "step" is
+the whole time, which on a CPU includes the sums that began earlier. Prints Markdown rows.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 from benchmarks.allreduce.gradients import WIDTH, network
-from benchmarks.interleave import Runner, meet, trials
-from lightning_axosparse.mpi.backend import init_process_group
-from lightning_axosparse.reduce import GradientReducer, Share
+from benchmarks.interleave import Runner, sleeping_barrier, trials
+from lightning_axosparse.distributed.gradient_reducer import GradientReducer, ReductionGroup
+from lightning_axosparse.distributed.mpi.backend import init_process_group
 
 Sent = Literal["never", "after backward", "when final"]
 
@@ -31,14 +31,14 @@ Sent = Literal["never", "after backward", "when final"]
 def step(
     model: nn.Module, reducer: GradientReducer, inputs: Tensor, sent: Sent, left: list[float]
 ) -> Runner:
-    """A runner that also notes how long the rest of the all-reduce took."""
+    """Return a runner that also records the time of the all-reduce after the backward pass."""
 
     def run(trial: int) -> None:
         model.zero_grad()
         if sent == "when final":
             reducer.arm()
         model(inputs).sum().backward()
-        meet(MPI.COMM_WORLD)
+        sleeping_barrier(MPI.COMM_WORLD)
         start = time.perf_counter()
         if sent == "after backward":
             reducer.arm()
@@ -63,8 +63,8 @@ def main() -> None:
     left: dict[str, list[float]] = {}
     for ratio in (0.0, 0.8, 0.9):
         model = network(ratio)
-        share = Share(dist.group.WORLD, list(model.parameters()))
-        reducer = GradientReducer([share], MPI.COMM_WORLD.size)
+        group = ReductionGroup(dist.group.WORLD, list(model.parameters()))
+        reducer = GradientReducer([group], MPI.COMM_WORLD.size)
         for kind in kinds:
             name = f"{ratio} {kind}"
             runners[name] = step(model, reducer, inputs, kind, left.setdefault(name, []))

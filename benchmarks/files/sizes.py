@@ -1,4 +1,4 @@
-"""How many bytes pruned weights take on disk, for masks of a trained model and random ones."""
+"""Measures the bytes of pruned weights on disk, with masks of a trained model and random ones."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from lightning_axosparse.checkpoint.sparse_encoding import EncodedTensor
 from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.examples.text import TextDataModule
-from lightning_axosparse.pruning.masks import magnitude_masks, prunable
-from lightning_axosparse.sparse.packed import Packed
+from lightning_axosparse.pruning.magnitude import magnitude_masks, prunable
 
 RATIOS = (0.5, 0.8, 0.9, 0.95, 0.99)
 STEPS = 60
 
 
 def trained() -> GPT:
-    """A small GPT after its first steps on text."""
+    """Return a small GPT after its first steps on text."""
     L.seed_everything(0, verbose=False)
     model = GPT(width=128, depth=4, heads=4, context=64)
     trainer = L.Trainer(
@@ -35,20 +35,20 @@ def trained() -> GPT:
 
 
 def entropy(mask: Tensor) -> float:
-    """Bytes that the places of a tensor's kept entries take at least, were they independent."""
-    share = float(mask.double().mean())
-    if share in (0, 1):
+    """Return the least bytes for the positions of kept entries, if they were independent."""
+    kept = float(mask.double().mean())
+    if kept in (0, 1):
         return 0
-    bits = -share * math.log2(share) - (1 - share) * math.log2(1 - share)
+    bits = -kept * math.log2(kept) - (1 - kept) * math.log2(1 - kept)
     return bits * mask.numel() / 8
 
 
 def row(weights: dict[str, Tensor], masks: dict[str, Tensor]) -> list[float]:
-    """Bytes over those of the kept values: least places, places as written, and both packed."""
+    """Return bytes over those of kept values: least positions, positions as written, all packed."""
     kept = least = places = packed = 0.0
     for name, mask in masks.items():
         values = weights[name][mask]
-        part = Packed.of(values, mask)
+        part = EncodedTensor.encode(values, mask)
         kept += values.nbytes
         least += entropy(mask)
         places += part.index.numel()
@@ -66,8 +66,8 @@ def main() -> None:
             masks = magnitude_masks(weights, set(weights), prunable(model), ratio)
             drawn = {n: torch.rand(m.shape) >= ratio for n, m in masks.items()}
             for kind, chosen in (("magnitude", masks), ("random", drawn)):
-                shares = " | ".join(f"{share:.3f}" for share in row(weights, chosen))
-                print(f"| {str(dtype)[6:]} | {100 * ratio:.0f} % | {kind} | {shares} |", flush=True)
+                ratios = " | ".join(f"{ratio:.3f}" for ratio in row(weights, chosen))
+                print(f"| {str(dtype)[6:]} | {100 * ratio:.0f} % | {kind} | {ratios} |", flush=True)
 
 
 if __name__ == "__main__":

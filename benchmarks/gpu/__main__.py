@@ -1,4 +1,4 @@
-"""All that there is to see on a GPU: parity first, then the kernels, then whole steps."""
+"""Runs all GPU benchmarks: parity first, then the kernels, then whole steps."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Count the bytes that a step of GPT-3 XL (1.3B) would take on a GPU, without one.
+"""Counts the bytes that a step of GPT-3 XL (1.3B) would take on a GPU, without a GPU.
 
     python -m benchmarks.gpu.counted
     python -m benchmarks.gpu.counted --tiny
 
-Runs the steps of ``step`` on CPU with one and with two blocks, and adds up the storages that are
-alive after every operator, which is what a GPU's allocator is asked for; what a block adds is
-extrapolated to all of them. A kernel's own workspace and fragmentation are not in it. Prints a
+Runs the steps of ``step`` on CPU with one and with two blocks, and adds up the storages that exist
+after every operator, which is what a GPU's allocator would be asked for. The bytes of one block are
+extrapolated to all blocks. Workspaces of kernels and fragmentation are not counted. Prints a
 Markdown table of the peaks.
 """
 
@@ -25,17 +25,17 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.gpu.step import SHAPES, TINY, Shape, Training, masks, recompute
 from lightning_axosparse import sparsify
 from lightning_axosparse.sparse import layout
+from lightning_axosparse.sparse.parameters import layouts
 from lightning_axosparse.sparse.scratch import scratch
-from lightning_axosparse.sparse.swap import layouts
 
 CPU = torch.device("cpu")
 
 
 class Living(TorchDispatchMode):
-    """Adds up the storages that are alive, from the given tensors on.
+    """Adds up the storages that exist, beginning with the given tensors.
 
     Attributes:
-        peak: the most bytes at a time.
+        peak: the largest sum so far, in bytes.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -68,7 +68,7 @@ class Living(TorchDispatchMode):
 
 
 def peak(shape: Shape, ratio: float, recomputes: bool) -> int:
-    """The most bytes alive in the first two steps of a model of this shape."""
+    """Return the peak bytes in the first two steps of a model of this shape."""
     model = shape.build(CPU)
     if ratio:
         sparsify(model, masks(model, ratio), index_format="bitmap")
@@ -80,7 +80,7 @@ def peak(shape: Shape, ratio: float, recomputes: bool) -> int:
     with Living([*model.parameters(), *places]) as living:
         for _ in range(2):
             training.step()
-    return living.peak + scratch.nbytes  # which no mode sees
+    return living.peak + scratch.nbytes  # which a dispatch mode does not see
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
-"""Check and time the kernels of every index format on one GPU.
+"""Checks and times the kernels of every index format on one GPU.
 
     python -m benchmarks.gpu.kernels              # on a CUDA device
     python -m benchmarks.gpu.kernels --tiny       # on CPU: does it all work?
 
-Every kernel is held to the reference, to the bit, before anything is timed. Then prints a Markdown
-table: one weight made dense and read back, beside filling the same memory with zeros, the least
-that making it dense can take.
+Before any timing, every kernel is compared with the reference, to the bit. Then prints a Markdown
+table: one weight made dense and compressed again, next to filling the same memory with zeros, which
+is the lower bound for making it dense.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.timing import median_seconds
-from lightning_axosparse.sparse import kernels
 from lightning_axosparse.sparse.formats import FORMATS, layout_of
 from lightning_axosparse.sparse.kernels import reference
 from lightning_axosparse.sparse.layout import Layout
@@ -26,7 +25,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check(device: torch.device) -> None:
-    """Every format's kernel writes and reads what the reference does, in every dtype."""
+    """Check that every format's kernel computes what the reference does, in every dtype."""
     for name in FORMATS:
         for kept in (0.0, 0.002, 0.1, 1.0):
             mask = torch.rand(301, 1000, device=device) < kept
@@ -41,15 +40,15 @@ def _check_one(layout: Layout, dense: Tensor) -> None:
     assert torch.equal(values, dense.flatten()[layout.positions().long()]), layout
     for tile in layout.tiles:
         made, expected = (torch.full_like(dense.view(-1), 7)[: tile.numel] for _ in range(2))
-        kernels.densify(layout, tile, values[tile.entries], made)
-        reference.densify(layout, tile, values[tile.entries], expected)
+        layout.densify_tile(tile, values[tile.entries], made)
+        reference.densify(layout.positions_in(tile), values[tile.entries], expected)
         assert torch.equal(made, expected), layout
 
 
 def rows(
     size: int, dtype: torch.dtype, ratio: float, device: torch.device, trials: int
 ) -> list[str]:
-    """The lines of the table for one weight."""
+    """Return the rows of the table for one weight."""
     dense = torch.randn(size, size, device=device).to(dtype)
     mask = torch.rand(size, size, device=device) >= ratio
     layouts = {name: layout_of(mask, name) for name in FORMATS}

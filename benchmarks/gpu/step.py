@@ -1,12 +1,12 @@
-"""Memory and time of a training step of GPT-3 XL (1.3B) and 2.7B on one GPU, dense and sparse.
+"""Measures memory and time of a training step of GPT-3 XL (1.3B) and 2.7B on one GPU.
 
     python -m benchmarks.gpu.step              # on a CUDA device
     python -m benchmarks.gpu.step --tiny       # on CPU: does it all work?
 
-Fused AdamW on float32 weights, bf16 autocast, one sequence a step, random masks; with and without
-recomputing each block's activations, both storage policies. A sparse step is first held to a masked
-dense one. Prints a Markdown table: every sparse model's steps are timed in turn with the dense
-one's. A model that does not fit into memory says so.
+Fused AdamW on float32 weights, bf16 autocast, one sequence per step, dense and with random masks,
+with and without activation checkpointing, both storage policies. First a sparse step is compared
+with a masked dense one. Prints a Markdown table; every sparse model's steps are interleaved with
+the dense one's. For a model that does not fit into memory the row says so.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.gpu.timing import median_seconds
 from lightning_axosparse import sparsify
 from lightning_axosparse.examples.gpt import GPT, Block
-from lightning_axosparse.pruning.masks import prunable
-from lightning_axosparse.sparse.accounting import state_bytes
-from lightning_axosparse.sparse.reading import POLICIES, Policy
+from lightning_axosparse.pruning.magnitude import prunable
+from lightning_axosparse.sparse.materialize import POLICIES, Policy
+from lightning_axosparse.sparse.state_size import state_bytes
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A GPT's."""
+    """The shape of a GPT."""
 
     name: str
     width: int
@@ -66,8 +66,8 @@ class Training:
     """A model, its optimizer and one batch.
 
     Args:
-        model: what to train.
-        device: where it is.
+        model: the model to train.
+        device: the model's device.
     """
 
     def __init__(self, model: GPT, device: torch.device) -> None:
@@ -77,7 +77,7 @@ class Training:
         self._tokens = torch.randint(vocabulary, (1, model.context), device=device)
 
     def step(self) -> Tensor:
-        """Train on the batch; the loss."""
+        """Train on the batch; return the loss."""
         self._optimizer.zero_grad()
         with torch.autocast(self._device.type, torch.bfloat16):
             loss = F.cross_entropy(self._model(self._tokens)[0], self._tokens[0])
@@ -92,20 +92,20 @@ class Training:
 
 
 def recompute(model: GPT) -> None:
-    """Let every block's activations be computed again in the backward pass."""
+    """Use activation checkpointing for every block."""
     for block in model.modules():
         if isinstance(block, Block):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
 
 
 def masks(model: nn.Module, ratio: float) -> dict[str, Tensor]:
-    """Random ones, as a ticket would have them."""
+    """Return random masks of the weights that a ticket would prune."""
     parameters = dict(model.named_parameters())
     return {name: torch.rand_like(parameters[name]) >= ratio for name in prunable(model)}
 
 
 def check_numbers(shape: Shape, device: torch.device) -> None:
-    """The losses of a sparse model are those of the masked dense one, with both policies."""
+    """Check that a sparse model has the losses of the masked dense one, with both policies."""
     dense = shape.build(device)
     kept = masks(dense, 0.8)
     with torch.no_grad():
@@ -126,7 +126,7 @@ def check_numbers(shape: Shape, device: torch.device) -> None:
 
 @dataclass
 class Measured:
-    """Gigabytes at the peak of a step (0 on CPU) and in the model state, and the training."""
+    """Gigabytes at the peak of a step (0 on CPU) and of the model state, and the training."""
 
     training: Training
     peak: float
@@ -134,12 +134,12 @@ class Measured:
 
 
 def measure(model: GPT, device: torch.device, taken: int) -> Measured:
-    """Train two steps, of which the first makes the optimizer's state.
+    """Train two steps, of which the first creates the optimizer's state.
 
     Args:
-        model: what to train.
-        device: where it is.
-        taken: bytes of the device that others had before the model was built.
+        model: the model to train.
+        device: the model's device.
+        taken: bytes of the device that were in use before the model was built.
     """
     training = Training(model, device)
     for _ in range(2):
@@ -151,7 +151,7 @@ def measure(model: GPT, device: torch.device, taken: int) -> Measured:
 def build(
     shape: Shape, recomputes: bool, ratio: float, policy: Policy, device: torch.device
 ) -> Measured:
-    """A model of this shape, pruned and measured."""
+    """Build, prune and measure a model of this shape."""
     gc.collect()
     taken = 0
     if device.type == "cuda":
@@ -170,7 +170,7 @@ def build(
 
 
 def rows(shape: Shape, recomputes: bool, device: torch.device, trials: int) -> Iterator[str]:
-    """The lines of the table for one shape."""
+    """Return the rows of the table for one shape."""
     label = f"| {shape.name} | {'yes' if recomputes else 'no'}"
     dense = build(shape, recomputes, 0, "sparse", device)
     yield f"{label} | 0% | | {dense.peak:.2f} GB | 1 | {dense.state:.3g} GB | 1 | | 1 |"

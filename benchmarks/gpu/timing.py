@@ -1,4 +1,4 @@
-"""Interleaved timing of what runs on a device."""
+"""Times several runners on a device, interleaved."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 def median_seconds(
     runners: Mapping[str, Callable[[], object]], trials: int, device: torch.device, repeats: int = 1
 ) -> dict[str, float]:
-    """The median seconds of each runner until the device has done its work.
+    """Return the median seconds of each runner until the device has finished.
 
-    Every runner warms up twice, and the order turns from trial to trial.
+    Every runner has two warm-up runs, and the order rotates from trial to trial.
 
     Args:
-        runners: what to time, by name.
-        trials: number of times that each is timed.
-        device: which device does the work.
-        repeats: runs at a time; more than one hides what starting a run takes on the host.
+        runners: the functions to time, by name.
+        trials: number of timings of each.
+        device: the device that they run on.
+        repeats: runs per timing; more than one hides the host's time to start a run.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runners}
     names = list(runners)

@@ -1,12 +1,12 @@
-"""Check that training through the strategy on one GPU gives plain Lightning's losses there.
+"""Checks that training with the strategy on one GPU gives plain Lightning's losses.
 
     python -m benchmarks.gpu.training              # on a CUDA device
     python -m benchmarks.gpu.training --tiny       # on CPU: does it all work?
 
-A small GPT on random bytes, whose ticket is drawn after the first epoch, with every feature that
-has code of its own for a GPU. Prints a Markdown table: the largest difference of a loss from a run
-of plain Lightning's, before and after the draw (from the first row after it), and the bound that
-each row is held to. The exit status says whether all rows kept it.
+Trains a small GPT on random bytes, whose ticket is drawn after the first epoch, with every feature
+that has code for GPUs. Prints a Markdown table: the largest difference of a loss from plain
+Lightning's before the draw, the largest difference from the first row after the draw, and the bound
+of each row. The exit status says whether all rows are within their bounds.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
+from lightning_axosparse.distributed.mpi.staging import PinnedStaging
 from lightning_axosparse.examples.gpt import GPT
-from lightning_axosparse.mpi.staging import PinnedStaging
 
 BATCHES, EPOCHS = 6, 2
 
@@ -43,7 +43,7 @@ ROWS: tuple[tuple[str, dict[str, Any], str, Any, float], ...] = (
 
 
 class Losses(Callback):
-    """Keeps the loss of every step."""
+    """Records the loss of every step."""
 
     def __init__(self) -> None:
         self.all: list[float] = []
@@ -53,7 +53,7 @@ class Losses(Callback):
 
 
 def losses(strategy: Any, accelerator: str, precision: Any, *callbacks: Callback) -> list[float]:
-    """The losses of a run."""
+    """Return the losses of a run."""
     L.seed_everything(0, verbose=False)
     kept = Losses()
     tokens = torch.randint(256, (8 * BATCHES, 33), generator=torch.Generator().manual_seed(1))
@@ -75,7 +75,7 @@ def losses(strategy: Any, accelerator: str, precision: Any, *callbacks: Callback
 
 
 def check_staging(device: torch.device) -> None:
-    """A block that goes through pinned memory comes back as it was computed, thirty times."""
+    """Check thirty times that a tensor is unchanged after a copy through pinned memory."""
     staging = PinnedStaging(device)
     for number in range(30):
         block = (torch.rand(1_000_000, device=device).sort().values * 100 + number).byte()
@@ -87,7 +87,7 @@ def check_staging(device: torch.device) -> None:
 
 
 def difference(one: list[float], other: list[float]) -> float:
-    """The largest between two runs."""
+    """Return the largest difference of two runs' losses."""
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 

@@ -1,9 +1,9 @@
-"""Memory of a training step: dense, sparse at two ratios, and pruned by PyTorch and by Lightning.
+"""Measures a training step's memory: dense, sparse, and pruned by PyTorch and by Lightning.
 
     python -m benchmarks.memory.step
 
-Every row is a process of its own. "peak" is the largest resident set during two training steps,
-above that of the process before the model was built; "state" counts the bytes of weights, indices,
+Every row is a separate process. "peak" is the largest resident set during two training steps,
+minus that of the process before the model was built; "state" is the bytes of weights, indices,
 gradients and optimizer state. "sparse" is pruned before the first step, "drawn" after two dense
 ones. Prints a Markdown table.
 """
@@ -24,9 +24,9 @@ from torch.nn.utils import prune
 
 from lightning_axosparse import sparsify
 from lightning_axosparse.examples.gpt import GPT
-from lightning_axosparse.pruning.masks import magnitude_masks, prunable
-from lightning_axosparse.pruning.packed import PackedMasks
-from lightning_axosparse.sparse.accounting import state_bytes
+from lightning_axosparse.pruning.bitmask import MaskBits
+from lightning_axosparse.pruning.magnitude import magnitude_masks, prunable
+from lightning_axosparse.sparse.state_size import state_bytes
 
 VARIANTS = (
     "dense",
@@ -38,22 +38,22 @@ VARIANTS = (
     "ModelPruning 0.9",
 )
 RETURNED = {"MALLOC_MMAP_THRESHOLD_": "262144"}
-"""With this the C library gives freed blocks from 256 KiB on back to the system at once."""
+"""With this setting the C library returns freed blocks from 256 KiB on to the system at once."""
 TOKENS = 128
 
 
 def resident(peak: bool) -> int:
-    """Bytes of this process's resident set, now or at its peak since the last reset."""
+    """Return the bytes of this process's resident set, now or at its peak since the last reset."""
     key = "VmHWM:" if peak else "VmRSS:"
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
 def method_of(masks: dict[str, torch.Tensor]) -> type[prune.BasePruningMethod]:
-    """A pruning method that has its masks from elsewhere.
+    """Return a pruning method with given masks.
 
-    PyTorch's "l1_unstructured" finds the same ones by sorting nine tenths of all weights, which
-    takes minutes; it leaves nothing else behind.
+    PyTorch's "l1_unstructured" finds the same masks by sorting nine tenths of all weights, which
+    takes minutes.
     """
 
     class Given(prune.BasePruningMethod):
@@ -69,7 +69,7 @@ def method_of(masks: dict[str, torch.Tensor]) -> type[prune.BasePruningMethod]:
 
 
 def prune_before_training(model: GPT, kind: str, ratio: float) -> None:
-    """Prune ``model`` by magnitude with one of the three ways."""
+    """Prune ``model`` by magnitude as the variant says."""
     masks = masks_of(model, ratio)
     if kind == "sparse":
         sparsify(model, masks)
@@ -79,7 +79,7 @@ def prune_before_training(model: GPT, kind: str, ratio: float) -> None:
         for name, mask in masks.items():
             prune.custom_from_mask(owners[name], "weight", mask)
         return
-    # What Lightning's callback does when fit starts and at the end of an epoch.
+    # The callback's hooks at the start of fit and at the end of an epoch.
     pruned = [(owner, "weight") for owner in owners.values()]
     callback = ModelPruning(method_of(masks), pruned, amount=ratio)
     trainer = Trainer(logger=False, enable_checkpointing=False)
@@ -93,7 +93,7 @@ def masks_of(model: GPT, ratio: float) -> dict[str, torch.Tensor]:
 
 
 def train(model: GPT, optimizer: torch.optim.Optimizer) -> None:
-    """Two steps."""
+    """Train two steps."""
     for _ in range(2):
         optimizer.zero_grad()
         tokens = torch.randint(10_000, (1, TOKENS))
@@ -114,7 +114,7 @@ def measure(variant: str, width: int, depth: int) -> dict[str, float]:
     optimizer = torch.optim.AdamW(parameters, 1e-4)
     if kind == "drawn":
         train(model, optimizer)
-        sparsify(model, PackedMasks(masks_of(model, float(ratio))), optimizer)
+        sparsify(model, MaskBits(masks_of(model, float(ratio))), optimizer)
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     train(model, optimizer)
     state = state_bytes(model, optimizer)
@@ -127,7 +127,7 @@ def measure(variant: str, width: int, depth: int) -> dict[str, float]:
 
 
 def in_a_process(variant: str, malloc: dict[str, str], width: int, depth: int) -> dict[str, float]:
-    """Measure a variant in a process of its own, where nothing else has used memory."""
+    """Measure a variant in a new process, where nothing else has used memory."""
     call = f"print(json.dumps(measure({variant!r}, {width}, {depth})))"
     command = [sys.executable, "-c", f"import json; from {__spec__.name} import measure; {call}"]
     inherited = {name: value for name, value in os.environ.items() if name not in RETURNED}

@@ -1,9 +1,9 @@
-"""Time and bytes of each index format.
+"""Measures time and bytes of each index format.
 
     python -m benchmarks.overhead.formats
 
-One float32 weight with random masks, one thread: all its tiles made dense in scratch memory, and
-all read back. Prints a Markdown table.
+One float32 weight with random masks, one thread: all its tiles are made dense in scratch memory and
+compressed again. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.overhead.interleaved import median_seconds
-from lightning_axosparse.sparse import kernels
 from lightning_axosparse.sparse.formats import FORMATS, layout_of
 from lightning_axosparse.sparse.layout import Layout
 
@@ -23,7 +22,7 @@ from lightning_axosparse.sparse.layout import Layout
 def densify(layout: Layout, values: Tensor, tile: Tensor) -> Callable[[], None]:
     def run() -> None:
         for part in layout.tiles:
-            kernels.densify(layout, part, values[part.entries], tile[: part.numel])
+            layout.densify_tile(part, values[part.entries], tile[: part.numel])
 
     return run
 
@@ -31,7 +30,7 @@ def densify(layout: Layout, values: Tensor, tile: Tensor) -> Callable[[], None]:
 def compress(layout: Layout, values: Tensor, tile: Tensor) -> Callable[[], None]:
     def run() -> None:
         for part in layout.tiles:
-            kernels.compress(layout, part, tile[: part.numel], values[part.entries])
+            layout.compress_tile(part, tile[: part.numel], values[part.entries])
 
     return run
 

@@ -1,4 +1,4 @@
-"""Interleaved timing of several runners on one thread."""
+"""Times several runners on one thread, interleaved."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 
 
 def median_seconds(runners: Mapping[str, Callable[[], object]], trials: int) -> dict[str, float]:
-    """The median seconds of processor time that each runner takes on this thread.
+    """Return the median seconds of this thread's processor time of each runner.
 
-    Every runner has one run to warm up, and the order turns from trial to trial. Processor time and
-    not the wall clock's, so that waiting for a core is nobody's.
+    Every runner has one warm-up run, and the order rotates from trial to trial. Processor time does
+    not count the time in which the thread waits for a core.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runners}
     names = list(runners)

@@ -1,9 +1,10 @@
-"""Where a resident dense copy (policy "samo") pays: time that either policy adds, and bytes.
+"""Measures the time that the policies "sparse" and "samo" add to a step.
 
     python -m benchmarks.overhead.policies
 
 A transformer block, 90 % pruned, one thread: the forward and backward passes of some micro-batches
-and a step of plain SGD, after which a resident copy is filled anew. Prints a Markdown table.
+and a step of plain SGD, after which the dense copy of "samo" is filled again. Prints a Markdown
+table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Time that sparse storage adds to a transformer block: forward, backward and the whole step.
+"""Measures the time that sparse storage adds to a transformer block's passes and step.
 
     python -m benchmarks.overhead.step
 

@@ -1,4 +1,4 @@
-"""Every table of this folder, one job after the other.
+"""Runs every benchmark of this folder, one job after the other.
 
     python -m benchmarks.pipeline [--quick]
 

@@ -1,4 +1,4 @@
-"""What a stage's passes take by themselves, and what the simulator makes of a step from that."""
+"""Times a stage's passes without waiting, and simulates a step from these times."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from lightning_axosparse.pipeline.engine import Gradients
+from lightning_axosparse.pipeline.message import Gradients
 from lightning_axosparse.pipeline.schedule import SCHEDULES
-from lightning_axosparse.pipeline.simulate import simulate
-from lightning_axosparse.timing import clock
+from lightning_axosparse.planning.simulate import simulate
+from lightning_axosparse.support.trace import clock
 
 
 class ReadyLink:
     """A link whose messages have all arrived, and which sends nothing.
 
     Args:
-        example: what an activation looks like, and its gradient.
+        example: an activation, of the shape and dtype of all messages.
     """
 
     def __init__(self, example: Tensor) -> None:
@@ -48,7 +48,7 @@ class ReadyLink:
 
 
 class Alone:
-    """A runner that times the passes of a stage for which nothing ever has to be waited.
+    """A runner that times the passes of a stage that never waits.
 
     Args:
         step: runs one step of the stage over a :class:`ReadyLink`.
@@ -69,7 +69,7 @@ class Alone:
         self._seconds.append((forward, backward))
 
     def predict(self, schedule: str, limit: int, microbatches: int) -> list[float]:
-        """Seconds of a step over ideal links in each trial; collective over the ranks."""
+        """Return the simulated seconds of a step over ideal links in each trial; collective."""
         stages = MPI.COMM_WORLD.size
         everyone = MPI.COMM_WORLD.allgather(self._seconds[1:])  # the first was to warm up
         return [

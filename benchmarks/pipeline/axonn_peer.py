@@ -1,13 +1,13 @@
-"""The message-driven engine against the original one, axonn 0.1.0 from PyPI.
+"""Compares the engine with the original message-driven one, axonn 0.1.0 from PyPI.
 
     pip install -c constraints.txt -e '.[bench]'
     mpiexec -n 2 python -m benchmarks.pipeline.axonn_peer blocks
     mpiexec -n 4 python -m benchmarks.pipeline.axonn_peer sleep
 
 "blocks": the transformer blocks and the data of ``peers``; gradients are compared with those of one
-process before anything is timed. "sleep": the stages of ``schedules`` with jitter of sigma 0.6.
-axonn runs as published, at its own in-flight limit, the number of stages; what it asks of CUDA is
-answered on the CPU.
+process before any timing. "sleep": the stages of ``schedules`` with jitter of sigma 0.6. axonn runs
+as published, at its own in-flight limit, the number of stages; its CUDA calls are redirected to the
+CPU.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from benchmarks.interleave import Runner, ratios, trials
 from benchmarks.pipeline import peers, schedules
 from benchmarks.pipeline.table import head, row
+from lightning_axosparse.distributed.mpi.connect import connect_stages
+from lightning_axosparse.distributed.mpi.staging import HostStaging
 from lightning_axosparse.examples.gpt import Block
-from lightning_axosparse.mpi.neighbours import neighbours
-from lightning_axosparse.mpi.staging import HostStaging
-from lightning_axosparse.pipeline.link import MailboxLink
+from lightning_axosparse.pipeline.p2p import ChannelLink
 
 try:
     from axonn import axonn, communication
@@ -44,7 +44,7 @@ TOKENS = 128
 
 
 class Shard(nn.Module):
-    """One stage as axonn wants it: it tells the shapes of its messages, -1 for the samples."""
+    """One stage with axonn's interface: it has the shapes of its messages, -1 for the samples."""
 
     def __init__(self, layers: nn.Module, shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Shard(nn.Module):
 
 
 def start_axonn(shard: Shard, microbatches: int) -> None:
-    """Set axonn up with all ranks as one pipeline, fp32, a sample a micro-batch."""
+    """Initialise axonn with all ranks as one pipeline, fp32, one sample per micro-batch."""
     world = MPI.COMM_WORLD
     axonn.torch = communication.torch = _torch_on_cpu()
     # Its fp32 path calls a method by a name that does not exist.
@@ -69,7 +69,7 @@ def start_axonn(shard: Shard, microbatches: int) -> None:
     with mock.patch("builtins.print"):
         axonn.init(G_inter=world.size, G_data=1, gpus_per_node=world.size)
     data = torch.utils.data.TensorDataset(torch.zeros(microbatches, 1))
-    axonn.create_dataloader(data, microbatches, 1)  # tells it both sizes
+    axonn.create_dataloader(data, microbatches, 1)  # sets both sizes
     optimizer = torch.optim.SGD(shard.parameters(), 1e-3)
     axonn.register_model_and_optimizer(shard, optimizer)
     axonn.register_loss_fn(peers.loss_of)
@@ -78,7 +78,7 @@ def start_axonn(shard: Shard, microbatches: int) -> None:
 
 
 def _torch_on_cpu() -> SimpleNamespace:
-    """The torch module as axonn is to see it."""
+    """Return a stand-in for the torch module whose CUDA calls run on the CPU."""
     fake = SimpleNamespace(**vars(torch))
     fake.cuda = SimpleNamespace(set_device=lambda index: None, synchronize=lambda: None)
     fake.empty = lambda *size, device, **options: torch.empty(*size, **options)
@@ -88,7 +88,7 @@ def _torch_on_cpu() -> SimpleNamespace:
 
 
 class Sleeper(nn.Module):
-    """A stage's sleeping passes for axonn, which runs the micro-batches in order."""
+    """A stage of sleeping passes for axonn, which runs micro-batches in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,17 +119,17 @@ class _SleepBackward(torch.autograd.Function):
 
 
 def blocks() -> dict[str, Runner]:
-    """Runners of the blocks of ``peers``, after a look at their gradients."""
+    """Return runners of the blocks of ``peers``, after a check of their gradients."""
     world = MPI.COMM_WORLD
     torch.manual_seed(0)
     layers = [Block(peers.WIDTH, peers.HEADS, 0.0) for _ in range(peers.BLOCKS)]
     x, y = torch.randn(2, peers.MICROBATCHES, TOKENS, peers.WIDTH)
-    share = peers.BLOCKS // world.size
-    stage = nn.Sequential(*layers[world.rank * share : (world.rank + 1) * share])
+    count = peers.BLOCKS // world.size
+    stage = nn.Sequential(*layers[world.rank * count : (world.rank + 1) * count])
     our_stage, shard = copy.deepcopy(stage), Shard(copy.deepcopy(stage), (TOKENS, peers.WIDTH))
     start_axonn(shard, peers.MICROBATCHES)
-    mailboxes = neighbours(world.rank, world.size, 0, peers.MICROBATCHES, HostStaging())
-    link = MailboxLink(*mailboxes, torch.device("cpu"))
+    mailboxes = connect_stages(world.rank, world.size, 0, peers.MICROBATCHES, HostStaging())
+    link = ChannelLink(*mailboxes, torch.device("cpu"))
     ours = peers.Ours(our_stage, "message-driven", 2 * world.size, link)
 
     for part_x, part_y in zip(x.split(1), y.split(1), strict=True):
@@ -144,13 +144,13 @@ def blocks() -> dict[str, Runner]:
 
 
 def difference(module: nn.Module, other: nn.Module) -> float:
-    """The largest difference of two modules' gradients, as a share of the largest gradient."""
+    """Return the largest difference of two modules' gradients, relative to the largest gradient."""
     gradients = [torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (module, other)]
     return float((gradients[0] - gradients[1]).abs().max() / gradients[1].abs().max())
 
 
 def sleep() -> dict[str, Runner]:
-    """Runners of sleeping stages with jitter."""
+    """Return runners of sleeping stages with jitter."""
     world = MPI.COMM_WORLD
     case = next(case for case in schedules.CASES if case.sigma == 0.6)
     sleeper = Sleeper()

@@ -1,10 +1,10 @@
-"""The message-driven engine over MPI against torch.distributed.pipelining's 1F1B over gloo.
+"""Compares the engine over MPI with torch.distributed.pipelining's 1F1B over gloo.
 
     mpiexec -n 2 python -m benchmarks.pipeline.peers
 
-The same transformer blocks, the same micro-batches, the same job; gradients are compared with those
-of one process to the bit before anything is timed. What the simulator makes of the stages' passes,
-timed by themselves, stands beside the measured step. Prints Markdown rows.
+Both run the same transformer blocks and micro-batches in the same job. Before any timing, gradients
+are compared with those of one process, to the bit. Every row also has the step that is simulated
+from the times of the stages' passes without waiting. Prints Markdown rows.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import copy
 import os
 import socket
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -25,12 +26,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from benchmarks.interleave import ratios, trials
 from benchmarks.pipeline.alone import Alone, ReadyLink
 from benchmarks.pipeline.table import head, row
+from lightning_axosparse.distributed.mpi.connect import connect_stages
+from lightning_axosparse.distributed.mpi.staging import HostStaging
 from lightning_axosparse.examples.gpt import Block
-from lightning_axosparse.mpi.neighbours import neighbours
-from lightning_axosparse.mpi.staging import HostStaging
 from lightning_axosparse.pipeline import engine
-from lightning_axosparse.pipeline.engine import StageEngine
-from lightning_axosparse.pipeline.link import MailboxLink
+from lightning_axosparse.pipeline.engine import StageRun
+from lightning_axosparse.pipeline.p2p import ChannelLink
 from lightning_axosparse.pipeline.schedule import SCHEDULES
 
 WIDTH, HEADS, BLOCKS, MICROBATCHES = 256, 8, 8, 8
@@ -50,27 +51,43 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target)
 
 
+class Passes:
+    """The passes of one stage; the first has inputs, the last has targets."""
+
+    def __init__(
+        self,
+        layers: nn.Module,
+        inputs: Sequence[Tensor] | None,
+        targets: Sequence[Tensor] | None,
+    ) -> None:
+        self._layers, self._inputs, self._targets = layers, inputs, targets
+
+    def forward(self, microbatch: int, received: Any) -> Any:
+        output = self._layers(received if self._inputs is None else self._inputs[microbatch])
+        if self._targets is None:
+            return output
+        return loss_of(output, self._targets[microbatch]) / MICROBATCHES
+
+    def backward(self, microbatch: int, output: Any, gradients: Any) -> float:
+        torch.autograd.backward([output], gradients and gradients.tensors)
+        return 1.0
+
+
 class Ours:
     """One stage in the message-driven engine, or in its static 1F1B."""
 
-    def __init__(self, layers: nn.Module, schedule: str, limit: int, link: MailboxLink) -> None:
+    def __init__(self, layers: nn.Module, schedule: str, limit: int, link: ChannelLink) -> None:
         self._layers, self._schedule, self._limit, self._link = layers, schedule, limit, link
 
     def __call__(self, x: Tensor, y: Tensor) -> None:
         stage, stages = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
         inputs, targets = x.chunk(MICROBATCHES), y.chunk(MICROBATCHES)
 
-        def compute(microbatch: int, received: Any) -> Any:
-            output = self._layers(inputs[microbatch] if stage == 0 else received)
-            last = stage == stages - 1
-            return loss_of(output, targets[microbatch]) / MICROBATCHES if last else output
-
-        def differentiate(microbatch: int, output: Any, gradients: Any) -> float:
-            torch.autograd.backward([output], gradients and gradients.tensors)
-            return 1.0
-
+        passes = Passes(
+            self._layers, inputs if stage == 0 else None, targets if stage == stages - 1 else None
+        )
         decides = SCHEDULES[self._schedule](stage, stages, MICROBATCHES, self._limit)
-        engine.run([StageEngine(stage, stages, decides, self._link, compute, differentiate)])
+        engine.run([StageRun(stage, stages, decides, self._link, passes)])
 
 
 class ApartStaging(HostStaging):
@@ -105,17 +122,17 @@ def main() -> None:
     world = MPI.COMM_WORLD
     if BLOCKS % world.size:
         raise SystemExit(
-            f"{BLOCKS} blocks cannot be dealt evenly to {world.size} ranks: take 2 or 4."
+            f"{BLOCKS} blocks cannot be split evenly over {world.size} ranks: use 2 or 4."
         )
     connect_gloo()
     torch.manual_seed(0)
     blocks = [Block(WIDTH, HEADS, 0.0) for _ in range(BLOCKS)]
     x, y = torch.randn(2, MICROBATCHES * options.samples, options.tokens, WIDTH)
-    share = BLOCKS // world.size
-    mine = nn.Sequential(*blocks[world.rank * share : (world.rank + 1) * share])
+    count = BLOCKS // world.size
+    mine = nn.Sequential(*blocks[world.rank * count : (world.rank + 1) * count])
     staging = ApartStaging() if options.apart else HostStaging()
-    boxes = neighbours(world.rank, world.size, 0, MICROBATCHES, staging)
-    link = MailboxLink(*boxes, torch.device("cpu"))
+    boxes = connect_stages(world.rank, world.size, 0, MICROBATCHES, staging)
+    link = ChannelLink(*boxes, torch.device("cpu"))
     twice = 2 * world.size
     steps = {
         "torch 1F1B, gloo": Torch(copy.deepcopy(mine)),
@@ -153,7 +170,7 @@ def main() -> None:
         case = f"8 GPT blocks, {world.size} ranks, {kilobytes:.0f} kB"
         head()
         for name, ratio in ratios(seconds, "torch 1F1B, gloo").items():
-            # Of cores that ranks share the simulator knows nothing.
+            # The simulator does not model ranks that share cores.
             guess = median(predicted[name]) if name in predicted and not crowded else None
             row(case, name, median(seconds[name]), ratio, bars.get(name), guess)
     dist.destroy_process_group()

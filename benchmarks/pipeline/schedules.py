@@ -1,12 +1,11 @@
-"""Message-driven against static 1F1B on the same transport, with stages that sleep.
+"""Compares the message-driven schedule with 1F1B on the same transport, with sleeping stages.
 
     mpiexec -n 4 python -m benchmarks.pipeline.schedules
 
-Sleeping stages hardly need the CPU, so jitter and link latency can be dealt out exactly, the same
-to every schedule, on a machine with fewer cores than stages. Beside every measured step stands what
-the simulator makes of the same schedule and the same passes. It is told two numbers, what a pass
-and a message cost beyond what was asked for, both taken from 1F1B in the first case. Prints
-Markdown rows.
+Sleeping stages hardly use the CPU, so every schedule gets exactly the same jitter and link latency,
+even on a machine with fewer cores than stages. Every row also has the simulated step of the same
+schedule and passes. The simulator gets two numbers, the overhead of a pass and of a message, both
+measured with 1F1B in the first case. Prints Markdown rows.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ from mpi4py import MPI
 
 from benchmarks.interleave import Runner, ratios, trials
 from benchmarks.pipeline.table import head, row
-from lightning_axosparse.mpi.neighbours import neighbours
-from lightning_axosparse.mpi.staging import HostStaging
+from lightning_axosparse.distributed.mpi.connect import connect_stages
+from lightning_axosparse.distributed.mpi.staging import HostStaging
 from lightning_axosparse.pipeline import engine
-from lightning_axosparse.pipeline.engine import StageEngine
-from lightning_axosparse.pipeline.link import MailboxLink
+from lightning_axosparse.pipeline.engine import StageRun
+from lightning_axosparse.pipeline.p2p import ChannelLink
 from lightning_axosparse.pipeline.schedule import SCHEDULES
-from lightning_axosparse.pipeline.simulate import Wire, simulate
-from lightning_axosparse.timing import Span, clock
+from lightning_axosparse.planning.simulate import Wire, simulate
+from lightning_axosparse.support.trace import Span, clock
 
 FORWARD, BACKWARD = 0.010, 0.020
 MICROBATCHES = 16
-NOISE = 0.01  # what two runs of the same passes differ by on an idle machine
+NOISE = 0.01  # difference of two runs of the same passes on an idle machine
 STILL = dict.fromkeys(("limit P", "limit 2P", "limit M"), 1 + NOISE)
 
 
 def moving(bar: float) -> dict[str, float]:
-    """The bars of a case with jitter or latency: ``bar`` with slack, and little lost without."""
+    """Return the bars of a case with jitter or latency: ``bar`` with slack, near 1 without."""
     return {"limit P": 1.03, "limit 2P": bar}
 
 
@@ -64,7 +63,7 @@ CASES = [
 ]
 
 
-class SlowLink(MailboxLink):
+class SlowLink(ChannelLink):
     """A link whose messages can be used only some time after they were sent."""
 
     def __init__(self, *ends: Any) -> None:
@@ -79,7 +78,7 @@ class SlowLink(MailboxLink):
 
 
 class _Ripe(deque):
-    """A queue that shows only what was sent longer ago than the latency."""
+    """A queue that shows only messages that were sent longer ago than the latency."""
 
     latency = 0.0
 
@@ -99,6 +98,22 @@ def delays(sigma: float, trial: int, stages: int) -> np.ndarray:
     return noise * np.array([FORWARD, BACKWARD])[:, None, None]
 
 
+class SleepingPasses:
+    """Passes that take so many seconds for each micro-batch."""
+
+    def __init__(self, forward: np.ndarray, backward: np.ndarray) -> None:
+        self._forward, self._backward = forward, backward
+        self._message = torch.zeros(64, requires_grad=True)
+
+    def forward(self, microbatch: int, received: Any) -> Any:
+        time.sleep(self._forward[microbatch])
+        return self._message
+
+    def backward(self, microbatch: int, output: Any, gradients: Any) -> float:
+        time.sleep(self._backward[microbatch])
+        return 1.0
+
+
 class SleepingStage:
     """This rank's stage, which sleeps through its passes.
 
@@ -110,27 +125,16 @@ class SleepingStage:
         world = MPI.COMM_WORLD
         self.stage, self.stages = world.rank, world.size
         self.recorded: list[list[Span]] = []
-        mailboxes = neighbours(self.stage, self.stages, 0, 2 * self.stages, HostStaging())
+        mailboxes = connect_stages(self.stage, self.stages, 0, 2 * self.stages, HostStaging())
         self._link = SlowLink(*mailboxes, torch.device("cpu"))
 
     def step(self, schedule: str, limit: int, case: Case, trial: int) -> None:
         """Run the passes of one step in the order of ``schedule``."""
         _Ripe.latency = case.latency * FORWARD
         forward, backward = delays(case.sigma, trial, self.stages)[:, self.stage]
-        message = torch.zeros(64, requires_grad=True)
-
-        def compute(microbatch: int, received: Any) -> Any:
-            time.sleep(forward[microbatch])
-            return message
-
-        def differentiate(microbatch: int, output: Any, gradients: Any) -> float:
-            time.sleep(backward[microbatch])
-            return 1.0
-
         decides = SCHEDULES[schedule](self.stage, self.stages, MICROBATCHES, limit)
-        engine.run(
-            [StageEngine(self.stage, self.stages, decides, self._link, compute, differentiate)]
-        )
+        passes = SleepingPasses(forward, backward)
+        engine.run([StageRun(self.stage, self.stages, decides, self._link, passes)])
 
     def runner(self, schedule: str, limit: int, case: Case) -> Runner:
         return lambda trial: self.step(schedule, limit, case, trial)
@@ -145,14 +149,14 @@ class SleepingStage:
 
 
 class Overhead(NamedTuple):
-    """Seconds that a pass takes longer than it was told, and that a message is on its way."""
+    """Seconds of a pass beyond its sleep, and seconds of a message."""
 
     a_pass: float
     a_message: float
 
 
 def overhead(ranks: list[list[Span]]) -> Overhead:
-    """Both means over one step without jitter, from the spans of every rank."""
+    """Return the means over one step without jitter, from the spans of all ranks."""
     passes, messages = [], []
     ended = {
         (span.activity, span.stage, span.microbatch): span.end for spans in ranks for span in spans
@@ -169,7 +173,7 @@ def overhead(ranks: list[list[Span]]) -> Overhead:
 
 
 def simulated(schedule: str, limit: int, case: Case, trial: int, costs: Overhead) -> float:
-    """Seconds that the simulator gives the step."""
+    """Return the seconds of the simulated step."""
     stages = MPI.COMM_WORLD.size
     forward, backward = delays(case.sigma, trial, stages) + costs.a_pass
     stage = SCHEDULES[schedule]
@@ -177,7 +181,7 @@ def simulated(schedule: str, limit: int, case: Case, trial: int, costs: Overhead
         [stage(index, stages, MICROBATCHES, limit) for index in range(stages)],
         forward,
         backward,
-        # The latency runs from the sending, and so while the message is on its way.
+        # The latency counts from the time of sending, so it includes the transfer.
         Wire(latency=max(case.latency * FORWARD, costs.a_message)),
     ).makespan
 
@@ -210,7 +214,7 @@ def main() -> None:
                 row(case.name, name, median(seconds[name]), ratio, case.bars.get(name), guess)
     if world.rank == 0:
         a_pass, a_message = (cost * 1e3 for cost in costs)
-        print(f"\nA pass took {a_pass:.2f} ms more than told, a message {a_message:.2f} ms.")
+        print(f"\nA pass took {a_pass:.2f} ms more than its sleep, a message {a_message:.2f} ms.")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The table of the pipeline benchmarks: a row a case and runner, with the bar it has to reach."""
+"""Prints the table of the pipeline benchmarks: one row per case and runner, with its bar."""
 
 from __future__ import annotations
 
 WITHIN = 0.05
-"""How far the simulator may be off."""
+"""Largest relative error of the simulator."""
 
 COLUMNS = (
     "case",
@@ -30,7 +30,7 @@ def row(
     bar: float | None = None,
     simulated: float | None = None,
 ) -> None:
-    """Print a step's seconds, their ratio to the baseline's, its bar, and the seconds predicted."""
+    """Print a step's seconds, the ratio to the baseline, the bar, and the simulated seconds."""
     bound = ("", "") if bar is None else (f"{bar:.2f}", _verdict(ratio <= bar))
     guess = ("", "")
     if simulated is not None:

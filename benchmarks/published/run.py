@@ -9,11 +9,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_axosparse.pipeline.simulate import Wire
-from lightning_axosparse.plan import MODELS
+from lightning_axosparse.cli.plan import MODELS
 from lightning_axosparse.planning.cost import Cluster, Transformer
-from lightning_axosparse.planning.memory import Storage
-from lightning_axosparse.planning.search import Choice, Job, Plan, evaluate
+from lightning_axosparse.planning.memory_model import Storage
+from lightning_axosparse.planning.search import Choice, Plan, Workload, evaluate
+from lightning_axosparse.planning.simulate import Wire
 
 # Summit: nodes of six V100 with 16 GB, NVLink.
 PEAK, DEVICES_PER_NODE, MEMORY = 125e12, 6, 16e9
@@ -44,7 +44,7 @@ def head(title: str, *columns: str) -> None:
 
 
 def flops(model: Transformer, batch: int) -> float:
-    """Of a step with recomputation, as the papers count them for their share of the peak."""
+    """Of a step with activation checkpointing, as the papers count them for the peak."""
     return 4 * batch * model.layers * model.layer_flops + 3 * batch * model.head_flops
 
 
@@ -62,7 +62,7 @@ def summit(devices: int, speed: float, network: float, overhead: float) -> Clust
 
 # --- AxoNN, weak scaling -------------------------------------------------------------------------
 
-# name: model, GPUs, G_inter, micro-batch, share of the peak in per cent
+# name: model, GPUs, G_inter, micro-batch, percentage of the peak
 AXONN = {
     "12B": (Transformer(48, 4512, 24, 512, 51200), 48, 6, 8, 54.78),
     "24B": (Transformer(48, 6336, 36, 512, 51200), 96, 12, 4, 54.0),
@@ -72,20 +72,20 @@ AXONN = {
 
 
 def axonn(name: str, speed: float, batch: int = 16384) -> tuple[Plan, float]:
-    """The plan of one row and its share of the peak in per cent."""
+    """The plan of one row and its percentage of the peak."""
     model, devices, g_inter, microbatch, _ = AXONN[name]
     cluster = summit(devices, speed, network=12.5e9, overhead=0.0)
-    job = Job(model.costs, cluster, batch, OFFLOADED, recompute=True)
-    plan = evaluate(job, Choice(g_inter, microbatch, g_inter))
-    share = flops(model, batch) / plan.simulation.makespan / devices / PEAK
-    return plan, 100 * share
+    workload = Workload(model.costs, cluster, batch, OFFLOADED, recompute=True)
+    plan = evaluate(workload, Choice(g_inter, microbatch, g_inter))
+    reached = flops(model, batch) / plan.simulation.makespan / devices / PEAK
+    return plan, 100 * reached
 
 
 def print_axonn() -> None:
     first = AXONN["12B"][-1]
     speed = solve(lambda speed: first - axonn("12B", speed)[1], 1e12, PEAK)
     head(
-        "AxoNN, weak scaling (share of the peak, %)",
+        "AxoNN, weak scaling (percentage of the peak)",
         "model / GPUs",
         "published",
         "predicted",
@@ -96,12 +96,12 @@ def print_axonn() -> None:
         "GB a device",
     )
     for name, (_, devices, _, _, published) in AXONN.items():
-        plan, share = axonn(name, speed)
-        error = "calibrated" if name == "12B" else f"{share / published - 1:+.1%}"
+        plan, reached = axonn(name, speed)
+        error = "calibrated" if name == "12B" else f"{reached / published - 1:+.1%}"
         row(
             f"{name} / {devices}",
             published,
-            f"{share:.1f}",
+            f"{reached:.1f}",
             error,
             f"{plan.simulation.bubble:.1%}",
             f"{plan.all_reduce_seconds:.1f}",
@@ -116,10 +116,10 @@ def print_axonn() -> None:
 
 @dataclass(frozen=True)
 class Constants:
-    """What is calibrated.
+    """The calibrated numbers.
 
-    speed: flop/s of a pass; network: bytes/s of a node in collectives; message: bytes/s at which a
-    stage is kept busy by its messages; overhead: time that compression adds to a pass.
+    speed: flop/s of a pass; network: bytes/s of a node in collectives; message: bytes/s at which
+    messages keep a stage busy; overhead: time that compression adds to a pass.
     """
 
     speed: float
@@ -128,7 +128,7 @@ class Constants:
     overhead: float
 
 
-PUBLISHED_2_7B = {128: (5.05, 3.95), 256: (3.35, 2.3), 512: (2.25, 1.5)}  # seconds, off a figure
+PUBLISHED_2_7B = {128: (5.05, 3.95), 256: (3.35, 2.3), 512: (2.25, 1.5)}  # seconds, from a figure
 SAVED_2_7B = {  # by messages, bubble, all-reduce, in per cent of AxoNN's step
     128: (18, 9, 6),
     256: (16.17, 13.17, 11.08),
@@ -144,9 +144,9 @@ BYTES_2_7B = {0.0: 80.16e9, 0.9: 20.28e9, 0.8: 20.28e9 * (24 * 0.2 + 2) / (24 * 
 
 
 def stages(model: Transformer, ratio: float) -> int:
-    """The fewest stages, a power of two, whose share of the model's bytes fits a device.
+    """The smallest power of two for which a stage's part of the model fits into a device.
 
-    The bytes a weight are those measured for 2.7B (at 80 % scaled by SAMO's formula).
+    The bytes per weight are those measured for 2.7B (at 80 % scaled by SAMO's formula).
     """
     needed = model.weights / MODELS["gpt3-2.7b"].weights * BYTES_2_7B[ratio]
     return 2 ** max(0, math.ceil(math.log2(needed / MEMORY)))
@@ -162,7 +162,7 @@ def samo(
 ) -> Plan:
     """One run; pruned by ``ratio`` where that is not zero, in micro-batches of one sample."""
     g_inter = g_inter or stages(model, ratio)
-    job = Job(
+    workload = Workload(
         model.costs,
         summit(
             devices, constants.speed, constants.network, model.message_bytes / constants.message
@@ -173,7 +173,7 @@ def samo(
         recompute=True,
         overhead=constants.overhead if ratio else 0.0,
     )
-    return evaluate(job, Choice(g_inter, 1, g_inter))
+    return evaluate(workload, Choice(g_inter, 1, g_inter))
 
 
 def sent(g_inter: int, batch: int, devices: int) -> float:
@@ -244,13 +244,13 @@ def print_2_7b(constants: Constants) -> None:
             cells.append(f"{seconds}, {predicted:.2f}, {error}")
         dense, sparse = (parts(plan, constants) for plan in plans)
         step = plans[0].simulation.makespan
-        shares = [100 * (a - b) / step for a, b in zip(dense, sparse, strict=True)]
-        saved = zip(SAVED_2_7B[devices], shares, strict=True)
-        row(devices, *cells, *(f"{share}, {predicted:.0f}" for share, predicted in saved))
+        percentages = [100 * (a - b) / step for a, b in zip(dense, sparse, strict=True)]
+        saved = zip(SAVED_2_7B[devices], percentages, strict=True)
+        row(devices, *cells, *(f"{found}, {predicted:.0f}" for found, predicted in saved))
     print(
         f"\nCalibrated on 128 GPUs: a pass reaches {constants.speed / PEAK:.0%} of the peak, a "
-        f"node {constants.network / 1e9:.0f} GB/s in collectives, a stage is kept busy by its "
-        f"messages at {constants.message / 1e9:.2f} GB/s, compression adds "
+        f"node {constants.network / 1e9:.0f} GB/s in collectives, messages keep a stage busy "
+        f"at {constants.message / 1e9:.2f} GB/s, compression adds "
         f"{constants.overhead:.0%} to a pass."
     )
 
@@ -286,13 +286,13 @@ def print_reductions(constants: Constants) -> None:
 
 def print_13b(constants: Constants) -> None:
     model = MODELS["gpt3-13b"]
-    head("SAMO at 90 %, GPT-3 13B (share of the peak, %)", "GPUs", "AxoNN: published, predicted",
+    head("SAMO at 90 %, GPT-3 13B (percentage of the peak)", "GPUs", "AxoNN: published, predicted",
          "SAMO: published, predicted")  # fmt: skip
     for devices, published in PEAK_13B.items():
         cells = []
-        for ratio, share in zip((0.0, 0.9), published, strict=True):
+        for ratio, percentage in zip((0.0, 0.9), published, strict=True):
             seconds = samo(model, devices, 2048, ratio, constants).simulation.makespan
-            cells.append(f"{share}, {100 * flops(model, 2048) / seconds / devices / PEAK:.1f}")
+            cells.append(f"{percentage}, {100 * flops(model, 2048) / seconds / devices / PEAK:.1f}")
         row(devices, *cells)
 
 

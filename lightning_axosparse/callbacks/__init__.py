@@ -1,1 +1,4 @@
-"""The callbacks: the early-bird ticket, the timeline of a step, the report of a run."""
+"""Callbacks that find the ticket, record the timeline of a step, and report on a run.
+
+It may import from every room but cli and examples.
+"""

@@ -1,19 +1,30 @@
-"""EarlyBirdTicket: watches the magnitude masks settle, draws the ticket, has the weights pruned."""
+"""The callback that finds an early-bird ticket while training and prunes the weights by it."""
 
 from __future__ import annotations
 
 import os
 from collections import deque
 from collections.abc import Collection, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
 
-from lightning_axosparse.adapters.requirements import refuse_beside_pruning, unless_made_later
-from lightning_axosparse.arguments import (
+from lightning_axosparse.callbacks.trainer_info import callbacks_of
+from lightning_axosparse.distributed.process_groups import all_gather, broadcast_from_first, gather
+from lightning_axosparse.pruning.bitmask import MaskBits
+from lightning_axosparse.pruning.magnitude import Scope, magnitude_masks, prunable
+from lightning_axosparse.pruning.mask_distance import DISTANCES, Distance
+from lightning_axosparse.pruning.ticket import Ticket
+from lightning_axosparse.sparse.elementwise import validate_elementwise_optimizers
+from lightning_axosparse.sparse.materialize import POLICIES, best_policy
+from lightning_axosparse.sparse.parameters import layouts
+from lightning_axosparse.strategy.validation import unless_made_later, validate_beside_pruning
+from lightning_axosparse.support.arguments import (
     COUNT,
     NONE,
     PATH,
@@ -24,16 +35,11 @@ from lightning_axosparse.arguments import (
     one_of,
     whole,
 )
-from lightning_axosparse.callbacks.requirements import refuse_model
-from lightning_axosparse.pruning.distance import DISTANCES, Distance
-from lightning_axosparse.pruning.masks import Scope, magnitude_masks, prunable
-from lightning_axosparse.pruning.packed import PackedMasks
-from lightning_axosparse.pruning.ticket import Ticket
-from lightning_axosparse.pruning.together import all_gather, from_first, gather
-from lightning_axosparse.sparse.optimizer import refuse_matrix_optimizers
-from lightning_axosparse.sparse.reading import POLICIES, best_policy
 
-_NEEDED = (
+Period = Literal["dense", "sparse"]
+"""How weights are stored: dense before the ticket was drawn, sparse after."""
+
+_STRATEGY_API = (
     "inter_group",
     "data_group",
     "held_parameters",
@@ -44,41 +50,42 @@ _NEEDED = (
 
 
 class EarlyBirdTicket(Callback):
-    """Find an early-bird ticket while training, and go on with the pruned weights stored sparse.
+    """Finds an early-bird ticket while training, then stores the pruned weights sparse.
 
-    At the end of each training epoch the weights of least magnitude are masked, over all stages of
-    the pipeline together, and the masks are compared with those of the epochs before (You et al.,
-    ICLR 2020). When the last ``window`` masks agree, the ticket is drawn, once and identically on
-    all ranks, and the strategy turns the pruned weights, their gradients and their optimizer state
-    into the kept entries alone (SAMO; Singh & Bhatele, IPDPS 2023). The largest distance to the
-    window is logged as ``mask_distance``.
+    At the end of each training epoch the callback computes the masks that prune the weights of
+    smallest magnitude, over all stages of the pipeline, and compares them with the masks of earlier
+    epochs (You et al., ICLR 2020). When the last ``window`` masks agree, it draws the ticket, once
+    and identically on all ranks, and the strategy replaces the pruned weights, their gradients and
+    their optimizer state by the kept entries (SAMO; Singh & Bhatele, IPDPS 2023). The largest
+    distance to the window is logged as ``mask_distance``.
 
     Args:
-        pruning_ratio: share of the weights to prune, in (0, 1). Weights are all parameters with at
-            least two dimensions.
+        pruning_ratio: fraction of the weights to prune, in (0, 1). Weights are all parameters with
+            at least two dimensions.
         scope: "global": one magnitude threshold for the whole model; "layer": the same ratio in
             every parameter.
-        distance: "overlap": share of the kept weights that changed, meaningful at every ratio;
-            "hamming": share of all mask entries that changed, as in the paper.
-        threshold: the ticket is drawn when the newest mask is closer than this to each other mask
-            of the window. 0.1 is the paper's, for which both distances agree at ratio 0.5.
-        window: number of epochs whose masks must agree, at least 2; the paper takes 5.
-        draw_by_epoch: draw after this many epochs at the latest, settled or not; None: only when
-            the masks have settled.
+        distance: "overlap": fraction of the kept weights that changed, meaningful at every ratio;
+            "hamming": fraction of all mask entries that changed, as in the paper.
+        threshold: the ticket is drawn when the distance of the newest mask to every other mask of
+            the window is smaller than this. The paper uses 0.1; both distances are equal at ratio
+            0.5.
+        window: number of epochs whose masks must agree, at least 2; the paper uses 5.
+        draw_by_epoch: draw after this many epochs at the latest, even if the masks still change;
+            None: only when the masks agree.
         exclude: patterns (as in :mod:`fnmatch`) of parameter names to leave dense, such as
             ``"*.embedding.weight"``.
-        ticket: a ticket, or the file of one, to adopt when fit starts, with no search.
-        policy: "sparse" makes dense weights at every use, least memory; "samo" keeps them, in the
-            dtype that products run in, and makes them once an optimizer step (SAMO); "auto" takes
-            "samo" in 16 bits with several micro-batches a step, else "sparse".
+        ticket: a ticket, or the file of one, to use from the start of fit, without a search.
+        policy: "sparse" materializes dense weights at every use and needs the least memory; "samo"
+            keeps them in the dtype of the products and updates them once per optimizer step (SAMO);
+            "auto" selects "samo" in 16 bits with several micro-batches per step, else "sparse".
 
     Attributes:
-        ticket: the ticket once it is drawn or adopted, else None. Every rank has the whole of it,
-            at one bit a weight.
+        ticket: the ticket once it is drawn or given, else None. Every rank has the whole ticket, at
+            one bit per weight.
         distances: the largest distance to the window at the end of each epoch, from the second on.
 
     Raises:
-        MisconfigurationException: for arguments out of range.
+        MisconfigurationException: if an argument is out of range.
     """
 
     @checked(
@@ -114,51 +121,52 @@ class EarlyBirdTicket(Callback):
         self.exclude = tuple(exclude)
         self.ticket = Ticket.load(ticket) if isinstance(ticket, str | os.PathLike) else ticket
         self.distances: list[float] = []
-        self._window: deque[PackedMasks] = deque(maxlen=window)
+        self._window: deque[MaskBits] = deque(maxlen=window)
         self._compared: int | None = None
-        """Epochs whose end is behind this callback; None outside of training."""
+        """Epochs whose masks have been compared; None outside of training."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what cannot work, before any weights are touched."""
-        self.refuse_unfit(trainer)
+        """Validate the run on every rank, before any weight changes."""
+        self.validate_fit(trainer)
 
-    def refuse_unfit(self, trainer: Trainer) -> None:
-        """Refuse what cannot work: in the caller, where that starts the ranks, and on each.
+    def validate_fit(self, trainer: Trainer) -> None:
+        """Validate strategy, module and callbacks; the launcher calls this before it starts ranks.
 
         Raises:
-            MisconfigurationException: for a strategy, a module or callbacks that do not fit.
+            MisconfigurationException: if the strategy cannot prune, the module does not match
+                ``exclude`` or ``ticket``, or another callback needs dense weights.
         """
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        refuse_beside_pruning(trainer.callbacks)  # type: ignore[attr-defined]
-        missing = [name for name in _NEEDED if not hasattr(type(trainer.strategy), name)]
+        validate_beside_pruning(callbacks_of(trainer, Callback))
+        missing = [name for name in _STRATEGY_API if not hasattr(type(trainer.strategy), name)]
         if missing:
             raise MisconfigurationException(
                 "EarlyBirdTicket needs strategy='axosparse' (AxoSparseStrategy); "
                 f"{type(trainer.strategy).__name__} cannot store weights sparse."
             )
         with unless_made_later(trainer.lightning_module):
-            refuse_model(trainer.lightning_module, self.exclude, self.ticket)
+            _validate_model(trainer.lightning_module, self.exclude, self.ticket)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Adopt the ticket that is there: given by the user, or drawn before a resume."""
-        refuse_model(pl_module, self.exclude, self.ticket)
+        """Prune by the ticket if there is one: given by the user, or drawn before a resume."""
+        _validate_model(pl_module, self.exclude, self.ticket)
         for optimizer in trainer.optimizers:
-            refuse_matrix_optimizers(optimizer)
+            validate_elementwise_optimizers(optimizer)
         if self.ticket is not None:
             self._prune(trainer, self.ticket)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make up for the end of an epoch that came after the checkpoint of its last batch.
+        """End the epoch before this one if the checkpoint was written after its last batch.
 
-        Lightning goes on with the next epoch then, without ``on_train_epoch_end`` of that one.
+        Lightning resumes such a checkpoint at the next epoch without ``on_train_epoch_end``.
         """
         resumed, self._compared = self._compared, trainer.current_epoch
         if resumed is not None and resumed < trainer.current_epoch:
             self._end_epoch(trainer, pl_module, trainer.current_epoch - 1)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare this epoch's masks with the window, and draw the ticket when they agree."""
+        """Compare this epoch's masks with the window, and draw the ticket if they agree."""
         self._end_epoch(trainer, pl_module, trainer.current_epoch)
         self._compared = trainer.current_epoch + 1
 
@@ -177,7 +185,7 @@ class EarlyBirdTicket(Callback):
             self._draw(trainer, pl_module, masks, epoch)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say so when the masks never settled."""
+        """Warn if no ticket was drawn."""
         self._compared = None
         if self.ticket is None:
             last = f"{self.distances[-1]:.3f}" if self.distances else "none"
@@ -189,7 +197,7 @@ class EarlyBirdTicket(Callback):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The ticket and the distances so far; :meth:`on_save_checkpoint` adds the window."""
+        """Return the ticket and the distances; :meth:`on_save_checkpoint` adds the window."""
         return {
             "compared": self._compared,
             "ticket": None if self.ticket is None else self.ticket.state_dict(),
@@ -200,19 +208,19 @@ class EarlyBirdTicket(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Add the masks of the window, of all stages, to this callback's state on the first."""
+        """Gather the window's masks of all stages into this callback's state on the first stage."""
         if self.ticket is not None or not self._window:
             return
         strategy: Any = trainer.strategy
         counted = strategy.counted_parameters()
         parts = gather([_part(masks, counted) for masks in self._window], strategy.inter_group)
-        if parts is not None:
-            window = [PackedMasks.merged(masks) for masks in zip(*parts, strict=True)]
+        if parts:
+            window = [MaskBits.merged(masks) for masks in zip(*parts, strict=True)]
             state = checkpoint["callbacks"][self.state_key]
             state["window"] = [masks.state_dict() for masks in window]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where the checkpoint was written, on this or another grid."""
+        """Restore the search from a checkpoint of this or another grid."""
         if state_dict["ticket"] is not None:
             ticket = Ticket.from_state_dict(state_dict["ticket"])
             if self.ticket not in (None, ticket):
@@ -224,10 +232,10 @@ class EarlyBirdTicket(Callback):
         self._compared = state_dict.get("compared")
         self.distances = list(state_dict["distances"])
         self._window.clear()
-        self._window.extend(PackedMasks.from_state_dict(state) for state in state_dict["window"])
+        self._window.extend(MaskBits.from_state_dict(state) for state in state_dict["window"])
 
-    def _masks(self, trainer: Trainer, module: LightningModule) -> PackedMasks:
-        """The magnitude masks of the parameters held here, as of now."""
+    def _masks(self, trainer: Trainer, module: LightningModule) -> MaskBits:
+        """Compute the magnitude masks of the parameters on this rank."""
         strategy: Any = trainer.strategy
         masks = magnitude_masks(
             strategy.held_parameters(),
@@ -237,29 +245,27 @@ class EarlyBirdTicket(Callback):
             self.scope,
             strategy.inter_group,
         )
-        return PackedMasks(masks)
+        return MaskBits(masks)
 
-    def _distances_to_window(self, trainer: Trainer, masks: PackedMasks) -> list[float]:
-        """How far ``masks`` are from each mask of the window but the oldest of a full one.
+    def _distances_to_window(self, trainer: Trainer, masks: MaskBits) -> list[float]:
+        """Return the distances of ``masks`` to the window's masks, but the oldest of a full window.
 
-        The first replica decides for all: their weights may differ in the last bit.
+        All replicas use those of the first: their weights may differ in the last bit.
         """
         strategy: Any = trainer.strategy
         counted = strategy.counted_parameters()
         distance = DISTANCES[self.distance]
         others = list(self._window)[1 - (self._window.maxlen or 0) :]
         found = [distance(masks, other, counted, strategy.inter_group) for other in others]
-        return from_first(found, strategy.data_group)
+        return broadcast_from_first(found, strategy.data_group)
 
-    def _draw(
-        self, trainer: Trainer, module: LightningModule, masks: PackedMasks, epoch: int
-    ) -> None:
-        """Make the first replica's masks, at the end of ``epoch``, the ticket, on all ranks."""
+    def _draw(self, trainer: Trainer, module: LightningModule, masks: MaskBits, epoch: int) -> None:
+        """Make the masks of the first replica the ticket of all ranks, and prune by it."""
         strategy: Any = trainer.strategy
         part = _part(masks, strategy.counted_parameters())
-        parts = all_gather(from_first(part, strategy.data_group), strategy.inter_group)
+        parts = all_gather(broadcast_from_first(part, strategy.data_group), strategy.inter_group)
         self.ticket = Ticket(
-            PackedMasks.merged(parts).only(prunable(module, self.exclude)),
+            MaskBits.merged(parts).only(prunable(module, self.exclude)),
             pruning_ratio=self.pruning_ratio,
             scope=self.scope,
             epoch=epoch,
@@ -280,6 +286,62 @@ class EarlyBirdTicket(Callback):
         strategy.sparsify(ticket.part(strategy.held_parameters()), policy)
 
 
-def _part(masks: PackedMasks, counted: Collection[str]) -> PackedMasks:
-    """The masks that this rank answers for."""
+def ticket_callback(trainer: Trainer) -> EarlyBirdTicket | None:
+    """Return the trainer's callback that draws the ticket, if there is one."""
+    return next(iter(callbacks_of(trainer, EarlyBirdTicket)), None)
+
+
+def period_of(trainer: Trainer) -> Period:
+    """Return how the weights are stored now."""
+    callback = ticket_callback(trainer)
+    return "sparse" if callback is not None and callback.ticket is not None else "dense"
+
+
+def _part(masks: MaskBits, counted: Collection[str]) -> MaskBits:
+    """Return the masks that this rank counts."""
     return masks.only(name for name in masks if name in counted)
+
+
+def _validate_model(module: nn.Module, exclude: Sequence[str], ticket: Ticket | None) -> None:
+    """Validate that every pattern matches, and that the ticket, if given, is one of the model."""
+    names = [name for name, _ in module.named_parameters()]
+    for pattern in exclude:
+        _check(
+            any(fnmatchcase(name, pattern) for name in names),
+            f"exclude pattern '{pattern}' matches no parameter. There are: {_few(names)}.",
+        )
+    if ticket is not None:
+        _validate_ticket(ticket, module)
+    else:
+        _check(
+            bool(prunable(module, exclude)),
+            "There is nothing to prune: no floating parameter with two or more dimensions is left "
+            f"after exclude={tuple(exclude)}.",
+        )
+
+
+def _validate_ticket(ticket: Ticket, module: nn.Module) -> None:
+    """Validate that the parameters of ``module``, dense or sparse, have the ticket's shapes."""
+    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+    shapes.update({name: layout.shape for name, layout in layouts(module).items()})
+    unknown = [name for name in ticket.shapes if name not in shapes]
+    _check(
+        not unknown,
+        f"The ticket prunes parameters that the model does not have: {_few(unknown)}. The model "
+        f"has: {_few(list(shapes))}.",
+    )
+    for name, shape in ticket.shapes.items():
+        _check(
+            shape == shapes[name],
+            f"The ticket's mask of '{name}' has shape {tuple(shape)}, the parameter "
+            f"{tuple(shapes[name])}: it was drawn from another model.",
+        )
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _check(right: bool, message: str) -> None:
+    if not right:
+        raise MisconfigurationException(message)

@@ -1,15 +1,15 @@
-"""Gantt: one training step on every rank, as a picture and as a trace that Perfetto opens."""
+"""Converts the recorded spans of one training step to a Gantt chart and to a Perfetto trace."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.axes import Axes
-from matplotlib.patches import Patch
+from lightning_axosparse.support.trace import Activity, Span
 
-from lightning_axosparse.timing import Activity, Span
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLOURS: dict[Activity, str] = {
     "forward": "#4c78a8",
@@ -25,7 +25,7 @@ _INNER: set[Activity] = {"densify", "compress"}
 
 @dataclass(frozen=True)
 class Placed:
-    """A span and the replica it ran in."""
+    """A span and its replica."""
 
     replica: int
     span: Span
@@ -42,21 +42,21 @@ class RecordedStep:
 
     @property
     def start(self) -> float:
-        """When the first span began, in seconds of the wall clock."""
+        """Start of the first span, in seconds of the wall clock."""
         return min((placed.span.start for placed in self.spans), default=0.0)
 
     @property
     def rows(self) -> list[tuple[int, int]]:
-        """Every (replica, stage) that did anything, in order."""
+        """Every (replica, stage) that has spans, in order."""
         return sorted({(placed.replica, placed.span.stage) for placed in self.spans})
 
 
 def place(spans: Sequence[Span], replica: int, stage: int) -> list[Placed]:
-    """One rank's spans in the grid.
+    """Assign one rank's spans to its replica and to stages.
 
-    What knows no micro-batch (all-reduce, densify, ...) knows no stage either: it belongs to the
-    stage of the forward or backward that encloses it, else to the rank's own ``stage``. The two
-    differ where one process runs several stages.
+    A span without a micro-batch (all-reduce, densify, ...) has no stage of its own: it gets the
+    stage of the forward or backward pass that encloses it, else the rank's ``stage``. The two
+    differ if one process runs several stages.
     """
     passes = [span for span in spans if span.activity in ("forward", "backward")]
 
@@ -70,7 +70,7 @@ def place(spans: Sequence[Span], replica: int, stage: int) -> list[Placed]:
 
 
 def chrome_trace(step: RecordedStep) -> dict[str, Any]:
-    """The step in the Trace Event Format: a process a replica, a thread a stage, microseconds."""
+    """Return the step in the Trace Event Format: a process per replica, a thread per stage."""
     events: list[dict[str, Any]] = []
     for replica in sorted({replica for replica, _ in step.rows}):
         events.append(_named("process_name", replica, 0, f"replica {replica}"))
@@ -94,8 +94,10 @@ def chrome_trace(step: RecordedStep) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 
-def draw_gantt(axes: Axes, step: RecordedStep) -> None:
-    """Draw the step: a row a rank, a bar a span, the micro-batch's number in its bar."""
+def plot_gantt(axes: Axes, step: RecordedStep) -> None:
+    """Plot the step: one row per stage, one bar per span, labelled with its micro-batch."""
+    from matplotlib.patches import Patch
+
     rows = {row: y for y, row in enumerate(step.rows)}
     end = max((placed.span.end for placed in step.spans), default=step.start) - step.start
     for placed in step.spans:

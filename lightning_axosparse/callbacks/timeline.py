@@ -1,4 +1,4 @@
-"""PipelineTimeline: records what every rank does during one training step."""
+"""The callback that records what every rank does during one training step."""
 
 from __future__ import annotations
 
@@ -9,39 +9,41 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from matplotlib.figure import Figure
 from typing_extensions import override
 
-from lightning_axosparse.arguments import INDEX, NONE, PATH, checked
-from lightning_axosparse.callbacks.context import Period, folder_of, gather, grid_of, period_of
+from lightning_axosparse.callbacks.early_bird import Period, period_of
 from lightning_axosparse.callbacks.gantt import (
     Placed,
     RecordedStep,
     chrome_trace,
-    draw_gantt,
     place,
+    plot_gantt,
 )
-from lightning_axosparse.timing import clock
+from lightning_axosparse.callbacks.trainer_info import folder_of, grid_of
+from lightning_axosparse.distributed.process_groups import all_gather
+from lightning_axosparse.support.arguments import INDEX, NONE, PATH, checked
+from lightning_axosparse.support.trace import clock
 
 
 class PipelineTimeline(L.Callback):
-    """Writes one training step as a trace and as a picture, with the ranks beneath each other.
+    """Writes one training step of all ranks as a trace and as a Gantt chart.
 
-    Of the recorded steps the last with dense weights and the last with sparse weights are kept, so
-    that a run which draws a ticket shows both. When training ends, the folder holds for each
-    ``timeline-dense.json`` or ``timeline-sparse.json``, which https://ui.perfetto.dev and
-    chrome://tracing open, and a ``.png`` of the same name; :attr:`steps` holds them for code.
+    Of the recorded steps the last one with dense weights and the last one with sparse weights are
+    kept. For each of them the folder contains, when training ends, ``timeline-dense.json`` or
+    ``timeline-sparse.json``, which https://ui.perfetto.dev and chrome://tracing open, and a
+    ``.png`` of the same name; :attr:`steps` has them as objects.
 
     Times are those of each host's wall clock.
 
     Args:
-        batch_idx: the batch of an epoch to record. The first one is seldom typical.
-        epoch: the only epoch to record in; None: every one.
-        folder: where to write; None takes the trainer's ``default_root_dir``.
+        batch_idx: index of the batch to record in an epoch. The first batch is seldom typical.
+        epoch: the only epoch to record; None: every epoch.
+        folder: output folder; None: the trainer's ``default_root_dir``.
 
     Raises:
-        MisconfigurationException: for arguments out of range.
+        MisconfigurationException: if an argument is out of range.
     """
 
     @checked(MisconfigurationException, batch_idx=INDEX, epoch=INDEX | NONE, folder=PATH | NONE)
@@ -83,11 +85,18 @@ class PipelineTimeline(L.Callback):
             self._recorded[period_of(trainer)] = trainer.current_epoch, placed
 
     @override
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        clock.recorded()  # The batch that is being recorded has no end.
+
+    @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        everyone = gather({period: spans for period, (_, spans) in self._recorded.items()})
+        own = {period: spans for period, (_, spans) in self._recorded.items()}
+        ranks = all_gather(own, dist.group.WORLD if dist.is_initialized() else None)
         self.steps = [
             RecordedStep(
-                epoch, self.batch_idx, period, [span for rank in everyone for span in rank[period]]
+                epoch, self.batch_idx, period, [span for rank in ranks for span in rank[period]]
             )
             for period, (epoch, _) in self._recorded.items()
         ]
@@ -95,6 +104,8 @@ class PipelineTimeline(L.Callback):
             self._write(folder_of(trainer, self.folder))
 
     def _write(self, folder: Path) -> None:
+        from matplotlib.figure import Figure
+
         if not self.steps:
             epoch = "any epoch" if self.epoch is None else f"epoch {self.epoch}"
             warnings.warn(
@@ -105,7 +116,7 @@ class PipelineTimeline(L.Callback):
             path = folder / f"timeline-{step.weights}"
             path.with_suffix(".json").write_text(json.dumps(chrome_trace(step)))
             figure = Figure(figsize=(12, 1.5 + 0.6 * len(step.rows)), layout="constrained")
-            draw_gantt(figure.subplots(), step)
+            plot_gantt(figure.subplots(), step)
             figure.savefig(path.with_suffix(".png"), dpi=120)
 
     def _chosen(self, trainer: L.Trainer, batch_idx: int) -> bool:

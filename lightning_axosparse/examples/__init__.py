@@ -1,1 +1,4 @@
-"""The models and data that the command line and the notebooks use."""
+"""The model and the data that the command line and the notebooks use.
+
+It may import from support.
+"""

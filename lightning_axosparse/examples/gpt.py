@@ -1,4 +1,4 @@
-"""GPT: a small byte-level language model as an ordinary LightningModule."""
+"""Defines a small byte-level GPT as an ordinary LightningModule."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_axosparse.arguments import (
+from lightning_axosparse.examples.text import VOCABULARY
+from lightning_axosparse.support.arguments import (
     COUNT,
+    FRACTION,
     INDEX,
     NONE,
     NOT_NEGATIVE,
     SEED,
-    SHARE,
     TEXT,
     checked,
 )
-from lightning_axosparse.examples.text import VOCABULARY
 
-Batch = tuple[Tensor, Tensor]
+TextBatch = tuple[Tensor, Tensor]
 
 
 class Embedding(nn.Module):
-    """Token plus position: int64 (batch, time) -> (batch, time, width)."""
+    """Embeddings of tokens and positions: int64 (batch, time) -> (batch, time, width)."""
 
     def __init__(self, vocabulary: int, context: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -35,9 +35,9 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Embed every token at its place."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        embedded: Tensor = self.dropout(self.tokens(tokens) + self.positions(places))
+        """Add the embeddings of tokens and positions."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        embedded: Tensor = self.dropout(self.tokens(tokens) + self.positions(positions))
         return embedded
 
 
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Let every place look at itself and at what came before."""
+        """Attend from every position to itself and to earlier positions."""
         split = self.queries_keys_values(x).unflatten(-1, (3, self.heads, -1))
         queries, keys, values = split.permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
@@ -64,7 +64,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer layer: attention, then a two-layer perceptron, both residual."""
+    """A pre-norm transformer block: attention, then a two-layer perceptron, both residual."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -77,16 +77,16 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add to each place what it attends to, then what the perceptron makes of it."""
+        """Add the attention's output, then the perceptron's."""
         x = x + self.dropout(self.attention(self.attention_norm(x)))
-        perceived: Tensor = x + self.dropout(self.perceptron(self.perceptron_norm(x)))
-        return perceived
+        output: Tensor = x + self.dropout(self.perceptron(self.perceptron_norm(x)))
+        return output
 
 
 class GPT(L.LightningModule):
-    """A decoder-only transformer in the manner of GPT-2 (Radford et al., 2019), over bytes.
+    """A decoder-only transformer over bytes, built like GPT-2 (Radford et al., 2019).
 
-    The head shares the embedding's weight, as there.
+    As in GPT-2, the head and the embedding are tied.
 
     Logs ``train_loss``, ``val_loss``, ``val_perplexity``, ``val_bits_per_byte`` and ``test_loss``.
     Losses are means over the batch, in nats per byte.
@@ -94,17 +94,17 @@ class GPT(L.LightningModule):
     Args:
         width: size of the residual stream.
         depth: number of transformer blocks.
-        heads: attention heads in a block; must divide ``width``.
-        context: most bytes that the model can look at.
+        heads: attention heads per block; must divide ``width``.
+        context: largest number of bytes in a sequence.
         dropout: probability of dropping an activation.
-        learning_rate: of AdamW, after the warm-up.
-        weight_decay: for the matrices; biases and norms do not decay.
-        warmup: part of the training in which the learning rate rises linearly; then it falls along
-            a half cosine to a tenth.
+        learning_rate: learning rate of AdamW after the warm-up.
+        weight_decay: weight decay of the matrices; biases and norms have none.
+        warmup: fraction of the training in which the learning rate rises linearly; after it the
+            learning rate falls along a half cosine to a tenth.
         vocabulary: number of tokens.
 
     Raises:
-        ValueError: for arguments out of range, or if ``heads`` does not divide ``width``.
+        ValueError: if an argument is out of range, or ``heads`` does not divide ``width``.
     """
 
     @checked(
@@ -113,10 +113,10 @@ class GPT(L.LightningModule):
         depth=COUNT,
         heads=COUNT,
         context=COUNT,
-        dropout=SHARE,
+        dropout=FRACTION,
         learning_rate=NOT_NEGATIVE,
         weight_decay=NOT_NEGATIVE,
-        warmup=SHARE,
+        warmup=FRACTION,
         vocabulary=COUNT,
     )
     def __init__(
@@ -133,7 +133,7 @@ class GPT(L.LightningModule):
     ) -> None:
         super().__init__()
         if width % heads:
-            raise ValueError(f"heads={heads} must divide width={width}: each head takes a share.")
+            raise ValueError(f"heads={heads} must divide width={width}: heads are equally wide.")
         self.save_hyperparameters()
         self.context = context
         self.learning_rate = learning_rate
@@ -151,7 +151,7 @@ class GPT(L.LightningModule):
         self._initialise(depth)
 
     def _initialise(self, depth: int) -> None:
-        """GPT-2's: normal with 0.02, and less for what 2 x depth residual additions sum up."""
+        """Initialise as GPT-2: normal with 0.02, and smaller before residual additions."""
         for name, parameter in self.model.named_parameters():
             if parameter.dim() < 2:
                 continue
@@ -162,37 +162,37 @@ class GPT(L.LightningModule):
                 nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Scores of every next token: int64 (batch, time) -> (batch, time, vocabulary)."""
+        """Compute the logits of next tokens: int64 (batch, time) -> (batch, time, vocabulary)."""
         logits: Tensor = self.model(tokens)
         return logits
 
-    def loss(self, batch: Batch) -> Tensor:
-        """Mean cross-entropy of the next tokens, in nats: a scalar."""
+    def loss(self, batch: TextBatch) -> Tensor:
+        """Compute the mean cross-entropy of the next tokens, in nats: a scalar."""
         tokens, next_tokens = batch
         return F.cross_entropy(self(tokens).flatten(0, 1), next_tokens.flatten())
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """The loss of a batch, logged each step."""
+    def training_step(self, batch: TextBatch, batch_idx: int) -> Tensor:
+        """Compute and log the loss of a batch."""
         loss = self.loss(batch)
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+    def validation_step(self, batch: TextBatch, batch_idx: int) -> None:
         """Log the mean loss over the validation text."""
         self.log("val_loss", self.loss(batch), prog_bar=True, sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
-        """Log the loss of the whole text in the two units that are usual for language models."""
+        """Log the loss of the whole text as perplexity and as bits per byte."""
         loss = self.trainer.callback_metrics["val_loss"]
         self.log("val_perplexity", loss.exp())
         self.log("val_bits_per_byte", loss / math.log(2))
 
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
+    def test_step(self, batch: TextBatch, batch_idx: int) -> None:
         """Log the mean loss over the test text."""
         self.log("test_loss", self.loss(batch), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        """AdamW, with a linear warm-up and a cosine decay over the whole training."""
+        """Configure AdamW with a linear warm-up and a cosine decay over the whole training."""
         matrices = [parameter for parameter in self.parameters() if parameter.dim() > 1]
         vectors = [parameter for parameter in self.parameters() if parameter.dim() == 1]
         groups = [
@@ -222,15 +222,16 @@ class GPT(L.LightningModule):
 
         Args:
             prompt: the text to start from; not empty.
-            n: bytes to add.
-            temperature: 0 takes the likeliest byte each time, 1 draws as the model believes.
-            seed: makes the draw repeatable.
+            n: number of bytes to add.
+            temperature: 0 takes the likeliest byte each time, 1 samples from the model's
+                distribution.
+            seed: makes sampling repeatable.
 
         Returns:
-            The prompt and its continuation; bytes that are no UTF-8 are shown as U+FFFD.
+            The prompt and its continuation; bytes that are not UTF-8 are replaced by U+FFFD.
 
         Raises:
-            ValueError: for arguments out of range.
+            ValueError: if an argument is out of range.
         """
         generator = torch.Generator()
         if seed is None:
@@ -241,12 +242,12 @@ class GPT(L.LightningModule):
         self.eval()
         tokens = torch.tensor(list(prompt.encode()), device=self.device)[None]
         for _ in range(n):
-            scores = self(tokens[:, -self.context :])[0, -1].float().cpu()
+            logits = self(tokens[:, -self.context :])[0, -1].float().cpu()
             if temperature == 0:
-                drawn = scores.argmax()[None]
+                sampled = logits.argmax()[None]
             else:
-                likelihood = (scores / temperature).softmax(0)
-                drawn = torch.multinomial(likelihood, 1, generator=generator)
-            tokens = torch.cat([tokens, drawn.to(self.device)[None]], dim=1)
+                probabilities = (logits / temperature).softmax(0)
+                sampled = torch.multinomial(probabilities, 1, generator=generator)
+            tokens = torch.cat([tokens, sampled.to(self.device)[None]], dim=1)
         self.train(training)
         return bytes(tokens[0].tolist()).decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Text as bytes: a data module for any file, folder or glob; by default Python's own sources."""
+"""Loads text as bytes from a file, folder or glob; by default the sources of Python's library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_axosparse.arguments import (
+from lightning_axosparse.support.arguments import (
     BYTES,
     COUNT,
     INDEX,
@@ -26,19 +26,19 @@ from lightning_axosparse.arguments import (
 )
 
 VOCABULARY = 256
-"""A byte has 256 values: the vocabulary of every model trained on bytes."""
+"""Vocabulary of a model trained on bytes."""
 
-# Of the folder of Python's sources: what others installed, what tests, and what is tables.
+# Folders of Python's library that are not its sources: installed packages, tests, tables.
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Non-overlapping windows of a text, in its order, each with the bytes that follow its own.
+    """Non-overlapping windows of a text, in order, each with the next byte of each of its bytes.
 
     Args:
         text: the bytes, uint8, shape (n,).
-        context: bytes in a window.
-        at_most: take no more windows than this, evenly spread over the text; None: all.
+        context: bytes per window.
+        at_most: largest number of windows, evenly spread over the text; None: all.
     """
 
     def __init__(self, text: Tensor, context: int, at_most: int | None = None) -> None:
@@ -51,17 +51,17 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return self.size
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """The window's bytes and, for each of them, the next one: two int64 of shape (context,)."""
+        """Return the window's bytes and their next bytes: two int64 tensors of shape (context,)."""
         start = index * self.fitting // self.size * self.context
         window = self.text[start : start + self.context + 1].long()
         return window[:-1], window[1:]
 
 
 class EpochShuffle(Sampler[int]):
-    """Each epoch its own order, which the seed and the epoch alone decide.
+    """Shuffles in an order that depends only on the seed and the epoch.
 
-    So every rank and every resumed run sees the same order, whatever else drew random numbers.
-    Lightning calls :meth:`set_epoch`.
+    So every rank and every resumed run has the same order, whatever other random numbers were
+    drawn. Lightning calls :meth:`set_epoch`.
     """
 
     def __init__(self, size: int, seed: int) -> None:
@@ -70,7 +70,7 @@ class EpochShuffle(Sampler[int]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next iteration."""
+        """Set the epoch of the next iteration."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -82,24 +82,24 @@ class EpochShuffle(Sampler[int]):
 
 
 class TextDataModule(L.LightningDataModule):
-    """A text, byte by byte, cut into contiguous parts for training, validation and test.
+    """A text as bytes, split into contiguous parts for training, validation and test.
 
     A batch is ``(bytes, next_bytes)``, both int64 of shape (batch_size, context).
 
     Args:
-        path: a file, a folder (all files in it, sorted) or a glob. None: the sources of Python's
+        path: a file, a folder (all its files, sorted) or a glob. None: the sources of Python's
             standard library, which every machine has.
-        context: bytes in a window.
-        batch_size: windows in a batch.
-        held_out: the part of the text for validation, and again for test.
-        max_held_out: validate and test with no more than this many windows each, evenly spread.
-        max_bytes: read no more than this many bytes.
-        seed: decides the order of the training windows.
-        num_workers: processes that load batches.
+        context: bytes per window.
+        batch_size: windows per batch.
+        held_out: fraction of the text for validation, and the same again for test.
+        max_held_out: largest number of windows for validation and for test, evenly spread.
+        max_bytes: largest number of bytes to read.
+        seed: seed of the order of the training windows.
+        num_workers: number of processes that load batches.
 
     Raises:
-        MisconfigurationException: for arguments out of range, a path that names no file, or too
-            little text.
+        MisconfigurationException: if an argument is out of range, ``path`` matches no file, or
+            there is too little text.
     """
 
     @checked(
@@ -137,7 +137,7 @@ class TextDataModule(L.LightningDataModule):
         self._held_out_bytes(size if max_bytes is None else min(size, max_bytes))
 
     def setup(self, stage: str) -> None:
-        """Read the text and cut it: the last two parts of ``held_out`` validate and test."""
+        """Read the text and split it: its end is for validation and test."""
         text = read_text(text_files(self.path), self.max_bytes)
         held_out = self._held_out_bytes(len(text))
         self.train = Windows(text[: -2 * held_out], self.context)
@@ -146,7 +146,7 @@ class TextDataModule(L.LightningDataModule):
         self.test = Windows(test, self.context, self.max_held_out)
 
     def _held_out_bytes(self, size: int) -> int:
-        """Bytes of a text of ``size`` bytes for validation, and again for test."""
+        """Return the bytes for validation, and again for test, of a text of ``size`` bytes."""
         held_out, needed = int(size * self.held_out), self.context + 1
         if held_out < needed:
             raise MisconfigurationException(
@@ -157,7 +157,7 @@ class TextDataModule(L.LightningDataModule):
         return held_out
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """The training windows, in a new order each epoch; a short last batch is left out."""
+        """Load the training windows, shuffled anew each epoch, without an incomplete last batch."""
         if len(self.train) < self.batch_size:
             raise MisconfigurationException(
                 f"Too little text: {len(self.train)} training windows of context={self.context} "
@@ -167,11 +167,11 @@ class TextDataModule(L.LightningDataModule):
         return self._loader(self.train, sampler=order, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """The validation windows, in the order of the text."""
+        """Load the validation windows in the order of the text."""
         return self._loader(self.validation)
 
     def test_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """The test windows, in the order of the text."""
+        """Load the test windows in the order of the text."""
         return self._loader(self.test)
 
     def _loader(
@@ -188,10 +188,10 @@ class TextDataModule(L.LightningDataModule):
 
 
 def text_files(path: str | os.PathLike[str] | None) -> list[Path]:
-    """The files that ``path`` names, sorted; None names the standard library's sources.
+    """Return the files that ``path`` matches, sorted; for None the standard library's sources.
 
     Raises:
-        MisconfigurationException: if there is no such file.
+        MisconfigurationException: if no file matches.
     """
     named = Path(standard_library() if path is None else path).expanduser()
     if path is None:
@@ -213,12 +213,12 @@ def text_files(path: str | os.PathLike[str] | None) -> list[Path]:
 
 
 def standard_library() -> Path:
-    """The folder of this Python's own sources."""
+    """Return the folder of the standard library's sources."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def read_text(files: list[Path], max_bytes: int | None = None) -> Tensor:
-    """The files one after the other, at most ``max_bytes`` of them: uint8 of shape (n,)."""
+    """Read and concatenate the files, at most ``max_bytes`` bytes: uint8 of shape (n,)."""
     text = bytearray()
     for file in files:
         text += file.read_bytes()

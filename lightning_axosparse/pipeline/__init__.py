@@ -1,1 +1,4 @@
-"""The pipeline: schedule, engine, stages, and how a module is dealt to them."""
+"""Partitions a module into stages and runs its steps on them: schedule, engine, micro-batches.
+
+It may import from support, distributed, sparse and pruning.
+"""

@@ -1,4 +1,4 @@
-"""Batch layout: which leaves of a batch hold one entry per sample, and along which dimension."""
+"""Finds out which leaves of a batch have one entry per sample, and along which dimension."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 Path: TypeAlias = tuple[str, ...]
-"""Where a leaf stands in a batch: what a user would write behind ``batch``, step by step."""
+"""The position of a leaf in a batch: what a user would write after ``batch``, step by step."""
 
 ASK = (
     "Give AxoSparseStrategy(split_batch=...) a function (batch, microbatches) -> list of "
@@ -24,14 +24,14 @@ _PLAIN = (str, bytes, int, float, complex, bool, Enum, type(None), np.generic)
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How a loader's batches are cut; can be pickled.
+    """How the batches of a loader are split; can be pickled.
 
     Attributes:
-        dims: what is cut, and along which dimension; lists and tuples of one entry per sample are
-            cut along 0.
-        whole: what every micro-batch is handed whole.
-        objects: those of ``whole`` that are neither arrays nor plain values, so that nobody can
-            tell whether they hold one entry per sample.
+        dims: the leaves that are split, and along which dimension; lists and tuples of one entry
+            per sample are split along 0.
+        whole: the leaves of which every micro-batch gets all.
+        objects: those of ``whole`` that are neither arrays nor plain values, so that it is unknown
+            whether they have one entry per sample.
     """
 
     dims: Mapping[Path, int]
@@ -39,7 +39,7 @@ class BatchLayout:
     objects: tuple[Path, ...] = ()
 
     def sizes(self, batch: Any) -> dict[Path, int]:
-        """Length of each leaf that is cut, along its dimension; all the same in a sound batch."""
+        """Length of each leaf that is split, along its dimension; equal in a valid batch."""
         return {
             path: node.shape[self.dims[path]] if is_array(node) else len(node)
             for path, node in _nodes(batch, self.dims)
@@ -82,7 +82,7 @@ class BatchLayout:
 
 @dataclass(frozen=True)
 class Key:
-    """One entry of a container: how to find it, and what a user would write."""
+    """One entry of a container: its key or index, and what a user would write."""
 
     value: Any
     text: str
@@ -113,18 +113,18 @@ def children(node: Any) -> dict[Key, Any]:
 
 
 def rebuilt(node: Any, entries: Mapping[Key, Any]) -> Any:
-    """A container like ``node`` with other entries, and whatever else it carries."""
+    """A copy of a container with other entries."""
     if isinstance(node, Mapping):
         return _rebuilt_mapping(node, {key.value: value for key, value in entries.items()})
     if isinstance(node, tuple) and hasattr(node, "_make"):
         return node._make(entries.values())
     if isinstance(node, (list, tuple)):
         return _like(node, list(entries.values()))
-    twin = copy.copy(node)
+    other = copy.copy(node)
     for key, value in entries.items():
         # Also where the dataclass is frozen.
-        object.__setattr__(twin, key.value, value)
-    return twin
+        object.__setattr__(other, key.value, value)
+    return other
 
 
 def arrays(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -141,10 +141,10 @@ def nested_lists(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def collated(batch: Any) -> BatchLayout:
-    """The layout that torch's ``default_collate`` makes: the batch dimension is everybody's first.
+    """The layout of torch's ``default_collate``: the batch dimension is always the first.
 
     Args:
-        batch: what it returned: arrays, and lists or tuples of one string a sample.
+        batch: what it returned: arrays, and lists or tuples of one string per sample.
     """
 
     def is_cut(path: Path, node: Any) -> int | None:
@@ -177,14 +177,14 @@ def observed(two: Any, three: Any) -> BatchLayout | None:
 
 
 def inferred(batch: Any, batch_size: int | None = None) -> BatchLayout:
-    """The layout that one batch suggests by itself: all first dimensions agree.
+    """The layout inferred from one batch alone: all first dimensions agree.
 
     Args:
         batch: the batch.
-        batch_size: what its loader says that the number of samples is; it may be short of it.
+        batch_size: of its loader; the batch may have fewer samples.
 
     Raises:
-        ValueError: naming the leaf of which it is not clear whether and how it is cut.
+        ValueError: naming the leaf that may or may not have to be split.
     """
     samples = _count(batch, batch_size)
     if samples is None:
@@ -253,7 +253,7 @@ def _disagreement(batch: Any, path: Path, node: Any, samples: int) -> str:
 
 
 def _follow(two: Any, three: Any, path: Path, dims: dict[Path, int]) -> bool:
-    """Find what has 2 entries in one batch and 3 in the other; False if structures differ."""
+    """Find the leaves of 2 entries in one batch and 3 in the other; False if structures differ."""
     if type(two) is not type(three):
         return False
     if is_array(two):
@@ -339,10 +339,10 @@ def _is_plain(node: Any) -> bool:
 def _rebuilt_mapping(node: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
     if not isinstance(node, MutableMapping):
         return type(node)(entries)  # type: ignore[call-arg]
-    twin = copy.copy(node)
+    other = copy.copy(node)
     for key, value in entries.items():
-        twin[key] = value
-    return twin
+        other[key] = value
+    return other
 
 
 def _like(node: Any, entries: Any) -> Any:

@@ -1,99 +1,116 @@
-"""Engine: runs the stages of this process through one batch, whatever message has arrived."""
+"""Runs batches through the stages of this process, whichever message arrives first."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
 
-from torch import Tensor
-
-from lightning_axosparse.backoff import BackOff
-from lightning_axosparse.pipeline.link import Link
-from lightning_axosparse.pipeline.message import tensors
+from lightning_axosparse.distributed.backoff import BackOff
+from lightning_axosparse.distributed.rank_status import this_rank
+from lightning_axosparse.pipeline.in_flight import InFlightLimit
+from lightning_axosparse.pipeline.message import Gradients, tensors
+from lightning_axosparse.pipeline.p2p import Link
+from lightning_axosparse.pipeline.reductions import ReductionTracker
+from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.schedule import ForwardOnly, Op, Schedule
-from lightning_axosparse.timing import clock
-from lightning_axosparse.whereabouts import here
-
-Compute = Callable[[int, Any], Any]
-"""``(microbatch, received) -> output``: one forward pass; on the last stage nothing is sent."""
-
-
-class Gradients(NamedTuple):
-    """What a stage sends back for a micro-batch.
-
-    Attributes:
-        tensors: the gradient of each leaf of the activation; None where there is none.
-        factor: with the last micro-batch, what the gradients of the whole batch are still to be
-            multiplied by (see ``loss_weights``).
-    """
-
-    tensors: list[Tensor | None]
-    factor: float
+from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
+from lightning_axosparse.pipeline.stage_step import (
+    Batch,
+    StageStep,
+    TrainingBatch,
+    TrainingStageStep,
+)
+from lightning_axosparse.support.trace import clock
 
 
-Differentiate = Callable[[int, Any, "Gradients | None"], float]
-"""``(microbatch, output, gradients) -> factor``: one backward pass; the last stage gets none."""
+class Forward(Protocol):
+    """The forward passes of a stage."""
+
+    def forward(self, microbatch: int, received: Any, /) -> Any:
+        """Compute a micro-batch; what is returned is sent to the next stage, if there is one."""
 
 
-class StageEngine:
-    """One stage's passage through one batch.
+class ForwardBackward(Forward, Protocol):
+    """The forward and backward passes of a stage."""
+
+    def backward(self, microbatch: int, output: Any, gradients: Gradients | None, /) -> float:
+        """Differentiate what ``forward`` returned; the last stage gets no gradients.
+
+        Returns:
+            The factor to send to the previous stage.
+        """
+
+
+class StageRun:
+    """The state of one stage in one batch.
 
     Args:
         stage: index of the stage.
         stages: number of stages.
         schedule: decides what runs next.
-        link: messages from and to the neighbours.
-        compute: runs a forward pass.
-        differentiate: runs a backward pass.
+        link: messages from and to the adjacent stages.
+        passes: computes; :class:`ForwardBackward` unless the schedule is ``ForwardOnly``.
     """
 
     def __init__(
-        self,
-        stage: int,
-        stages: int,
-        schedule: Schedule,
-        link: Link,
-        compute: Compute,
-        differentiate: Differentiate,
+        self, stage: int, stages: int, schedule: Schedule, link: Link, passes: Forward
     ) -> None:
-        self.stage = stage
-        self.schedule = schedule
+        self.stage, self.schedule, self.passes = stage, schedule, passes
         self.peak_in_flight = 0
+        """Most micro-batches that the stage has held between forward and backward."""
         self._first, self._last = stage == 0, stage == stages - 1
-        self._link, self._compute, self._differentiate = link, compute, differentiate
-        self._activations_used = 0
-        self._gradients_used = 0
-        self._live: dict[int, tuple[Any, Any]] = {}
+        self._link = link
+        self._activations_used = self._gradients_used = 0
+        self._held: dict[int, tuple[Any, Any]] = {}
         forward_only = isinstance(schedule, ForwardOnly)
         link.begin(schedule.microbatches, 0 if forward_only else schedule.microbatches)
 
     def start_next(self) -> Op | None:
         """Take in what has arrived and start what the schedule chooses, if anything."""
-        self._link.poll()
-        everything = self.schedule.microbatches
-        activations = self._activations_used + len(self._link.activations)
-        gradients = self._gradients_used + len(self._link.gradients)
-        return self.schedule.start_next(
-            everything if self._first else activations, everything if self._last else gradients
-        )
+        link = self._link
+        link.poll()
+        activations = gradients = self.schedule.microbatches
+        if not self._first:
+            activations = self._activations_used + len(link.activations)
+        if not self._last:
+            gradients = self._gradients_used + len(link.gradients)
+        return self.schedule.start_next(activations, gradients)
 
-    def run(self, op: Op) -> None:
-        """Run one pass and send its result on."""
-        here().begin_pass(op.kind, op.microbatch)
-        with clock.span(op.kind, self.stage, op.microbatch):
-            if op.kind == "forward":
-                self._forward(op.microbatch)
-            else:
-                self._backward(op.microbatch)
+    def receive_activation(self) -> Any:
+        """The next activation of the previous stage; None on the first stage."""
+        if self._first:
+            return None
+        self._activations_used += 1
+        return self._link.activations.popleft()
+
+    def send_activation(self, microbatch: int, received: Any, output: Any) -> None:
+        """Send the output of a forward pass on, and keep what its backward pass needs."""
+        if self.schedule.held:
+            self._held[microbatch] = received, output
+            self.peak_in_flight = max(self.peak_in_flight, len(self._held))
+        if not self._last:
+            self._link.send_activation(output)
+
+    def backward(self, microbatch: int) -> None:
+        """Run a backward pass and send the gradients of what was received back."""
+        received, output = self._held.pop(microbatch)
+        gradients = None
+        if not self._last:
+            gradients = self._link.gradients.popleft()
+            self._gradients_used += 1
+        factor = cast(ForwardBackward, self.passes).backward(microbatch, output, gradients)
+        if not self._first:
+            leaves = [None if t is None else t.grad for t in tensors(received)]
+            self._link.send_gradient(Gradients(leaves, factor))
 
     def awaited(self) -> str:
-        """What this stage cannot go on without, in words."""
+        """The messages without which this stage cannot continue, in words."""
         missing, forwards, backwards = [], self.schedule.forwards, self.schedule.backwards
         if not self._first and forwards < self.schedule.microbatches:
-            source = here().rank - 1
+            source = this_rank().rank - 1
             missing.append(f"the activation of micro-batch {forwards} from rank {source}")
         if not self._last and backwards < forwards:
-            source = here().rank + 1
+            source = this_rank().rank + 1
             missing.append(f"the gradient of micro-batch {backwards} from rank {source}")
         return " or ".join(missing)
 
@@ -101,52 +118,126 @@ class StageEngine:
         """Wait until everything sent has left."""
         self._link.end()
 
-    def _forward(self, microbatch: int) -> None:
-        received = None
-        if not self._first:
-            received = self._link.activations.popleft()
-            self._activations_used += 1
-        output = self._compute(microbatch, received)
-        if self.schedule.held:
-            self._live[microbatch] = received, output
-            self.peak_in_flight = max(self.peak_in_flight, len(self._live))
-        if not self._last:
-            self._link.send_activation(output)
 
-    def _backward(self, microbatch: int) -> None:
-        received, output = self._live.pop(microbatch)
-        gradients = None
-        if not self._last:
-            gradients = self._link.gradients.popleft()
-            self._gradients_used += 1
-        factor = self._differentiate(microbatch, output, gradients)
-        if not self._first:
-            leaves = [None if t is None else t.grad for t in tensors(received)]
-            self._link.send_gradient(Gradients(leaves, factor))
+def run(stages: Sequence[StageRun]) -> None:
+    """Run stages of this process to the end of the batch."""
+    while unfinished := [stage for stage in stages if not stage.schedule.finished]:
+        stage, (kind, microbatch) = _next(unfinished)
+        this_rank().begin_pass(kind, microbatch)
+        with clock.span(kind, stage.stage, microbatch):
+            if kind == "forward":
+                received = stage.receive_activation()
+                output = stage.passes.forward(microbatch, received)
+                stage.send_activation(microbatch, received, output)
+                # Held no longer than the backward pass needs them.
+                del received, output
+            else:
+                stage.backward(microbatch)
+    for stage in stages:
+        stage.end()
 
 
-def run(engines: Sequence[StageEngine]) -> None:
-    """Run all stages of this process to the end of the batch."""
-    while unfinished := [engine for engine in engines if not engine.schedule.finished]:
-        engine, op = _next(unfinished)
-        engine.run(op)
-    for engine in engines:
-        engine.end()
-
-
-def _next(engines: Sequence[StageEngine]) -> tuple[StageEngine, Op]:
-    work = _startable(engines)
-    if work is None:
-        first = engines[0]
+def _next(stages: Sequence[StageRun]) -> tuple[StageRun, Op]:
+    """The stage that can run a pass, and the pass; waits for messages until there is one."""
+    startable = _startable(stages)
+    if startable is None:
+        first = stages[0]
         with clock.span("wait", first.stage), BackOff(first.awaited) as back_off:
-            while (work := _startable(engines)) is None:
+            while (startable := _startable(stages)) is None:
                 back_off.pause()
-    return work
+    return startable
 
 
-def _startable(engines: Sequence[StageEngine]) -> tuple[StageEngine, Op] | None:
-    for engine in engines:
-        op = engine.start_next()
+def _startable(stages: Sequence[StageRun]) -> tuple[StageRun, Op] | None:
+    for stage in stages:
+        op = stage.start_next()
         if op is not None:
-            return engine, op
+            return stage, op
     return None
+
+
+class Pipeline:
+    """The stages of this process.
+
+    Args:
+        layers: the pipelined layers.
+        links: the link of each stage in this process: one stage, or all of them.
+        schedule: class of the training schedule.
+        limit: most micro-batches that a stage may hold.
+        rng: random numbers of the pipeline.
+        tracker: follows the reductions in steps of the last stage.
+    """
+
+    def __init__(
+        self,
+        layers: PipelinedLayers,
+        links: Mapping[int, Link],
+        schedule: type[Schedule],
+        limit: InFlightLimit,
+        rng: PipelineRNG,
+        tracker: ReductionTracker,
+    ) -> None:
+        self.limit = limit
+        self.peak_in_flight: dict[int, int] = {}
+        """Most micro-batches that each stage of this process held in its last training batch."""
+        self._layers, self._links, self._schedule = layers, links, schedule
+        self._rng, self._tracker = rng, tracker
+        self._stages = len(layers.parts)
+
+    def train(self, batch: TrainingBatch) -> TrainingStageStep | None:
+        """Run a training step forward and backward.
+
+        Returns:
+            The last stage's step, which has the losses and the outputs; None on other ranks.
+        """
+        self.limit.begin_batch()
+        first, shared = min(self._links), (batch, self._layers, self._rng, self._tracker)
+        steps = {
+            stage: TrainingStageStep(stage, *shared, self.limit, is_first_here=stage == first)
+            for stage in self._links
+        }
+        runs = self._runs(steps, self._schedule, len(batch.microbatches))
+        with self._rng.batch():
+            run(runs)
+        self.peak_in_flight = {each.stage: each.peak_in_flight for each in runs}
+        return steps.get(self._stages - 1)
+
+    def evaluate(self, batch: Batch) -> StageStep | None:
+        """Run a step forward only.
+
+        Returns:
+            The last stage's step, which has the outputs; None on other ranks.
+        """
+        steps = {stage: self._step(stage, batch) for stage in self._links}
+        with self._rng.batch():
+            run(self._runs(steps, ForwardOnly, len(batch.microbatches)))
+        return steps.get(self._stages - 1)
+
+    def repeat_last_stage(self, batch: Batch, received: Sequence[Any]) -> list[Any]:
+        """Run the last stage's part of a step again, forward only and without messages.
+
+        Args:
+            batch: the batch and the user's step.
+            received: what the last stage receives for each micro-batch.
+
+        Returns:
+            What the step returned for each.
+        """
+        step = self._step(self._stages - 1, batch)
+        with self._rng.generators_restored():
+            for microbatch, activation in enumerate(received):
+                step.forward(microbatch, activation)
+        return step.outputs
+
+    def _step(self, stage: int, batch: Batch) -> StageStep:
+        return StageStep(stage, batch, self._layers, self._rng, self._tracker)
+
+    def _runs(
+        self, steps: Mapping[int, StageStep], schedule: type[Schedule], microbatches: int
+    ) -> list[StageRun]:
+        stages, limit = self._stages, self.limit.value
+        runs = []
+        for stage, step in steps.items():
+            decides = schedule(stage, stages, microbatches, limit)
+            runs.append(StageRun(stage, stages, decides, self._links[stage], step))
+        return runs

@@ -1,57 +1,53 @@
-"""Loss check: the loss of a whole batch beside what its micro-batches' losses combine to."""
+"""Compares the loss of a whole batch with what the losses of its micro-batches combine to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from lightning_axosparse.pipeline.microbatch import MicroBatch, merge
-from lightning_axosparse.pipeline.step import loss_of
-
-Again = Callable[[Sequence[MicroBatch], Sequence[Any]], list[Any]]
-"""``(microbatches, received) -> outputs``: the last stage's part of a step, forward only."""
+from lightning_axosparse.pipeline.engine import Pipeline
+from lightning_axosparse.pipeline.microbatch import MicroBatch
+from lightning_axosparse.pipeline.outputs import merge
+from lightning_axosparse.pipeline.stage_step import TrainingBatch, loss_of
+from lightning_axosparse.support.torch_internals import tree_map
 
 
 def check_loss(
-    again: Again,
-    batch: Any,
-    microbatches: Sequence[MicroBatch],
-    received: Sequence[Any],
-    module: nn.Module,
-    tolerance: float,
+    pipeline: Pipeline, training: TrainingBatch, batch: Any, module: nn.Module, tolerance: float
 ) -> None:
     """Compare the loss of a batch as a whole with that of its micro-batches.
 
     The module computes in evaluation mode, so that dropout makes no difference; only the layers of
-    the last stage compute, on what the previous stage had sent.
+    the last stage compute, on what the previous stage has sent.
 
     Args:
-        again: computes the last stage's part of the step.
+        pipeline: the stages of this process, with the last.
+        training: the batch as it was trained on, with what the last stage received.
         batch: the whole batch.
-        microbatches: its micro-batches.
-        received: what the last stage received for each of them.
         module: the user's module.
         tolerance: largest relative difference.
 
     Raises:
         MisconfigurationException: if the losses differ by more.
     """
-    sizes = [part.size for part in microbatches]
-    whole = MicroBatch(batch, sum(sizes), 1.0)
+    parts, received = training.microbatches, training.received
+    assert received is not None
+    sizes = [part.size for part in parts]
+    whole = replace(training, microbatches=[MicroBatch(batch, sum(sizes), 1.0)])
     with torch.no_grad(), evaluating(module):
-        outputs = again([whole], [joined(received, sizes)])
+        outputs = pipeline.repeat_last_stage(whole, [joined(received, sizes)])
         theirs = float(loss_of(merge(outputs, [1.0])))
-        outputs = again(microbatches, received)
-        ours = float(loss_of(merge(outputs, [part.weight for part in microbatches], sizes)))
+        outputs = pipeline.repeat_last_stage(training, received)
+        ours = float(loss_of(merge(outputs, [part.weight for part in parts], sizes)))
     if abs(ours - theirs) > tolerance * max(abs(theirs), 1e-6):
         raise MisconfigurationException(
-            f"The loss of a whole batch is {theirs:.6g}, but those of its {len(microbatches)} "
+            f"The loss of a whole batch is {theirs:.6g}, but those of its {len(parts)} "
             f"micro-batches combine to {ours:.6g}: it is no mean, or sum, over samples, as losses "
             "that compare samples with each other are not. AxoSparseStrategy(microbatches=1) is "
             "exact; microbatch_loss= and microbatch_weight= say how losses combine; "
@@ -92,4 +88,4 @@ def joined(trees: Sequence[Any], sizes: Sequence[int]) -> Any:
                 return torch.cat([leaf.detach() for leaf in leaves], dim)
         return first
 
-    return pytree.tree_map(join, *trees)
+    return tree_map(join, *trees)

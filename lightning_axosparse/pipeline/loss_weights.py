@@ -1,9 +1,9 @@
-"""Loss weights: what each micro-batch's loss counts for in the loss of the batch.
+"""Weighs the losses of micro-batches, so that they add up to the loss of the batch.
 
-Denominators are seen when the last stage has computed a loss, so the weights of the first
-micro-batches are needed before all denominators are known. They are provisional: right but for one
-factor, the same for the whole batch. It is known before the last backward pass of the last stage,
-and travels to the other stages with the gradients of the last micro-batch.
+The denominator of a loss is known once the last stage has computed it, so the first micro-batches
+are differentiated before all denominators are known. Their weights are provisional: correct up to
+one factor, which is the same for the whole batch. The factor is known before the last backward pass
+of the last stage, and is sent to the other stages with the gradients of the last micro-batch.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_axosparse.distributed.process_groups import all_sum
 from lightning_axosparse.pipeline.microbatch import MicroBatch
-from lightning_axosparse.pipeline.reductions import Reduction, Reductions, Weighting, denominators
+from lightning_axosparse.pipeline.reductions import Reduction, Reductions
+from lightning_axosparse.pipeline.weighting import Weighting, denominators
 
 MicrobatchLoss = Literal["auto", "mean", "sum"]
 MicrobatchWeight = str | Callable[[Any], float]
 
 _IGNORED = -100
-"""The label that losses of torch and of Hugging Face leave out unless told otherwise."""
+"""The label that losses of torch and of Hugging Face ignore by default."""
 
 _CHOOSE = (
     "Say what is meant: AxoSparseStrategy(microbatch_loss='sum') adds the losses of micro-batches "
@@ -42,7 +45,8 @@ class LossRule(NamedTuple):
     Attributes:
         loss: as for :class:`LossWeights`.
         weight: as for :func:`weigh_by`; None where there is no such rule.
-        check: whether the first training batch is computed as a whole, too, for comparison.
+        check: whether the loss of the first training batch is also computed on the whole batch, for
+            comparison.
     """
 
     loss: MicrobatchLoss = "auto"
@@ -56,10 +60,10 @@ class LossWeights:
     Args:
         microbatches: the micro-batches that this pipeline computes, in order.
         samples: number of samples in the whole batch.
-        loss: "mean" weighs by denominators, where they were seen, and else by samples; "sum" adds
-            up; "auto" does either, as the losses turn out to be; "given" takes the micro-batches'
-            own weights.
-        total: adds a number up over the pipelines that share the batch; collective among them.
+        loss: "mean" weighs by denominators where they are known, otherwise by samples; "sum" adds
+            up; "auto" chooses between them by the reductions of the losses; "given" takes the
+            weights of ``microbatches``.
+        replicas: the last stages of the replicas that share the batch; None for one replica.
     """
 
     def __init__(
@@ -67,19 +71,19 @@ class LossWeights:
         microbatches: Sequence[MicroBatch],
         samples: int,
         loss: MicrobatchLoss | Literal["given"] = "auto",
-        total: Callable[[float], float] = lambda count: count,
+        replicas: dist.ProcessGroup | None = None,
     ) -> None:
         self._microbatches, self._samples = microbatches, samples
-        self._loss, self._add_up = loss, total
+        self._loss, self._replicas = loss, replicas
         self._weightings: list[Weighting] = []
         self._reference: tuple[float, int] | None = None
         self._total: float | None = None
 
     def add(self, reductions: Reductions) -> Weighting:
-        """Note what the next micro-batch's loss came from; to be called in order.
+        """Add the reductions of the next micro-batch's loss; to be called in order.
 
         Returns:
-            How the loss counts among those of the other micro-batches.
+            How the loss is weighted among those of the other micro-batches.
         """
         weighting = Weighting.of(reductions)
         if self._loss == "sum" or (self._loss == "auto" and weighting.kind == "sum"):
@@ -94,16 +98,16 @@ class LossWeights:
     def weight(self, index: int) -> float:
         """The provisional weight of a micro-batch whose loss was added.
 
-        It is the micro-batch's share of the samples, to the bit, as long as denominators are
-        proportional to samples: quotients of whole numbers are rounded once. A micro-batch without
-        a denominator weighs nothing; if that is so of the whole batch, the last one is
-        differentiated, for gradients of zero, or NaN, as on one process.
+        While denominators are proportional to samples, it equals to the bit the fraction of the
+        samples in the micro-batch: quotients of whole numbers are rounded once. A micro-batch
+        whose denominator is zero has no weight; if all are zero, the last one is differentiated,
+        which gives gradients of zero or NaN as on one process.
         """
         part, weighting = self._microbatches[index], self._weightings[index]
         if weighting.kind == "sum":
             return 1.0
         if weighting.kind != "mean":
-            return part.weight  # An empty sum has no gradient that it could weigh.
+            return part.weight  # The gradient of an empty sum is zero.
         if self._reference is None:
             is_last = index == len(self._microbatches) - 1
             return part.weight if is_last and not self._denominator() else 0.0
@@ -111,7 +115,7 @@ class LossWeights:
         return weighting.weight * size / (count * self._samples)
 
     def factor(self) -> float:
-        """What all provisional weights have to be multiplied by; after the last was added."""
+        """What all provisional weights have to be multiplied by; known after the last was added."""
         total = self._denominator()
         if self._reference is None:
             return 1.0
@@ -126,16 +130,18 @@ class LossWeights:
         if self._total is None:
             sizes = [float(part.size) for part in self._microbatches]
             counts = denominators(self._weightings, sizes) if self._averages() else [0.0]
-            self._total = self._add_up(sum(counts))
+            count = torch.tensor(sum(counts), dtype=torch.float64)
+            self._total = float(all_sum(count, self._replicas))
         return self._total
 
 
 def weigh_by(rule: MicrobatchWeight, microbatches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Weigh micro-batches by a user's own rule.
+    """Weigh micro-batches by a user's rule.
 
     Args:
         rule: a function of a part of the batch that returns its weight; or the name of an entry of
-            the batch, where integers count if they are not -100 and other values by their sum.
+            the batch: the weight is the number of integers that are not -100, or the sum of other
+            values.
         microbatches: the micro-batches of a whole batch.
 
     Returns:
@@ -191,14 +197,14 @@ def validate_losses(losses: Sequence[Reductions], sizes: Sequence[int]) -> str |
     """Check that the losses of a batch's micro-batches combine to what one process computes.
 
     Args:
-        losses: what the loss of each micro-batch came from; at least two.
+        losses: the reductions of each micro-batch's loss; at least two.
         sizes: samples in each micro-batch.
 
     Returns:
-        What to warn of, if they combine only nearly; else None.
+        A warning, if they combine approximately; otherwise None.
 
     Raises:
-        MisconfigurationException: if the result would be another one.
+        MisconfigurationException: if they do not combine to it.
     """
     if all(len(loss) == 1 and _is_plain(loss[0]) for loss in losses):
         return None
@@ -243,7 +249,7 @@ def validate_losses(losses: Sequence[Reductions], sizes: Sequence[int]) -> str |
 
 
 def _by_samples(losses: Sequence[Reductions], sizes: Sequence[int]) -> bool:
-    """Whether there are denominators, all of which are proportional to samples."""
+    """Whether there are denominators, and all are proportional to samples."""
     counts = [
         (loss[0].count, size)
         for loss, size in zip(losses, sizes, strict=True)
@@ -279,7 +285,7 @@ def _is_plain(reduction: Reduction) -> bool:
 
 
 def _varies(column: Sequence[Reduction]) -> bool:
-    """Whether micro-batches differ; what is computed from weights alone does not."""
+    """Whether the values of micro-batches differ; terms of parameters alone do not."""
     values = [None if reduction.value is None else float(reduction.value) for reduction in column]
     return None in values or len(set(values)) > 1
 

@@ -1,8 +1,9 @@
-"""Partition: which consecutive layers of a container each stage computes."""
+"""Assigns consecutive layers of a container to pipeline stages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,8 +11,87 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 
+class Partition(NamedTuple):
+    """Which layers of a module each stage computes.
+
+    Attributes:
+        names: the layers' names in the module.
+        layers: the layers, in order.
+        parts: the layer indices of each stage.
+        costs: cost of each layer.
+        measure: unit of the costs: "parameters" or "time".
+        given: whether the user gave the number of layers of each stage.
+    """
+
+    names: list[str]
+    layers: list[nn.Module]
+    parts: list[range]
+    costs: Sequence[float]
+    measure: str
+    given: bool = False
+
+    def with_stages(self, stages: int) -> Partition:
+        """Partition the same layers into fewer stages; parts that the user gave are joined.
+
+        Args:
+            stages: a divisor of the present number of stages.
+        """
+        joined = len(self.parts) // stages
+        if self.given:
+            firsts, lasts = self.parts[::joined], self.parts[joined - 1 :: joined]
+            parts = [range(a.start, b.stop) for a, b in zip(firsts, lasts, strict=True)]
+        else:
+            parts = balance(self.costs, stages)
+        return self._replace(parts=parts)
+
+    def by_time(self, seconds: Sequence[float]) -> Partition:
+        """Partition the same layers so that the slowest stage takes as little time as possible.
+
+        Args:
+            seconds: time that each layer takes.
+        """
+        parts = balance(seconds, len(self.parts))
+        return self._replace(parts=parts, costs=seconds, measure="time")
+
+    def __str__(self) -> str:
+        """The number of layers of each stage, and how unequal their costs are."""
+        sizes = " + ".join(str(len(part)) for part in self.parts)
+        worst = imbalance(self.costs, self.parts)
+        return (
+            f"Layers {self.names[0]!r} to {self.names[-1]!r} partitioned into {len(self.parts)} "
+            f"stages: {sizes}. The largest stage has {worst:.2f} times the mean stage's "
+            f"{self.measure}."
+        )
+
+
+UNPARTITIONED = Partition([], [], [range(0)], [], "parameters")
+"""One stage, which computes the module as it is."""
+
+
+def partition_layers(
+    module: nn.Module, container: str | None, sizes: Sequence[int] | None, stages: int
+) -> Partition:
+    """Partition the layers of a module's container into stages.
+
+    Args:
+        module: the user's module.
+        container: attribute path of the container; None for the only candidate.
+        sizes: layers of each stage; None balances by parameters.
+        stages: number of stages.
+
+    Raises:
+        MisconfigurationException: if there is no such container or not enough layers.
+    """
+    path, found = find_container(module, container, stages)
+    names = [f"{path}.{key}" for key, _ in found.named_children()]
+    layers = list(found.children())
+    counts = count_parameters(layers)
+    parts = balance(counts, stages) if sizes is None else parts_of_sizes(sizes, len(layers), stages)
+    return Partition(names, layers, parts, counts, "parameters", given=sizes is not None)
+
+
 def find_container(module: nn.Module, path: str | None, stages: int) -> tuple[str, nn.Module]:
-    """Find the ``nn.Sequential`` or ``nn.ModuleList`` whose layers are dealt to the stages.
+    """Find the ``nn.Sequential`` or ``nn.ModuleList`` whose layers are partitioned into stages.
 
     Args:
         module: the user's module.
@@ -71,8 +151,8 @@ def _ambiguous(candidates: dict[str, nn.Module]) -> str:
     if not candidates:
         return (
             "No nn.Sequential or nn.ModuleList with at least two layers that hold parameters was "
-            "found, so there is nothing to deal to the stages. Put the layers of the network into "
-            "one, or use g_inter=1."
+            "found, so there is nothing to partition into stages. Put the layers of the network "
+            "into one, or use g_inter=1."
         )
     return (
         f"Several containers could be pipelined: {_listed(candidates)}. Name one: "
@@ -92,14 +172,15 @@ def count_parameters(layers: Sequence[nn.Module]) -> list[int]:
 
 
 def balance(costs: Sequence[float], stages: int) -> list[range]:
-    """Cut a row of layers into consecutive parts, one a stage, so that the dearest is cheapest.
+    """Partition layers so that the largest cost of a stage is as small as possible.
 
-    Exact, by dynamic programming over the cuts; among the best cuts the one with the smallest sum
-    of squares, so that equal layers are dealt evenly. Every stage gets at least one layer.
+    Exact, by dynamic programming over the boundaries; among the best partitions, the one with the
+    smallest sum of squared costs, so that equal layers are distributed evenly. Every stage gets at
+    least one layer.
 
     Args:
         costs: cost of each layer, in any unit.
-        stages: number of parts.
+        stages: number of stages.
 
     Returns:
         The layer indices of each stage.
@@ -116,7 +197,7 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
             cost = prefix[end] - prefix[starts]
             bottleneck = np.maximum(best[part - 1, starts], cost)
             squares = square[part - 1, starts] + cost**2
-            # Sums of squares are compared among the best bottlenecks alone.
+            # Sums of squares decide between equal bottlenecks.
             choice = int(np.lexsort((squares, bottleneck))[0])
             best[part, end], square[part, end] = bottleneck[choice], squares[choice]
             cut[part, end] = starts[choice]
@@ -128,14 +209,14 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
 
 
 def imbalance(costs: Sequence[float], parts: Sequence[range]) -> float:
-    """The dearest part's cost over the mean part's: 1.0 where all are equal."""
+    """The largest cost of a stage over the mean cost: 1.0 where all are equal."""
     totals = [sum(costs[layer] for layer in part) for part in parts]
     mean = sum(totals) / len(totals)
     return max(totals) / mean if mean else 1.0
 
 
-def given(sizes: Sequence[int], layers: int, stages: int) -> list[range]:
-    """Turn the number of layers of each stage, as a user gives it, into layer indices.
+def parts_of_sizes(sizes: Sequence[int], layers: int, stages: int) -> list[range]:
+    """The layer indices of each stage, from the numbers of layers that a user gives.
 
     Raises:
         MisconfigurationException: if there is not one positive size a stage or they do not add up.

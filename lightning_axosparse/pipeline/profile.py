@@ -1,4 +1,4 @@
-"""Profile: what each layer takes on the inputs that it is given: time, memory, a message."""
+"""Measures the time of each layer, the memory that it keeps, and the size of its output."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from lightning_axosparse.pipeline.activations import kept_bytes
+from lightning_axosparse.pipeline.activation_bytes import activation_bytes
+from lightning_axosparse.pipeline.partition import Partition
+from lightning_axosparse.support.torch_internals import tree_leaves, tree_map_only
 
 _REPEATS = 5
 
@@ -20,17 +23,60 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class LayerProfile(NamedTuple):
-    """What one layer takes.
+    """The measurements of one layer.
 
     Attributes:
         seconds: of one forward and backward pass.
-        kept_bytes: what it keeps from one for the other, besides its inputs.
+        activation_bytes: what it keeps from forward for backward, besides its inputs.
         output_bytes: of what it returns.
     """
 
     seconds: float
-    kept_bytes: int
+    activation_bytes: int
     output_bytes: int
+
+
+def validate_example_input(module: LightningModule) -> None:
+    """Check that a module has an input on which its layers can be timed.
+
+    Raises:
+        MisconfigurationException: if it has no ``example_input_array``.
+    """
+    if module.example_input_array is None:
+        raise MisconfigurationException(
+            f"balance='time' runs {type(module).__name__} on its example_input_array, which is "
+            "None. Set it in __init__ to what `forward` takes, of a micro-batch's size, or use "
+            "balance='parameters'."
+        )
+
+
+def profile_example(
+    module: LightningModule, partition: Partition, precision: Precision, device: torch.device
+) -> list[LayerProfile]:
+    """Measure the layers on the module's ``example_input_array``.
+
+    Args:
+        module: the user's module, whole and on CPU.
+        partition: its layers.
+        precision: of the forward pass.
+        device: where to measure.
+
+    Returns:
+        The measurements of each layer.
+
+    Raises:
+        MisconfigurationException: if the example does not reach every layer.
+    """
+    example = precision.convert_input(module.example_input_array)
+
+    def forward() -> None:
+        if isinstance(example, Mapping):
+            module(**example)
+        else:
+            module(*(example if isinstance(example, tuple) else (example,)))
+
+    layers = dict(zip(partition.names, partition.layers, strict=True))
+    return profile_layers(layers, forward, precision.forward_context, device)
 
 
 def profile_layers(
@@ -39,7 +85,7 @@ def profile_layers(
     context: Callable[[], AbstractContextManager[Any]],
     device: torch.device,
 ) -> list[LayerProfile]:
-    """Measure each layer; of a few passes the fastest counts, which no other process slowed.
+    """Measure each layer; the fastest of a few passes counts, as other processes may slow some.
 
     Weights, buffers and random generators are left as they were. No more than one layer is on
     ``device`` at a time.
@@ -51,25 +97,29 @@ def profile_layers(
         device: where the layers are timed.
 
     Returns:
-        What each layer takes.
+        The measurements of each layer.
 
     Raises:
         MisconfigurationException: if ``forward`` does not call a layer.
     """
     buffers = [(b, b.clone()) for layer in layers.values() for b in layer.buffers()]
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        with context(), torch.no_grad():
-            inputs = _inputs(layers, forward)
-        profiles = []
-        for name, layer in layers.items():
-            layer.to(device)
-            given = pytree.tree_map_only(Tensor, lambda t: t.to(device), inputs[name])
-            sizes = _sizes(layer, given, context, device)
-            seconds = min(_pass(layer, given, context, device) for _ in range(_REPEATS))
-            profiles.append(LayerProfile(seconds, *sizes))
-            layer.to("cpu")
-    for buffer, value in buffers:
-        buffer.data.copy_(value)
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            with context(), torch.no_grad():
+                inputs = _inputs(layers, forward)
+            profiles = []
+            for name, layer in layers.items():
+                try:
+                    layer.to(device)
+                    given = tree_map_only(Tensor, lambda t: t.to(device), inputs[name])
+                    sizes = _sizes(layer, given, context, device)
+                    seconds = min(_pass(layer, given, context, device) for _ in range(_REPEATS))
+                    profiles.append(LayerProfile(seconds, *sizes))
+                finally:
+                    layer.to("cpu")
+    finally:
+        for buffer, value in buffers:
+            buffer.data.copy_(value)
     return profiles
 
 
@@ -104,11 +154,11 @@ def _sizes(
     device: torch.device,
 ) -> tuple[int, int]:
     """The bytes that a forward pass keeps, and those of its output; also warms up."""
-    args, kwargs = pytree.tree_map_only(Tensor, _leaf, inputs)
-    with context(), torch.enable_grad(), kept_bytes(device, None) as kept:
+    args, kwargs = tree_map_only(Tensor, _leaf, inputs)
+    with context(), torch.enable_grad(), activation_bytes(device, None) as kept:
         output = layer(*args, **kwargs)
         size = kept()
-    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     return size, sum(leaf.numel() * leaf.itemsize for leaf in leaves)
 
 
@@ -118,11 +168,11 @@ def _pass(
     context: Callable[[], AbstractContextManager[Any]],
     device: torch.device,
 ) -> float:
-    args, kwargs = pytree.tree_map_only(Tensor, _leaf, inputs)
+    args, kwargs = tree_map_only(Tensor, _leaf, inputs)
     began = _now(device)
     with context(), torch.enable_grad():
         output = layer(*args, **kwargs)
-    _differentiate(pytree.tree_leaves(output), pytree.tree_leaves((args, kwargs)), layer)
+    _differentiate(tree_leaves(output), tree_leaves((args, kwargs)), layer)
     return _now(device) - began
 
 

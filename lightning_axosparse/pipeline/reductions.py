@@ -1,9 +1,10 @@
-"""Reductions: how the values of a step were reduced over the samples of its micro-batch.
+"""Tracks how a step reduces values over the samples of its micro-batch, to combine micro-batches.
 
 The loss of a batch is rarely the plain mean of its micro-batches' losses. A cross entropy divides
-by the tokens that are not padding, so a micro-batch counts by its tokens; a sum adds up; the
-variance of a batch is neither. While a step runs, a ``TorchFunctionMode`` sees each reduction,
-follows what is computed from its result, and can say of any value how micro-batches combine:
+by the tokens that are not padding, so a micro-batch is weighted by its tokens; sums are added up;
+the variance of a batch is neither. While a step runs, a ``TorchFunctionMode`` records each
+reduction and what is computed from its result, and so knows how the values of micro-batches
+combine:
 
     what the step did with its micro-batch                      how micro-batches combine
     mean-reducing loss of ``torch.nn.functional``, ``mean()``   mean, weighted by its denominator
@@ -17,26 +18,28 @@ follows what is computed from its result, and can say of any value how micro-bat
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
-from math import prod
+from math import isclose, prod
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.parameter import Parameter
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
-from torch.utils._pytree import tree_leaves
+from torch.overrides import TorchFunctionMode
 
-Kind = Literal["mean", "sum", "statistic", "constant"]
+from lightning_axosparse.sparse.weight import SparseWeight
+from lightning_axosparse.support.torch_internals import current_function_mode, tree_leaves
+
+ReductionKind = Literal["mean", "sum", "statistic", "constant"]
 
 
 class MeanDivisors(NamedTuple):
-    """What a sum over a micro-batch may be divided by to become a mean over it.
+    """The numbers by which a sum over a micro-batch is divided to become a mean over it.
 
     Attributes:
         counts: numbers of its samples and entries.
@@ -50,7 +53,7 @@ class MeanDivisors(NamedTuple):
 
     @classmethod
     def of(cls, source: Tensor, samples: int) -> MeanDivisors:
-        """Those of a sum of all entries of ``source``, of a micro-batch of so many samples."""
+        """Those of a sum of all entries of ``source``, in a micro-batch of so many samples."""
         shape = list(source.shape)
         others = list(shape)
         along = others.pop(shape.index(samples) if samples in shape else 0)
@@ -59,6 +62,9 @@ class MeanDivisors(NamedTuple):
         products = {along * constant for constant in constants} - counts - {1}
         found = counts, products - constants, products & constants
         return cls(*(frozenset(map(float, each)) for each in found))
+
+
+NO_DIVISORS = MeanDivisors()
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,15 +78,15 @@ class Reduction:
         divisor: the constant that a sum was divided by; of a mean, the number of samples, if a sum
             was divided by that.
         among_samples: whether samples were compared with each other, as contrastive losses do.
-        mean_divisors: what would make a mean of a sum.
+        mean_divisors: the numbers whose quotient with a sum is a mean.
     """
 
-    kind: Kind
+    kind: ReductionKind
     count: float = 0.0
     value: Tensor | None = None
     divisor: float | None = None
     among_samples: bool = False
-    mean_divisors: MeanDivisors = MeanDivisors()  # noqa: RUF009
+    mean_divisors: MeanDivisors = NO_DIVISORS
 
     @property
     def is_empty(self) -> bool:
@@ -91,110 +97,35 @@ class Reduction:
 Reductions = tuple[Reduction, ...]
 
 
-class Weighting(NamedTuple):
-    """How one micro-batch's value counts among those of the whole batch; can be pickled.
+class ReductionTracker(TorchFunctionMode):
+    """Tracks the reductions in a step; to be entered by :meth:`microbatch`.
 
-    Attributes:
-        kind: "mean" by ``weight``; "sum"; "empty" for a sum of nothing; "statistic" where no weight
-            makes it exact; "unknown" where no reduction was seen. The last two combine as means
-            over samples.
-        weight: the denominator of a mean; what an empty sum was divided by, if that may have been
-            its number of samples.
-        divided_by_samples: whether the denominator of a mean was that number.
-    """
-
-    kind: Literal["mean", "sum", "empty", "statistic", "unknown"] = "unknown"
-    weight: float = 0.0
-    divided_by_samples: bool = False
-
-    @classmethod
-    def of(cls, reductions: Reductions) -> Weighting:
-        """The weighting of a value that came from these reductions."""
-        reductions = tuple(r for r in reductions if r.kind != "constant")
-        means = [reduction for reduction in reductions if reduction.kind == "mean"]
-        if means:
-            return cls("mean", means[0].count, means[0].divisor == means[0].count)
-        if not reductions:
-            return cls()
-        if all(reduction.is_empty for reduction in reductions):
-            divisor = reductions[0].divisor
-            counts = reductions[0].mean_divisors.counts
-            return cls("empty", divisor if divisor and divisor in counts else 0.0)
-        return cls("sum" if all(r.kind == "sum" for r in reductions) else "statistic")
-
-
-def combine(
-    values: Sequence[Tensor], weightings: Sequence[Weighting], samples: Sequence[float]
-) -> Tensor:
-    """The value of a batch from those of its micro-batches.
+    It costs a microsecond for each torch function that is called outside the layers. Inside
+    ``torch.compile`` and ``torch.func`` transforms, where values cannot be read, it tracks nothing.
 
     Args:
-        values: tensors of one shape, one a micro-batch.
-        weightings: how each counts.
-        samples: what each counts where its weighting says no more: its share of the samples.
-
-    Returns:
-        The sum, or the weighted mean; NaN, as on one process, where nothing at all was averaged.
-    """
-    if all(weighting.kind in ("sum", "empty") for weighting in weightings):
-        return torch.stack(list(values)).sum(0)
-    weights = shares(weightings, samples)
-    # A mean over nothing is NaN, and counts for nothing.
-    terms = [v * w for v, w in zip(values, weights, strict=True) if w] or list(values)
-    return torch.stack(terms).sum(0)
-
-
-def shares(weightings: Sequence[Weighting], samples: Sequence[float]) -> Sequence[float]:
-    """What each micro-batch's value counts for in a mean; the arguments are :func:`combine`'s."""
-    if not any(weighting.kind == "mean" for weighting in weightings):
-        return samples
-    counts = denominators(weightings, samples)
-    return [count / (sum(counts) or 1) for count in counts]
-
-
-def denominators(weightings: Sequence[Weighting], samples: Sequence[float]) -> list[float]:
-    """The denominator of each value, where some are means; arguments as above.
-
-    A sum of nothing that was divided by one was divided by ``max(1, count)``, or else, if all means
-    were divided by their numbers of samples, by its own. What is not known of a value is taken to
-    be as in the first mean.
-    """
-    means = [(w, size) for w, size in zip(weightings, samples, strict=True) if w.kind == "mean"]
-    by_samples = all(weighting.divided_by_samples for weighting, _ in means)
-    per_sample = next((w.weight / size for w, size in means if w.weight), 1.0)
-
-    def denominator(weighting: Weighting, size: float) -> float:
-        if weighting.kind == "mean" or (weighting.kind == "empty" and by_samples):
-            return weighting.weight
-        return 0.0 if weighting.kind == "empty" else size * per_sample
-
-    return [denominator(w, size) for w, size in zip(weightings, samples, strict=True)]
-
-
-class ReductionTracker(TorchFunctionMode):
-    """Follows the reductions in a step; to be entered by :meth:`microbatch`.
-
-    It costs a microsecond for each function of torch that is called round the layers. Where it
-    cannot look at values (inside ``torch.compile`` and ``torch.func`` transforms) it sees nothing.
+        buffers: those of the module; like its parameters they are the same for all micro-batches.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, buffers: Iterable[Tensor] = ()) -> None:
         super().__init__()
+        self._buffers = {id(buffer): buffer for buffer in buffers}
         self._samples = 0
         self._paused = False
-        # The tensor is kept, lest another one gets its id.
+        # The tensor is kept, so that no other one gets its id.
         self._found: dict[int, tuple[Tensor, Reductions]] = {}
         self._numbers: dict[float, tuple[float, Reductions]] = {}
+        self._constants: dict[int, Tensor] = {}
         self._positions: dict[int, Tensor] = {}
         self._singles: dict[int, Tensor] = {}
 
     @contextmanager
     def microbatch(self, samples: int, batch: Any = None) -> Iterator[None]:
-        """Follow the step of one micro-batch; what was found stays until the next one.
+        """Track the step of one micro-batch; what was found is kept until the next one.
 
         Args:
             samples: number of samples in the micro-batch.
-            batch: the micro-batch; in lists of one entry a sample, its tensors belong to one.
+            batch: the micro-batch; a tensor in a list of one entry per sample belongs to a sample.
         """
         self._samples = samples
         self.forget()
@@ -204,10 +135,10 @@ class ReductionTracker(TorchFunctionMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Look away inside the context, as while layers compute, whose values are no losses."""
+        """Do not track inside the context: the values that layers compute are no losses."""
         before, self._paused = self._paused, True
-        # To be called for nothing takes a microsecond for each function of torch.
-        leaves = _get_current_function_mode() is self
+        # A mode that is entered costs a microsecond for each torch function.
+        leaves = current_function_mode() is self
         if leaves:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
@@ -220,7 +151,9 @@ class ReductionTracker(TorchFunctionMode):
     def of(self, value: Any) -> Reductions:
         """The reductions that a tensor, or a number taken from one, came from."""
         if isinstance(value, Tensor):
-            return self._found.get(id(value), (None, ()))[1]
+            is_constant = id(value) not in self._found and self._is_constant(value)
+            constant = (Reduction("constant", value=_scalar(value)),) if is_constant else ()
+            return constant or self._reduced(value)
         if not isinstance(value, (int, float)):
             return ()
         number, reductions = self._numbers.get(value, (None, ()))
@@ -228,9 +161,24 @@ class ReductionTracker(TorchFunctionMode):
         is_same = number is value or type(number) is type(value) is int
         return reductions if is_same else ()
 
+    def _reduced(self, tensor: Tensor) -> Reductions:
+        return self._found.get(id(tensor), (None, ()))[1]
+
+    def is_mean_of_samples(self, value: float) -> bool:
+        """Whether a number is a sum, taken as a number, over the number of samples."""
+        totals = [
+            number
+            for number, reductions in self._numbers.values()
+            if reductions and all(reduction.kind == "sum" for reduction in reductions)
+        ]
+        total = value * self._samples
+        # A hundred times as much is a percentage.
+        return any(isclose(total, scale * number) for number in totals for scale in (1, 100))
+
     def forget(self) -> None:
-        """Let go of the values of the last micro-batch."""
-        self._found, self._numbers, self._positions, self._singles = {}, {}, {}, {}
+        """Drop the values of the last micro-batch."""
+        self._found, self._numbers, self._constants = {}, {}, {}
+        self._positions, self._singles = {}, {}
 
     def __torch_function__(
         self,
@@ -243,19 +191,45 @@ class ReductionTracker(TorchFunctionMode):
         output = func(*args, **kwargs)
         if self._paused or torch.compiler.is_compiling():
             return output
-        if not (func in _beginnings() or self._found or self._singles or self._positions):
-            return output
-        try:
-            reductions = self._reductions(func, args, kwargs, output)
-        except RuntimeError:  # A transform or a fake tensor does not let its values be read.
-            reductions = ()
-        outputs = output if isinstance(output, tuple) else (output,)
+        outputs = output if isinstance(output, (tuple, list)) else (output,)
         found = [each for each in outputs if isinstance(each, Tensor)]
+        reductions: Reductions = ()
+        if self._are_constant((*args, *kwargs.values())):
+            self._constants.update({id(tensor): tensor for tensor in found})
+            reductions = () if found else (Reduction("constant"),)
+        elif func in _beginnings() or self._found or self._singles or self._positions:
+            try:
+                reductions = self._reductions(func, args, kwargs, output)
+            except RuntimeError:  # A transform or a fake tensor does not let its values be read.
+                reductions = ()
         if reductions and found:
             self._found.update({id(tensor): (tensor, reductions) for tensor in found})
         elif reductions and isinstance(output, (int, float)):
             self._numbers[output] = output, reductions
         return output
+
+    def _is_constant(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter or a buffer, or was computed from nothing else."""
+        is_given = isinstance(tensor, (Parameter, SparseWeight)) or id(tensor) in self._buffers
+        return is_given or id(tensor) in self._constants
+
+    def _are_constant(self, values: Iterable[Any]) -> bool:
+        """Whether there are such tensors among some values, and no others that may vary."""
+        found = False
+        for value in values:
+            if isinstance(value, (list, tuple)):
+                if any(isinstance(each, Tensor) for each in value):
+                    if not self._are_constant(value):
+                        return False
+                    found = True
+            elif isinstance(value, Tensor):
+                if id(value) in self._found:
+                    return False
+                if self._is_constant(value):
+                    found = True
+                elif value.dim() or value.requires_grad:
+                    return False
+        return found
 
     def _reductions(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
@@ -285,23 +259,23 @@ class ReductionTracker(TorchFunctionMode):
     def _tracked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Reductions]:
         """The reductions of each argument that came from any."""
         flat = _flat((*args, *kwargs.values()))
-        found = [self.of(arg) for arg in flat if isinstance(arg, Tensor)]
+        found = [self._reduced(arg) for arg in flat if isinstance(arg, Tensor)]
         return [reductions for reductions in found if reductions]
 
     def _unseen(self, arg: Any) -> Reductions:
-        """A scalar reduced out of sight, in a layer, or one of parameters alone."""
-        if not isinstance(arg, Tensor) or arg.dim() or not arg.requires_grad or self.of(arg):
+        """The reduction of a scalar that was reduced in a layer, or depends on parameters only."""
+        if not isinstance(arg, Tensor) or arg.dim() or self._reduced(arg):
             return ()
-        if _is_of_parameters(arg):
+        if self._is_constant(arg):
             return (Reduction("constant", value=arg.detach()),)
-        return (Reduction("statistic", value=arg.detach()),)
+        return (Reduction("statistic", value=arg.detach()),) if arg.requires_grad else ()
 
     def _follows_single(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
     ) -> bool:
-        """Whether a value belongs to one sample: it is not reduced over samples, whatever is done.
+        """Whether a value belongs to one sample, so that no function reduces it over samples.
 
-        So do steps that loop over the samples of a batch.
+        Steps that loop over the samples of a batch compute such values.
         """
         name = func.__name__.strip("_")
         if name in _TAKING and args and isinstance(args[0], Tensor) and args[0].dim():
@@ -322,14 +296,14 @@ class ReductionTracker(TorchFunctionMode):
         return any(id(arg) in self._singles for arg in values) and not self._tracked(args, kwargs)
 
     def _note_positions(self, func: Callable[..., Any], args: tuple[Any, ...], out: Any) -> None:
-        """Follow the numbers of samples, which contrastive losses take for classes."""
+        """Track the indices of samples, which contrastive losses use as classes."""
         if not isinstance(out, Tensor) or out.is_floating_point():
             return
         if func is torch.arange or any(id(arg) in self._positions for arg in args):
             self._positions[id(out)] = out
 
     def _among_samples(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether a loss takes the samples of the micro-batch for classes."""
+        """Whether a loss uses the samples of the micro-batch as classes."""
         scores, target = arguments.get("input"), arguments.get("target")
         return (
             id(target) in self._positions
@@ -342,12 +316,12 @@ class ReductionTracker(TorchFunctionMode):
     def _first(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
     ) -> Reductions:
-        """The reduction that ``func`` itself makes of values that are not reduced yet."""
+        """The reduction by ``func`` of values that are not reduced yet."""
         kind = _REDUCING.get(func)
         if kind is None or not args or not isinstance(out, (Tensor, tuple)):
             return ()
         source, dims = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
-        if not isinstance(source, Tensor) or source.dim() == 0 or _is_of_parameters(source):
+        if not isinstance(source, Tensor) or source.dim() == 0 or self._is_constant(source):
             return ()
         if func in _ORDERING:
             dims = _ordered_along(func, args, kwargs)
@@ -370,21 +344,21 @@ class ReductionTracker(TorchFunctionMode):
         return (Reduction("sum" if is_sum else "statistic"),)
 
     def _divided_by(self, divisor: Any) -> Reductions:
-        """The reductions of a divisor; a number that equals a sum is taken to be that."""
+        """The reductions of a divisor; a number that equals a sum is taken for it."""
         if isinstance(divisor, Tensor):
-            return self.of(divisor)
+            return self._reduced(divisor)
         _, reductions = self._numbers.get(divisor, (None, ()))
         return reductions if all(reduction.kind == "sum" for reduction in reductions) else ()
 
     def _is_first(self, tensor: Tensor) -> bool:
-        """Whether the first dimension, by its size, can only be that of the samples."""
+        """Whether the first dimension is, by its size, that of the samples."""
         is_first = len(tensor) == self._samples and list(tensor.shape).count(self._samples) == 1
-        return is_first and not _is_of_parameters(tensor)
+        return is_first and not self._is_constant(tensor)
 
     def _is_time_first(self, tensor: Tensor) -> bool:
-        """Whether the second dimension, by its size, is that of the samples.
+        """Whether the second dimension is, by its size, that of the samples.
 
-        Of one sample that is not clear: the second dimension may be any of size one.
+        With one sample this is ambiguous: any dimension of size one may be second.
         """
         shape = list(tensor.shape)
         is_second = len(shape) > 1 and shape[1] == self._samples and shape.count(shape[1]) == 1
@@ -392,8 +366,10 @@ class ReductionTracker(TorchFunctionMode):
 
     def _quotient(self, dividend: Any, divisor: Any, out: Any) -> Reductions:
         """A sum, or several, divided by a count is a mean; by a constant it stays a sum."""
-        above, below = self.of(dividend), self._divided_by(divisor)
-        is_constant = not getattr(divisor, "requires_grad", False) or _is_of_parameters(divisor)
+        is_tensor = isinstance(dividend, Tensor)
+        above, below = self._reduced(dividend) if is_tensor else (), self._divided_by(divisor)
+        varies = isinstance(divisor, Tensor) and not self._is_constant(divisor)
+        is_constant = not (varies and divisor.requires_grad)
         if not above or not _are_scalars([divisor]) or not is_constant:
             return (Reduction("statistic", value=_scalar(out)),)
         if len(below) == 1 and below[0].kind == "mean":
@@ -403,7 +379,10 @@ class ReductionTracker(TorchFunctionMode):
             value = float(divisor)
             if len(below) == 1 and below[0].kind == "sum" and below[0].value is not None:
                 # Not the divisor: `clamp(min=1)` makes a count of nothing one.
-                return (Reduction("mean", float(below[0].value), _scalar(out)),)
+                count = float(below[0].value)
+                is_number = not isinstance(divisor, Tensor)
+                by_samples = count if is_number and value == count == self._samples else None
+                return (Reduction("mean", count, _scalar(out), divisor=by_samples),)
             # One, where nothing was added up, may be `max(1, count)`.
             counted = value != 1 or not all(reduction.is_empty for reduction in above)
             if below or (counted and any(value in r.mean_divisors.counts for r in above)):
@@ -418,7 +397,7 @@ class ReductionTracker(TorchFunctionMode):
         return (Reduction("statistic", value=_scalar(out)),) if below else above
 
 
-_REDUCING: dict[Callable[..., Any], Kind] = {
+_REDUCING: dict[Callable[..., Any], ReductionKind] = {
     torch.mean: "mean",
     Tensor.mean: "mean",
     torch.sum: "sum",
@@ -443,7 +422,7 @@ _ORDERING: dict[Callable[..., Any], int | None] = {
     for function in (getattr(torch, name), getattr(Tensor, name), getattr(functional, name, None))
     if function is not None
 }
-"""What compares the entries along a dimension."""
+"""Functions that compare the entries along a dimension."""
 
 _REDUCING.update(dict.fromkeys(_ORDERING, "statistic"))
 
@@ -463,7 +442,7 @@ _QUOTIENTS = {"div", "truediv", "itruediv", "idiv", "divide", "true_divide"}
 
 @cache
 def _losses() -> dict[Callable[..., Any], inspect.Signature]:
-    """The losses of ``torch.nn.functional``: what takes a ``reduction``."""
+    """The losses of ``torch.nn.functional``: functions with an argument ``reduction``."""
     functions = [f for f in vars(functional).values() if inspect.isfunction(f)]
     signatures = {function: inspect.signature(function) for function in functions}
     return {f: s for f, s in signatures.items() if "reduction" in s.parameters}
@@ -471,7 +450,7 @@ def _losses() -> dict[Callable[..., Any], inspect.Signature]:
 
 @cache
 def _beginnings() -> frozenset[Callable[..., Any]]:
-    """The functions whose values are followed from there on."""
+    """The functions at which tracking of a value begins."""
     taking = torch.select, torch.unbind, Tensor.select, Tensor.unbind, Tensor.__getitem__
     return frozenset([*_losses(), *_REDUCING, *taking, torch.arange])
 
@@ -497,7 +476,7 @@ def _of_loss(
 
 
 def _denominator(call: inspect.BoundArguments, first: Tensor) -> float:
-    """What a loss divides by for its mean, up to a factor that all micro-batches share."""
+    """The denominator of a mean loss, up to a factor that all micro-batches have in common."""
     arguments, parameters = call.arguments, call.signature.parameters
     target: Any = arguments.get("target")
     weight = arguments.get("weight")
@@ -564,31 +543,14 @@ def _takes_along_first(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _is_shifted(args: Sequence[Any], tracked: Sequence[Reductions]) -> bool:
-    """Whether a constant is added to sums, for which every micro-batch would count once.
+    """Whether a constant is added to sums: it would be added once for every micro-batch.
 
-    What is too small for anything but avoiding divisions by zero makes no difference.
+    Constants that only avoid a division by zero are too small to matter.
     """
     if any(reduction.kind != "sum" for reductions in tracked for reduction in reductions):
         return False
     numbers = [arg for arg in args if isinstance(arg, (int, float))]
     return any(abs(number) > 1e-3 for number in numbers)
-
-
-def _is_of_parameters(tensor: Any, most: int = 32) -> bool:
-    """Whether a tensor was computed in a few steps from nothing but parameters."""
-    if not isinstance(tensor, Tensor) or not tensor.requires_grad:
-        return False
-    if tensor.grad_fn is None:
-        return isinstance(tensor, Parameter)
-    nodes: list[Any] = [tensor.grad_fn]
-    for node in nodes:
-        if hasattr(node, "variable"):
-            if not isinstance(node.variable, Parameter):
-                return False
-        elif len(nodes) > most or not node.next_functions:
-            return False
-        nodes += [following for following, _ in node.next_functions if following is not None]
-    return True
 
 
 def _ordered_along(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Schedule: what one stage runs next, decided without tensors, messages or a clock.
+"""Decides which pass one stage runs next, without tensors, messages or a clock.
 
 What a stage of ``S`` stages does with what it may run (``held`` = forwards - backwards started,
 ``warm-up`` = min(S - stage, in-flight limit)):
@@ -22,13 +22,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Literal, NamedTuple
 
-Kind = Literal["forward", "backward"]
+PassKind = Literal["forward", "backward"]
 
 
 class Op(NamedTuple):
     """One pass of one micro-batch through one stage."""
 
-    kind: Kind
+    kind: PassKind
     microbatch: int
 
 
@@ -83,7 +83,7 @@ class Schedule(ABC):
         return None
 
     @abstractmethod
-    def _choose(self, can_forward: bool, can_backward: bool) -> Kind | None:
+    def _choose(self, can_forward: bool, can_backward: bool) -> PassKind | None:
         """Choose among the passes that may run now."""
 
     @property
@@ -92,13 +92,13 @@ class Schedule(ABC):
 
 
 class MessageDriven(Schedule):
-    """Prefers what 1F1B would run, and runs whatever else has arrived rather than wait."""
+    """Prefers what 1F1B would run, and runs what else has arrived instead of waiting."""
 
     def __init__(self, stage: int, stages: int, microbatches: int, in_flight: int) -> None:
         super().__init__(stage, stages, microbatches, in_flight)
         self._has_slack = in_flight > stages
 
-    def _choose(self, can_forward: bool, can_backward: bool) -> Kind | None:
+    def _choose(self, can_forward: bool, can_backward: bool) -> PassKind | None:
         if can_forward and (self._warming_up or not can_backward):
             return "forward"
         if can_backward and (self._has_slack or not self._warming_up):
@@ -109,7 +109,7 @@ class MessageDriven(Schedule):
 class OneForwardOneBackward(Schedule):
     """The static 1F1B order of PipeDream-flush (Narayanan et al., SC 2021), for comparison."""
 
-    def _choose(self, can_forward: bool, can_backward: bool) -> Kind | None:
+    def _choose(self, can_forward: bool, can_backward: bool) -> PassKind | None:
         if self._warming_up:
             return "forward" if can_forward else None
         return "backward" if can_backward else None
@@ -124,7 +124,7 @@ class GPipe(Schedule):
     def __init__(self, stage: int, stages: int, microbatches: int, in_flight: int) -> None:
         super().__init__(stage, stages, microbatches, microbatches)
 
-    def _choose(self, can_forward: bool, can_backward: bool) -> Kind | None:
+    def _choose(self, can_forward: bool, can_backward: bool) -> PassKind | None:
         if self.forwards < self.microbatches:
             return "forward" if can_forward else None
         return "backward" if can_backward else None
@@ -143,7 +143,7 @@ class ForwardOnly(Schedule):
         """Whether every micro-batch has gone forward."""
         return self.forwards == self.microbatches
 
-    def _choose(self, can_forward: bool, can_backward: bool) -> Kind | None:
+    def _choose(self, can_forward: bool, can_backward: bool) -> PassKind | None:
         return "forward" if can_forward else None
 
 

@@ -1,1 +1,4 @@
-"""Planning: which grid, micro-batch and in-flight limit suit a model and a cluster."""
+"""Predicts which grid, micro-batch size and in-flight limit are fastest, by simulation.
+
+It may import from support, distributed, sparse, pruning and pipeline.
+"""

@@ -1,51 +1,60 @@
-"""Cost: the work, memory and messages of a model's layers, and the speed of a cluster."""
+"""Describes the cost of a model's layers (work, memory, messages) and the speed of a cluster."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from lightning_axosparse.pipeline.simulate import Wire
+from torch import nn
+
+from lightning_axosparse.pipeline.partition import count_parameters
+from lightning_axosparse.pipeline.profile import LayerProfile
+from lightning_axosparse.planning.simulate import Wire
+
+_FORWARD = 1 / 3
+"""Fraction of a layer's time that is its forward pass: backward computes two gradients, forward one
+output."""
 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What the layers of a model cost, one entry a layer; work, activations and messages a sample.
+    """The cost of a model's layers, one entry per layer; work and activations per sample.
 
     Attributes:
-        forward: work of the way forward, in the unit of which :attr:`Cluster.speed` counts so many
-            a second.
-        backward: work of the way back.
-        again: work of another way forward, where layers are recomputed.
-        weights: weights of each layer.
-        kept_bytes: bytes that a layer keeps for its backward pass.
-        output_bytes: bytes that a layer hands on.
-        outside_weights: weights round the layers, which every stage holds.
-        closing_bytes: bytes that live for a moment behind the last layer.
+        forward: work of the forward pass, in units of which a device does :attr:`Cluster.speed` a
+            second.
+        backward: work of the backward pass.
+        recomputed: work of the second forward pass under activation checkpointing.
+        weights: number of weights.
+        activation_bytes: bytes of activations saved for the backward pass.
+        output_bytes: bytes of the output, which the next stage receives.
+        outside_weights: number of weights outside the layers, which every stage has.
+        loss_bytes: bytes of temporary tensors between the last layer and the loss.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
-    again: tuple[float, ...]
+    recomputed: tuple[float, ...]
     weights: tuple[float, ...]
-    kept_bytes: tuple[float, ...]
+    activation_bytes: tuple[float, ...]
     output_bytes: tuple[float, ...]
     outside_weights: float = 0.0
-    closing_bytes: float = 0.0
+    loss_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
 class Transformer:
     """A GPT-like decoder.
 
-    The embedding, which is tied to the head, is held by every stage, as are all parameters round
-    the pipelined layers in this package.
+    Every stage has the embedding, which is tied to the head, as it has all parameters outside the
+    pipelined layers.
 
     Attributes:
-        layers: number of blocks, which are dealt to the stages.
+        layers: number of blocks, which are partitioned into stages.
         width: size of a token's hidden state.
         heads: attention heads.
-        sequence: tokens of a sample.
-        vocabulary: tokens of the vocabulary.
+        sequence: tokens per sample.
+        vocabulary: size of the vocabulary.
         itemsize: bytes of one activation value.
     """
 
@@ -73,12 +82,12 @@ class Transformer:
 
     @property
     def layer_flops(self) -> float:
-        """Floating-point operations of one sample's way forward through a block."""
+        """Floating-point operations of a block's forward pass on one sample."""
         return (24 * self.width + 4 * self.sequence) * self.sequence * self.width
 
     @property
     def head_flops(self) -> float:
-        """Floating-point operations of one sample's way forward through the head."""
+        """Floating-point operations of the head's forward pass on one sample."""
         return 2 * self.sequence * self.width * self.vocabulary
 
     @property
@@ -88,7 +97,7 @@ class Transformer:
 
     @property
     def layer_activation_bytes(self) -> float:
-        """Bytes that a block keeps of one sample for its backward pass.
+        """Bytes of activations that a block saves per sample for its backward pass.
 
         Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022:
         sbh (34 + 5as/h) bytes with 16-bit values.
@@ -98,7 +107,7 @@ class Transformer:
 
     @property
     def costs(self) -> LayerCosts:
-        """The costs of the blocks; the head's work stands with the last one's."""
+        """The costs of the blocks; the last block's include the head."""
 
         def each(cost: float) -> tuple[float, ...]:
             return (cost,) * self.layers
@@ -107,25 +116,26 @@ class Transformer:
         return LayerCosts(
             forward=forward,
             backward=tuple(2 * flops for flops in forward),
-            again=each(self.layer_flops),
+            recomputed=each(self.layer_flops),
             weights=each(self.layer_weights),
-            kept_bytes=each(self.layer_activation_bytes),
+            activation_bytes=each(self.layer_activation_bytes),
             output_bytes=each(self.message_bytes),
             outside_weights=self.embedding_weights,
-            closing_bytes=self.sequence * self.vocabulary * 4.0,
+            loss_bytes=self.sequence * self.vocabulary * 4.0,
         )
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal devices in equal nodes.
+    """A cluster of equal nodes with equal devices.
 
     Attributes:
         devices: number of devices.
         devices_per_node: devices of a node, which share its network.
-        memory: bytes of a device.
-        speed: floating-point operations a device sustains in a second.
-        memory_bandwidth: bytes a second at which a device walks through its model state.
+        memory: bytes of memory per device.
+        speed: work that a device does in a second, in the unit of :class:`LayerCosts`: mostly
+            floating-point operations.
+        memory_bandwidth: bytes per second at which the optimizer reads and writes model state.
         node: link between devices of a node.
         network: link between nodes.
     """
@@ -139,20 +149,69 @@ class Cluster:
     network: Wire
 
     def wires(self, g_inter: int) -> list[Wire]:
-        """The links between the stages of a replica; the slowest replica's where they differ."""
+        """Return the links between successive stages; where replicas differ, the slower one."""
         return [
             self.node if self._inside_node(stage, g_inter) else self.network
             for stage in range(g_inter - 1)
         ]
 
     def ring(self, g_inter: int) -> Wire:
-        """One edge of a stage's data-parallel ring; the rings of a node share its network."""
+        """Return a link of a stage's data-parallel ring; the rings of a node share its network."""
         if self.devices <= self.devices_per_node:
             return self.node
         rings = min(g_inter, self.devices_per_node)
         bandwidth = min(self.node.bandwidth, self.network.bandwidth / rings)
         return Wire(self.network.latency, bandwidth)
 
+    def with_free_transfers(self) -> Cluster:
+        """Return this cluster with infinitely fast transfers, for work that is not in seconds."""
+        free = Wire()
+        return replace(self, node=free, network=free, memory_bandwidth=float("inf"))
+
     def _inside_node(self, stage: int, g_inter: int) -> bool:
         ranks = range(stage, self.devices, g_inter)
         return all((rank % self.devices_per_node) + 1 < self.devices_per_node for rank in ranks)
+
+
+def layer_costs(
+    module: nn.Module, layers: Sequence[nn.Module], profiles: Sequence[LayerProfile] | None
+) -> LayerCosts:
+    """Return the costs of a module's layers; a sample is the batch they were profiled on.
+
+    Args:
+        module: the module that contains the layers.
+        layers: the layers.
+        profiles: the measured time and memory of each layer; None if not measured: then a layer's
+            work is its number of parameters, and activations and messages take no memory.
+    """
+    weights = count_parameters(layers)
+    if profiles is None:
+        profiles = [
+            LayerProfile(seconds=weight, activation_bytes=0, output_bytes=0) for weight in weights
+        ]
+    forward = tuple(_FORWARD * profile.seconds for profile in profiles)
+    return LayerCosts(
+        forward=forward,
+        backward=tuple((1 - _FORWARD) * profile.seconds for profile in profiles),
+        recomputed=forward,
+        weights=tuple(weights),
+        activation_bytes=tuple(profile.activation_bytes for profile in profiles),
+        output_bytes=tuple(profile.output_bytes for profile in profiles),
+        outside_weights=sum(p.numel() for p in module.parameters()) - sum(weights),
+    )
+
+
+def default_cluster(kind: str, devices: int, devices_per_node: int, memory: float) -> Cluster:
+    """Return a cluster with bandwidths of ordinary hardware, whose work is measured in seconds.
+
+    Args:
+        kind: "cpu" or "cuda".
+        devices: number of ranks.
+        devices_per_node: ranks per node.
+        memory: bytes of memory available to a rank.
+    """
+    if kind == "cuda":
+        memory_bandwidth, node, network = 1.5e12, Wire(1e-5, 2e11), Wire(1e-5, 2.5e10)
+    else:
+        memory_bandwidth, node, network = 5e9, Wire(2e-5, 5e9), Wire(5e-5, 2.5e9)
+    return Cluster(devices, devices_per_node, memory, 1.0, memory_bandwidth, node, network)

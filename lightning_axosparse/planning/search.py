@@ -1,4 +1,4 @@
-"""Search: every grid, micro-batch and in-flight limit that fits, simulated, the fastest first."""
+"""Finds the fastest grid, micro-batch size and in-flight limit that fit into memory."""
 
 from __future__ import annotations
 
@@ -9,32 +9,27 @@ from typing import Literal
 
 import numpy as np
 
-from lightning_axosparse.grid import divisors
+from lightning_axosparse.distributed.grid import divisors
 from lightning_axosparse.pipeline.partition import balance
 from lightning_axosparse.pipeline.schedule import SCHEDULES
-from lightning_axosparse.pipeline.simulate import (
-    Seconds,
-    Simulation,
-    ring_all_reduce,
-    simulate,
-)
 from lightning_axosparse.planning.cost import Cluster, LayerCosts
-from lightning_axosparse.planning.memory import Storage
+from lightning_axosparse.planning.memory_model import Storage
+from lightning_axosparse.planning.simulate import Seconds, Simulation, ring_all_reduce, simulate
 
 
 @dataclass(frozen=True)
-class Job:
-    """What is to be trained, and on what.
+class Workload:
+    """A model to train and the cluster to train it on.
 
     Attributes:
-        layers: the layers of the model.
-        cluster: the machine.
-        batch: samples of a step, over all replicas.
+        layers: the costs of the model's layers.
+        cluster: the cluster.
+        batch: samples per step, over all replicas.
         storage: how weights are stored.
-        pruning_ratio: share of the weights that are pruned.
-        recompute: whether layers keep only their input and run forward again in backward.
-        overhead: time that sparse storage adds to a pass, as a share of it.
-        balance: what the stages are given evenly: time, or parameters.
+        pruning_ratio: fraction of the weights that are pruned.
+        recompute: whether layers use activation checkpointing.
+        overhead: time that sparse storage adds to a pass, as a fraction of the pass.
+        balance: what the partition equalizes over the stages: time or parameters.
     """
 
     layers: LayerCosts
@@ -49,7 +44,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to run a job: stages, samples of a micro-batch, micro-batches in flight."""
+    """One way to run a workload: stages, samples per micro-batch, and the in-flight limit."""
 
     g_inter: int
     microbatch: int
@@ -58,14 +53,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Plan:
-    """A choice, and what a step would take.
+    """A choice and its simulated step.
 
     Attributes:
         choice: the choice.
         g_data: replicas.
-        microbatches: micro-batches of a replica's share of the batch.
-        memory: bytes that the fullest device may come to hold.
-        message_seconds: seconds the busiest link is occupied, in both directions together.
+        microbatches: micro-batches per batch and replica.
+        memory: peak bytes of the device that needs most.
+        message_seconds: seconds that the slowest link is busy, both directions added.
         all_reduce_seconds: seconds of the longest data-parallel all-reduce.
         simulation: the simulated step.
     """
@@ -79,115 +74,117 @@ class Plan:
     simulation: Simulation
 
 
-def search(job: Job, best: int = 10) -> list[Plan]:
-    """The fastest plans of a job, fastest first.
+def search(workload: Workload, best: int = 10) -> list[Plan]:
+    """Return the fastest plans of a workload, fastest first.
 
     Args:
-        job: what is to be trained, and on what.
-        best: how many plans to return, at most.
+        workload: the model and the cluster.
+        best: the largest number of plans to return.
 
     Raises:
-        ValueError: if nothing fits, with what the most economical choice would need.
+        ValueError: if nothing fits into memory; the message says what the smallest choice needs.
     """
-    stepped = [_Step(job, choice) for choice in _choices(job)]
-    if not stepped:
+    estimates = [_StepEstimate(workload, choice) for choice in _choices(workload)]
+    if not estimates:
         raise ValueError(
-            f"A batch of {job.batch} samples cannot be dealt evenly to the replicas of "
-            f"{job.cluster.devices} devices with at most {len(job.layers.forward)} stages. Choose "
-            "a batch that the number of devices divides."
+            f"A batch of {workload.batch} samples cannot be split evenly over the replicas of "
+            f"{workload.cluster.devices} devices with at most {len(workload.layers.forward)} "
+            "stages. Choose a batch that the number of devices divides."
         )
-    fitting = [step for step in stepped if step.memory <= job.cluster.memory]
+    fitting = [step for step in estimates if step.memory <= workload.cluster.memory]
     if not fitting:
-        least = min(stepped, key=lambda step: step.memory)
+        least = min(estimates, key=lambda step: step.memory)
         raise ValueError(
-            f"Nothing fits: a device has {job.cluster.memory / 1e9:.3g} GB, and the most "
+            f"Nothing fits: a device has {workload.cluster.memory / 1e9:.3g} GB, and the most "
             f"economical choice (g_inter={least.choice.g_inter}, micro-batches of "
             f"{least.choice.microbatch}) needs {least.memory / 1e9:.3g} GB. Recompute activations, "
             "prune more, or use more devices."
         )
     plans: list[Plan] = []
-    for step in sorted(fitting, key=lambda step: step.shortest):
-        if len(plans) == best and step.shortest >= plans[-1].simulation.makespan:
+    for step in sorted(fitting, key=lambda step: step.lower_bound):
+        if len(plans) == best and step.lower_bound >= plans[-1].simulation.makespan:
             break
-        plans = sorted([*plans, step.plan()], key=_rank)[:best]
+        plans = sorted([*plans, step.plan()], key=_seconds_then_memory)[:best]
     return plans
 
 
-def evaluate(job: Job, choice: Choice) -> Plan:
+def evaluate(workload: Workload, choice: Choice) -> Plan:
     """Simulate one choice, whether it fits into memory or not.
 
     Raises:
-        ValueError: if the batch cannot be dealt evenly to the replicas and their micro-batches.
+        ValueError: if the batch cannot be split evenly into replicas and micro-batches.
     """
-    if job.batch * choice.g_inter % (job.cluster.devices * choice.microbatch):
+    if workload.batch * choice.g_inter % (workload.cluster.devices * choice.microbatch):
         raise ValueError(
-            f"A batch of {job.batch} samples is not a whole number of micro-batches of "
+            f"A batch of {workload.batch} samples is not a whole number of micro-batches of "
             f"{choice.microbatch} for each replica of {choice.g_inter} of "
-            f"{job.cluster.devices} devices."
+            f"{workload.cluster.devices} devices."
         )
-    return _Step(job, choice).plan()
+    return _StepEstimate(workload, choice).plan()
 
 
-def _rank(plan: Plan) -> tuple[float, float]:
-    """The faster first; of equals the one that needs less memory."""
+def _seconds_then_memory(plan: Plan) -> tuple[float, float]:
     return plan.simulation.makespan, plan.memory
 
 
-def _choices(job: Job) -> Iterator[Choice]:
-    for g_inter in divisors(job.cluster.devices):
-        share, rest = divmod(job.batch * g_inter, job.cluster.devices)
-        if rest or g_inter > len(job.layers.forward):
+def _choices(workload: Workload) -> Iterator[Choice]:
+    for g_inter in divisors(workload.cluster.devices):
+        batch, rest = divmod(workload.batch * g_inter, workload.cluster.devices)
+        if rest or g_inter > len(workload.layers.forward):
             continue
-        for microbatch in divisors(share):
-            microbatches = share // microbatch
+        for microbatch in divisors(batch):
+            microbatches = batch // microbatch
             limits = {g_inter, 2 * g_inter} if g_inter > 1 else {1}
             for in_flight in {min(limit, microbatches) for limit in limits}:
                 yield Choice(g_inter, microbatch, in_flight)
 
 
-class _Step:
-    """The parts of one step of a job, run in one way."""
+class _StepEstimate:
+    """The times and memory of the parts of one step, before any simulation."""
 
-    def __init__(self, job: Job, choice: Choice) -> None:
+    def __init__(self, workload: Workload, choice: Choice) -> None:
         self.choice = choice
-        layers, stages, ratio = job.layers, choice.g_inter, job.pruning_ratio
-        self._g_data = job.cluster.devices // stages
-        self._microbatches = job.batch // self._g_data // choice.microbatch
-        evened = layers.forward if job.balance == "time" else layers.weights
-        parts = _dealt(evened, stages)
-        seconds = choice.microbatch * (1 + job.overhead) / job.cluster.speed
-        again = job.recompute * _sums(layers.again, parts)
+        layers, stages, ratio = workload.layers, choice.g_inter, workload.pruning_ratio
+        self._g_data = workload.cluster.devices // stages
+        self._microbatches = workload.batch // self._g_data // choice.microbatch
+        balanced = layers.forward if workload.balance == "time" else layers.weights
+        parts = _partition(balanced, stages)
+        seconds = choice.microbatch * (1 + workload.overhead) / workload.cluster.speed
+        recomputed = workload.recompute * _sums(layers.recomputed, parts)
         self._forward: Seconds = seconds * _sums(layers.forward, parts)
-        self._backward: Seconds = seconds * (_sums(layers.backward, parts) + again)
+        self._backward: Seconds = seconds * (_sums(layers.backward, parts) + recomputed)
         weights = _sums(layers.weights, parts) + layers.outside_weights
-        state = np.array([job.storage.state_bytes(n, ratio) for n in weights])
-        self.memory = float((state + _activation_bytes(job, choice, parts)).max())
-        self._optimizer: Seconds = state / job.cluster.memory_bandwidth
-        ring = job.cluster.ring(stages)
+        state = np.array([workload.storage.state_bytes(n, ratio) for n in weights])
+        self.memory = float((state + _activation_bytes(workload, choice, parts)).max())
+        self._optimizer: Seconds = state / workload.cluster.memory_bandwidth
+        ring = workload.cluster.ring(stages)
         self._all_reduce: Seconds = np.array(
             [
                 ring_all_reduce(
-                    job.storage.reduced_bytes(n, ratio), self._g_data, ring.bandwidth, ring.latency
+                    workload.storage.reduced_bytes(n, ratio),
+                    self._g_data,
+                    ring.bandwidth,
+                    ring.latency,
                 )
                 for n in weights
             ]
         )
         sent = [layers.output_bytes[part[-1]] for part in parts[:-1]]
         self._message_bytes = choice.microbatch * max(sent, default=0.0)
-        self._wires = job.cluster.wires(stages)
+        self._wires = workload.cluster.wires(stages)
 
     @property
-    def shortest(self) -> float:
-        """Seconds below which no order can bring the step.
+    def lower_bound(self) -> float:
+        """Seconds that a step takes at least, whatever the schedule.
 
-        All passes of one stage, and the way of one micro-batch to that stage and back.
+        These are all passes of one stage, and those of one micro-batch on the stages before it.
         """
         both = self._forward + self._backward
         pipeline = (both.cumsum() + (self._microbatches - 1) * both).max()
         return float(pipeline + self._all_reduce[0] + self._optimizer[0])
 
     def plan(self) -> Plan:
-        """Simulate it."""
+        """Simulate the step."""
         choice = self.choice
         simulation = simulate(
             [
@@ -216,21 +213,21 @@ class _Step:
 
 
 @cache
-def _dealt(costs: tuple[float, ...], stages: int) -> list[range]:
+def _partition(costs: tuple[float, ...], stages: int) -> list[range]:
     return balance(costs, stages)
 
 
 def _sums(costs: Sequence[float], parts: Sequence[range]) -> Seconds:
-    """What the layers of each stage cost together, shape ``(stages,)``."""
+    """Sum the costs of the layers of each stage; shape ``(stages,)``."""
     return np.array([sum(costs[layer] for layer in part) for part in parts], dtype=np.float64)
 
 
-def _activation_bytes(job: Job, choice: Choice, parts: Sequence[range]) -> Seconds:
-    """What each stage may hold at its in-flight limit, and what lives for a moment beside it."""
-    layers = job.layers
-    moment = np.zeros(len(parts))
-    if job.recompute:
-        moment += [max(layers.kept_bytes[layer] for layer in part) for part in parts]
-    moment[-1] += layers.closing_bytes
-    kept = _sums(layers.output_bytes if job.recompute else layers.kept_bytes, parts)
-    return choice.microbatch * (choice.in_flight * kept + moment)
+def _activation_bytes(workload: Workload, choice: Choice, parts: Sequence[range]) -> Seconds:
+    """Return each stage's activation bytes at its in-flight limit, with temporary tensors."""
+    layers = workload.layers
+    temporary = np.zeros(len(parts))
+    if workload.recompute:
+        temporary += [max(layers.activation_bytes[layer] for layer in part) for part in parts]
+    temporary[-1] += layers.loss_bytes
+    kept = _sums(layers.output_bytes if workload.recompute else layers.activation_bytes, parts)
+    return choice.microbatch * (choice.in_flight * kept + temporary)

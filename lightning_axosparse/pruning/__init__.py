@@ -1,4 +1,7 @@
-"""Pruning: which weights to keep, and when that is settled."""
+"""Masks by magnitude, distances between masks, and the ticket that stores the final masks.
+
+It may import from support, distributed and sparse.
+"""
 
 from lightning_axosparse.pruning.ticket import Ticket
 

@@ -1,4 +1,4 @@
-"""Ticket: the masks that pruning settled on, and how they were found."""
+"""Defines the ticket: the masks of the weights to keep, and how they were found."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_axosparse import archive
-from lightning_axosparse.arguments import (
+from lightning_axosparse.pruning.bitmask import MaskBits
+from lightning_axosparse.support import archive
+from lightning_axosparse.support.arguments import (
+    FRACTION,
     INDEX,
     MASKS,
     NONE,
     PATH,
-    SHARE,
     check,
     checked,
     list_of,
     one_of,
 )
-from lightning_axosparse.checksum import verified, with_checksum
-from lightning_axosparse.corrupt import CorruptFileError, reading
-from lightning_axosparse.pruning.packed import PackedMasks
+from lightning_axosparse.support.checksum import verified, with_checksum
+from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
 
 _FIELDS = {
     "masks": MASKS,
-    "pruning_ratio": SHARE,
+    "pruning_ratio": FRACTION,
     "scope": one_of("global", "layer"),
     "epoch": INDEX | NONE,
     "step": INDEX | NONE,
     "distance": one_of("overlap", "hamming"),
-    "distances": list_of("a list of numbers from 0 to 1", SHARE),
+    "distances": list_of("a list of numbers from 0 to 1", FRACTION),
 }
 _KIND = "lightning_axosparse.Ticket/"
 _FORMAT = f"{_KIND}2"
@@ -46,18 +46,17 @@ class Ticket:
 
     Attributes:
         masks: parameter name -> bool tensor of its shape, True where an entry is kept. Any mapping
-            may be given; one bit an entry is held, and a mask is unpacked (on CPU) when it is read.
-        pruning_ratio: the share of entries that was to be pruned.
-        scope: "global" where one magnitude threshold served all parameters, "layer" where each had
-            its own.
+            may be given; each mask is stored at one bit per entry and unpacked (on CPU) when read.
+        pruning_ratio: the fraction of entries that was to be pruned.
+        scope: "global" if all parameters had one magnitude threshold, "layer" if each had its own.
         epoch: index of the epoch at whose end the ticket was drawn; None if it was made by hand.
-        step: number of optimizer steps taken by then, or None.
-        distance: the kind of ``distances``.
-        distances: the largest mask distance to the window at the end of each epoch from the second
-            on, up to the draw.
+        step: number of optimizer steps before the draw, or None.
+        distance: how ``distances`` were measured: "overlap" or "hamming".
+        distances: the largest mask distance to the window at the end of each epoch, from the second
+            epoch to the draw.
 
     Raises:
-        ValueError: for a field of another type or out of range.
+        ValueError: if a field has the wrong type or is out of range.
     """
 
     masks: Mapping[str, Tensor]
@@ -71,8 +70,8 @@ class Ticket:
     def __post_init__(self) -> None:
         for name, value in check(ValueError, vars(self), _FIELDS).items():
             object.__setattr__(self, name, value)
-        if not isinstance(self.masks, PackedMasks):
-            object.__setattr__(self, "masks", PackedMasks(self.masks))
+        if not isinstance(self.masks, MaskBits):
+            object.__setattr__(self, "masks", MaskBits(self.masks))
         object.__setattr__(self, "distances", tuple(self.distances))
 
     @property
@@ -81,35 +80,35 @@ class Ticket:
         return dict(self._packed.shapes)
 
     def part(self, names: Iterable[str]) -> Mapping[str, Tensor]:
-        """The masks of those of ``names`` that are pruned."""
+        """Return the masks of those ``names`` that are pruned."""
         return self._packed.only(names)
 
     def layer_sparsity(self) -> dict[str, float]:
-        """The share of entries pruned in each parameter."""
+        """Return the fraction of entries pruned in each parameter."""
         return {name: 1 - float(mask.float().mean()) for name, mask in self.masks.items()}
 
     @property
     def sparsity(self) -> float:
-        """The share of entries pruned in all parameters together."""
+        """The fraction of entries pruned, over all pruned parameters."""
         kept = sum(int(mask.sum()) for mask in self.masks.values())
         return 1 - kept / max(1, sum(shape.numel() for shape in self.shapes.values()))
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain containers and uint8 tensors, for ``torch.load(weights_only=True)``."""
+        """Return plain containers and uint8 tensors, for ``torch.load(weights_only=True)``."""
         fields = {name: value for name, value in vars(self).items() if name != "masks"}
         return with_checksum({"format": _FORMAT, "masks": self._packed.state_dict(), **fields})
 
     @staticmethod
     def is_state(value: object) -> bool:
-        """Whether ``value`` came from :meth:`state_dict`, of this version or another."""
+        """Return whether ``value`` came from :meth:`state_dict`, of any version."""
         return isinstance(value, Mapping) and str(value.get("format")).startswith(_KIND)
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Ticket:
-        """The ticket that :meth:`state_dict` described.
+        """Return the ticket that :meth:`state_dict` described.
 
         Raises:
-            CorruptFileError: if it has changed, or is of another version.
+            CorruptFileError: if the state is not as it was written, or is of another version.
         """
         if state["format"] != _FORMAT:
             raise CorruptFileError(
@@ -118,11 +117,11 @@ class Ticket:
             )
         fields = verified(state, "the ticket")
         del fields["format"]
-        return cls(PackedMasks.from_state_dict(fields.pop("masks")), **fields)
+        return cls(MaskBits.from_state_dict(fields.pop("masks")), **fields)
 
     @checked(ValueError, path=PATH)
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the ticket to a file, at about one bit a weight."""
+        """Write the ticket to a file, at about one bit per weight."""
         archive.save(self.state_dict(), path)
 
     @classmethod
@@ -132,7 +131,7 @@ class Ticket:
 
         Raises:
             FileNotFoundError: if there is no such file.
-            CorruptFileError: if it is not as it was written, or no ticket.
+            CorruptFileError: if the file is not as it was written, or is not a ticket.
         """
         if not Path(path).is_file():
             raise FileNotFoundError(f"There is no ticket file '{path}'.")
@@ -151,6 +150,6 @@ class Ticket:
         )
 
     @property
-    def _packed(self) -> PackedMasks:
-        assert isinstance(self.masks, PackedMasks)
+    def _packed(self) -> MaskBits:
+        assert isinstance(self.masks, MaskBits)
         return self.masks

@@ -1,11 +1,8 @@
-"""Sparse storage: the kept values are the parameter, the dense weight exists only while in use."""
+"""Stores pruned weights as their kept values; the dense weight exists only while it is used.
 
-from lightning_axosparse.sparse import lookup, product
-from lightning_axosparse.sparse.files import save_safetensors
-from lightning_axosparse.sparse.swap import densify, sparsify
-from lightning_axosparse.sparse.weight import OWN_WAYS
+It may import from support and distributed.
+"""
 
-__all__ = ["densify", "save_safetensors", "sparsify"]
+from lightning_axosparse.sparse.convert import densify, sparsify
 
-OWN_WAYS.update(lookup.WAYS)
-OWN_WAYS.update(product.WAYS)
+__all__ = ["densify", "sparsify"]

@@ -1,4 +1,4 @@
-"""Compiled: the dense weight for torch.compile, as one operator that backward runs again."""
+"""Makes a sparse weight dense in graphs of torch.compile, without saving the dense tensor."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from lightning_axosparse.sparse.layout import Layout
 
 
 def recomputed_densify(values: Tensor, layout: Layout) -> Tensor:
-    """Make ``values`` dense in a graph that torch.compile traces, without saving the dense tensor.
+    """Return the dense tensor of kept ``values``, which the backward pass computes again.
 
     Differentiable in ``values``.
     """
 
     def densify(values: Tensor) -> Tensor:
-        made: Tensor = _densify(values, layout.positions(), layout.shape)
-        return made
+        dense: Tensor = _densify(values, layout.positions(), layout.shape)
+        return dense
 
     dense: Tensor = checkpoint(densify, values, use_reentrant=False)
     return dense
 
 
-# One opaque operator: of a zeros and a scatter, the compiler would save the zeros.
+# One opaque operator: the compiler would save the zeros of a separate zeros and scatter.
 @torch.library.custom_op("axosparse::densify", mutates_args=())
 def _densify(values: Tensor, indices: Tensor, shape: Sequence[int]) -> Tensor:
     return reference.scatter(values, indices, shape)
 
 
 @_densify.register_fake
-def _like_densify(values: Tensor, indices: Tensor, shape: Sequence[int]) -> Tensor:
+def _densify_fake(values: Tensor, indices: Tensor, shape: Sequence[int]) -> Tensor:
     return values.new_empty(tuple(shape))
 
 

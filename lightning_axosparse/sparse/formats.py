@@ -1,7 +1,17 @@
-"""Formats: the ways to write down which entries are kept, by what they cost.
+"""Stores the positions of kept entries in one of three index formats.
 
-Bytes a kept entry at 50 / 80 / 90 / 95 % pruned: ``coo`` 4, ``block`` 2, ``gaps`` 1,
-``bitmap`` 0.25 / 0.625 / 1.25 / 2.5. ``benchmarks/overhead`` has their times.
+======  =====================================  ============================================
+format  bytes per kept entry                   where it pays
+        at 50 / 80 / 90 / 95 % pruned
+======  =====================================  ============================================
+gaps    1.01 / 1.01 / 1.03 / 1.06              the default on CPU: as fast as coo
+bitmap  0.25 / 0.63 / 1.26 / 2.52              the default on CUDA, where a kernel reads it
+                                               in one pass; on CPU 1.4 to 6.5 times as slow
+coo     4.00 / 4.00 / 4.01 / 4.02              small layers: 2 % of the step of a
+                                               transformer block 192 wide
+======  =====================================  ============================================
+
+``benchmarks/overhead`` measures them.
 """
 
 from __future__ import annotations
@@ -12,13 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_axosparse.sparse.layout import Layout, Tile, block_entries, index_dtype
+from lightning_axosparse.sparse.kernels import Bits, Gaps, Positions
+from lightning_axosparse.sparse.layout import Layout, Tile, index_dtype
 from lightning_axosparse.sparse.scratch import scratch
 
 
 @dataclass(eq=False)
 class CooLayout(Layout):
-    """One integer a kept entry: its flat position (SAMO; Singh & Bhatele, IPDPS 2023).
+    """One integer per kept entry: its flat position (SAMO; Singh & Bhatele, IPDPS 2023).
 
     Attributes:
         indices: flat positions, shape ``(nnz,)``, int32 (int64 for tensors of 2^31 entries or
@@ -28,65 +39,32 @@ class CooLayout(Layout):
     indices: Tensor
 
     @staticmethod
-    def _written(positions: Tensor, starts: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    def _index(positions: Tensor, starts: Tensor, mask: Tensor) -> dict[str, Tensor]:
         return {"indices": positions.to(index_dtype(mask.numel()))}
 
     def positions(self) -> Tensor:
-        """The stored indices themselves."""
+        """Return the stored indices themselves."""
         return self.indices
 
     def positions_in(self, tile: Tile) -> Tensor:
-        """The stored indices, less the tile's start."""
-        positions = _positions(self, tile).copy_(self.indices[tile.entries])
+        """Return the stored indices minus the tile's start."""
+        positions = _scratch_positions(self, tile).copy_(self.indices[tile.entries])
         return positions.sub_(tile.start) if tile.start else positions
 
-
-@dataclass(eq=False)
-class BlockLayout(Layout):
-    """One small integer a kept entry: its position in its block.
-
-    Attributes:
-        stored: positions counted from the start of the block, shape ``(nnz,)``, 16 bits that count
-            as unsigned (int32 where a row has more than 65536 entries).
-    """
-
-    stored: Tensor
-
-    @staticmethod
-    def _written(positions: Tensor, starts: Tensor, mask: Tensor) -> dict[str, Tensor]:
-        block = block_entries(mask.shape)
-        return {"stored": (positions % block).to(torch.int16 if block <= 2**16 else torch.int32)}
-
-    @property
-    def local(self) -> Tensor:
-        """The stored positions as what they are: torch cannot pickle uint16."""
-        return self.stored.view(torch.uint16) if self.stored.itemsize == 2 else self.stored
-
-    def positions(self) -> Tensor:
-        """The stored positions and the starts of their blocks."""
-        return self.local.long() + self._block_starts(slice(0, len(self.starts) - 1), self.nnz)
-
-    def positions_in(self, tile: Tile) -> Tensor:
-        """The stored positions and the starts of their blocks, in the tile."""
-        positions = _positions(self, tile).copy_(self.local[tile.entries])
-        return positions.add_(self._block_starts(tile.blocks, tile.nnz))
-
-    def _block_starts(self, blocks: slice, nnz: int) -> Tensor:
-        """Where the block of each kept entry starts, counted from the first of the blocks."""
-        counts = self.starts[blocks.start : blocks.stop + 1].diff()
-        starts = torch.arange(len(counts), device=counts.device) * block_entries(self.shape)
-        return starts.repeat_interleave(counts, output_size=nnz)
+    def index_in(self, tile: Tile) -> Positions:
+        """Return the tile's indices."""
+        return Positions(self.indices[tile.entries], tile.start)
 
 
 @dataclass(eq=False)
 class GapLayout(Layout):
-    """One byte a kept entry: how far it lies behind the one before.
+    """One byte per kept entry: its distance from the kept entry before.
 
     Attributes:
-        gaps: distance to the kept entry before, the first one's to position -1, modulo 256, shape
-            ``(nnz,)``, uint8.
+        gaps: distance from the kept entry before (for the first one, from position -1) modulo 256,
+            shape ``(nnz,)``, uint8.
         jumps: the kept entries whose distance is 256 or more, ascending, int32 or int64.
-        excess: what their distance has beyond ``gaps``, int64.
+        excess: their distances minus ``gaps``, int64.
         before: the last kept position before each block (-1: none), shape ``(blocks,)``, int64.
     """
 
@@ -96,35 +74,41 @@ class GapLayout(Layout):
     before: Tensor
 
     @staticmethod
-    def _written(positions: Tensor, starts: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    def _index(positions: Tensor, starts: Tensor, mask: Tensor) -> dict[str, Tensor]:
         ends = torch.cat([positions.new_full((1,), -1), positions])
         distances = ends.diff()
-        gaps = distances.remainder(256)
+        gaps = distances.to(torch.uint8)  # wraps at 256
         jumps = (distances >= 256).nonzero().squeeze(1)
         return {
-            "gaps": gaps.to(torch.uint8),
+            "gaps": gaps,
             "jumps": jumps.to(index_dtype(len(positions))),
-            "excess": (distances - gaps)[jumps],
+            "excess": distances[jumps] - gaps[jumps],
             "before": ends[starts[:-1].long()],
         }
 
     def positions(self) -> Tensor:
-        """The sums of the distances."""
+        """Return the cumulated distances."""
         if self.jumps.numel() == 0:
             return self.gaps.cumsum(0, dtype=torch.int64) - 1
         distances = self.gaps.long().index_add(0, self.jumps, self.excess)
         return distances.cumsum(0) - 1
 
     def positions_in(self, tile: Tile) -> Tensor:
-        """The sums of the distances in the tile, from what lies before it."""
-        distances = _positions(self, tile).copy_(self.gaps[tile.entries])
+        """Return the distances in the tile, cumulated from the last kept entry before it."""
+        distances = _scratch_positions(self, tile).copy_(self.gaps[tile.entries])
         jumps = self._jumps_in(tile)
         if jumps.start < jumps.stop:
-            places = self.jumps[jumps] - tile.entries.start
-            distances.index_add_(0, places, self.excess[jumps])
+            entries = self.jumps[jumps] - tile.entries.start
+            distances.index_add_(0, entries, self.excess[jumps])
         before = self.before[tile.blocks.start] if tile.start else -1
         distances[:1].add_(before - tile.start)
         return distances.cumsum_(0)
+
+    def index_in(self, tile: Tile) -> Gaps | None:
+        """Return the tile's gaps; None if some distance does not fit a byte."""
+        if self.jumps.numel():
+            return None
+        return Gaps(self.gaps[tile.entries], self.before[tile.blocks], tile.start)
 
     def _jumps_in(self, tile: Tile) -> slice:
         if self.jumps.numel() == 0:
@@ -135,66 +119,69 @@ class GapLayout(Layout):
 
 @dataclass(eq=False)
 class BitmapLayout(Layout):
-    """One bit an entry, kept or not.
+    """One bit per entry, kept or pruned.
 
     Attributes:
-        bits: eight entries a byte, the first in the lowest bit, shape ``(ceil(numel / 8),)``,
+        bits: eight entries per byte, the first in the lowest bit, shape ``(ceil(numel / 8),)``,
             uint8.
     """
 
     bits: Tensor
 
     @staticmethod
-    def _written(positions: Tensor, starts: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    def _index(positions: Tensor, starts: Tensor, mask: Tensor) -> dict[str, Tensor]:
         flat = mask.reshape(-1)
         bits = torch.zeros(-(-len(flat) // 8), dtype=torch.uint8, device=mask.device)
-        for place in range(8):  # not all at once: that takes two more bytes an entry
-            every_eighth = flat[place::8]
-            bits[: len(every_eighth)] |= every_eighth.to(torch.uint8) << place
+        for shift in range(8):  # all at once would take two more bytes per entry
+            every_eighth = flat[shift::8]
+            bits[: len(every_eighth)] |= every_eighth.to(torch.uint8) << shift
         return {"bits": bits}
 
     def positions(self) -> Tensor:
-        """The places of the set bits."""
-        return torch.nonzero_static(_bits(self.bits), size=self.nnz).squeeze(1)
+        """Return the positions of the set bits."""
+        return torch.nonzero_static(_unpacked(self.bits), size=self.nnz).squeeze(1)
 
     def positions_in(self, tile: Tile) -> Tensor:
-        """The places of the tile's set bits."""
+        """Return the positions of the tile's set bits."""
         held = self.bits[tile.start // 8 : -(-(tile.start + tile.numel) // 8)]
-        if held.is_cpu:  # NumPy takes a fifth of the time
+        if held.is_cpu:  # NumPy takes a fifth of torch's time
             bits = np.unpackbits(held.numpy(), bitorder="little").view(np.bool_)
             return torch.from_numpy(np.flatnonzero(bits))
-        return torch.nonzero_static(_bits(held), size=tile.nnz).squeeze(1)
+        return torch.nonzero_static(_unpacked(held), size=tile.nnz).squeeze(1)
+
+    def index_in(self, tile: Tile) -> Bits:
+        """Return the tile's bits."""
+        return Bits(self.bits[tile.start // 8 :])
 
 
 FORMATS: dict[str, type[Layout]] = {
     "coo": CooLayout,
-    "block": BlockLayout,
     "gaps": GapLayout,
     "bitmap": BitmapLayout,
 }
 
 
 def layout_of(mask: Tensor, index_format: str | None = None) -> Layout:
-    """The layout that keeps the entries where ``mask`` (bool, any shape) is True.
+    """Return the layout that keeps the entries where ``mask`` (bool, any shape) is True.
 
     Args:
-        mask: which entries are kept.
-        index_format: "coo", "block", "gaps" or "bitmap"; None takes what is fastest on the mask's
-            device: gaps, on CUDA the bitmap, which its kernel reads in one pass.
+        mask: True where an entry is kept.
+        index_format: "coo", "gaps" or "bitmap"; None selects "bitmap" for a mask on CUDA, else
+            "gaps".
 
     Raises:
         ValueError: for another format.
     """
     index_format = index_format or ("bitmap" if mask.is_cuda else "gaps")
     if index_format not in FORMATS:
-        raise ValueError(f"Unknown index format '{index_format}'. Take one of {list(FORMATS)}.")
+        raise ValueError(f"Unknown index format '{index_format}'. Choose one of {list(FORMATS)}.")
     return FORMATS[index_format].from_mask(mask)
 
 
-def _positions(layout: Layout, tile: Tile) -> Tensor:
+def _scratch_positions(layout: Layout, tile: Tile) -> Tensor:
     return scratch.take("positions", tile.nnz, torch.int64, layout.starts.device)
 
 
-def _bits(held: Tensor) -> Tensor:
+def _unpacked(held: Tensor) -> Tensor:
     shifts = torch.arange(8, dtype=torch.uint8, device=held.device)
     return held.unsqueeze(1).bitwise_right_shift(shifts).bitwise_and(1).bool().flatten()

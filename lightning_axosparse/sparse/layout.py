@@ -1,7 +1,8 @@
-"""Layout: which entries of a pruned tensor are kept."""
+"""Describes which entries of a pruned tensor are kept, and compresses tensors to them."""
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from copy import copy
 from dataclasses import dataclass, fields
@@ -13,32 +14,34 @@ from torch import Tensor
 from torch.nn import Parameter
 from typing_extensions import Self
 
-from lightning_axosparse.sparse import kernels
+from lightning_axosparse.sparse.kernels import Bits, Blocks, Gaps, Positions, fused_kernels
+from lightning_axosparse.sparse.kernels import reference as reference_kernels
+from lightning_axosparse.support.trace import clock
 
 INT32_ENTRIES = 2**31
 """Tensors with fewer entries than this are indexed by int32."""
 
 BLOCK_ENTRIES = 4096
-"""A block is the fewest rows with at least so many entries; formats count kept entries by block."""
+"""A block has the fewest rows with at least this many entries; layouts count kept entries by block.
+"""
 
 TILE_ENTRIES = {"cpu": 2**20, "cuda": 2**26}
-"""About how many entries are dense at a time, by device: what a CPU's cache can hold, and enough to
-fill a GPU."""
+"""Approximate entries of a tile, by device: what fits a CPU's cache, and what occupies a GPU."""
 
 
 def index_dtype(numel: int) -> torch.dtype:
-    """The integer type that indexes a flattened tensor of ``numel`` entries."""
+    """Return the integer dtype that indexes a flattened tensor of ``numel`` entries."""
     return torch.int32 if numel < INT32_ENTRIES else torch.int64
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Some whole rows (slices along the first dimension) of a tensor, and their kept entries.
+    """Consecutive rows (slices along the first dimension) of a tensor, and their kept entries.
 
     Attributes:
-        rows: which rows.
-        entries: which of the tensor's kept entries lie in them.
-        blocks: which of the layout's blocks they are.
+        rows: the rows.
+        entries: the kept entries in them, as a slice of the tensor's kept entries.
+        blocks: the layout's blocks that they consist of.
         start: flat position of the first entry.
         numel: number of entries, kept or not.
     """
@@ -57,16 +60,16 @@ class Tile:
 
 @dataclass(eq=False)
 class Layout(ABC):
-    """The kept entries of one tensor, shared by its values, gradient and every optimizer state.
+    """The kept entries of one tensor, shared by its values, gradient and optimizer state.
 
-    A format (``formats.py``) is a subclass that writes their places down in tensor fields of its
-    own. Kept entries are in ascending order of their flat position.
+    An index format (``formats.py``) is a subclass that stores their positions in tensor fields of
+    its own. Kept entries are in ascending order of their flat position.
 
     Attributes:
         shape: shape of the dense tensor.
         nnz: number of kept entries.
-        starts: the number of kept entries before each block, and of all, shape ``(blocks + 1,)``,
-            int32 (int64 for 2^31 kept entries or more).
+        starts: the number of kept entries before each block and in the whole tensor, shape
+            ``(blocks + 1,)``, int32 (int64 for 2^31 kept entries or more).
     """
 
     shape: torch.Size
@@ -75,32 +78,39 @@ class Layout(ABC):
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> Self:
-        """The layout that keeps the entries where ``mask`` (bool, any shape) is True."""
+        """Return the layout that keeps the entries where ``mask`` (bool, any shape) is True."""
         positions = mask.reshape(-1).nonzero().squeeze(1)
         block = block_entries(mask.shape)
         edges = torch.arange(0, mask.numel() + block, max(block, 1), device=mask.device)
         starts = torch.searchsorted(positions, edges).to(index_dtype(len(positions) + 1))
-        return cls(mask.shape, len(positions), starts, **cls._written(positions, starts, mask))
+        return cls(mask.shape, len(positions), starts, **cls._index(positions, starts, mask))
 
     @staticmethod
     @abstractmethod
-    def _written(positions: Tensor, starts: Tensor, mask: Tensor) -> dict[str, Tensor]:
-        """The format's own fields for kept entries at the flat ``positions`` (int64)."""
+    def _index(positions: Tensor, starts: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        """Return the format's own fields for kept entries at the flat ``positions`` (int64)."""
 
     @abstractmethod
     def positions(self) -> Tensor:
-        """Flat positions of all kept entries, shape ``(nnz,)``, int32 or int64.
+        """Return the flat positions of all kept entries, shape ``(nnz,)``, int32 or int64.
 
-        In operators that torch.compile can trace.
+        It uses only operators that torch.compile can trace.
         """
 
     @abstractmethod
     def positions_in(self, tile: Tile) -> Tensor:
-        """Positions of the tile's kept entries, counted from its start, int64; may be scratch."""
+        """Return the positions of the tile's kept entries, counted from its start, int64.
+
+        They may lie in scratch memory.
+        """
+
+    @abstractmethod
+    def index_in(self, tile: Tile) -> Bits | Positions | Gaps | None:
+        """Return the tile's part of the index as the fused kernels read it; None if they cannot."""
 
     @cached_property
     def tiles(self) -> list[Tile]:
-        """The tensor in tiles, in order."""
+        """The tiles that the tensor consists of, in order."""
         length, rows_in_block = row_length(self.shape), block_rows(self.shape)
         rows = self.shape.numel() // length if length else 0
         kept, blocks = self.starts.tolist(), len(self.starts) - 1
@@ -123,7 +133,7 @@ class Layout(ABC):
 
     @torch.no_grad()
     def compress(self, dense: Tensor) -> Tensor:
-        """The kept entries of ``dense`` (of the layout's shape), shape ``(nnz,)``.
+        """Return the kept entries of ``dense`` (of the layout's shape), shape ``(nnz,)``.
 
         Raises:
             ValueError: if ``dense`` has another shape.
@@ -134,40 +144,85 @@ class Layout(ABC):
                 f"got one of shape {tuple(dense.shape)}."
             )
         values = dense.new_empty(self.nnz)
-        if dense.is_meta:  # of another stage
+        if dense.is_meta:  # the parameter of another stage
             return values
         if type(dense) not in (Tensor, Parameter):
-            # A lazy weight would become dense in the operator that has our positions in scratch.
+            # Materializing a sparse weight inside the kernel would overwrite the positions there,
+            # which lie in the same scratch memory.
             dense = dense.clone()
         rows = dense.view(1) if dense.dim() == 0 else dense
         for tile in self.tiles:
-            kernels.compress(self, tile, rows[tile.rows].reshape(-1), values[tile.entries])
+            self.compress_tile(tile, rows[tile.rows].reshape(-1), values[tile.entries])
         return values
 
     @torch.no_grad()
     def densify(self, values: Tensor) -> Tensor:
-        """A new dense tensor of the layout's shape: ``values`` (shape ``(nnz,)``) and zeros."""
+        """Return a dense tensor of the layout's shape: ``values`` (shape ``(nnz,)``) and zeros."""
         dense = values.new_empty(self.shape)
-        if values.is_meta:  # of another stage
+        if values.is_meta:  # the parameter of another stage
             return dense
         self.fill(dense, values)
         return dense
 
     @torch.no_grad()
     def fill(self, dense: Tensor, values: Tensor) -> None:
-        """Write ``values`` (shape ``(nnz,)``), in its dtype, and zeros to ``dense``."""
+        """Write ``values`` (shape ``(nnz,)``), cast to its dtype, and zeros to ``dense``."""
         flat = dense.view(-1)
         for tile in self.tiles:
             out = flat[tile.start : tile.start + tile.numel]
-            kernels.densify(self, tile, values[tile.entries].to(dense.dtype), out)
+            self.densify_tile(tile, values[tile.entries].to(dense.dtype), out)
+
+    def densify_tile(self, tile: Tile, values: Tensor, out: Tensor) -> None:
+        """Write one tile of a dense tensor: ``values`` where an entry is kept, zeros elsewhere.
+
+        Args:
+            tile: the part of the tensor to write.
+            values: the kept entries in the tile, shape ``(tile.nnz,)``, any dtype.
+            out: where to write, shape ``(tile.numel,)``, contiguous, dtype of ``values``.
+        """
+        start = time.time()
+        fused = fused_kernels(out)
+        index = self._fused_index(tile) if fused else None
+        if fused is None or index is None:
+            reference_kernels.densify(self.positions_in(tile), values, out)
+        else:
+            fused.densify(index, self.blocks_in(tile), values, out)
+        clock.add("densify", start, time.time())
+
+    def compress_tile(self, tile: Tile, dense: Tensor, out: Tensor) -> None:
+        """Read the kept entries of one tile of a dense tensor.
+
+        Args:
+            tile: the part of the tensor to read.
+            dense: the tile, shape ``(tile.numel,)``, contiguous, any dtype.
+            out: where to write them, shape ``(tile.nnz,)``, contiguous, dtype of ``dense``.
+        """
+        start = time.time()
+        fused = fused_kernels(out)
+        index = self._fused_index(tile) if fused else None
+        if fused is None or index is None:
+            reference_kernels.compress(self.positions_in(tile), dense, out)
+        else:
+            fused.compress(index, self.blocks_in(tile), dense, out)
+        clock.add("compress", start, time.time())
+
+    def _fused_index(self, tile: Tile) -> Bits | Positions | Gaps | None:
+        # The kernels count within a block in 32 bits.
+        return self.index_in(tile) if block_entries(self.shape) < INT32_ENTRIES else None
+
+    def blocks_in(self, tile: Tile) -> Blocks:
+        """Return the tile's blocks as the fused kernels read them."""
+        number = tile.blocks.stop - tile.blocks.start
+        starts = self.starts[tile.blocks.start :]
+        return Blocks(number, block_entries(self.shape), starts, tile.entries.start)
 
     def mask(self) -> Tensor:
-        """True where an entry is kept: bool, of the layout's shape."""
+        """Return a bool tensor of the layout's shape, True where an entry is kept."""
         return self.densify(torch.ones(self.nnz, dtype=torch.bool, device=self.starts.device))
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors that the layout consists of, by field."""
+        """All tensors of the layout, by field."""
         held = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in held.items() if isinstance(value, Tensor)}
 
@@ -177,7 +232,7 @@ class Layout(ABC):
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def to(self, device: torch.device) -> Self:
-        """This layout with its tensors on ``device``; itself where they are there already."""
+        """Return this layout with its tensors on ``device``; itself if they are there already."""
         if self.starts.device == device:
             return self
         moved = copy(self)
@@ -185,22 +240,23 @@ class Layout(ABC):
         return moved
 
     def move(self, device: torch.device) -> None:
-        """Take the tensors to ``device`` in place, for all who share this layout.
+        """Move the tensors to ``device`` in place, for every module that shares this layout.
 
         Raises:
             RuntimeError: if they are on the meta device, where nothing is stored.
         """
         if self.starts.is_meta and device.type != "meta":
             raise RuntimeError(
-                "Which entries are kept was forgotten when this module went to the meta device. "
-                "Make a dense one and call sparsify(module, masks), or load_sparse(module, path)."
+                "Which entries are kept was forgotten when this module moved to the meta device. "
+                "Build a dense module and call sparsify(module, masks), or load_sparse(module, "
+                "path)."
             )
         self.__dict__.pop("tiles", None)
         for name, tensor in self.tensors.items():
             setattr(self, name, tensor.to(device))
 
     def same_entries(self, other: Layout) -> bool:
-        """Whether ``other`` keeps exactly the same entries of the same shape, in any format."""
+        """Return whether ``other``, in any format, keeps the same entries of the same shape."""
         if self.shape != other.shape or self.nnz != other.nnz:
             return False
         there = other.to(self.starts.device)
@@ -208,17 +264,17 @@ class Layout(ABC):
 
 
 def row_length(shape: torch.Size) -> int:
-    """Entries of one slice along the first dimension."""
+    """Return the entries of one slice along the first dimension."""
     return prod(shape[1:])
 
 
 def block_entries(shape: torch.Size) -> int:
-    """Entries of a block of a tensor of this shape; its last block may have fewer."""
+    """Return the entries of a block of a tensor of this shape; the last block may have fewer."""
     return block_rows(shape) * row_length(shape)
 
 
 def block_rows(shape: torch.Size) -> int:
-    """Rows in a block of a tensor of this shape, whose entries are a multiple of eight."""
+    """Return the rows of a block of a tensor of this shape; its entries are a multiple of eight."""
     length = max(row_length(shape), 1)
     multiple = 8 // gcd(8, length)
     return -(-BLOCK_ENTRIES // (length * multiple)) * multiple

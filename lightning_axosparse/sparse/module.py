@@ -1,8 +1,8 @@
-"""Module: what a module becomes when some of its parameters are stored sparse.
+"""Gives a module with sparsely stored parameters a class that reads them as dense-shaped weights.
 
-Its class is replaced by a subclass in which ``module.weight`` reads as the dense-shaped weight,
-while the registered parameter of that name is the 1-D vector of kept values. State dicts stay dense
-and keep their keys; pickles and deep copies work.
+The module's class is replaced by a subclass in which ``module.weight`` reads as the dense-shaped
+weight, while the registered parameter of that name is the 1-D vector of kept values. State dicts
+stay dense and keep their keys; pickles and deep copies work.
 """
 
 from __future__ import annotations
@@ -14,42 +14,51 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_axosparse.sparse.direct import direct_forward
 from lightning_axosparse.sparse.layout import Layout
-from lightning_axosparse.sparse.reading import Reading, master_dtype
+from lightning_axosparse.sparse.linear import layer_forward
+from lightning_axosparse.sparse.materialize import DenseForm, master_dtype
+from lightning_axosparse.sparse.torch_functions import read_weight
 from lightning_axosparse.sparse.weight import SparseWeight, sparse_weight
 
 
 class SparseModule(nn.Module):
-    """Mixed into the class of a module while some of its parameters are stored sparse."""
+    """Mixin of a module's class while some of its parameters are stored sparse.
+
+    ``_layouts`` and ``_forms`` have the layout and the dense form of each of them, by attribute.
+    """
 
     _layouts: dict[str, Layout]
-    _readings: dict[str, Reading]
+    _forms: dict[str, DenseForm]
 
     def __setattr__(self, name: str, value: Any) -> None:
         layout = vars(self).get("_layouts", {}).get(name)
         replaced = layout is not None and getattr(value, "shape", None) != (layout.nnz,)
         if replaced and not isinstance(value, nn.Parameter | None):
-            raise self._refusal(f"'{name}' must be another parameter, not {type(value).__name__}")
+            raise self._misuse(f"'{name}' must be another parameter, not {type(value).__name__}")
         super().__setattr__(name, value)
         if replaced:
             forget_layout(self, name)
 
     def __delattr__(self, name: str) -> None:
         if name in self._layouts:  # as parametrizations do
-            raise self._refusal(f"'{name}' cannot be replaced")
+            raise self._misuse(f"'{name}' cannot be replaced")
         super().__delattr__(name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Refuse, in other words than torch's, what was read from a sparse weight (pruning)."""
+        """Register a parameter.
+
+        Raises:
+            MisconfigurationException: for a weight that was read from this module, as
+                ``torch.nn.utils.prune`` registers it; torch's own message would not name the cause.
+        """
         if isinstance(param, SparseWeight):
-            raise self._refusal(f"what it stores sparse cannot become its parameter '{name}'")
+            raise self._misuse(f"what it stores sparse cannot become its parameter '{name}'")
         super().register_parameter(name, param)
 
     def __prepare_scriptable__(self) -> nn.Module:
-        raise self._refusal("torch.jit.script cannot compile it; torch.jit.trace can")
+        raise self._misuse("torch.jit.script cannot compile it; torch.jit.trace can")
 
-    def _refusal(self, what: str) -> MisconfigurationException:
+    def _misuse(self, what: str) -> MisconfigurationException:
         return MisconfigurationException(
             f"{_dense_class(self).__name__} is stored sparse ({', '.join(self._layouts)}): {what}. "
             "Call densify(module) first; to change the values, write into the weight (in place, or "
@@ -57,12 +66,12 @@ class SparseModule(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SparseModule:
-        keeping = _KeepingMasters(fn, self)
-        super()._apply(keeping, recurse)  # type: ignore[no-untyped-call]
+        conversion = _MasterConversion(fn, self)
+        super()._apply(conversion, recurse)  # type: ignore[no-untyped-call]
         for name, layout in self._layouts.items():
             device = self._parameters[name].device  # type: ignore[union-attr]
             layout.move(device)
-            self._readings[name].move(keeping.dtypes[name])
+            self._forms[name].move(conversion.dtypes[name])
         return self
 
     def _save_to_state_dict(
@@ -71,11 +80,11 @@ class SparseModule(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, layout in self._layouts.items():
             values = destination[prefix + name]
-            reading = self._readings[name]
+            dtype = self._forms[name].dtype
             destination[prefix + name] = (
-                sparse_weight(values, layout, Reading(reading.dtype))
+                sparse_weight(values, layout, DenseForm(dtype))
                 if keep_vars
-                else layout.densify(values.to(reading.dtype))
+                else layout.densify(values.to(dtype))
             )
 
     def _load_from_state_dict(
@@ -111,16 +120,16 @@ class SparseModule(nn.Module):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class exists only in this process: name it by what it was made from.
+        # The class exists only in this process: pickle what it is made from.
         reduced: tuple[Any, ...] = super().__reduce_ex__(protocol)  # type: ignore[assignment]
-        return _blank, (_dense_class(self), tuple(self._layouts)), *reduced[2:]
+        return _new_module, (_dense_class(self), tuple(self._layouts)), *reduced[2:]
 
 
 class SparseRNN(SparseModule):
-    """Mixed into LSTM, GRU and RNN, which keep a list of their weights between calls.
+    """Mixin for LSTM, GRU and RNN, which keep a list of their weights between calls.
 
-    The list is made anew at each read: one that is kept could not be copied or pickled. cuDNN's
-    single flat buffer does not exist for weights that are made dense per use.
+    The list is made at each read: a kept list could not be copied or pickled. cuDNN's single flat
+    buffer does not exist for weights that are made dense at every use.
     """
 
     @property
@@ -135,19 +144,19 @@ class SparseRNN(SparseModule):
         return False
 
     def flatten_parameters(self) -> None:
-        """Do nothing: there are no dense weights to flatten."""
+        """Do nothing, as there are no dense weights to flatten."""
 
 
 class SparseEmbedding(SparseModule):
-    """Mixed into Embedding and EmbeddingBag: the gradient of the kept values is a dense vector.
+    """Mixin for Embedding and EmbeddingBag: the gradient of the kept values is a dense vector.
 
-    Whoever asks whether it will be a sparse tensor, as ``DistributedDataParallel`` does before it
-    makes its buckets, is told no.
+    ``DistributedDataParallel`` reads ``sparse`` before it makes its buckets, to learn whether the
+    gradient will be a sparse tensor.
     """
 
     @property
     def sparse(self) -> bool:
-        """False, whatever the module was made with and will again be when it is dense."""
+        """False while stored sparse; the module's own setting returns when it is dense again."""
         return False
 
     @sparse.setter
@@ -155,21 +164,21 @@ class SparseEmbedding(SparseModule):
         vars(self)["sparse"] = sparse
 
 
-class _KeepingMasters:
-    """A function that ``Module._apply`` is given, but for kept values: they stay float32 at least.
+class _MasterConversion:
+    """Wraps the function that ``Module._apply`` gets so that kept values stay at least float32.
 
     Attributes:
-        dtypes: what the function makes of the dtypes in which the module's weights read.
+        dtypes: the dtypes to which the function converts the module's dense-shaped weights.
     """
 
     def __init__(self, fn: Callable[[Tensor], Tensor], module: SparseModule) -> None:
         self._fn = fn
         self.dtypes: dict[str, torch.dtype] = {}
         self._masters: dict[int, torch.dtype] = {}
-        for name, reading in module._readings.items():
+        for name, form in module._forms.items():
             values = module._parameters[name]
             assert values is not None
-            sample = torch.empty(0, dtype=reading.dtype, device=values.device)
+            sample = torch.empty(0, dtype=form.dtype, device=values.device)
             self.dtypes[name] = fn(sample).dtype
             for tensor in (values, values.grad):
                 self._masters[id(tensor)] = master_dtype(self.dtypes[name])
@@ -179,46 +188,47 @@ class _KeepingMasters:
         return made if master in (None, made.dtype) else tensor.to(made.device, master)
 
 
-def make_sparse(module: nn.Module, name: str, layout: Layout, reading: Reading) -> None:
-    """Let ``module.name`` read as a dense-shaped weight kept as ``layout`` says."""
+def make_sparse(module: nn.Module, name: str, layout: Layout, form: DenseForm) -> None:
+    """Make ``module.name`` read as a dense-shaped weight with the kept entries of ``layout``."""
     dense_class = _dense_class(module)
     layouts = {**module.__dict__.get("_layouts", {}), name: layout}
     module.__dict__["_layouts"] = layouts
-    module.__dict__["_readings"] = {**module.__dict__.get("_readings", {}), name: reading}
+    module.__dict__["_forms"] = {**module.__dict__.get("_forms", {}), name: form}
     module.__dict__.pop("_flat_weights", None)
     module.__class__ = _sparse_class(dense_class, tuple(layouts))
 
 
 def forget_layout(module: nn.Module, name: str) -> None:
-    """Let ``module.name`` read as the parameter itself, the others stay as they are."""
+    """Make ``module.name`` read as the parameter itself; other sparse parameters stay sparse."""
     stored = vars(module)
     layouts = {key: layout for key, layout in stored["_layouts"].items() if key != name}
     if layouts:
         stored["_layouts"] = layouts
-        stored["_readings"] = {key: stored["_readings"][key] for key in layouts}
+        stored["_forms"] = {key: stored["_forms"][key] for key in layouts}
         module.__class__ = _sparse_class(_dense_class(module), tuple(layouts))
     else:
         make_dense(module)
 
 
 def make_dense(module: nn.Module) -> None:
-    """Give ``module`` its own class back; its parameters must be dense again."""
+    """Restore the class of ``module``; its parameters must be dense already."""
     module.__class__ = _dense_class(module)
-    del module.__dict__["_layouts"], module.__dict__["_readings"]
+    del module.__dict__["_layouts"], module.__dict__["_forms"]
     if isinstance(module, nn.RNNBase):
         module._init_flat_weights()
 
 
 def _dense_class(module: nn.Module) -> type[nn.Module]:
-    """The class ``module`` has while nothing of it is stored sparse."""
+    """Return the class of ``module`` while none of its parameters is stored sparse."""
     return type(module).__bases__[1] if isinstance(module, SparseModule) else type(module)
 
 
+# One class for the process, so that modules of one class stay of one class when stored sparse.
 _classes: dict[tuple[type[nn.Module], tuple[str, ...]], type[SparseModule]] = {}
 
 
 def _sparse_class(dense_class: type[nn.Module], names: tuple[str, ...]) -> type[SparseModule]:
-    """The one subclass of ``dense_class`` in which ``names`` read as dense-shaped weights."""
+    """Return the subclass of ``dense_class`` in which ``names`` read as dense-shaped weights."""
     key = (dense_class, names)
     if key not in _classes:
         _classes[key] = _new_class(dense_class, names)
@@ -232,7 +242,7 @@ def _new_class(dense_class: type[nn.Module], names: tuple[str, ...]) -> type[Spa
     elif issubclass(dense_class, nn.Embedding | nn.EmbeddingBag) and "weight" in names:
         mixin = SparseEmbedding
     body: dict[str, Any] = {name: property(_reader(name)) for name in names}
-    forward = direct_forward(dense_class, names)
+    forward = layer_forward(dense_class, names)
     if forward is not None:
         body["forward"] = forward
     body["__module__"] = dense_class.__module__
@@ -247,7 +257,9 @@ def _reader(name: str) -> Callable[[SparseModule], Tensor | None]:
         # torch.func.functional_call may have put a dense tensor in the parameter's place.
         if values is None or values.shape != torch.Size([layout.nnz]):
             return values
-        weight = sparse_weight(values, layout, module._readings[name].of(values, module.training))
+        weight = read_weight(
+            values, layout, module._forms[name].for_values(values, module.training)
+        )
         if isinstance(weight, SparseWeight) and isinstance(values, nn.Parameter):
             weight.parameter = values
         return weight
@@ -255,6 +267,6 @@ def _reader(name: str) -> Callable[[SparseModule], Tensor | None]:
     return read
 
 
-def _blank(dense_class: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+def _new_module(dense_class: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
     sparse_class = _sparse_class(dense_class, names)
     return sparse_class.__new__(sparse_class)

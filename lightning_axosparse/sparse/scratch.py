@@ -1,9 +1,8 @@
-"""Scratch: memory that one thread uses again and again for what lives within one function.
+"""Reuses one buffer per thread for dense tiles and positions that a single function needs.
 
-Fresh memory costs page faults: they, and not the scatter, were most of the time that making a
-weight dense took on CPU. Whoever takes scratch must not let it escape: it is for tensors of our own
-that are handed only to operators whose result never aliases their inputs (products, gathers,
-scatters).
+New memory causes page faults, which took longer than the scatter when a weight was made dense on
+CPU. A tensor in scratch memory must not leave the function that took it: pass it only to operators
+whose result never aliases their inputs (products, gathers, scatters).
 """
 
 from __future__ import annotations
@@ -13,48 +12,49 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_axosparse.support.torch_internals import without_dispatch_modes
 
 Use = Literal["tile", "positions"]
-"""What scratch is for; two uses never share memory."""
+"""The uses of scratch memory; two uses never share a buffer."""
 
 
 class _Scratch(threading.local):
-    """One buffer for each use, of this thread alone."""
+    """One buffer per use, for this thread alone."""
 
     def __init__(self) -> None:
         self._buffers: dict[Use, Tensor] = {}
         self._typed: dict[tuple[Use, torch.dtype], Tensor] = {}
 
     def take(self, use: Use, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An uninitialised 1-D tensor, valid until the next call of this thread for this ``use``.
+        """Return an uninitialized 1-D tensor, valid until this thread's next call for this ``use``.
 
-        On other devices than the CPU it is a fresh one: their allocators keep freed memory anyway,
-        and know which stream still uses it.
+        On other devices than the CPU it is a new tensor: their allocators cache freed memory and
+        track the streams that use it.
         """
         if device.type != "cpu":
             return torch.empty(numel, dtype=dtype, device=device)
         typed = self._typed.get((use, dtype))
         if typed is None or typed.numel() < numel:
-            # A tensor made in inference mode could not be written outside it. Modes that watch what
-            # operators make, as those that count activations, are not to see what stays anyway.
-            with torch.inference_mode(False), _disable_current_modes():
+            # A tensor made in inference mode could not be written outside it. Dispatch modes that
+            # count activations must not count memory that stays allocated.
+            with torch.inference_mode(False), without_dispatch_modes():
                 typed = self._buffer(use, numel * dtype.itemsize).view(dtype)
             self._typed[use, dtype] = typed
         return typed[:numel]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this thread has."""
+        """Bytes allocated for this thread."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def clear(self) -> None:
-        """Give this thread's memory back."""
+        """Free this thread's memory."""
         self._buffers.clear()
         self._typed.clear()
 
     def _buffer(self, use: Use, size: int) -> Tensor:
-        """At least ``size`` bytes, which entries of any dtype fill."""
+        """Return a buffer of at least ``size`` bytes, a multiple of every dtype's size."""
         buffer = self._buffers.get(use)
         if buffer is None or buffer.numel() < size:
             self._typed = {key: typed for key, typed in self._typed.items() if key[0] != use}
@@ -63,5 +63,6 @@ class _Scratch(threading.local):
         return buffer
 
 
+# Global, but every thread sees buffers of its own.
 scratch = _Scratch()
-"""The scratch of the calling thread."""
+"""The scratch memory of the calling thread."""

@@ -1,81 +1,67 @@
-"""Weight: a tensor with the dense shape that holds only its kept entries."""
+"""Defines the tensor that has a weight's dense shape and stores only its kept entries."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from lightning_axosparse.sparse.compiled import recomputed_densify
 from lightning_axosparse.sparse.kernels import reference
 from lightning_axosparse.sparse.layout import Layout, row_length
-from lightning_axosparse.sparse.leaf import Leaf
-from lightning_axosparse.sparse.reading import Reading, Resident
-from lightning_axosparse.sparse.transforms import (
-    differentiates_forward,
-    transforms,
-    transforms_backward,
+from lightning_axosparse.sparse.materialize import DenseCopy, DenseForm
+from lightning_axosparse.support.torch_internals import (
+    backward_transformed,
+    forward_mode,
+    mutated_arguments,
+    no_torch_function,
+    version_of,
 )
-from lightning_axosparse.sparse.versions import Seen, check_unchanged, version_of
-from lightning_axosparse.sparse.writing import mapped, write_through, written_by
 
 _to_copy = torch.ops.aten._to_copy.default
 _add = torch.ops.aten.add.Tensor
 
-OWN_WAY_ENTRIES = 2**18
-"""Weights with fewer entries are made dense whole: a Python call costs more than it saves there."""
-
-OWN_WAYS: dict[Callable[..., Any], Callable[..., Any]] = {}
-"""Torch functions that need not see a whole dense weight, and what is called in their place, with
-the same arguments; it returns NotImplemented where it does not apply. Filled by the package."""
+_tensors: Any = Tensor
+"""``Tensor`` as Any, because the type stubs do not know its descriptors."""
 
 
-def sparse_weight(values: Tensor, layout: Layout, reading: Reading | None = None) -> Tensor:
-    """The dense-shaped weight whose kept entries are ``values``, differentiable in ``values``.
+@dataclass(slots=True)
+class _ReadVersion:
+    """The version of the kept values at one read of a weight; shared by all views of that read."""
 
-    Its gradient is compressed to the kept entries as soon as it is complete. While torch.compile
-    traces, which cannot follow a wrapper into its operators, it is a dense tensor that the backward
-    pass makes again, so none is saved there either. Under forward-mode differentiation and
-    ``torch.jit.trace`` it is a plain dense one.
-
-    Args:
-        values: kept entries, shape ``(layout.nnz,)``, floating.
-        layout: where they lie.
-        reading: the weight's dtype, and its dense copy that stays; None: that of ``values``, none.
-    """
-    reading = reading or Reading(values.dtype)
-    if torch.compiler.is_compiling():
-        return recomputed_densify(values.to(reading.dtype), layout)
-    if differentiates_forward():
-        return reference.scatter(values.to(reading.dtype), layout.positions(), layout.shape)
-    large = layout.shape.numel() >= OWN_WAY_ENTRIES
-    trained = large and torch.is_grad_enabled() and not transforms()
-    kind = TrainedWeight if trained else SparseWeight
-    weight: Tensor = _Expand.apply(values, layout, reading, kind)  # type: ignore[no-untyped-call]
-    return weight
+    version: int
 
 
-class SparseWeight(Leaf):
+class SparseWeight(Tensor):
     """A dense-shaped tensor that is made dense only inside the operator that uses it.
 
-    Views and casts of it stay sparse. Any other operator is given a dense copy that dies with it,
-    or the resident one, so what autograd saves for backward is this small object and never a dense
-    weight. An in-place operator writes through to the kept entries; what it writes elsewhere is
-    dropped. It also stands for a gradient of which only the kept entries were computed.
+    Views and casts of it stay sparse. Any other operator gets a dense copy that is freed after it,
+    or the resident copy, so autograd saves this small object for backward and never a dense weight.
+    An in-place operator changes the kept entries; what it writes to pruned entries is dropped. The
+    class also represents a gradient of which only the kept entries were computed.
+
+    A module returns a new SparseWeight at every read of ``module.weight``. Code for dense modules
+    treats ``module.weight`` as a leaf of autograd: it reads and clears ``.grad``, sets
+    ``requires_grad`` or ``.data``, and registers hooks. Those are passed to ``parameter``.
 
     Attributes:
-        kept: kept entries, shape ``(nnz,)``; shares storage with the parameter. Their dtype may be
+        kept: kept values, shape ``(nnz,)``; shares storage with the parameter. Their dtype may be
             wider than the weight's.
-        entries: their places in the tensor that this one is a view of.
+        entries: the positions of the kept entries in the tensor that this one is a view of.
+        parameter: the parameter that this weight was read from; None for views, casts and
+            gradients.
     """
 
     kept: Tensor
     entries: Layout
-    _resident: Resident | None
-    _seen: Seen
+    parameter: nn.Parameter | None
+    _dense_copy: DenseCopy | None
+    _read: _ReadVersion
 
     @staticmethod
     def __new__(
@@ -83,7 +69,7 @@ class SparseWeight(Leaf):
         values: Tensor,
         layout: Layout,
         geometry: Tensor | None = None,
-        resident: Resident | None = None,
+        dense_copy: DenseCopy | None = None,
     ) -> SparseWeight:
         """Wrap ``values``; size, strides, offset and dtype are those of ``geometry``, if given."""
         if geometry is None:
@@ -98,11 +84,12 @@ class SparseWeight(Leaf):
         )
         weight.kept = values
         weight.entries = layout
-        weight._resident = resident
-        weight._seen = Seen(version_of(values))
+        weight.parameter = None
+        weight._dense_copy = dense_copy
+        weight._read = _ReadVersion(version_of(values))
         return weight
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -116,51 +103,71 @@ class SparseWeight(Leaf):
         kwargs = kwargs or {}
         source = args[0] if args else None
         if isinstance(source, SparseWeight):
-            # Casts in backward name the layout, too.
+            # Casts in backward pass the layout, too.
             if func is _to_copy and kwargs.get("layout", torch.strided) is torch.strided:
-                asked = {key: value for key, value in kwargs.items() if key != "layout"}
-                if asked.keys() <= {"dtype", "device", "non_blocking"}:
-                    return source._converted(**asked)
+                options = {key: value for key, value in kwargs.items() if key != "layout"}
+                if options.keys() <= {"dtype", "device", "non_blocking"}:
+                    return source._converted(**options)
             if func.is_view:
                 views = func(source._geometry(), *args[1:], **kwargs)
                 first = views if isinstance(views, Tensor) else views[0]
                 if first.dtype == source.dtype:
-                    return mapped(source._viewed, views, Tensor)
-            if func is _add and len(args) == 2 and not kwargs and source._adds_to(args[1]):
-                return source._with(source.unchanged() + args[1].unchanged())
-        written = written_by(func, args, kwargs, SparseWeight)
-        if written:
-            return write_through(func, args, kwargs, written, SparseWeight)
+                    return _replace_tensors(source._viewed, views, Tensor)
+            if func is _add and len(args) == 2 and not kwargs and source._same_entries(args[1]):
+                return source._with(source.kept_values() + args[1].kept_values())
+        mutated = [t for t in mutated_arguments(func, args, kwargs) if isinstance(t, SparseWeight)]
+        if mutated:
+            return _write_through(func, args, kwargs, mutated)
+        # A view must not alias the resident copy, which is written again.
         operand = SparseWeight.dense if func.is_view else SparseWeight.operand
-        dense_args = mapped(operand, args, SparseWeight)
-        return func(*dense_args, **{k: mapped(operand, v, SparseWeight) for k, v in kwargs.items()})
+        dense_args = _replace_tensors(operand, args, SparseWeight)
+        dense_kwargs = {k: _replace_tensors(operand, v, SparseWeight) for k, v in kwargs.items()}
+        return func(*dense_args, **dense_kwargs)
+
+    def kept_values(self) -> Tensor:
+        """Return the kept values in the weight's dtype.
+
+        Raises:
+            RuntimeError: if they changed in place since this weight was read.
+        """
+        self.check_unchanged()
+        return self.kept.to(self.dtype)
 
     def dense(self) -> Tensor:
-        """A fresh plain tensor with this weight's entries, shape and strides.
+        """Return a new plain tensor with this weight's entries, shape and strides.
 
         Raises:
             RuntimeError: if the kept values changed in place since this weight was read.
         """
-        return self._strided(self._whole())
+        return self._strided(self._dense_base())
 
     def operand(self) -> Tensor:
-        """This weight as a plain tensor to compute with, not to keep: the resident one or a copy.
+        """Return a plain tensor to compute with, which may be the resident copy; not to be kept.
 
         Raises:
             RuntimeError: as :meth:`dense`.
         """
-        resident = self.resident()
-        return self.dense() if resident is None else resident
+        if self.dense_copy is None:
+            return self.dense()
+        self.check_unchanged()
+        return self._strided(self.dense_copy.filled(self.kept, self.entries))
 
-    def resident(self) -> Tensor | None:
-        """The dense copy that stays in memory, seen as this weight, if there is one as wide."""
-        if self._resident is None or self._resident.dtype != self.dtype:
-            return None
-        self._check_version()
-        return self._strided(self._resident.whole(self.kept, self.entries))
+    @property
+    def dense_copy(self) -> DenseCopy | None:
+        """The resident dense copy, if there is one of this weight's dtype."""
+        copy = self._dense_copy
+        return copy if copy is not None and copy.dtype == self.dtype else None
 
-    def rows(self) -> bool:
-        """Whether this is a matrix whose rows are whole rows of the stored tensor, in order."""
+    def check_unchanged(self) -> None:
+        """Check that the kept values are still those that were read.
+
+        Raises:
+            RuntimeError: if they changed in place since then.
+        """
+        check_unchanged(self.kept, self._read.version, self.entries)
+
+    def has_whole_rows(self) -> bool:
+        """Return whether this is a matrix of whole rows of the stored tensor, in their order."""
         rows = self.entries.shape[:1].numel()
         columns = row_length(self.entries.shape)
         return (
@@ -169,12 +176,87 @@ class SparseWeight(Leaf):
             and self.storage_offset() == 0
         )
 
+    @property
+    def grad(self) -> Tensor | None:
+        """The parameter's gradient, with the dense shape; writes to it are kept."""
+        if self.parameter is None or self.retains_grad:
+            return _tensors.grad.__get__(self)  # type: ignore[no-any-return]
+        gradient = self.parameter.grad
+        return None if gradient is None else self._with(gradient)
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        if self.parameter is None or self.retains_grad:
+            _tensors.grad.__set__(self, gradient)
+        else:
+            dtype = self.parameter.dtype
+            kept = None if gradient is None else self.entries.compress(gradient).to(dtype)
+            self.parameter.grad = kept
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the parameter is trained."""
+        if self.parameter is None:
+            return _tensors.requires_grad.__get__(self)  # type: ignore[no-any-return]
+        return self.parameter.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: bool) -> None:
+        self.requires_grad_(requires_grad)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Tensor:
+        """Train the parameter, or freeze it, from the next read on."""
+        if self.parameter is None:
+            return super().requires_grad_(requires_grad)
+        self.parameter.requires_grad_(requires_grad)
+        return self
+
+    @property
+    def data(self) -> Tensor:
+        """This tensor without its autograd history; writes to it are kept."""
+        return self.detach()
+
+    @data.setter
+    def data(self, data: Tensor) -> None:
+        if data.shape != self.shape:
+            raise ValueError(
+                f"A weight that is stored sparse keeps its shape {tuple(self.shape)}; got data of "
+                f"shape {tuple(data.shape)}. Call densify(module) first."
+            )
+        self.detach().copy_(data)
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """Call ``hook`` with each new gradient, of the dense shape, before it is accumulated.
+
+        Returns:
+            A handle with a method ``remove()``.
+        """
+        if self.parameter is None:
+            return _tensors.register_hook(self, hook)
+
+        def compressed(gradient: Tensor) -> Tensor | None:
+            positions = self.entries.positions()
+            changed = hook(reference.scatter(gradient, positions, self.entries.shape))
+            return None if changed is None else reference.gather(changed, positions)
+
+        return _tensors.register_hook(self.parameter, compressed)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
+        """Call ``hook`` with the parameter, the vector of kept values, after accumulation.
+
+        Returns:
+            A handle with a method ``remove()``.
+        """
+        if self.parameter is None:
+            return _tensors.register_post_accumulate_grad_hook(self, hook)
+        return _tensors.register_post_accumulate_grad_hook(self.parameter, hook)
+
     def tolist(self) -> Any:
-        """The entries as nested lists."""
+        """Return the entries as nested lists."""
         return self.dense().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The entries as a dense NumPy array."""
+        """Return the entries as a dense NumPy array."""
         return self.dense().numpy(force=force)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -189,17 +271,9 @@ class SparseWeight(Leaf):
             f"kept={self.entries.nnz} of {self.entries.shape.numel()})"
         )
 
-    def unchanged(self) -> Tensor:
-        """The kept values in the weight's dtype, if they are still those that were read."""
-        self._check_version()
-        return self.kept.to(self.dtype)
-
-    def _check_version(self) -> None:
-        check_unchanged(self.kept, self._seen.version, self.entries)
-
-    def _whole(self) -> Tensor:
-        """The dense tensor of the layout's shape, of which this weight is a view."""
-        return self.entries.densify(self.unchanged())
+    def _dense_base(self) -> Tensor:
+        """Return the dense tensor of the layout's shape that this weight is a view of."""
+        return self.entries.densify(self.kept_values())
 
     def _strided(self, base: Tensor) -> Tensor:
         return base.as_strided(self.size(), self.stride(), self.storage_offset())
@@ -209,15 +283,15 @@ class SparseWeight(Leaf):
         return self._strided(torch.empty(self.entries.shape, dtype=dtype, device="meta"))
 
     def _viewed(self, geometry: Tensor) -> SparseWeight:
-        view = type(self)(self.kept, self.entries, geometry, self._resident)
-        view._seen = self._seen
+        view = type(self)(self.kept, self.entries, geometry, self._dense_copy)
+        view._read = self._read
         return view
 
     def _with(self, values: Tensor) -> SparseWeight:
         return type(self)(values, self.entries, self._geometry())
 
-    def _adds_to(self, other: Any) -> bool:
-        """Whether the sum with ``other`` has its entries where both of them have theirs."""
+    def _same_entries(self, other: Any) -> bool:
+        """Return whether the sum with ``other`` has the same kept entries as both."""
         return (
             isinstance(other, SparseWeight)
             and other.entries is self.entries
@@ -234,44 +308,50 @@ class SparseWeight(Leaf):
     ) -> SparseWeight:
         device = device or self.device
         dtype = dtype or self.dtype
-        if self._resident is not None and device == self.device and self.kept.dtype == self.dtype:
-            # Rounded by the resident copy as it is filled.
+        if self._dense_copy is not None and device == self.device and self.kept.dtype == self.dtype:
+            # The resident copy casts the values when it is filled.
             return self._viewed(self._geometry(dtype))
-        values = self.unchanged().to(device, dtype, non_blocking=non_blocking, copy=True)
+        values = self.kept_values().to(device, dtype, non_blocking=non_blocking, copy=True)
         return type(self)(values, self.entries.to(device), self._geometry(dtype))
 
 
-class TrainedWeight(SparseWeight):
-    """A sparse weight read while gradients are wanted: some functions have a way of their own.
+def sparse_weight(
+    values: Tensor,
+    layout: Layout,
+    form: DenseForm | None = None,
+    kind: type[SparseWeight] = SparseWeight,
+) -> Tensor:
+    """Return the dense-shaped weight whose kept entries are ``values``, differentiable in them.
 
-    Not so without gradients: a tensor that overrides torch functions would keep
-    ``nn.TransformerEncoderLayer`` from its fast path.
+    Its gradient is compressed to the kept entries as soon as it is complete. torch.compile cannot
+    trace a tensor subclass into its operators: it gets a dense tensor, which the backward pass
+    makes again, so that it is not saved either. Forward-mode differentiation and
+    ``torch.jit.trace`` get a plain dense tensor.
+
+    Args:
+        values: kept values, shape ``(layout.nnz,)``, floating.
+        layout: the kept entries.
+        form: the weight's dtype and resident copy; None: the dtype of ``values`` and no copy.
+        kind: the class of the weight.
     """
-
-    @classmethod
-    def __torch_function__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Call a torch function: its own way with sparse weights, if it has one and it applies."""
-        with torch._C.DisableTorchFunctionSubclass():
-            own_way = None if transforms() else OWN_WAYS.get(func)
-            result = own_way(*args, **(kwargs or {})) if own_way else NotImplemented
-            return func(*args, **(kwargs or {})) if result is NotImplemented else result
+    form = form or DenseForm(values.dtype)
+    if torch.compiler.is_compiling():
+        return recomputed_densify(values.to(form.dtype), layout)
+    if forward_mode():
+        return reference.scatter(values.to(form.dtype), layout.positions(), layout.shape)
+    weight: Tensor = _Expand.apply(values, layout, form, kind)  # type: ignore[no-untyped-call]
+    return weight
 
 
 class _Expand(torch.autograd.Function):
-    """Kept values to lazy weight; backward, dense gradient to gradient of the kept values."""
+    """Kept values to a sparse weight; backward, the weight's gradient to that of the values."""
 
     @staticmethod
     def forward(
-        values: Tensor, layout: Layout, reading: Reading, kind: type[SparseWeight]
+        values: Tensor, layout: Layout, form: DenseForm, kind: type[SparseWeight]
     ) -> SparseWeight:
-        geometry = torch.empty(layout.shape, dtype=reading.dtype, device="meta")
-        return kind(values.detach(), layout, geometry, reading.resident)
+        geometry = torch.empty(layout.shape, dtype=form.dtype, device="meta")
+        return kind(values.detach(), layout, geometry, form.copy)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -287,23 +367,73 @@ class _Expand(torch.autograd.Function):
         in_dims: tuple[int | None, ...],
         values: Tensor,
         layout: Layout,
-        reading: Reading,
-        kind: type,
+        form: DenseForm,
+        kind: type[SparseWeight],
     ) -> tuple[Tensor, int | None]:
-        """Stay lazy for one set of values under vmap; make several sets dense together."""
+        """Stay sparse for one set of values; make several sets dense together."""
         if in_dims[0] is None:
-            return sparse_weight(values, layout, Reading(reading.dtype)), None
+            return sparse_weight(values, layout, DenseForm(form.dtype), kind), None
         weights = torch.vmap(lambda one: reference.scatter(one, layout.positions(), layout.shape))
-        return weights(values.movedim(in_dims[0], 0).to(reading.dtype)), 0
+        return weights(values.movedim(in_dims[0], 0).to(form.dtype)), 0
 
 
 def compress_gradient(gradient: Tensor, layout: Layout) -> Tensor:
-    """The kept entries of a gradient: dense, sparse COO (``nn.Embedding``) or of them alone."""
+    """Return the kept entries of a gradient: dense, sparse COO (``nn.Embedding``), SparseWeight."""
     if isinstance(gradient, SparseWeight):
         if gradient.entries is layout and gradient.is_contiguous():
-            return gradient.unchanged()
+            return gradient.kept_values()
         gradient = gradient.dense()
     dense = gradient.to_dense() if gradient.is_sparse else gradient
-    if transforms_backward(gradient):
+    if backward_transformed(gradient):
         return reference.gather(dense, layout.positions())
     return layout.compress(dense)
+
+
+def check_unchanged(values: Tensor, version: int, layout: Layout) -> None:
+    """Check that kept values are still those that the forward pass read.
+
+    Autograd checks the versions of the tensors it saves. Kept values are not saved, because the
+    parameter stays in memory anyway.
+
+    Raises:
+        RuntimeError: if their version is not ``version`` any more.
+    """
+    if version_of(values) != version:
+        raise RuntimeError(
+            f"The kept values of a sparse weight of shape {tuple(layout.shape)} were changed in "
+            "place after the forward pass that read it and before the backward pass that needs it "
+            "again. Step the optimizer, load weights or change them only after backward."
+        )
+
+
+def _write_through(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    mutated: Sequence[SparseWeight],
+) -> Any:
+    """Run an in-place operator on dense copies and store what it wrote to the kept entries."""
+    bases = {id(weight): weight._dense_base() for weight in mutated}
+    copies = {id(weight): weight._strided(bases[id(weight)]) for weight in mutated}
+
+    def dense(weight: SparseWeight) -> Tensor:
+        return copies[id(weight)] if id(weight) in copies else weight.dense()
+
+    dense_kwargs = {k: _replace_tensors(dense, v, SparseWeight) for k, v in kwargs.items()}
+    result = func(*_replace_tensors(dense, args, SparseWeight), **dense_kwargs)
+    for weight in mutated:
+        weight.kept.copy_(weight.entries.compress(bases[id(weight)]))
+        if not weight.kept.is_inference():  # operators run inside dispatch count no version
+            increment_version(weight.kept)
+        weight._read.version = version_of(weight.kept)
+    originals = {id(copies[id(weight)]): weight for weight in mutated}
+    return _replace_tensors(lambda tensor: originals.get(id(tensor), tensor), result, Tensor)
+
+
+def _replace_tensors(function: Callable[[Any], Any], value: Any, kind: type[Tensor]) -> Any:
+    """Replace every ``kind`` in an operator's arguments or result; faster than a pytree map."""
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_replace_tensors(function, item, kind) for item in value)
+    return value

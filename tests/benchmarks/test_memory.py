@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from benchmarks.memory import step
-from lightning_axosparse.pruning.masks import magnitude_masks, prunable
+from lightning_axosparse.pruning.magnitude import magnitude_masks, prunable
 
 
 def test_the_masks_are_those_that_pytorchs_method_would_find():

@@ -33,8 +33,8 @@ class Model(LightningModule):
         return self.optimizer(self.parameters(), self.lr)
 
 
-class OneOf(SingleDeviceStrategy):
-    """Single-device training in which this process says to hold some of the parameters."""
+class PartialStrategy(SingleDeviceStrategy):
+    """Trains on one device; reports every ``stages``-th parameter as those on this rank."""
 
     microbatches = 1
 
@@ -76,7 +76,7 @@ def fit(callback, epochs, model=None, strategy=None, ckpt_path=None, folder=None
     data = TensorDataset(torch.randn(32, 6), torch.randn(32, 2))
     trainer = Trainer(
         max_epochs=epochs,
-        strategy=strategy or OneOf(),
+        strategy=strategy or PartialStrategy(),
         callbacks=[callback, *callbacks],
         default_root_dir=folder,
         logger=False,
@@ -95,6 +95,30 @@ def search(**settings):
 
 def shapes(model):
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pruning_ratio": 1.0}, "pruning_ratio=1.0"),
+        ({"pruning_ratio": 0.0}, "pruning_ratio=0.0"),
+        ({"scope": "model"}, "scope='model'"),
+        ({"distance": "jaccard"}, "distance='jaccard'"),
+        ({"threshold": 0.0}, "threshold=0.0"),
+        ({"window": 1}, "window=1"),
+        ({"draw_by_epoch": 0}, "draw_by_epoch=0"),
+        ({"pruning_ratio": "0.8"}, "pruning_ratio='0.8'"),
+        ({"threshold": None}, "threshold=None"),
+        ({"window": 2.5}, "window=2.5"),
+        ({"draw_by_epoch": "2"}, "draw_by_epoch='2'"),
+        ({"exclude": "head.*"}, r"\['head\.\*'\]"),
+        ({"ticket": {}}, "ticket={}"),
+        ({"policy": "dense"}, "policy='dense'.*samo"),
+    ],
+)
+def test_arguments_out_of_range_are_rejected(settings, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        EarlyBirdTicket(**settings)
 
 
 def test_the_ticket_is_drawn_when_the_window_is_full_and_the_masks_have_settled():
@@ -123,16 +147,16 @@ def test_the_largest_weights_are_kept():
     assert kept.min() > pruned.max()
 
 
-def test_masks_that_move_are_watched_and_the_distance_is_logged():
+def test_changing_masks_draw_no_ticket_and_their_distance_is_logged():
     seen = []
 
-    class Watch(Callback):
+    class Recorder(Callback):
         def on_train_end(self, trainer, pl_module):
             seen.append(float(trainer.callback_metrics["mask_distance"]))
 
     callback = search(threshold=1e-6)
     with pytest.warns(UserWarning, match=r"No ticket.*5 epochs.*draw_by_epoch"):
-        model, _ = fit(callback, 5, seeded_model(lr=0.1), callbacks=[Watch()])
+        model, _ = fit(callback, 5, seeded_model(lr=0.1), callbacks=[Recorder()])
     assert callback.ticket is None
     assert len(callback.distances) == 4
     assert max(callback.distances) > 0
@@ -141,7 +165,7 @@ def test_masks_that_move_are_watched_and_the_distance_is_logged():
 
 
 @pytest.mark.parametrize("epoch", [1, 4])
-def test_drawn_at_the_latest(epoch):
+def test_draw_by_epoch(epoch):
     callback = search(threshold=1e-6, draw_by_epoch=epoch)
     fit(callback, 5, seeded_model(lr=0.1))
     assert callback.ticket.epoch == epoch - 1
@@ -173,13 +197,20 @@ def ticket():
 
 def test_a_ticket_or_its_file_is_adopted_when_fit_starts(ticket, tmp_path):
     ticket.save(tmp_path / "a.ticket")
-    for given in (ticket, tmp_path / "a.ticket", str(tmp_path / "a.ticket")):
-        callback = EarlyBirdTicket(ticket=given)
+    for source in (ticket, tmp_path / "a.ticket", str(tmp_path / "a.ticket")):
+        callback = EarlyBirdTicket(ticket=source)
         model, trainer = fit(callback, 1)
         assert callback.ticket == ticket
         assert trainer.strategy.swaps == 1
         assert shapes(model)["model.0.weight"] == (int(ticket.masks["model.0.weight"].sum()),)
         fit(callback, 1, model)  # again, with the weights sparse already
+
+
+def test_a_ticket_of_another_shape_is_rejected_where_the_weights_are_sparse_already(ticket):
+    model, _ = fit(EarlyBirdTicket(ticket=ticket), 1)
+    other = Ticket({"model.0.weight": torch.ones(16, 5, dtype=bool)}, 0.5)
+    with pytest.raises(MisconfigurationException, match=r"\(16, 5\).*\(16, 6\)"):
+        fit(EarlyBirdTicket(ticket=other), 1, model)
 
 
 class SavedAt(Callback):
@@ -219,7 +250,7 @@ def test_a_resumed_run_draws_the_same_ticket(saved_at, tmp_path):
 
 
 @pytest.mark.parametrize("saved_at", [4, 8, 12, 16, 20])
-def test_so_does_one_resumed_from_the_last_batch_of_an_epoch(saved_at, tmp_path):
+def test_a_run_resumed_from_the_last_batch_of_an_epoch_draws_the_same_ticket(saved_at, tmp_path):
     settings = {"threshold": 0.02, "draw_by_epoch": 4}
     whole, resumed = search(**settings), search(**settings)
     path = tmp_path / "a.ckpt"
@@ -235,7 +266,7 @@ def test_so_does_one_resumed_from_the_last_batch_of_an_epoch(saved_at, tmp_path)
         assert torch.equal(model.state_dict()[name], tensor)
 
 
-def test_a_checkpoint_with_another_ticket_is_refused(ticket, tmp_path):
+def test_a_checkpoint_with_another_ticket_is_rejected(ticket, tmp_path):
     path = tmp_path / "a.ckpt"
     fit(search(draw_by_epoch=1), 2, callbacks=[SavedAt(1, path)])
     with pytest.raises(MisconfigurationException, match="another ticket"):
@@ -257,22 +288,22 @@ def test_a_checkpoint_with_another_ticket_is_refused(ticket, tmp_path):
         ),
     ],
 )
-def test_what_does_not_fit_the_model_is_refused(callback, message):
+def test_what_does_not_fit_the_model_is_rejected(callback, message):
     with pytest.raises(MisconfigurationException, match=message):
         fit(callback, 1)
 
 
-def test_other_strategies_are_refused():
+def test_other_strategies_are_rejected():
     with pytest.raises(MisconfigurationException, match=r"axosparse.*SingleDeviceStrategy"):
         fit(search(), 1, strategy=SingleDeviceStrategy(torch.device("cpu")))
 
 
-def test_callbacks_with_dense_weights_of_their_own_are_refused():
+def test_callbacks_with_dense_weights_of_their_own_are_rejected():
     with pytest.raises(MisconfigurationException, match="WeightAveraging keeps dense weights"):
         fit(search(), 1, callbacks=[WeightAveraging()])
 
 
-def test_matrix_optimizers_are_refused_when_fit_starts():
+def test_matrix_optimizers_are_rejected_when_fit_starts():
     model = seeded_model(optimizer=torch.optim.Adafactor)
     with pytest.raises(MisconfigurationException, match="Adafactor cannot"):
         fit(search(), 1, model)
@@ -282,18 +313,18 @@ def test_matrix_optimizers_are_refused_when_fit_starts():
 def on_two_stages_and_two_replicas(folder):
     import torch.distributed as dist
 
-    from lightning_axosparse.mpi.backend import destroy_process_group, init_process_group
+    from lightning_axosparse.distributed.mpi.backend import init_process_group
 
     init_process_group("cpu")
     rank, world = dist.get_rank(), dist.group.WORLD
     staged = search(threshold=0.02, draw_by_epoch=4)
     saved = SavedAt(1, f"{folder}/{rank}.ckpt")
-    fit(staged, 5, strategy=OneOf(2, rank, inter_group=world), callbacks=[saved])
+    fit(staged, 5, strategy=PartialStrategy(2, rank, inter_group=world), callbacks=[saved])
     replicated, model = search(draw_by_epoch=2), seeded_model()
     with torch.no_grad():
         model.model[0].weight.mul_(1 + rank)  # replicas that differ must still agree
-    fit(replicated, 3, model, strategy=OneOf(data_group=world))
-    destroy_process_group()
+    fit(replicated, 3, model, strategy=PartialStrategy(data_group=world))
+    dist.destroy_process_group()
     return staged, replicated
 
 

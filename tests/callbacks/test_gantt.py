@@ -11,10 +11,10 @@ from lightning_axosparse.callbacks.gantt import (
     Placed,
     RecordedStep,
     chrome_trace,
-    draw_gantt,
     place,
+    plot_gantt,
 )
-from lightning_axosparse.timing import Span
+from lightning_axosparse.support.trace import Span
 
 
 @st.composite
@@ -73,7 +73,7 @@ def test_gantt_draws_every_span_in_its_row():
     other = [Span("forward", 1, 2, 1, 0)]
     step = RecordedStep(2, 1, "dense", place(spans, 0, 0) + place(other, 1, 1))
     axes = Figure().subplots()
-    draw_gantt(axes, step)
+    plot_gantt(axes, step)
     bars = [(bar.get_x(), bar.get_width(), bar.get_y() + 0.4) for bar in axes.patches]
     assert bars == [(0, 1000, 0), (1000, 2000, 0), (3000, 500, 0), (0, 1000, 1)]
     labels = [label.get_text() for label in axes.get_yticklabels()]
@@ -85,5 +85,5 @@ def test_gantt_draws_every_span_in_its_row():
 
 def test_an_empty_step_can_be_drawn_and_traced():
     step = RecordedStep(0, 0, "dense", [])
-    draw_gantt(Figure().subplots(), step)
+    plot_gantt(Figure().subplots(), step)
     assert chrome_trace(step)["traceEvents"] == []

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_axosparse.callbacks.timeline import PipelineTimeline
-from lightning_axosparse.timing import clock
+from lightning_axosparse.support.trace import clock
 
 
 class Timed(L.LightningModule):

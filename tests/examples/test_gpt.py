@@ -113,7 +113,7 @@ def test_generate_is_repeatable_and_goes_beyond_the_context():
     assert model.training
 
 
-def test_what_is_refused():
+def test_invalid_arguments_are_rejected():
     with pytest.raises(ValueError, match="heads=5 must divide width=32"):
         GPT(width=32, heads=5)
     with pytest.raises(ValueError, match="prompt=''"):

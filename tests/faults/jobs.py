@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_axosparse import AxoSparseStrategy
-from lightning_axosparse.mpi.environment import placement
+from lightning_axosparse.distributed.mpi.environment import placement
 
 WIDTH, SAMPLES = 4, 4
 STUCK_AT = 2
@@ -24,7 +24,7 @@ STUCK_AT = 2
 
 
 def rank() -> int:
-    """This rank's number; for code that runs on the ranks alone."""
+    """The number of this rank; for code that runs on ranks only."""
     return placement().rank
 
 
@@ -123,7 +123,7 @@ class Numbers(Dataset):
 
 
 class Stream(IterableDataset):
-    """As :class:`Numbers`, of a length that nobody knows before."""
+    """As :class:`Numbers`, of unknown length."""
 
     def __init__(self, batches: int) -> None:
         self.batches = batches
@@ -134,7 +134,7 @@ class Stream(IterableDataset):
 
 
 class Unequal(L.LightningDataModule):
-    """Loaders that have one batch more on one rank than on the others."""
+    """Loaders with one more batch on one rank than on the others."""
 
     def __init__(self, kind: type = Numbers, longer: int = -1, where: str = "train") -> None:
         super().__init__()
@@ -177,15 +177,15 @@ def train(
 
 def killed_while_connecting() -> None:
     """Train; a rank is killed while its process group is made."""
-    from lightning_axosparse.mpi import process_group
+    from lightning_axosparse.distributed.mpi import process_group
 
-    def node_sum(communicator: Any) -> Any:
+    def node_all_reduce(communicator: Any) -> Any:
         if rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return connected(communicator)
 
-    connected = process_group.node_sum
-    process_group.node_sum = node_sum
+    connected = process_group.node_all_reduce
+    process_group.node_all_reduce = node_all_reduce
     train(Plain(), timeout=60)
 
 

@@ -1,4 +1,4 @@
-"""Stages that are given different batches: refused at the first that differs, whichever it is."""
+"""Stages that receive different batches raise at the first that differs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_axosparse import AxoSparseStrategy
-from lightning_axosparse.mpi.launcher import RankFailedError
+from lightning_axosparse.strategy.launcher.launcher import RankFailedError
 from tests.faults import jobs
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
@@ -75,7 +75,7 @@ NEVER = 10**6
         (Data(NEVER, 0), "batch 0 of sanity check epoch 0"),
     ],
 )
-def test_stages_that_draw_other_samples_are_refused(data: Data, place: str) -> None:
+def test_stages_that_draw_other_samples_raise(data: Data, place: str) -> None:
     words = rf"In {place}, ranks that share a batch.*stage 0: \w{{8}}, stage 1: \w{{8}}.*seed"
     with pytest.raises(RankFailedError, match=words):
         train(data, g_inter=2)

@@ -1,4 +1,4 @@
-"""A job that dies, or a disk that is full, in mid-write leaves the older file whole."""
+"""A job that dies, or a disk that is full, during a write leaves the older file unchanged."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_axosparse import AxoSparseStrategy, Ticket, archive, save_safetensors
-from lightning_axosparse.mpi.launcher import RankFailedError
+from lightning_axosparse import AxoSparseStrategy, Ticket, save_safetensors
+from lightning_axosparse.strategy.launcher.launcher import RankFailedError
+from lightning_axosparse.support import archive
 from tests.parity.cases import BATCHES, Net, fit, loader, trainer
 
 
@@ -39,7 +40,7 @@ class KilledInWrite(Callback):
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         if trainer.current_epoch != 1 or trainer.global_rank > 0:
             return
-        write = archive._Summed.write
+        write = archive._ChecksumWriter.write
 
         def write_and_die(file: Any, data: Any) -> int:
             written = write(file, data)
@@ -48,7 +49,7 @@ class KilledInWrite(Callback):
                 os.kill(os.getpid(), signal.SIGKILL)
             return written
 
-        archive._Summed.write = write_and_die  # type: ignore[method-assign]
+        archive._ChecksumWriter.write = write_and_die  # type: ignore[method-assign]
 
 
 def partials(folder: Path) -> list[Path]:
@@ -56,7 +57,7 @@ def partials(folder: Path) -> list[Path]:
 
 
 @pytest.mark.usefixtures("warm_ranks")
-def test_a_rank_killed_in_mid_write(tmp_path: Path) -> None:
+def test_a_rank_killed_during_a_write(tmp_path: Path) -> None:
     last = tmp_path / "last.ckpt"
     run = trainer(
         AxoSparseStrategy(g_inter=2),

@@ -1,4 +1,4 @@
-"""A rank that others wait for in vain: the job ends, soon, with words that say who and where."""
+"""A rank that others wait for in vain ends the job, with a message that says who and where."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_axosparse.mpi.launcher import RankFailedError
+from lightning_axosparse.strategy.launcher.launcher import RankFailedError
 from tests.faults import jobs
 from tests.ranks import REPOSITORY, warm_python
 
@@ -28,7 +28,7 @@ warm = pytest.mark.usefixtures("warm_ranks")
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the watchdog speak after three seconds instead of thirty."""
+    """Let the watchdog print and act after three seconds instead of thirty."""
     monkeypatch.setenv("AXOSPARSE_NOTICE_SECONDS", "3")
 
 
@@ -79,12 +79,12 @@ def test_a_killed_rank_ends_the_others_where_the_launcher_does_not(when: str, wh
         check=False,
     )
     assert done.returncode != 0
-    assert re.search(r"rank 1 .*on host \S+ ended without a word: killed", done.stderr)
+    assert re.search(r"rank 1 .*on host \S+ ended without a report: killed", done.stderr)
     assert re.search(where, done.stderr), done.stderr
 
 
 @pytest.mark.parametrize("module", [jobs.Leaves, jobs.LeavesWell])
-def test_a_rank_that_leaves_without_a_word_is_named(module: type[jobs.Leaves]) -> None:
+def test_a_rank_that_leaves_without_a_report_is_named(module: type[jobs.Leaves]) -> None:
     with fails(
         rf"rank 1 \(stage 1 of replica 0\).* (exit code {module.code} |Or it left).*os\._exit",
         "in training batch 2 of epoch 0",
@@ -120,7 +120,7 @@ def test_a_rank_in_endless_user_code_shows_its_stack(capfd: pytest.CaptureFixtur
 
 @warm
 @pytest.mark.parametrize(("ranks", "g_inter"), [(2, 2), (2, 1)])
-def test_lengths_that_differ_are_told_before_the_first_batch(ranks: int, g_inter: int) -> None:
+def test_lengths_that_differ_raise_before_the_first_batch(ranks: int, g_inter: int) -> None:
     with fails(
         "unequal numbers of training batches",
         r"rank 0 .*loader length 4",
@@ -176,7 +176,7 @@ def test_one_rank_wants_to_stop(faulty: int, g_inter: int) -> None:
 def test_one_replica_synchronises_what_it_logs() -> None:
     with fails(
         "sync_dist=True",
-        r"rank 0 .*waits for `(barrier|allreduce)` \(logged values\) among ranks 0, 1",
+        r"rank 0 .*waits for `(barrier|allreduce)` \(logged values\) of ranks 0, 1",
         r"rank 1 .*waits for",
     ):
         jobs.train(jobs.LogsAlone(0), g_inter=1)

@@ -117,8 +117,11 @@ class Recorder(Callback):
             self.record.validated.append(metrics)
 
 
-def trainer(strategy: Any = "auto", devices: int = 1, **options: Any) -> L.Trainer:
-    callbacks = [Recorder(), *options.pop("callbacks", [])]
+def trainer(
+    strategy: Any = "auto", devices: int = 1, recorder: Recorder | None = None, **options: Any
+) -> L.Trainer:
+    """A quiet Trainer whose first callback keeps the record."""
+    callbacks = [recorder or Recorder(), *options.pop("callbacks", [])]
     settings = {
         "accelerator": "cpu",
         "max_epochs": EPOCHS,
@@ -133,8 +136,13 @@ def trainer(strategy: Any = "auto", devices: int = 1, **options: Any) -> L.Train
 
 
 def fit(run: L.Trainer, module: L.LightningModule, extra: int = 0, **options: Any) -> Record:
-    """Train, and return what happened."""
+    """Train on this module's own data, and return what happened."""
     run.fit(module, loader(1, extra=extra), loader(2, batches=3), **options)
+    return recorded(run, module)
+
+
+def recorded(run: L.Trainer, module: L.LightningModule) -> Record:
+    """What happened in a run of :func:`trainer`, with the weights as they are now."""
     record: Record = run.callbacks[0].record
     record.weights = {k: v.detach().clone() for k, v in module.state_dict().items()}
     record.facts = {"global_step": run.global_step, "epoch": run.current_epoch}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_axosparse import AxoSparseStrategy
-from tests.parity.cases import Record, Recorder, difference
+from tests.parity.cases import Record, difference, recorded, trainer
 from tests.parity.test_beyond_peers import Outputs, assert_same
 from tests.ranks import run_ranks
 
@@ -178,24 +178,12 @@ ROWS: dict[str, tuple[type[Reader], Callable[[list], Any]]] = {
 def train(row: str, strategy: Any, ranks: int = 1) -> tuple[Record, list[Any], list[Any]]:
     kind, collate = ROWS[row]
     L.seed_everything(0, verbose=False)
-    module, recorder, outputs = kind(), Recorder(), Outputs()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=ranks,
-        strategy=strategy,
-        precision="64-true",
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[recorder, outputs],
-    )
+    module, outputs = kind(), Outputs()
+    run = trainer(strategy, ranks, precision="64-true", max_epochs=2, callbacks=[outputs])
     training = DataLoader(Moments(11), SAMPLES, shuffle=True, collate_fn=collate)
     validation = DataLoader(Moments(SAMPLES), SAMPLES, collate_fn=collate)
-    trainer.fit(module, training, validation)
-    recorder.record.weights = {k: v.detach().clone() for k, v in module.state_dict().items()}
-    return recorder.record, outputs.trained, outputs.validated
+    run.fit(module, training, validation)
+    return recorded(run, module), outputs.trained, outputs.validated
 
 
 def train_rows(**options: Any) -> dict[str, Any]:

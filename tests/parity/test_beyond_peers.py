@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from lightning_axosparse import AxoSparseStrategy
-from tests.parity.cases import Record, Recorder, difference
+from tests.parity.cases import Record, difference, recorded, trainer
 from tests.ranks import run_ranks
 
 WORDS, WIDTH = 11, 8
@@ -118,26 +118,20 @@ class Outputs(L.Callback):
 def train(strategy: Any, ranks: int = 1) -> tuple[Record, list[Any], list[Any]]:
     """Validate, train two epochs with validation in between, and validate again."""
     L.seed_everything(0, verbose=False)
-    module, recorder, outputs = Tagger(), Recorder(), Outputs()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=ranks,
-        strategy=strategy,
+    module, outputs = Tagger(), Outputs()
+    run = trainer(
+        strategy,
+        ranks,
         precision="64-true",
         max_epochs=2,
         val_check_interval=2,
         gradient_clip_val=0.5,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[recorder, outputs],
+        callbacks=[outputs],
     )
-    trainer.validate(module, batches(VALIDATION), verbose=False)
-    trainer.fit(module, batches(TRAINING), batches(VALIDATION))
-    trainer.validate(module, batches(VALIDATION), verbose=False)
-    recorder.record.weights = {k: v.detach().clone() for k, v in module.state_dict().items()}
-    return recorder.record, outputs.trained, outputs.validated
+    run.validate(module, batches(VALIDATION), verbose=False)
+    run.fit(module, batches(TRAINING), batches(VALIDATION))
+    run.validate(module, batches(VALIDATION), verbose=False)
+    return recorded(run, module), outputs.trained, outputs.validated
 
 
 def train_rows(ranks: int) -> dict[str, Any]:
@@ -197,15 +191,7 @@ class Skipping(Tagger):
 
 
 def loopback(**options: Any) -> L.Trainer:
-    return L.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        strategy=AxoSparseStrategy(g_inter=2, transport="loopback", **options),
-    )
+    return trainer(AxoSparseStrategy(g_inter=2, transport="loopback", **options), max_epochs=1)
 
 
 def test_a_skip_connection_round_the_edge_of_a_stage_is_refused_by_name() -> None:

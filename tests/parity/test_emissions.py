@@ -26,9 +26,9 @@ from transformers import (
 )
 
 from lightning_axosparse import AxoSparseStrategy
-from lightning_axosparse.pipeline.link import LoopbackLink
 from lightning_axosparse.pipeline.message import encode
-from tests.parity.cases import Record, Recorder, difference
+from lightning_axosparse.pipeline.p2p import LoopbackLink
+from tests.parity.cases import Record, difference, recorded, trainer
 from tests.ranks import run_ranks
 
 VOCABULARY, WIDTH, LENGTH, LAYERS = 23, 16, 10, 4
@@ -259,24 +259,11 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
 def train(case: str, strategy: Any, ranks: int = 1) -> Record:
     L.seed_everything(0, verbose=False)
     module = CASES[case]()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=ranks,
-        strategy=strategy,
-        precision="64-true",
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[Recorder()],
-    )
+    run = trainer(strategy, ranks, precision="64-true", max_epochs=1)
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(1, VOCABULARY, (BATCH * STEPS, LENGTH), generator=generator)
-    trainer.fit(module, DataLoader(ids, batch_size=BATCH), DataLoader(ids[:12], batch_size=BATCH))
-    record: Record = trainer.callbacks[0].record
-    record.weights = {k: v.detach().clone() for k, v in module.state_dict().items()}
-    return record
+    run.fit(module, DataLoader(ids, batch_size=BATCH), DataLoader(ids[:12], batch_size=BATCH))
+    return recorded(run, module)
 
 
 def strategy(row: str, stages: int, **options: Any) -> AxoSparseStrategy:

@@ -21,7 +21,15 @@ from torchmetrics import MeanMetric
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
-from tests.parity.cases import Record, Recorder, difference, free_port, join_ddp
+from tests.parity.cases import (
+    Record,
+    Recorder,
+    difference,
+    free_port,
+    join_ddp,
+    recorded,
+    trainer,
+)
 from tests.ranks import run_ranks
 
 WORDS, WIDTH, LENGTH, IGNORED = 11, 8, 6, -100
@@ -228,29 +236,17 @@ class Outputs(Recorder):
 
 
 def run(strategy: Any, ranks: int = 1, **options: Any) -> L.Trainer:
-    return L.Trainer(
-        accelerator="cpu",
-        devices=ranks,
-        strategy=strategy,
-        precision="64-true",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"max_epochs": 2, "use_distributed_sampler": False, **options},
-    )
+    settings = {"max_epochs": 2, "use_distributed_sampler": False, **options}
+    return trainer(strategy, ranks, precision="64-true", **settings)
 
 
 def train(name: str, strategy: Any, ranks: int = 1, shift: int = 0, **options: Any) -> Record:
     """Train a module; ``shift`` is the replica whose batches these are."""
     L.seed_everything(0, verbose=False)
-    callbacks = [Outputs(), *options.pop("callbacks", [])]
-    trainer = run(strategy, ranks, callbacks=callbacks, **options)
+    training = run(strategy, ranks, recorder=Outputs(), **options)
     module = MODULES[name]()
-    trainer.fit(module, batches(1 + shift), batches(2 + shift))
-    record: Record = callbacks[0].record
-    record.weights = {k: v.detach().clone() for k, v in module.state_dict().items()}
-    return record
+    training.fit(module, batches(1 + shift), batches(2 + shift))
+    return recorded(training, module)
 
 
 def train_row(row: str, ranks: int, **more: Any) -> Record:
@@ -358,8 +354,8 @@ class TwoMeans(Tagger):
 
 def fit_loopback(module: Tagger, **options: Any) -> None:
     options = {"g_inter": 2, "microbatches": 4, "transport": "loopback", **options}
-    trainer = run(AxoSparseStrategy(pipeline="layers", **options), max_steps=3)
-    trainer.fit(module, batches(1))
+    training = run(AxoSparseStrategy(pipeline="layers", **options), max_steps=3)
+    training.fit(module, batches(1))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torchmetrics import MeanMetric
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
-from lightning_axosparse.callbacks.report import TrainingReport
+from lightning_axosparse.callbacks.report.report import TrainingReport
 from tests.parity.cases import Net, difference, fit, loader, trainer
 from tests.ranks import run_ranks
 

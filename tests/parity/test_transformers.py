@@ -24,7 +24,7 @@ from transformers import (
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from lightning_axosparse import AxoSparseStrategy
-from tests.parity.cases import Record, Recorder, difference
+from tests.parity.cases import Record, difference, recorded, trainer
 from tests.ranks import run_ranks
 
 VOCABULARY, STEPS, WIDTH, LAYERS = 23, 20, 16, 4
@@ -142,22 +142,9 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
 def train(network: str, strategy: Any, ranks: int = 1) -> Record:
     L.seed_everything(0, verbose=False)
     module = NETWORKS[network]()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=ranks,
-        strategy=strategy,
-        precision="64-true",
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[Recorder()],
-    )
-    trainer.fit(module, DataLoader(Texts(6 * STEPS), batch_size=6))
-    record: Record = trainer.callbacks[0].record
-    record.weights = {k: v.detach().clone() for k, v in module.state_dict().items()}
-    return record
+    run = trainer(strategy, ranks, precision="64-true", max_epochs=1)
+    run.fit(module, DataLoader(Texts(6 * STEPS), batch_size=6))
+    return recorded(run, module)
 
 
 def train_rows(ranks: int) -> dict[str, Record]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,10 +8,9 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.emission import Activation
 from lightning_axosparse.pipeline.loss_check import check_loss, evaluating, joined
-from lightning_axosparse.pipeline.microbatch import Scalar, split
-from lightning_axosparse.pipeline.reductions import Weighting
+from lightning_axosparse.pipeline.side_outputs import Activation
+from tests.pipeline.test_engine import pipeline, training
 
 
 def test_what_was_received_is_joined_along_its_samples() -> None:
@@ -36,18 +36,15 @@ def test_modes_are_as_they_were() -> None:
 
 @pytest.mark.parametrize(("loss", "differs"), [(Tensor.mean, False), (Tensor.std, True)])
 def test_a_difference_is_refused(loss: Any, differs: bool) -> None:
-    batch = torch.randn(8, generator=torch.Generator().manual_seed(0))
-    parts = split(batch, 4)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Dropout())
+    batch = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    pipe, _ = pipeline(model, 2)
+    trained = replace(training(lambda x: loss(model(x)), batch, 4), received=[])
+    pipe.train(trained)
 
-    def again(microbatches: Any, received: Any) -> list[Any]:
-        return [Scalar(loss(part.batch), Weighting()) for part in microbatches]
-
-    def check(tolerance: float) -> None:
-        check_loss(again, batch, parts, [None] * 4, nn.Identity(), tolerance)
-
-    check(tolerance=10)
+    check_loss(pipe, trained, batch, model, tolerance=10)
     if differs:
         with pytest.raises(MisconfigurationException, match="those of its 4 micro-batches"):
-            check(tolerance=1e-3)
+            check_loss(pipe, trained, batch, model, tolerance=1e-3)
     else:
-        check(tolerance=1e-6)
+        check_loss(pipe, trained, batch, model, tolerance=1e-5)

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_axosparse.distributed.mpi.backend import init_process_group
 from lightning_axosparse.pipeline.loss_weights import (
     LossWeights,
     validate_losses,
@@ -16,6 +18,7 @@ from lightning_axosparse.pipeline.loss_weights import (
 )
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.reductions import Reduction, Reductions
+from tests.ranks import run_ranks
 
 SIZES = [3, 3, 3]
 
@@ -92,15 +95,20 @@ def test_rules(loss: str, losses: list[Reductions], expected: list[float]) -> No
     assert final([3, 1], losses, loss) == pytest.approx(expected, rel=1e-15)
 
 
-def test_pipelines_that_share_a_batch_agree_on_its_denominator() -> None:
+def weights_of_replica(counts: list[list[float]]) -> list[float]:
+    """The weights of this rank's micro-batches, where each rank has other denominators."""
+    init_process_group("cpu")
+    weights = LossWeights(parts([2, 2]), 8, replicas=dist.group.WORLD)
+    for count in counts[dist.get_rank()]:
+        weights.add((mean(count),))
+    factor = weights.factor()
+    return [weights.weight(index) * factor for index in range(2)]
+
+
+def test_replicas_that_share_a_batch_agree_on_its_denominator() -> None:
     counts = [[7.0, 2.0], [0.0, 4.0]]
-    total_count = sum(map(sum, counts))
-    for own in counts:
-        weights = LossWeights(parts([2, 2]), 8, total=lambda mine: total_count)
-        for count in own:
-            weights.add((mean(count),))
-        final = [weights.weight(index) * weights.factor() for index in range(2)]
-        assert final == pytest.approx([count / total_count for count in own])
+    for own, final in zip(counts, run_ranks(2, weights_of_replica, counts), strict=True):
+        assert final == pytest.approx([count / 13 for count in own])
 
 
 @pytest.mark.parametrize(

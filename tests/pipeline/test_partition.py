@@ -1,12 +1,18 @@
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given as hypothesis_given
+from hypothesis import given
 from hypothesis import strategies as st
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_axosparse.pipeline.partition import balance, count_parameters, find_container, given
+from lightning_axosparse.pipeline.partition import (
+    Partition,
+    balance,
+    count_parameters,
+    find_container,
+    parts_of_sizes,
+)
 
 
 class Model(nn.Module):
@@ -20,7 +26,7 @@ def linears(count: int) -> list[nn.Module]:
     return [nn.Linear(4, 4) for _ in range(count)]
 
 
-@hypothesis_given(costs=st.lists(st.integers(0, 50), min_size=1, max_size=9), data=st.data())
+@given(costs=st.lists(st.integers(0, 50), min_size=1, max_size=9), data=st.data())
 def test_balance_finds_the_smallest_bottleneck(costs: list[int], data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, len(costs)))
     parts = balance(costs, stages)
@@ -31,7 +37,7 @@ def test_balance_finds_the_smallest_bottleneck(costs: list[int], data: st.DataOb
     assert max(sum(costs[i] for i in part) for part in parts) == best
 
 
-def test_equal_layers_are_dealt_evenly() -> None:
+def test_equal_layers_are_distributed_evenly() -> None:
     assert [len(part) for part in balance([7.0] * 8, 4)] == [2, 2, 2, 2]
     assert sorted(len(part) for part in balance([1] * 10, 4)) == [2, 2, 3, 3]
 
@@ -53,7 +59,7 @@ def test_the_only_container_is_found() -> None:
 @pytest.mark.parametrize(
     ("model", "path", "stages", "words"),
     [
-        (Model(a=nn.Linear(2, 2)), None, 2, ["nothing to deal", "g_inter=1"]),
+        (Model(a=nn.Linear(2, 2)), None, 2, ["nothing to partition", "g_inter=1"]),
         (
             Model(a=nn.Sequential(*linears(2)), b=nn.ModuleList(linears(3))),
             None,
@@ -66,16 +72,23 @@ def test_the_only_container_is_found() -> None:
         (Model(a=nn.ModuleList(linears(1) * 2)), "a", 2, ["one layer object several times"]),
     ],
 )
-def test_what_cannot_be_dealt_is_refused(
+def test_what_cannot_be_partitioned_is_refused(
     model: nn.Module, path: str | None, stages: int, words: list[str]
 ) -> None:
-    with pytest.raises(MisconfigurationException) as refusal:
+    with pytest.raises(MisconfigurationException) as error:
         find_container(model, path, stages)
-    assert all(word in str(refusal.value) for word in words), refusal.value
+    assert all(word in str(error.value) for word in words), error.value
 
 
 def test_given_sizes() -> None:
-    assert given([1, 3], 4, 2) == [range(1), range(1, 4)]
+    assert parts_of_sizes([1, 3], 4, 2) == [range(1), range(1, 4)]
     for sizes in ([1, 2], [4], [0, 4], [2, 1, 1]):
         with pytest.raises(MisconfigurationException, match=r"balance=\["):
-            given(sizes, 4, 2)
+            parts_of_sizes(sizes, 4, 2)
+
+
+def test_parts_that_the_user_gave_are_joined_and_others_partitioned_anew() -> None:
+    parts = [range(3), range(3, 4), range(4, 5), range(5, 6)]
+    partition = Partition(list("abcdef"), [], parts, [1] * 6, "")
+    assert partition.with_stages(2).parts == [range(3), range(3, 6)]
+    assert partition._replace(given=True).with_stages(2).parts == [range(4), range(4, 6)]

@@ -116,10 +116,10 @@ class Held(L.Callback):
 
 
 def fit(network: Network, ranks: int = 1, **options: Any) -> tuple[list[str], list[str]]:
-    """Train a step; what was told of the deal, and the layers on this rank."""
-    told: list[str] = []
+    """Train a step; what was logged of the partition, and the layers on this rank."""
+    logged: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
+    handler.emit = lambda record: logged.append(record.getMessage())
     logger = rank_zero.log  # of whichever Lightning package was imported last
     logger.addHandler(handler)
     held = Held()
@@ -136,7 +136,7 @@ def fit(network: Network, ranks: int = 1, **options: Any) -> tuple[list[str], li
     )
     trainer.fit(network, DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=8))
     logger.removeHandler(handler)
-    return [message for message in told if "dealt" in message], held.layers
+    return [message for message in logged if "partitioned" in message], held.layers
 
 
 def fit_by_time(ranks: int) -> tuple[list[str], list[str]]:
@@ -148,21 +148,21 @@ def fit_by_time(ranks: int) -> tuple[list[str], list[str]]:
     return fit(Network(clock, example()), ranks, balance="time")
 
 
-def test_ranks_are_dealt_layers_by_the_time_that_the_first_rank_measures() -> None:
-    (told, first), (told_on_second, second) = run_ranks(2, fit_by_time, 2)
+def test_layers_are_partitioned_by_the_time_that_the_first_rank_measures() -> None:
+    (logged, first), (logged_on_second, second) = run_ranks(2, fit_by_time, 2)
     assert first == ["layers.0"]
     assert second == ["layers.1", "layers.2", "layers.3", "layers.4"]
-    assert told == [
-        "Layers 'layers.0' to 'layers.4' dealt to 2 stages: 1 + 4. The largest stage has 1.00 "
-        "times the mean stage's time."
+    assert logged == [
+        "Layers 'layers.0' to 'layers.4' partitioned into 2 stages: 1 + 4. The largest stage has "
+        "1.00 times the mean stage's time."
     ]
-    assert told_on_second == []
+    assert logged_on_second == []
 
 
 @pytest.mark.parametrize(
     ("balance", "parts", "worst"), [("parameters", "2 + 3", 1.2), ([1, 4], "1 + 4", 1.6)]
 )
-def test_the_expected_imbalance_is_told(
+def test_the_expected_imbalance_is_logged(
     clock: Clock, balance: Any, parts: str, worst: float
 ) -> None:
     ((message,), _) = fit(Network(clock, None), balance=balance, transport="loopback")

@@ -10,11 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_axosparse.pipeline.reductions import (
-    ReductionTracker,
-    Weighting,
-    combine,
-)
+from lightning_axosparse.pipeline.reductions import ReductionTracker
+from lightning_axosparse.pipeline.weighting import Weighting, combine
 
 IGNORED = -100
 CLASSES = 5
@@ -259,6 +256,18 @@ def test_a_float_that_equals_a_sum_by_chance_is_none() -> None:
         accuracy = correct / 1
     assert tracker.of(correct)
     assert not tracker.of(accuracy)
+    assert tracker.is_mean_of_samples(accuracy)
+
+
+def test_a_number_that_is_a_sum_over_the_samples_is_their_mean() -> None:
+    tracker = ReductionTracker()
+    x = torch.tensor([0.1, 0.7, 0.3])
+    with tracker.microbatch(3):
+        total, mean = x.sum().item(), x.abs().mean().item()
+    assert tracker.is_mean_of_samples(total / 3)
+    assert tracker.is_mean_of_samples(100 * total / 3)
+    assert not tracker.is_mean_of_samples(total / 2)
+    assert not tracker.is_mean_of_samples(mean / 3)
 
 
 def test_a_term_of_parameters_alone_is_a_constant() -> None:
@@ -266,6 +275,63 @@ def test_a_term_of_parameters_alone_is_a_constant() -> None:
     with tracker.microbatch(3):
         value = torch.rand(3).sum() + 0.1 * WEIGHTS.pow(2).sum()
     assert [reduction.kind for reduction in tracker.of(value)] == ["sum", "constant"]
+    assert Weighting.of(tracker.of(value)).kind == "statistic"
+
+
+BUFFER = torch.rand(3)
+CONSTANTS: dict[str, Callable[[], Any]] = {
+    "norm": lambda: WEIGHTS.norm(),
+    "mean": lambda: (WEIGHTS * 2).mean(),
+    "stacked": lambda: torch.stack([WEIGHTS.pow(2).sum(), BUFFER.sum()]).sum(),
+    "added up": lambda: sum(w.abs().sum() for w in (WEIGHTS, BUFFER)),
+    "in place": lambda: torch.tensor(0.0).add_(BUFFER.max()),
+    "a number": lambda: WEIGHTS.pow(2).sum().item(),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+@pytest.mark.parametrize("grad", [True, False])
+def test_parameters_and_buffers_are_no_samples(name: str, grad: bool) -> None:
+    tracker = ReductionTracker([BUFFER])
+    with torch.set_grad_enabled(grad), tracker.microbatch(3):
+        value = CONSTANTS[name]()
+        penalised = 0.1 * value + torch.rand(3).mean()
+    assert Weighting.of(tracker.of(value)) == Weighting("constant")
+    assert Weighting.of(tracker.of(penalised)) == Weighting("mean", 3.0)
+
+
+def test_a_buffer_that_takes_up_samples_is_followed() -> None:
+    buffer = BUFFER.clone()
+    tracker = ReductionTracker([buffer])
+    with tracker.microbatch(4):
+        buffer.mul_(0.9).add_(torch.rand(4, 3).mean(0))
+        value = buffer.sum()
+    assert Weighting.of(tracker.of(value)).kind == "mean"
+
+
+def test_a_padded_microbatch_with_a_penalty_counts_for_nothing() -> None:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return 0.1 * WEIGHTS.pow(2).mean() + F.cross_entropy(x.mT, y)
+
+    parts = microbatches([2, 2, 1])
+    parts[1][1].fill_(IGNORED)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            actual, expected = combined(step, parts), whole(step, parts)
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_an_accuracy_of_single_samples_after_a_number_of_one() -> None:
+    def step(x: Tensor, y: Tensor) -> float:
+        correct = (x.argmax(-1) == y).all(1)
+        correct.sum().item()
+        return (correct.sum() / len(y)).item()
+
+    for right in ([True, False, True], [False, False, True, True]):
+        parts = microbatches([1] * len(right))
+        for (x, y), is_right in zip(parts, right, strict=True):
+            y.copy_(x.argmax(-1) if is_right else -y.abs() - 1)
+        torch.testing.assert_close(combined(step, parts), whole(step, parts))
 
 
 def test_a_divisor_that_may_be_a_count_or_a_constant_is_no_sum() -> None:

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_axosparse.pipeline.simulate import Wire
 from lightning_axosparse.planning.cost import Cluster, Transformer
-from lightning_axosparse.planning.memory import DENSE, SPARSE
-from lightning_axosparse.planning.search import Choice, Job, evaluate, search
+from lightning_axosparse.planning.memory_model import DENSE, SPARSE
+from lightning_axosparse.planning.search import Choice, Workload, evaluate, search
+from lightning_axosparse.planning.simulate import Wire
 
 MODEL = Transformer(layers=8, width=256, heads=4, sequence=128, vocabulary=1000)
 CLUSTER = Cluster(
@@ -19,19 +19,19 @@ CLUSTER = Cluster(
     node=Wire(1e-6, 1e10),
     network=Wire(1e-5, 1e9),
 )
-JOB = Job(MODEL.costs, CLUSTER, batch=32, storage=DENSE)
+WORKLOAD = Workload(MODEL.costs, CLUSTER, batch=32, storage=DENSE)
 DIVISORS_OF_32 = (1, 2, 4, 8, 16, 32)
 
 
-def everything(job: Job) -> list:
-    """All choices there are, without the search's short cuts."""
+def everything(workload: Workload) -> list:
+    """All choices there are, without the bounds that the search prunes by."""
     return [
-        evaluate(job, Choice(g_inter, microbatch, in_flight))
+        evaluate(workload, Choice(g_inter, microbatch, in_flight))
         for g_inter in (1, 2, 4, 8)
         for microbatch in DIVISORS_OF_32
-        if job.batch * g_inter % (8 * microbatch) == 0
+        if workload.batch * g_inter % (8 * microbatch) == 0
         for in_flight in {
-            min(limit, job.batch * g_inter // 8 // microbatch)
+            min(limit, workload.batch * g_inter // 8 // microbatch)
             for limit in (g_inter, 2 * g_inter if g_inter > 1 else 1)
         }
     ]
@@ -48,13 +48,13 @@ def test_the_search_finds_the_best_of_all_that_fit(
     network: float, memory: float, latency: float, recompute: bool
 ) -> None:
     cluster = replace(CLUSTER, memory=memory, network=Wire(latency, network))
-    job = replace(JOB, cluster=cluster, recompute=recompute)
-    fitting = [plan for plan in everything(job) if plan.memory <= memory]
+    workload = replace(WORKLOAD, cluster=cluster, recompute=recompute)
+    fitting = [plan for plan in everything(workload) if plan.memory <= memory]
     if not fitting:
         with pytest.raises(ValueError, match="Nothing fits"):
-            search(job)
+            search(workload)
         return
-    found = search(job, best=3)
+    found = search(workload, best=3)
     expected = sorted(plan.simulation.makespan for plan in fitting)
     assert [plan.simulation.makespan for plan in found] == pytest.approx(expected[:3])
     assert all(plan.memory <= memory for plan in found)
@@ -65,7 +65,7 @@ def test_without_communication_or_optimizer_a_step_takes_the_closed_form() -> No
     free = Wire()
     cluster = replace(CLUSTER, node=free, network=free, memory_bandwidth=float("inf"))
     model = replace(MODEL, vocabulary=0)
-    plan = evaluate(replace(JOB, layers=model.costs, cluster=cluster), Choice(4, 2, 4))
+    plan = evaluate(replace(WORKLOAD, layers=model.costs, cluster=cluster), Choice(4, 2, 4))
     assert (plan.g_data, plan.microbatches) == (2, 8)
     stage = 3 * 2 * 2 * model.layer_flops / cluster.speed
     assert plan.simulation.makespan == pytest.approx((8 + 4 - 1) * stage)
@@ -73,53 +73,56 @@ def test_without_communication_or_optimizer_a_step_takes_the_closed_form() -> No
 
 
 def test_memory_is_state_and_activations_of_the_fullest_stage() -> None:
-    plan = evaluate(JOB, Choice(4, 2, 3))
+    plan = evaluate(WORKLOAD, Choice(4, 2, 3))
     weights = 2 * MODEL.layer_weights + MODEL.embedding_weights
     logits = 2 * 128 * 1000 * 4
     activations = 2 * 3 * 2 * MODEL.layer_activation_bytes
     assert plan.memory == pytest.approx(16 * weights + activations + logits)
-    recomputed = evaluate(replace(JOB, recompute=True), Choice(4, 2, 3))
+    recomputed = evaluate(replace(WORKLOAD, recompute=True), Choice(4, 2, 3))
     kept = 2 * (3 * 2 * MODEL.message_bytes + MODEL.layer_activation_bytes)
     assert recomputed.memory == pytest.approx(16 * weights + kept + logits)
 
 
 def test_the_stage_with_the_head_gets_fewer_blocks() -> None:
     heavy = replace(MODEL, vocabulary=int(2 * MODEL.layer_flops / MODEL.head_flops * 1000))
-    job = replace(JOB, layers=heavy.costs, cluster=replace(CLUSTER, node=Wire(), network=Wire()))
-    busy = evaluate(job, Choice(2, 1, 2)).simulation.busy
-    # eight blocks and a head as dear as two: five units each
+    workload = replace(
+        WORKLOAD, layers=heavy.costs, cluster=replace(CLUSTER, node=Wire(), network=Wire())
+    )
+    busy = evaluate(workload, Choice(2, 1, 2)).simulation.busy
+    # eight blocks and a head that costs as much as two: five units each
     assert busy[0] == pytest.approx(busy[1], rel=0.01)
 
 
 def test_recomputation_runs_the_blocks_forward_twice() -> None:
     plain, recomputed = (
-        evaluate(replace(JOB, recompute=recompute), Choice(4, 1, 4)) for recompute in (False, True)
+        evaluate(replace(WORKLOAD, recompute=recompute), Choice(4, 1, 4))
+        for recompute in (False, True)
     )
     assert recomputed.simulation.busy[0] == pytest.approx(4 / 3 * plain.simulation.busy[0])
 
 
 def test_pruning_pays_for_a_shorter_pipeline_and_a_shorter_all_reduce() -> None:
-    tight = replace(JOB, cluster=replace(CLUSTER, memory=6e7))
+    tight = replace(WORKLOAD, cluster=replace(CLUSTER, memory=6e7))
     dense = search(tight, best=1)[0]
     sparse = search(replace(tight, storage=SPARSE, pruning_ratio=0.9, overhead=0.05), best=1)[0]
     assert sparse.choice.g_inter < dense.choice.g_inter
-    same = evaluate(replace(JOB, storage=SPARSE, pruning_ratio=0.9), Choice(4, 1, 4))
-    assert same.all_reduce_seconds < 0.2 * evaluate(JOB, Choice(4, 1, 4)).all_reduce_seconds
+    same = evaluate(replace(WORKLOAD, storage=SPARSE, pruning_ratio=0.9), Choice(4, 1, 4))
+    assert same.all_reduce_seconds < 0.2 * evaluate(WORKLOAD, Choice(4, 1, 4)).all_reduce_seconds
 
 
 def test_messages_occupy_the_slowest_link() -> None:
-    plan = evaluate(JOB, Choice(8, 2, 8))
+    plan = evaluate(WORKLOAD, Choice(8, 2, 8))
     assert plan.message_seconds == pytest.approx(2 * 16 * 2 * MODEL.message_bytes / 1e9)
 
 
 def test_nothing_fits() -> None:
-    tight = replace(JOB, cluster=replace(CLUSTER, memory=1e6))
+    tight = replace(WORKLOAD, cluster=replace(CLUSTER, memory=1e6))
     with pytest.raises(ValueError, match=r"a device has 0\.001 GB, .*g_inter=8, .*needs 0\.0"):
         search(tight)
 
 
-def test_a_batch_that_cannot_be_dealt() -> None:
+def test_a_batch_that_cannot_be_split() -> None:
     with pytest.raises(ValueError, match=r"batch of 3 samples .* replicas of 16 devices"):
-        search(replace(JOB, batch=3, cluster=replace(CLUSTER, devices=16)))
+        search(replace(WORKLOAD, batch=3, cluster=replace(CLUSTER, devices=16)))
     with pytest.raises(ValueError, match="not a whole number of micro-batches of 3"):
-        evaluate(JOB, Choice(4, 3, 4))
+        evaluate(WORKLOAD, Choice(4, 3, 4))

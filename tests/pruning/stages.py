@@ -1,4 +1,4 @@
-"""What the pruning tests share: parameters dealt to stages, one of them held by all."""
+"""Makes parameters for the pruning tests and partitions them into stages."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def make_parameters(seed: int, dtype: torch.dtype, ties: bool) -> dict[str, Tens
     return parameters
 
 
-def deal(parameters: dict[str, Tensor], stages: int, stage: int):
-    """What ``stage`` holds, and the names that it counts: shared ones on the first."""
+def on_stage(parameters: dict[str, Tensor], stages: int, stage: int):
+    """Return the parameters of ``stage`` and the names it counts; stage 0 counts shared ones."""
     layers = [name for name in parameters if name != SHARED]
     own = set(layers[stage::stages])
     held = {name: p for name, p in parameters.items() if name in own or name == SHARED}

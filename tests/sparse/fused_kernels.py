@@ -32,9 +32,12 @@ def test_fused_kernels_agree_with_the_reference(index_format, shape, dtype, kept
         for tile in layout.tiles:
             part = values[tile.entries]
             results = [torch.full((tile.numel,), -7.0, dtype=dtype) for _ in range(2)]
-            for kernel, out in zip((fused, reference), results, strict=True):
-                kernel.densify(layout, tile, part, out)
+            index, blocks = layout.index_in(tile), layout.blocks_in(tile)
+            if index is None:  # gaps of more than a byte
+                continue
+            fused.densify(index, blocks, part, results[0])
+            reference.densify(layout.positions_in(tile), part, results[1])
             assert torch.equal(*results)
             read = torch.full((tile.nnz,), -7.0, dtype=dtype)
-            fused.compress(layout, tile, dense[tile.rows].reshape(-1), read)
+            fused.compress(index, blocks, dense[tile.rows].reshape(-1), read)
             assert torch.equal(read, part)

@@ -1,4 +1,4 @@
-"""What the sparse tests share: random masks, and a masked dense twin to compare with."""
+"""Random masks, and masked dense modules to compare sparse ones with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_axosparse.sparse import sparsify
 
 
 def random_masks(module: nn.Module, kept: float = 0.3) -> dict[str, Tensor]:
-    """A mask for each parameter with at least two dimensions."""
+    """Return a mask for each parameter with at least two dimensions."""
     return {
         name: torch.rand(parameter.shape) < kept
         for name, parameter in module.named_parameters()
@@ -27,7 +27,7 @@ def apply_masks(module: nn.Module, masks: dict[str, Tensor]) -> None:
 
 
 def sparse_and_dense(module: nn.Module, masks: dict[str, Tensor]) -> tuple[nn.Module, nn.Module]:
-    """``module`` stored sparse, and its dense twin with zeros where it is pruned."""
+    """Return ``module`` stored sparse, and a dense copy with zeros where it is pruned."""
     dense = copy.deepcopy(module)
     apply_masks(dense, masks)
     sparsify(module, masks)
@@ -35,5 +35,5 @@ def sparse_and_dense(module: nn.Module, masks: dict[str, Tensor]) -> tuple[nn.Mo
 
 
 def kept(name: str, tensor: Tensor, masks: dict[str, Tensor]) -> Tensor:
-    """What the sparse parameter of that name should hold of a dense ``tensor``."""
+    """Return the entries of a dense ``tensor`` that the sparse parameter of that name keeps."""
     return tensor[masks[name]] if name in masks else tensor

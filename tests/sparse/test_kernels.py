@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_axosparse.sparse import kernels
 from lightning_axosparse.sparse.formats import FORMATS, layout_of
 from lightning_axosparse.sparse.kernels import reference
-from lightning_axosparse.timing import clock
+from lightning_axosparse.support.trace import clock
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,11 +20,11 @@ def test_kernels_account_for_their_time():
     layout = layout_of(torch.eye(2, dtype=torch.bool))
     [tile] = layout.tiles
     dense, values = torch.empty(4), torch.empty(2)
-    kernels.densify(layout, tile, torch.tensor([1.0, 2.0]), dense)
+    layout.densify_tile(tile, torch.tensor([1.0, 2.0]), dense)
     assert dense.tolist() == [1, 0, 0, 2]
     assert clock.totals["densify"] > 0
     assert clock.totals["compress"] == 0
-    kernels.compress(layout, tile, dense, values)
+    layout.compress_tile(tile, dense, values)
     assert values.tolist() == [1, 2]
     assert clock.totals["compress"] > 0
 
@@ -59,8 +58,7 @@ INDEXED = {"before": "*i64", "offset": "i64", "how": "constexpr", "block": "i32"
     [
         ("bits", BITS, None),
         ("indices", {"indices": "*i32", **INDEXED}, 0),
-        ("indices", {"indices": "*u16", **INDEXED}, 1),
-        ("indices", {"indices": "*u8", **INDEXED}, 2),
+        ("indices", {"indices": "*u8", **INDEXED}, 1),
     ],
 )
 @pytest.mark.parametrize("operation", ["densify", "compress"])

@@ -1,4 +1,4 @@
-"""Each layer type gives the numbers of its masked dense twin and holds no dense weight."""
+"""Each layer type gives the numbers of the masked dense layer and holds no dense weight."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from lightning_axosparse.sparse import kernels
-from lightning_axosparse.sparse import weight as weight_module
+from lightning_axosparse.sparse import torch_functions
+from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.scratch import scratch
 from tests.sparse.masking import kept, random_masks, sparse_and_dense
 
@@ -207,7 +207,7 @@ def test_evaluation(name):
 def made(monkeypatch):
     """The dtype of all that was made dense, and the storage of what is not in scratch memory."""
     made = []
-    densify = kernels.densify
+    densify = Layout.densify_tile
 
     def watched(layout, tile, values, out):
         densify(layout, tile, values, out)
@@ -216,7 +216,7 @@ def made(monkeypatch):
         whole = storage.data_ptr() not in in_scratch
         made.append((out.dtype, StorageWeakRef(storage) if whole else None))
 
-    monkeypatch.setattr(kernels, "densify", watched)
+    monkeypatch.setattr(Layout, "densify_tile", watched)
     return made
 
 
@@ -231,8 +231,8 @@ def alive(made):
 @layer_types
 @pytest.mark.parametrize("saving", [nullcontext, torch.autograd.graph.save_on_cpu])
 @pytest.mark.parametrize("large", [False, True])
-def test_no_dense_weight_lives_between_forward_and_backward(name, large, saving, made, monkeypatch):
-    monkeypatch.setattr(weight_module, "OWN_WAY_ENTRIES", 0 if large else 2**18)
+def test_no_dense_weight_between_forward_and_backward(name, large, saving, made, monkeypatch):
+    monkeypatch.setattr(torch_functions, "MIN_ENTRIES", 0 if large else 2**18)
     never_whole = name in (NEVER_WHOLE_WHEN_LARGE if large else DIRECT)
     module, inputs, masks = build(name)
     sparse, _ = sparse_and_dense(module, masks)

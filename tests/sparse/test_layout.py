@@ -117,13 +117,13 @@ def test_a_tensor_of_more_than_two_to_the_31_entries():
 
 
 @every_format
-def test_compress_refuses_another_shape(index_format):
+def test_compress_raises_for_another_shape(index_format):
     layout = layout_of(torch.ones(2, 3, dtype=torch.bool), index_format)
     with pytest.raises(ValueError, match=r"\(2, 3\).*\(3, 2\)"):
         layout.compress(torch.zeros(3, 2))
 
 
-def test_another_format_is_refused():
+def test_an_unknown_format_raises():
     with pytest.raises(ValueError, match=r"Unknown index format 'csr'.*'gaps'"):
         layout_of(torch.ones(2, 3, dtype=torch.bool), "csr")
 
@@ -137,7 +137,7 @@ def test_same_entries(index_format):
 
 
 @every_format
-def test_moving_is_seen_by_all_who_share_the_layout_and_to_is_not(index_format):
+def test_move_changes_the_layout_and_to_copies_it(index_format):
     layout = layout_of(torch.tensor([[True, False]]), index_format)
     assert layout.to(torch.device("cpu")) is layout
     assert all(t.is_meta for t in layout.to(torch.device("meta")).tensors.values())

@@ -10,7 +10,7 @@ from torch.nn.utils import fusion, parametrizations, prune, vector_to_parameters
 
 from lightning_axosparse import densify, sparsify
 from tests.sparse.masking import random_masks, sparse_and_dense
-from tests.sparse.test_reading import network, policies
+from tests.sparse.test_materialize import network, policies
 
 INPUTS = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
 
@@ -60,7 +60,7 @@ def test_fusion_with_batch_norm():
         torch.jit.script,
     ],
 )
-def test_what_needs_a_dense_parameter_is_refused_and_nothing_has_changed(replace):
+def test_what_needs_a_dense_parameter_raises_and_changes_nothing(replace):
     model = network()
     sparsify(model, random_masks(model))
     before = model(INPUTS)

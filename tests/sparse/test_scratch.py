@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_axosparse.pipeline.activations import kept_bytes
+from lightning_axosparse.pipeline.activation_bytes import activation_bytes
 from lightning_axosparse.sparse import sparsify
 from lightning_axosparse.sparse.scratch import scratch
 
@@ -84,7 +84,7 @@ def test_memory_is_given_back():
 
 def test_modes_that_count_what_operators_make_do_not_see_it():
     scratch.clear()
-    with kept_bytes(CPU, ()) as count:
+    with activation_bytes(CPU, ()) as count:
         scratch.take("tile", 100, torch.float32, CPU).zero_()
         assert count() == 0
 

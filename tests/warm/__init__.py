@@ -1,4 +1,4 @@
-"""Warm starts: ranks of tests are forked from a process that has imported what all of them need.
+"""Starts the ranks of tests as forks of a process that has imported what all of them need.
 
 A rank spends five seconds of a core on imports, and the tests start more than a hundred.
 """

@@ -1,4 +1,4 @@
-"""Server: forks a process for each stub, with what ranks import already there."""
+"""The server: forks a process for each stub, in which the imports of ranks are already done."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HIGH = 500  # above the numbers of files that come from stubs
 
 
 def serve(address: str) -> None:
-    """Take orders until the process that started this one goes."""
+    """Start ranks until the process that started this one ends."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
@@ -29,7 +29,7 @@ def serve(address: str) -> None:
         stub, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
-            _be_rank(stub)
+            _run_rank(stub)
         stub.close()
 
 
@@ -38,23 +38,23 @@ def _end_with_parent() -> None:
     os._exit(0)
 
 
-def _be_rank(stub: socket.socket) -> NoReturn:
+def _run_rank(stub: socket.socket) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     stub = socket.socket(fileno=_raised(stub.detach()))
-    order = _receive(stub)
+    request = _receive(stub)
     line = stub.detach()  # stays open until the process has ended, all of it
     threading.Thread(target=_end_with_stub, args=[line], daemon=True).start()
     os.setpgrp()
-    os.chdir(order["cwd"])
+    os.chdir(request["cwd"])
     os.environ.clear()
-    os.environ.update(order["env"])
-    code = _run(order["argv"])
+    os.environ.update(request["env"])
+    code = _run(request["argv"])
     os.write(line, bytes([code]))
-    sys.exit(code)  # mpi4py and MPI itself say goodbye at the end of interpreter and process
+    sys.exit(code)  # mpi4py finalizes MPI when the interpreter ends
 
 
 def _run(argv: list[str]) -> int:
-    """Do what ``python -m MODULE ARGUMENTS`` would; the exit code."""
+    """Run a module as ``python -m MODULE ARGUMENTS`` does; return the exit code."""
     _, module, *arguments = argv
     sys.argv = [module, *arguments]
     try:
@@ -72,13 +72,13 @@ def _receive(stub: socket.socket) -> dict[str, Any]:
     body = b""
     while len(body) < int.from_bytes(head, "big"):
         body += stub.recv(1 << 16)
-    order: dict[str, Any] = json.loads(body)
-    received = array.array("i", rights[0][2][: len(order["files"]) * 4])
+    request: dict[str, Any] = json.loads(body)
+    received = array.array("i", rights[0][2][: len(request["files"]) * 4])
     raised = [_raised(file) for file in received]
-    for file, number in zip(raised, order["files"], strict=True):
+    for file, number in zip(raised, request["files"], strict=True):
         os.dup2(file, number)
         os.close(file)
-    return order
+    return request
 
 
 def _raised(file: int) -> int:
@@ -98,7 +98,7 @@ if __name__ == "__main__":
     without_transformers()
     import torchmetrics  # noqa: F401
 
-    import lightning_axosparse.mpi.worker
-    import lightning_axosparse.strategy  # noqa: F401
+    import lightning_axosparse.strategy.launcher.worker
+    import lightning_axosparse.strategy.strategy  # noqa: F401
 
     serve(sys.argv[1])

@@ -1,4 +1,4 @@
-"""Stub: what `mpiexec` starts in a rank's place; hands its arguments and files to the server.
+"""The stub: `mpiexec` starts it as a rank; it sends its arguments and files to the server.
 
 Run by `python -S -E`, with nothing but the standard library, so that it starts at once.
 """
@@ -14,10 +14,10 @@ def main() -> None:
     files = [0, 1, 2]
     if "PMI_FD" in os.environ:
         files.append(int(os.environ["PMI_FD"]))
-    order = {"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "files": files}
+    request = {"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "files": files}
     server = socket.socket(socket.AF_UNIX)
     server.connect(os.environ["WARM_START"])
-    body = json.dumps(order).encode()
+    body = json.dumps(request).encode()
     head = len(body).to_bytes(8, "big")
     server.sendmsg([head], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
     server.sendall(body)

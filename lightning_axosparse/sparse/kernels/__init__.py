@@ -1,59 +1,77 @@
-"""Kernels: the two operations that every sparse weight is made of, timed.
+"""Selects the kernels that write a dense tile from its kept entries and read them back.
 
-Both work on one tile of a layout. A kernel is a module with these two functions: ``reference`` runs
-anywhere, ``fused`` on CUDA where Triton is installed.
+A kernel module has the functions ``densify`` and ``compress``: ``reference`` runs on every device,
+``fused`` on CUDA where Triton is installed.
 """
 
 from __future__ import annotations
 
-import time
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from torch import Tensor
 
-from lightning_axosparse.sparse.kernels import reference
-from lightning_axosparse.timing import clock
 
-if TYPE_CHECKING:
-    from lightning_axosparse.sparse.layout import Layout, Tile
+class Bits(NamedTuple):
+    """The kept entries of a tile as one bit per entry.
 
-
-def densify(layout: Layout, tile: Tile, values: Tensor, out: Tensor) -> None:
-    """Write one tile of a dense tensor: ``values`` where an entry is kept, zeros elsewhere.
-
-    Args:
-        layout: which entries are kept.
-        tile: the part of the tensor to write.
-        values: the kept entries in the tile, shape ``(tile.nnz,)``, any dtype.
-        out: where to write, shape ``(tile.numel,)``, contiguous, dtype of ``values``.
+    Attributes:
+        bits: uint8, eight entries per byte, the first in the lowest bit.
     """
-    start = time.time()
-    _kernel(out).densify(layout, tile, values, out)
-    clock.add("densify", start, time.time())
+
+    bits: Tensor
 
 
-def compress(layout: Layout, tile: Tile, dense: Tensor, out: Tensor) -> None:
-    """Read the kept entries of one tile of a dense tensor.
+class Positions(NamedTuple):
+    """The kept entries of a tile as one flat position per kept entry.
 
-    Args:
-        layout: which entries are kept.
-        tile: the part of the tensor to read.
-        dense: the tile, shape ``(tile.numel,)``, contiguous, any dtype.
-        out: where to write them, shape ``(tile.nnz,)``, contiguous, dtype of ``dense``.
+    Attributes:
+        indices: positions in the whole tensor, shape ``(tile.nnz,)``.
+        tile_start: position of the tile's first entry.
     """
-    start = time.time()
-    _kernel(out).compress(layout, tile, dense, out)
-    clock.add("compress", start, time.time())
+
+    indices: Tensor
+    tile_start: int
 
 
-def _kernel(tensor: Tensor) -> ModuleType:
+class Gaps(NamedTuple):
+    """The kept entries of a tile as distances from one kept entry to the next.
+
+    Attributes:
+        gaps: distances, shape ``(tile.nnz,)``, uint8.
+        before: position in the whole tensor of the last kept entry before each block, int64.
+        tile_start: position of the tile's first entry.
+    """
+
+    gaps: Tensor
+    before: Tensor
+    tile_start: int
+
+
+class Blocks(NamedTuple):
+    """The blocks of a tile; a fused kernel runs one program per block.
+
+    Attributes:
+        number: number of blocks.
+        entries: entries of a block, kept or not; the tensor's last block may have fewer.
+        starts: kept entries of the whole tensor before each block and after the last one.
+        first: kept entries of the whole tensor before the tile.
+    """
+
+    number: int
+    entries: int
+    starts: Tensor
+    first: int
+
+
+def fused_kernels(tensor: Tensor) -> ModuleType | None:
+    """The fused kernels, if they can read and write ``tensor``."""
     if tensor.is_cuda and tensor.is_floating_point() and _triton_installed():
         return import_module("lightning_axosparse.sparse.kernels.fused")
-    return reference
+    return None
 
 
 @cache

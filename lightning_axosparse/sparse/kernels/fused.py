@@ -1,12 +1,13 @@
-"""Fused kernels: densify and compress in Triton, each in one pass over the dense tile.
+"""Densifies and compresses a tile with Triton, in one pass over the dense entries.
 
-A program has one block of the layout. To make it dense it writes every entry of the block once,
-coalesced: with a bitmap, kept entry or zero by the bit; in the other formats zeros and then, while
-the block is still in cache, the kept entries over them. Tested in Triton's interpreter against the
-reference, and compiled for a GPU; they have not run on one.
+One program works on one block of the layout. To densify, it writes every entry of the block once,
+coalesced: from a bitmap it writes the kept value or zero according to the bit; from positions and
+gaps it writes zeros and then, while the block is still in cache, the kept values over them. The
+tests compare the kernels with the reference in Triton's interpreter and compile them for a GPU;
+they have not run on one.
 
-What bounds them there, beside memory, is the number of instructions an entry, so arithmetic on
-entries has 32 bits and counts from the block's start; the start itself has 64.
+Besides memory, the number of instructions per entry limits their speed, so arithmetic on entries
+has 32 bits and counts from the start of the block; the start itself has 64.
 """
 
 from __future__ import annotations
@@ -17,73 +18,48 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_axosparse.sparse.formats import BitmapLayout, BlockLayout, CooLayout, GapLayout
-from lightning_axosparse.sparse.kernels import reference
-from lightning_axosparse.sparse.layout import INT32_ENTRIES, Layout, Tile, block_entries
+from lightning_axosparse.sparse.kernels import Bits, Blocks, Gaps, Positions
 
 _PLACES, _KEPT = 2048, 1024
-"""Places of a bitmap, and kept entries with an index, that a program works on at a time."""
+"""Entries of a bitmap, and kept entries with an index, that a program handles at a time."""
 
-# What a stored index counts from: the tensor's start, the block's, or the kept entry before.
-_FROM_START, _FROM_BLOCK, _FROM_LAST = (tl.constexpr(i) for i in range(3))
-
-
-def densify(layout: Layout, tile: Tile, values: Tensor, out: Tensor) -> None:
-    """As :func:`lightning_axosparse.sparse.kernels.densify`."""
-    places = _places(layout, tile)
-    if places is None:
-        reference.densify(layout, tile, values, out)
-    else:
-        bitmap = len(places) == 1
-        kernel, chunk = (_densify_bits, _PLACES) if bitmap else (_densify_indices, _KEPT)
-        _run(kernel, chunk, tile, layout, values, out, *places)
+# What an index counts from: the start of the tensor, or the kept entry before.
+_FROM_START, _FROM_LAST = (tl.constexpr(i) for i in range(2))
 
 
-def compress(layout: Layout, tile: Tile, dense: Tensor, out: Tensor) -> None:
-    """As :func:`lightning_axosparse.sparse.kernels.compress`."""
-    places = _places(layout, tile)
-    if places is None:
-        reference.compress(layout, tile, dense, out)
-    else:
-        bitmap = len(places) == 1
-        kernel, chunk = (_compress_bits, _PLACES) if bitmap else (_compress_indices, _KEPT)
-        _run(kernel, chunk, tile, layout, out, dense, *places)
+def densify(index: Bits | Positions | Gaps, blocks: Blocks, values: Tensor, out: Tensor) -> None:
+    """Fill the flat tile ``out`` with ``values`` where an entry is kept and zeros elsewhere."""
+    kernel = _densify_bits if isinstance(index, Bits) else _densify_indices
+    _launch(kernel, index, blocks, values, out)
 
 
-def _places(layout: Layout, tile: Tile) -> tuple[Any, ...] | None:
-    """Where entries are kept, as a kernel takes it; None: no kernel.
-
-    Bits; or indices, what they count from (before each block, of the tensor), and how. Distances of
-    256 and more, of which there are few, and rows of 2^31 entries are left to the reference.
-    """
-    none = layout.starts
-    if block_entries(layout.shape) >= INT32_ENTRIES:
-        return None
-    if isinstance(layout, BitmapLayout):
-        return (layout.bits[tile.start // 8 :],)
-    if isinstance(layout, CooLayout):
-        return layout.indices[tile.entries], none, tile.start, _FROM_START
-    if isinstance(layout, BlockLayout):
-        return layout.local[tile.entries], none, 0, _FROM_BLOCK
-    if isinstance(layout, GapLayout) and layout.jumps.numel() == 0:
-        before = layout.before[tile.blocks]
-        return layout.gaps[tile.entries], before, tile.start, _FROM_LAST
-    return None
+def compress(index: Bits | Positions | Gaps, blocks: Blocks, dense: Tensor, out: Tensor) -> None:
+    """Copy the kept entries of the flat tile ``dense`` to ``out``."""
+    kernel = _compress_bits if isinstance(index, Bits) else _compress_indices
+    _launch(kernel, index, blocks, out, dense)
 
 
-def _run(
-    kernel: Any, chunk: int, tile: Tile, layout: Layout, values: Tensor, dense: Tensor, *places: Any
+def _launch(
+    kernel: Any, index: Bits | Positions | Gaps, blocks: Blocks, values: Tensor, dense: Tensor
 ) -> None:
-    programs = tile.blocks.stop - tile.blocks.start
-    kernel[(programs,)](
+    arguments: tuple[Any, ...] = ()
+    match index:
+        case Bits(bits):
+            arguments = (bits,)
+        case Positions(indices, tile_start):
+            unused = blocks.starts  # a pointer is needed; the kernel does not read it
+            arguments = (indices, unused, tile_start, _FROM_START)
+        case Gaps(gaps, before, tile_start):
+            arguments = (gaps, before, tile_start, _FROM_LAST)
+    kernel[(blocks.number,)](
         values,
         dense,
-        layout.starts[tile.blocks.start :],
-        tile.entries.start,
-        tile.numel,
-        *places,
-        block_entries(layout.shape),
-        CHUNK=chunk,
+        blocks.starts,
+        blocks.first,
+        dense.numel(),
+        *arguments,
+        blocks.entries,
+        CHUNK=_PLACES if isinstance(index, Bits) else _KEPT,
     )
 
 
@@ -91,7 +67,7 @@ def _run(
 def _densify_bits(  # type: ignore[no-untyped-def]
     values, dense, starts, first, numel, bits, block, CHUNK: tl.constexpr
 ):
-    """To each place of the block: the next kept entry if its bit is set, zero if not."""
+    """Write to each entry of the block the next kept value if its bit is set, else zero."""
     program = tl.program_id(0).to(tl.int64)
     start = program * block
     end = tl.minimum(start + block, numel)
@@ -109,7 +85,7 @@ def _densify_bits(  # type: ignore[no-untyped-def]
 def _compress_bits(  # type: ignore[no-untyped-def]
     values, dense, starts, first, numel, bits, block, CHUNK: tl.constexpr
 ):
-    """From each place of the block whose bit is set: the next kept entry."""
+    """Read the entries of the block whose bits are set."""
     program = tl.program_id(0).to(tl.int64)
     start = program * block
     end = tl.minimum(start + block, numel)
@@ -118,7 +94,7 @@ def _compress_bits(  # type: ignore[no-untyped-def]
     for begin in range(start, end, CHUNK):
         left = tl.minimum(end - begin, CHUNK).to(tl.int32)
         kept, ranks, count = _ranked(bits + begin // 8, left, CHUNK)
-        # All of them, in wide loads: those that are kept lie in the same sectors.
+        # Load every entry, in wide loads: kept and pruned ones lie in the same memory sectors.
         found = tl.load(dense + begin + within, mask=within < left)
         tl.store(values + entry + ranks, found, mask=kept)
         entry += count
@@ -126,13 +102,13 @@ def _compress_bits(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _ranked(bits, left, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which of the next ``left`` places are kept, how many are before each, and in all.
+    """Return which of the next ``left`` entries are kept, the kept ones before each, and all.
 
-    The first two have the shape (CHUNK / 8, 8): a byte's eight places in a row, for one thread.
+    The first two have the shape (CHUNK / 8, 8): the eight entries of a byte belong to one thread.
     """
     byte = tl.arange(0, CHUNK // 8)
     held = tl.load(bits + byte, mask=8 * byte < left, other=0).to(tl.uint32)
-    # The eight bits to the lowest of four bits each; the product adds up those below and itself.
+    # Spread the eight bits to four bits each; the product adds up each bit and those below it.
     spread = (held | (held << 12)) & 0x000F000F
     spread = (spread | (spread << 6)) & 0x03030303
     spread = (spread | (spread << 3)) & 0x11111111
@@ -159,7 +135,7 @@ def _densify_indices(  # type: ignore[no-untyped-def]
     block,
     CHUNK: tl.constexpr,
 ):
-    """Zeros to the block, then its kept entries to their places."""
+    """Write zeros to the block, then the kept values to their positions."""
     program = tl.program_id(0).to(tl.int64)
     start = program * block
     end = tl.minimum(start + block, numel)
@@ -191,7 +167,7 @@ def _compress_indices(  # type: ignore[no-untyped-def]
     block,
     CHUNK: tl.constexpr,
 ):
-    """The block's kept entries from their places."""
+    """Read the kept entries of the block from their positions."""
     program = tl.program_id(0).to(tl.int64)
     start = program * block
     entry = tl.load(starts + program).to(tl.int64) - first
@@ -205,18 +181,17 @@ def _compress_indices(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _counted_from(before, program, start, offset, how: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The place, in the block, from which its first index counts."""
-    place = start * 0
+    """Return the position, in the block, from which its first index counts."""
     if how == _FROM_LAST:
         place = tl.load(before + program).to(tl.int64) - offset - start
-    elif how == _FROM_START:
+    else:
         place = -offset - start
     return place
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _following(indices, left, last, how: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Places in the block of the next kept entries, from where those after count, and a mask."""
+    """Return the next kept entries' positions in the block, what later ones count from, a mask."""
     entries = tl.arange(0, CHUNK)
     mask = entries < left
     index = tl.load(indices + entries, mask=mask, other=0)

@@ -1,0 +1,183 @@
+"""Holds what a run measured, as plain values from which the report is written."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from lightning_axosparse.callbacks.early_bird import Period
+from lightning_axosparse.strategy.regrid.regrid import Regridded
+from lightning_axosparse.support.trace import Activity
+
+TimePart = Literal["compute", "waiting", "all-reduce", "optimizer", "densify, compress", "other"]
+"""A part of a step's time: see :meth:`Work.seconds_per_step`."""
+
+
+@dataclass
+class Work:
+    """Time and memory of one rank in one period of the training.
+
+    Attributes:
+        steps: batches trained on.
+        seconds: wall time of these batches.
+        activities: seconds of each activity in these batches.
+        state: bytes of the model state at the end of the period: "weights", "indices",
+            "gradients" and "optimizer".
+        reduced_bytes: bytes of gradients in the all-reduce of one optimizer step.
+        in_flight: the in-flight limit at the end of the period; 0 without a pipeline.
+        peak_in_flight: stage -> most micro-batches in flight at any time of the period.
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+    activities: dict[Activity, float] = field(default_factory=dict)
+    state: dict[str, int] = field(default_factory=dict)
+    reduced_bytes: int = 0
+    in_flight: int = 0
+    peak_in_flight: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the whole model state."""
+        return sum(self.state.values())
+
+    def seconds_per_step(self) -> dict[TimePart, float]:
+        """Return the seconds of each part of the mean step; their sum is the whole step."""
+        spent = {name: self.activities.get(name, 0.0) for name in _ACTIVITIES}
+        swapping = spent["densify"] + spent["compress"]
+        seconds: dict[TimePart, float] = {
+            "compute": spent["forward"] + spent["backward"] - swapping,
+            "waiting": spent["wait"],
+            "all-reduce": spent["all-reduce"],
+            "optimizer": spent["optimizer"],
+            "densify, compress": swapping,
+        }
+        seconds["other"] = self.seconds - sum(seconds.values())
+        return {part: value / max(1, self.steps) for part, value in seconds.items()}
+
+
+_ACTIVITIES: tuple[Activity, ...] = (
+    "forward",
+    "backward",
+    "wait",
+    "all-reduce",
+    "optimizer",
+    "densify",
+    "compress",
+)
+
+
+@dataclass
+class RankFacts:
+    """One rank's place in the grid, its work in each period, and the loss of each batch."""
+
+    rank: int
+    stage: int
+    replica: int
+    work: dict[Period, Work]
+    losses: list[float]
+
+
+@dataclass(frozen=True)
+class ValidationLoss:
+    """The mean loss over the validation text, in nats per byte, after ``step`` optimizer steps."""
+
+    epoch: int
+    step: int
+    loss: float
+    period: Period
+
+
+@dataclass(frozen=True)
+class TicketDraw:
+    """The pruning by a ticket, and when the ticket was drawn.
+
+    Attributes:
+        pruning_ratio: fraction of all entries that was to be pruned.
+        sparsity: name -> fraction pruned of each weight.
+        epochs: number of epochs after which it was drawn; None if it was there from the start.
+        step: number of optimizer steps after which it was drawn, or None.
+    """
+
+    pruning_ratio: float
+    sparsity: Mapping[str, float]
+    epochs: int | None = None
+    step: int | None = None
+
+
+@dataclass
+class RunFacts:
+    """All facts of a run.
+
+    Attributes:
+        ranks: what each rank measured, in rank order.
+        steps: optimizer steps at the end of each batch, in the order of ``losses``.
+        validations: the validation losses, in order of time.
+        distances: number of epochs -> the mask distance after them.
+        threshold: the distance below which a ticket may be drawn.
+        draw: the pruning; None if no ticket was drawn.
+        test_loss: None if the run was not tested.
+        regrid: the change to shorter pipelines, if there was one.
+    """
+
+    ranks: list[RankFacts]
+    steps: list[int]
+    validations: list[ValidationLoss]
+    distances: dict[int, float] = field(default_factory=dict)
+    threshold: float | None = None
+    draw: TicketDraw | None = None
+    test_loss: float | None = None
+    regrid: Regridded | None = None
+
+    @property
+    def losses(self) -> list[float]:
+        """The training loss of each batch, the mean over the replicas."""
+        firsts = [rank.losses for rank in self.ranks if rank.stage == 0]
+        return [sum(batch) / len(batch) for batch in zip(*firsts, strict=True)]
+
+    @property
+    def dense_validation(self) -> ValidationLoss | None:
+        """The last validation before the draw."""
+        return _last(self.validations, "dense") if self.draw else None
+
+    @property
+    def final_validation(self) -> ValidationLoss | None:
+        """The last validation of the run."""
+        return self.validations[-1] if self.validations else None
+
+    def waiting(self, period: Period) -> float | None:
+        """Return the fraction of a period's time that the ranks waited for messages."""
+        works = [rank.work[period] for rank in self.ranks if period in rank.work]
+        seconds = sum(work.seconds for work in works)
+        waited = sum(work.activities.get("wait", 0.0) for work in works)
+        return waited / seconds if seconds else None
+
+    def save(self, path: Path) -> None:
+        """Write the facts and the quantities derived from them as JSON."""
+        content = asdict(self)
+        content["losses"] = self.losses
+        for name, validation in (
+            ("dense_at_draw", self.dense_validation),
+            ("final", self.final_validation),
+        ):
+            content[name] = validation and quality(validation.loss)
+        if self.regrid is not None:
+            content["regrid"]["bubbles"] = self.regrid.bubbles
+        content["test"] = self.test_loss and quality(self.test_loss)
+        for rank, facts in zip(content["ranks"], self.ranks, strict=True):
+            for period, work in facts.work.items():
+                rank["work"][period]["seconds_per_step"] = work.seconds_per_step()
+        path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def quality(loss: float) -> dict[str, float]:
+    """Convert a mean loss in nats per byte to the units in which language models are compared."""
+    return {"loss": loss, "perplexity": math.exp(loss), "bits_per_byte": loss / math.log(2)}
+
+
+def _last(validations: Sequence[ValidationLoss], period: Period) -> ValidationLoss | None:
+    return next((v for v in reversed(validations) if v.period == period), None)

@@ -1,0 +1,71 @@
+"""Plots a run's losses, mask distances and recorded steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from lightning_axosparse.callbacks.gantt import RecordedStep, plot_gantt
+from lightning_axosparse.callbacks.report.facts import RunFacts
+
+
+def save_plots(facts: RunFacts, steps: Sequence[RecordedStep], folder: Path) -> list[str]:
+    """Write the plots for which there is data to ``folder``; return their file names in order."""
+    figures = {"loss.png": _loss(facts)}
+    if facts.distances:
+        figures["mask_distance.png"] = _mask_distance(facts)
+    if steps:
+        figures["gantt.png"] = _gantt(steps)
+    for name, figure in figures.items():
+        figure.savefig(folder / name, dpi=120)
+    return list(figures)
+
+
+def _loss(facts: RunFacts) -> Figure:
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(facts.steps, facts.losses, color="#9ecae9", linewidth=1, label="training")
+    axes.plot(
+        [validation.step for validation in facts.validations],
+        [validation.loss for validation in facts.validations],
+        "o-",
+        color="#f58518",
+        label="validation",
+    )
+    if facts.draw:
+        _mark_ticket(axes, facts.draw.step)
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per byte)", title="Loss")
+    axes.legend(frameon=False)
+    return figure
+
+
+def _mask_distance(facts: RunFacts) -> Figure:
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(list(facts.distances), list(facts.distances.values()), "o-", label="mask distance")
+    if facts.threshold is not None:
+        axes.axhline(facts.threshold, color="grey", linestyle=":", label="threshold")
+    if facts.draw:
+        _mark_ticket(axes, facts.draw.epochs)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set(xlabel="epochs", ylabel="distance", title="Distance to the masks of earlier epochs")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False)
+    return figure
+
+
+def _gantt(steps: Sequence[RecordedStep]) -> Figure:
+    rows = sum(len(step.rows) for step in steps)
+    figure = Figure(figsize=(12, 1.5 * len(steps) + 0.6 * rows), layout="constrained")
+    for axes, step in zip(figure.subplots(len(steps), squeeze=False)[:, 0], steps, strict=True):
+        plot_gantt(axes, step)
+    return figure
+
+
+def _mark_ticket(axes: Axes, x: float | None) -> None:
+    if x is not None:
+        axes.axvline(x, color="#54a24b", linestyle="--", label="ticket drawn")

@@ -1,0 +1,185 @@
+"""The callback that measures a run on all ranks and writes the report at its end."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_axosparse.callbacks.early_bird import Period, period_of, ticket_callback
+from lightning_axosparse.callbacks.report.facts import (
+    RankFacts,
+    RunFacts,
+    TicketDraw,
+    ValidationLoss,
+    Work,
+)
+from lightning_axosparse.callbacks.report.tables import markdown
+from lightning_axosparse.callbacks.timeline import PipelineTimeline
+from lightning_axosparse.callbacks.trainer_info import callbacks_of, folder_of, grid_of
+from lightning_axosparse.distributed.process_groups import all_gather
+from lightning_axosparse.pruning.ticket import Ticket
+from lightning_axosparse.sparse.state_size import state_bytes
+from lightning_axosparse.strategy.regrid.regrid import Regridded
+from lightning_axosparse.support.arguments import NONE, PATH, TEXT, checked
+from lightning_axosparse.support.trace import Activity, clock
+
+
+@dataclass
+class _Measurements:
+    """What this rank has measured since the start of fit."""
+
+    work: dict[Period, Work] = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    validations: list[ValidationLoss] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Instant:
+    """The time, the clock's totals and the change of grid, if any, at one moment."""
+
+    seconds: float
+    totals: Mapping[Activity, float]
+    regridded: Regridded | None
+
+    @classmethod
+    def now(cls, trainer: L.Trainer) -> _Instant:
+        return cls(time.perf_counter(), dict(clock.totals), _regridded(trainer))
+
+
+class TrainingReport(L.Callback):
+    """Writes the losses, times and memory of training a language model, before and after the draw.
+
+    At the end of ``fit``, and again after ``test``, the folder contains ``report.json``,
+    ``report.md`` and the plots ``loss.png``, ``mask_distance.png`` and, with a
+    :class:`PipelineTimeline` in the trainer, ``gantt.png``. :attr:`facts` has the same as objects.
+
+    Args:
+        folder: output folder; None: the trainer's ``default_root_dir``.
+        val_loss: name of the logged validation loss, a mean in nats per byte.
+        test_loss: name of the logged test loss.
+
+    Raises:
+        MisconfigurationException: if an argument is out of range.
+    """
+
+    @checked(MisconfigurationException, folder=PATH | NONE, val_loss=TEXT, test_loss=TEXT)
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None = None,
+        val_loss: str = "val_loss",
+        test_loss: str = "test_loss",
+    ) -> None:
+        self.folder = None if folder is None else Path(folder)
+        self.val_loss = val_loss
+        self.test_loss = test_loss
+        self.facts: RunFacts | None = None
+        self._measured = _Measurements()
+        self._started: _Instant | None = None
+
+    @override
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._measured = _Measurements()
+
+    @override
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._started = _Instant.now(trainer)
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        now, start = _Instant.now(trainer), self._started
+        assert start is not None
+        work = self._measured.work.setdefault(period_of(trainer), Work())
+        work.steps += 1
+        work.seconds += now.seconds - start.seconds
+        if now.regridded is not None and start.regridded is None:
+            work.seconds -= now.regridded.seconds
+        for activity, total in now.totals.items():
+            spent = total - start.totals.get(activity, 0.0)
+            work.activities[activity] = work.activities.get(activity, 0.0) + spent
+        # Not read yet: on a GPU that would wait for the step to end.
+        self._measured.losses.append(outputs["loss"].detach() * trainer.accumulate_grad_batches)
+        self._measured.steps.append(trainer.global_step)
+        for stage, held in getattr(trainer.strategy, "peak_in_flight", {}).items():
+            work.peak_in_flight[stage] = max(held, work.peak_in_flight.get(stage, 0))
+        if trainer.is_last_batch:
+            work.state = asdict(state_bytes(pl_module, trainer.optimizers[0]))
+            work.reduced_bytes = getattr(trainer.strategy, "reduced_bytes", 0)
+            work.in_flight = getattr(trainer.strategy, "in_flight", 0)
+
+    @override
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        loss = trainer.callback_metrics.get(self.val_loss)
+        if loss is not None and trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._measured.validations.append(
+                ValidationLoss(
+                    trainer.current_epoch, trainer.global_step, float(loss), period_of(trainer)
+                )
+            )
+
+    @override
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        grid = grid_of(trainer)
+        measured = self._measured
+        losses = [float(loss) for loss in measured.losses]
+        own = RankFacts(grid.rank, grid.stage, grid.replica, measured.work, losses)
+        ranks = all_gather(own, dist.group.WORLD if dist.is_initialized() else None)
+        self.facts = RunFacts(ranks, measured.steps, measured.validations)
+        self.facts.regrid = _regridded(trainer)
+        search = ticket_callback(trainer)
+        if search is not None:
+            self.facts.distances = dict(enumerate(search.distances, start=2))
+            self.facts.threshold = search.threshold
+            if search.ticket is not None:
+                self.facts.draw = _draw(search.ticket, measured.work)
+        self._write(trainer)
+
+    @override
+    def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        loss = trainer.callback_metrics.get(self.test_loss)
+        if self.facts is not None and loss is not None:
+            self.facts.test_loss = float(loss)
+            self._write(trainer)
+
+    def _write(self, trainer: L.Trainer) -> None:
+        if self.facts is None or not trainer.is_global_zero:
+            return
+        # matplotlib takes long to import, and only this rank needs it.
+        from lightning_axosparse.callbacks.report.plots import save_plots
+
+        folder = folder_of(trainer, self.folder)
+        timelines = callbacks_of(trainer, PipelineTimeline)
+        steps = [step for timeline in timelines for step in timeline.steps]
+        self.facts.save(folder / "report.json")
+        plots = save_plots(self.facts, steps, folder)
+        (folder / "report.md").write_text(markdown(self.facts, plots))
+
+
+def _regridded(trainer: L.Trainer) -> Regridded | None:
+    return getattr(trainer.strategy, "regridded", None)
+
+
+def _draw(ticket: Ticket, work: Mapping[Period, Work]) -> TicketDraw:
+    draw = TicketDraw(ticket.pruning_ratio, ticket.layer_sparsity())
+    if "dense" in work and ticket.epoch is not None:
+        return replace(draw, epochs=ticket.epoch + 1, step=ticket.step)
+    return draw

@@ -1,0 +1,199 @@
+"""Formats a run's facts as tables, for a terminal and for a Markdown file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from lightning_axosparse.callbacks.early_bird import Period
+from lightning_axosparse.callbacks.report.facts import RankFacts, RunFacts, Work
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+
+@dataclass(frozen=True)
+class Section:
+    """One table; the first column labels its rows."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def terminal(facts: RunFacts) -> Group:
+    """Return the report as tables that rich prints."""
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+
+    tables = []
+    for section in sections(facts):
+        table = Table(
+            title=section.title,
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            collapse_padding=True,
+            pad_edge=False,
+        )
+        for number, column in enumerate(section.columns):
+            cells = [column, *(row[number] for row in section.rows)]
+            longest = max(len(word) for cell in cells for word in [*cell.split(), ""])
+            justify: Literal["left", "right"] = "left" if number == 0 else "right"
+            table.add_column(column, justify=justify, min_width=longest)
+        for row in section.rows:
+            table.add_row(*row)
+        tables.append(table)
+    return Group(*tables)
+
+
+def markdown(facts: RunFacts, plots: Sequence[str] = ()) -> str:
+    """Return the report as Markdown, followed by the plots of these file names."""
+    blocks = ["# Training report"]
+    for section in sections(facts):
+        lines = [
+            _row(section.columns),
+            _row(["---", *["--:"] * (len(section.columns) - 1)]),
+            *map(_row, section.rows),
+        ]
+        blocks += [f"## {section.title}", "\n".join(lines)]
+    blocks += [f"![{plot}]({plot})" for plot in plots]
+    return "\n\n".join(blocks) + "\n"
+
+
+def sections(facts: RunFacts) -> list[Section]:
+    """Return the sections of the report in order, without empty ones."""
+    every = [
+        _quality(facts),
+        _ticket(facts),
+        _regrid(facts),
+        _memory(facts),
+        _in_flight(facts),
+        _time(facts),
+        _sparsity(facts),
+    ]
+    return [section for section in every if section.rows]
+
+
+def _quality(facts: RunFacts) -> Section:
+    losses = {}
+    if facts.dense_validation:
+        losses["validation, dense, at the draw"] = facts.dense_validation.loss
+    if facts.final_validation:
+        losses["validation, at the end"] = facts.final_validation.loss
+    if facts.test_loss is not None:
+        losses["test, at the end"] = facts.test_loss
+    rows = [
+        (text, f"{math.exp(loss):.3f}", f"{loss / math.log(2):.3f}", f"{loss:.4f}")
+        for text, loss in losses.items()
+    ]
+    return Section("Quality", ("text", "perplexity", "bits per byte", "loss"), rows)
+
+
+def _ticket(facts: RunFacts) -> Section:
+    rows = [(f"mask distance after {e} epochs", f"{d:.4f}") for e, d in facts.distances.items()]
+    if facts.draw:
+        drawn = f"after {facts.draw.epochs} epochs, {facts.draw.step} optimizer steps"
+        rows.append(("drawn", "before this training" if facts.draw.epochs is None else drawn))
+        rows.append(("pruning ratio", f"{facts.draw.pruning_ratio:.2f}"))
+    elif rows:
+        rows.append(("drawn", "never"))
+    return Section("Early-bird ticket", ("", "value"), rows)
+
+
+def _regrid(facts: RunFacts) -> Section:
+    rows: list[tuple[str, ...]] = []
+    if facts.regrid is not None:
+        old, new = facts.regrid.old, facts.regrid.new
+        rows = [
+            ("stages", str(old.g_inter), str(new.g_inter)),
+            ("replicas", str(old.g_data), str(new.g_data)),
+            (
+                "replicas that share a batch",
+                str(old.replicas_per_batch),
+                str(new.replicas_per_batch),
+            ),
+            ("bubble of equal stages", *(f"{bubble:.1%}" for bubble in facts.regrid.bubbles)),
+            ("time spent waiting", *(_percent(facts.waiting(p)) for p in ("dense", "sparse"))),
+            ("first epoch", "1", str(facts.regrid.epoch + 1)),
+            ("seconds of the move", "", f"{facts.regrid.seconds:.2f}"),
+        ]
+    return Section("Regrid", ("", "before", "after"), rows)
+
+
+def _memory(facts: RunFacts) -> Section:
+    def row(what: str, rank: RankFacts, held: dict[Period, int]) -> tuple[str, ...]:
+        return *_place(rank), what, *(_bytes(held.get(p)) for p in ("dense", "sparse"))
+
+    rows = []
+    for rank in facts.ranks:
+        state = {period: work.state_bytes for period, work in rank.work.items()}
+        reduced = {period: work.reduced_bytes for period, work in rank.work.items()}
+        rows += [row("model state", rank, state), row("all-reduced per step", rank, reduced)]
+    return Section(
+        "Memory and traffic of each rank",
+        ("rank", "stage", "replica", "bytes", "dense weights", "sparse weights"),
+        rows,
+    )
+
+
+def _in_flight(facts: RunFacts) -> Section:
+    """Return the peak and the limit of each stage; no rows if the limit is one micro-batch."""
+
+    def cell(work: Work | None, stage: int) -> str:
+        if work is None or stage not in work.peak_in_flight:
+            return ""
+        return f"{work.peak_in_flight[stage]} of {work.in_flight}"
+
+    rows = [
+        (str(rank.rank), str(stage), *(cell(rank.work.get(p), stage) for p in ("dense", "sparse")))
+        for rank in facts.ranks
+        for stage in sorted({s for work in rank.work.values() for s in work.peak_in_flight})
+        if max(work.in_flight for work in rank.work.values()) > 1
+    ]
+    return Section(
+        "Most micro-batches in flight, and the limit",
+        ("rank", "stage", "dense weights", "sparse weights"),
+        rows,
+    )
+
+
+def _time(facts: RunFacts) -> Section:
+    parts = list(Work().seconds_per_step())
+    rows = [
+        (
+            str(rank.rank),
+            period,
+            f"{1e3 * sum(work.seconds_per_step().values()):.1f}",
+            *(f"{1e3 * seconds:.1f}" for seconds in work.seconds_per_step().values()),
+        )
+        for rank in facts.ranks
+        for period, work in rank.work.items()
+    ]
+    return Section("Where a step's time goes (ms)", ("rank", "weights", "step", *parts), rows)
+
+
+def _sparsity(facts: RunFacts) -> Section:
+    sparsity = facts.draw.sparsity if facts.draw else {}
+    rows = [(name, f"{100 * removed:.1f} %") for name, removed in sparsity.items()]
+    return Section("Sparsity of each weight", ("weight", "removed"), rows)
+
+
+def _place(rank: RankFacts) -> tuple[str, str, str]:
+    return str(rank.rank), str(rank.stage), str(rank.replica)
+
+
+def _percent(fraction: float | None) -> str:
+    return "" if fraction is None else f"{fraction:.1%}"
+
+
+def _bytes(number: int | None) -> str:
+    if number is None:
+        return ""
+    return f"{number / 1e6:,.2f} MB" if number else "0"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

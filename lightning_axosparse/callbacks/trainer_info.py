@@ -1,0 +1,32 @@
+"""Reads the grid, the callbacks and the output folder from a Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+import lightning as L
+
+from lightning_axosparse.distributed.grid import Grid
+
+C = TypeVar("C", bound=L.Callback)
+
+
+def grid_of(trainer: L.Trainer) -> Grid:
+    """Return the strategy's grid; every rank is a replica of one stage if it has none."""
+    grid = getattr(trainer.strategy, "grid", None)
+    return grid or Grid(trainer.world_size, g_inter=1, rank=trainer.global_rank)
+
+
+def callbacks_of(trainer: L.Trainer, kind: type[C]) -> list[C]:
+    """Return the trainer's callbacks of one class."""
+    # Trainer sets the attribute without declaring it.
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return [callback for callback in callbacks if isinstance(callback, kind)]
+
+
+def folder_of(trainer: L.Trainer, folder: Path | None) -> Path:
+    """Return ``folder``, or else the trainer's ``default_root_dir``; create it if missing."""
+    chosen = Path(trainer.default_root_dir) if folder is None else folder
+    chosen.mkdir(parents=True, exist_ok=True)
+    return chosen

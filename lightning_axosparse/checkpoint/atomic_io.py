@@ -1,0 +1,73 @@
+"""Writes checkpoints to local files atomically and verifies them before loading."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+from fsspec.utils import get_protocol  # type: ignore[import-untyped]
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from lightning_axosparse.support import archive
+from lightning_axosparse.support.atomic_file import clear_partials
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Read and write checkpoints as Lightning does, but replace an older file atomically.
+
+    A checkpoint is written to a temporary file in the same folder, tensor by tensor, and renamed
+    once it is on the disk. A file that is truncated or has changed since raises an error before
+    anything is loaded. Paths that are not local, such as ``s3://bucket/last.ckpt``, are read and
+    written by Lightning.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
+    ) -> None:
+        """Write ``checkpoint`` to ``path``.
+
+        Raises:
+            OSError: if it cannot be written; an older file has not changed then.
+        """
+        local = _local(path)
+        if local is None or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        local.parent.mkdir(parents=True, exist_ok=True)
+        archive.save(checkpoint, local)
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read the checkpoint at ``path``.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+            CorruptFileError: if it is not as it was written.
+        """
+        local = _local(path)
+        if local is not None and local.is_file():
+            archive.check(local)
+        return super().load_checkpoint(path, map_location, weights_only)
+
+
+def clear_unfinished_checkpoints(trainer: Trainer) -> None:
+    """Remove the temporary files of killed jobs from the folders of the checkpoint callbacks.
+
+    Args:
+        trainer: the Trainer of the checkpoint callbacks.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        folder = getattr(callback, "dirpath", None)
+        local = None if folder is None else _local(folder)
+        if local is not None:
+            clear_partials(local)
+
+
+def _local(path: Any) -> Path | None:
+    """Return ``path``, or the path of a ``file://`` URL, if it is in the local file system."""
+    if get_protocol(str(path)) != "file":
+        return None
+    return Path(url_to_fs(str(path))[1])

@@ -1,0 +1,84 @@
+"""Writes Lightning checkpoints in which tensors of mostly zeros are encoded without the zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
+from lightning_axosparse.checkpoint.sparse_encoding import EncodedTensor
+from lightning_axosparse.support.corrupt_file import reading
+from lightning_axosparse.support.torch_internals import tree_map, tree_map_only
+
+_MOST_KEPT = 0.9
+"""The largest fraction of nonzero entries for which encoding is worth its time."""
+
+
+class CompactCheckpointIO(AtomicCheckpointIO):
+    """Write small Lightning checkpoints of pruned models: weights and optimizer state.
+
+    Pass it to the Trainer: ``Trainer(plugins=[CompactCheckpointIO()], ...)``. A checkpoint has the
+    usual content, but matrices with many zeros are encoded without loss. A run resumes from it with
+    the same plugin, and :func:`lightning_axosparse.load_sparse` reads it without making anything
+    dense. ``CompactCheckpointIO().load_checkpoint(path)`` returns the ordinary checkpoint.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
+    ) -> None:
+        """Write ``checkpoint``, encoded, to ``path``."""
+        super().save_checkpoint(compacted(checkpoint), path, storage_options)
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint, encoded or not, as a dense one.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+            CorruptFileError: if it is not as it was written.
+        """
+        checkpoint = super().load_checkpoint(path, map_location, weights_only)
+        with reading(path):
+            return expanded(checkpoint)
+
+
+def compacted(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return ``checkpoint`` with tensors of mostly zeros encoded, each object once."""
+    encoded: dict[str, Any] = tree_map_only(Tensor, _each_once(_encoded), checkpoint)
+    return encoded
+
+
+def expanded(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return the dense checkpoint: the inverse of :func:`compacted`."""
+    is_record = EncodedTensor.is_record
+    dense: dict[str, Any] = tree_map(_each_once(_decoded), checkpoint, is_leaf=is_record)
+    return dense
+
+
+def _encoded(tensor: Tensor) -> Any:
+    if not (tensor.is_floating_point() and tensor.dim() > 1 and tensor.numel()):
+        return tensor
+    if tensor.count_nonzero() > _MOST_KEPT * tensor.numel():
+        return tensor
+    return EncodedTensor.encode_nonzeros(tensor).record()
+
+
+def _decoded(value: Any) -> Any:
+    if not EncodedTensor.is_record(value):
+        return value
+    return EncodedTensor.from_record(value).decode().dense()
+
+
+def _each_once(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Cache ``function`` by the identity of its argument, which must stay alive."""
+    results: dict[int, Any] = {}
+
+    def once(value: Any) -> Any:
+        if id(value) not in results:
+            results[id(value)] = function(value)
+        return results[id(value)]
+
+    return once

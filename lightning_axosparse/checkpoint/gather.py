@@ -1,0 +1,112 @@
+"""Gathers the state of a pipeline in the form that one process saves, and selects a rank's part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_axosparse.pipeline.sharding import Sharding
+from lightning_axosparse.sparse.optimizer_state import compress_state, dense_state
+from lightning_axosparse.sparse.parameters import OwnedParameter, owned_parameters
+
+Gather = Callable[[Any], "list[Any]"]
+"""Gathers every stage's object on the first stage; an empty list on the others."""
+
+GroupNames = list[list[str]]
+"""Parameter names of each param group, in the order of ``configure_optimizers``."""
+
+
+def gather_model_state(split: Sharding, stages: range, gather: Gather) -> dict[str, Any]:
+    """Gather the module's state on the first stage, in the key order of the whole module.
+
+    Returns:
+        The state on CPU, with the same tensor object under all names of a tied parameter, so that
+        files hold it once; an empty dict on other stages.
+    """
+    state = split.module.state_dict()
+    tied = [entry.names for entry in owned_parameters(split.module) if entry.names[0] in state]
+    first = {name: names[0] for names in tied for name in names}
+    mine = {
+        key: value.cpu() if isinstance(value, Tensor) else value
+        for key, value in state.items()
+        if first.get(key, key) == key and split.source_of(key) in stages
+    }
+    whole: dict[str, Any] = {}
+    for part in gather(mine):
+        whole.update(part)
+    return {key: whole[first.get(key, key)] for key in state} if whole else {}
+
+
+def local_model_state(state: Mapping[str, Any], split: Sharding, stages: range) -> dict[str, Any]:
+    """Return the part of a whole module's state that these stages hold."""
+    return {key: value for key, value in state.items() if split.stage_of(key) in (None, *stages)}
+
+
+def gather_optimizer_state(
+    optimizer: Optimizer,
+    groups: GroupNames,
+    names: Mapping[Any, str],
+    sparse: Mapping[str, OwnedParameter],
+    gather: Gather,
+) -> dict[str, Any]:
+    """Gather an optimizer's state on the first stage, dense, in the form of its ``state_dict``.
+
+    It includes the master weights of sparse weights whose dtype has fewer bits.
+
+    Returns:
+        The state dict; an empty dict on other stages.
+    """
+    mine = {}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        name, state = names[parameter], optimizer.state.get(parameter, {})
+        dense = dense_state(sparse[name], state) if name in sparse else state
+        if dense:
+            mine[name] = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in dense.items()}
+    parts = gather(mine)
+    if not parts:
+        return {}
+    by_name = {name: state for part in parts for name, state in part.items()}
+    order = [name for group in groups for name in group]
+    index = {name: position for position, name in enumerate(order)}
+    return {
+        "state": {index[name]: by_name[name] for name in order if name in by_name},
+        "param_groups": [
+            {
+                **{key: value for key, value in group.items() if key != "params"},
+                "params": [index[name] for name in members],
+            }
+            for group, members in zip(optimizer.param_groups, groups, strict=True)
+        ],
+    }
+
+
+def local_optimizer_state(
+    state: Mapping[str, Any],
+    optimizer: Optimizer,
+    groups: GroupNames,
+    names: Mapping[Any, str],
+    sparse: Mapping[str, OwnedParameter],
+) -> dict[str, Any]:
+    """Return this rank's part of an optimizer's whole state dict, compressed for sparse weights.
+
+    Returns:
+        A state dict for ``optimizer.load_state_dict``.
+    """
+    order = [name for group in groups for name in group]
+    by_name = {order[index]: entry for index, entry in state["state"].items()}
+    local: dict[str, Any] = {"state": {}, "param_groups": []}
+    position = 0
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        indices = list(range(position, position + len(group["params"])))
+        position += len(indices)
+        local["param_groups"].append({**saved, "params": indices})
+        for index, parameter in zip(indices, group["params"], strict=True):
+            name = names[parameter]
+            if name in by_name:
+                entry = by_name[name]
+                layout = sparse[name].layout if name in sparse else None
+                local["state"][index] = compress_state(entry, layout) if layout else entry
+    return local

@@ -1,0 +1,323 @@
+"""Loads a model's weights from a file straight into sparse storage, one tensor at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_axosparse.checkpoint.safetensors import SafetensorsState
+from lightning_axosparse.checkpoint.sparse_encoding import EncodedTensor
+from lightning_axosparse.pruning.bitmask import MaskBits
+from lightning_axosparse.pruning.ticket import Ticket
+from lightning_axosparse.sparse.convert import renew_reducers
+from lightning_axosparse.sparse.formats import layout_of
+from lightning_axosparse.sparse.layout import Layout
+from lightning_axosparse.sparse.materialize import DenseForm, master_dtype
+from lightning_axosparse.sparse.module import make_sparse
+from lightning_axosparse.sparse.parameters import OwnedParameter, owned_parameters, set_values
+from lightning_axosparse.sparse.weight import SparseWeight
+from lightning_axosparse.support import archive
+from lightning_axosparse.support.arguments import MODULE, NONE, PATH, PATTERNS, checked, instance_of
+from lightning_axosparse.support.corrupt_file import reading
+
+Skipped = Callable[[str], bool]
+"""Whether a name matches one of the patterns of names to skip."""
+
+
+@checked(
+    ValueError,
+    module=MODULE,
+    source=PATH | instance_of("a mapping of names to tensors", Mapping),
+    ticket=instance_of("a Ticket", Ticket) | PATH | NONE,
+    skip=PATTERNS,
+)
+def load_sparse(
+    module: nn.Module,
+    source: str | os.PathLike[str] | Mapping[str, Any],
+    ticket: Ticket | str | os.PathLike[str] | None = None,
+    skip: Sequence[str] = (),
+) -> Ticket:
+    """Load a model and store its pruned weights sparse, in place, without their dense forms.
+
+    The file is mapped into memory and read one tensor at a time, so the dense weights need not fit
+    into memory; in that case build the module under ``torch.device("meta")``. The loaded module
+    predicts and trains with any Trainer or none, and only kept entries change. A pruned parameter
+    is a vector: where ``configure_optimizers`` tells matrices by their number of dimensions, use
+    ``AxoSparseStrategy``, which shows it the dense shapes. For a pipeline pass the returned ticket
+    to ``EarlyBirdTicket(ticket=...)``, which saves it in checkpoints.
+
+    Args:
+        module: the model; with ``skip`` it may have parameters that are not in ``source``.
+        source: a Lightning checkpoint, a file of a state dict, a ``.safetensors`` file (of
+            :func:`save_safetensors` or dense), or what ``torch.load`` returned for such a file:
+            call that with ``weights_only=False`` if a checkpoint that you trust holds other
+            objects.
+        ticket: the entries to keep, or the ticket's file; None takes the ticket in ``source``.
+        skip: patterns (as in :mod:`fnmatch`) of names to leave as they are in ``module``, such as
+            ``["head.*"]`` for a new head. They may be missing in ``source``, have another shape
+            there, or be unknown to ``module``.
+
+    Returns:
+        The ticket, restricted to the parameters that are stored sparse now.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        CorruptFileError: if the file is not as it was written, or holds other objects too; nothing
+            has changed then.
+        ValueError: for an argument of another type, if the file holds no weights, there is no
+            ticket, or for names or shapes that do not fit.
+    """
+    state = _state_in(source)
+    if isinstance(ticket, str | os.PathLike):
+        ticket = Ticket.load(ticket)
+    ticket = ticket or _ticket_in(state)
+    if ticket is None:
+        raise ValueError(
+            "There is no ticket in the file, so nothing tells which weights to keep. Pass `ticket=`"
+            ": an EarlyBirdTicket callback has it as its `ticket`."
+        )
+    stored = _load_kept(module, state, state.shapes, ticket.masks, skip)
+    return replace(ticket, masks=ticket.part(stored))
+
+
+def _load_kept(
+    module: nn.Module,
+    state: Mapping[str, Tensor],
+    shapes: Mapping[str, torch.Size],
+    masks: Mapping[str, Tensor],
+    skip: Sequence[str],
+) -> list[str]:
+    """Load a module's state, in place, and store the masked parameters sparse.
+
+    At most one masked parameter is dense at a time: each is read, compressed to its kept entries
+    and freed. Parameters on the meta device are moved to CPU.
+
+    Args:
+        module: the model; a parameter that is stored sparse already gets the mask given here.
+        state: name -> tensor, as in ``module.state_dict()``; preferably one that reads on access.
+        shapes: name -> dense shape, for each name in ``state``.
+        masks: parameter name -> bool tensor of its shape, True where an entry is kept.
+        skip: as for :func:`load_sparse`.
+
+    Returns:
+        The masked names that are stored sparse now.
+
+    Raises:
+        ValueError: for names that are on one side alone, or a module on the meta device that
+            ``state`` does not fill, and for masks and parameters of other shapes, before anything
+            has changed.
+    """
+
+    def skipped(name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in skip)
+
+    owned = [entry for entry in owned_parameters(module) if not all(map(skipped, entry.names))]
+    _validate_names(module, owned, state, skipped)
+    _validate_masks(owned, masks)
+    _validate_shapes(owned, shapes)
+    made_sparse = []
+    rest = {name for name in state if not skipped(name)}
+    for entry in owned:
+        masked = next((name for name in entry.names if name in masks), None)
+        if masked is None:
+            _allocate(entry)
+        else:
+            in_file = next(name for name in entry.names if name in state)
+            _store_sparse(entry, state[in_file], masks[masked])
+            made_sparse.append(masked)
+            rest.difference_update(entry.names)
+    _allocate_buffers(module)
+    module.load_state_dict({name: state[name] for name in state if name in rest}, strict=False)
+    renew_reducers(module)
+    return made_sparse
+
+
+def _store_sparse(entry: OwnedParameter, tensor: Tensor, mask: Tensor) -> None:
+    """Set a parameter to the entries of ``tensor`` that ``mask`` keeps."""
+    parameter = entry.parameter
+    layout = layout_of(mask.to(tensor.device))
+    form = entry.form or DenseForm(parameter.dtype)
+    values = _kept(tensor.detach(), layout).to(form.dtype).to(master_dtype(form.dtype))
+    if parameter.is_meta:
+        _replace_parameter(entry, values)
+    else:
+        layout.move(parameter.device)
+        set_values(parameter, values.to(parameter.device), None)
+    for owner, attribute in entry.owners:
+        make_sparse(owner, attribute, layout, form)
+
+
+def _kept(tensor: Tensor, layout: Layout) -> Tensor:
+    """Return the entries of ``tensor`` that ``layout`` keeps; dense only if it has to be."""
+    if isinstance(tensor, SparseWeight) and tensor.entries.same_entries(layout):
+        return tensor.kept_values().clone()
+    return layout.compress(tensor)
+
+
+def _allocate(entry: OwnedParameter) -> None:
+    """Allocate a dense parameter that is on the meta device on CPU."""
+    if entry.parameter.is_meta:
+        _replace_parameter(entry, torch.empty_like(entry.parameter, device="cpu"))
+
+
+def _replace_parameter(entry: OwnedParameter, values: Tensor) -> None:
+    parameter = nn.Parameter(values, requires_grad=entry.parameter.requires_grad)
+    for owner, attribute in entry.owners:
+        owner._parameters[attribute] = parameter
+
+
+def _allocate_buffers(module: nn.Module) -> None:
+    """Allocate buffers that are on the meta device on CPU."""
+    for submodule in module.modules():
+        for attribute, buffer in submodule._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                submodule._buffers[attribute] = torch.empty_like(buffer, device="cpu")
+
+
+def _validate_names(
+    module: nn.Module,
+    owned: Sequence[OwnedParameter],
+    state: Mapping[str, Tensor],
+    skipped: Skipped,
+) -> None:
+    """Check that module and file have the same names and nothing stays on the meta device."""
+    expected = module.state_dict(keep_vars=True)
+    filled = {name for entry in owned for name in entry.names if state.keys() & entry.names}
+    problems = {
+        "The file lacks": [
+            name for name in expected if not (name in state or name in filled or skipped(name))
+        ],
+        "The module has no": [name for name in state if not (name in expected or skipped(name))],
+        "On the meta device, and not to be filled from the file:": [
+            name
+            for name, tensor in chain(module.named_parameters(), module.named_buffers())
+            if tensor.is_meta and (name not in expected or skipped(name))
+        ],
+    }
+    messages = [f"{what} {_first_names(names)}." for what, names in problems.items() if names]
+    if messages:
+        raise ValueError(
+            " ".join(messages)
+            + " Skip what is not to be loaded (`skip=`, such as ['head.*']); build what is "
+            "computed or initialized anew outside of `torch.device('meta')`."
+        )
+
+
+def _validate_shapes(owned: Sequence[OwnedParameter], shapes: Mapping[str, torch.Size]) -> None:
+    """Check that the tensors in the file have the parameters' shapes."""
+    for entry in owned:
+        for name in entry.names:
+            if name in shapes and shapes[name] != entry.shape:
+                raise ValueError(
+                    f"'{name}' has shape {tuple(shapes[name])} in the file, "
+                    f"{tuple(entry.shape)} in the module. Skip it (`skip=['{name}']`), or load "
+                    "into the model that it was saved from."
+                )
+
+
+def _validate_masks(owned: Sequence[OwnedParameter], masks: Mapping[str, Tensor]) -> None:
+    """Check that the masks have the parameters' shapes."""
+    for entry in owned:
+        for name in entry.names:
+            if name in masks and masks[name].shape != entry.shape:
+                raise ValueError(
+                    f"'{name}' has shape {tuple(entry.shape)} in the module, "
+                    f"{tuple(masks[name].shape)} in the ticket. Skip it (`skip=['{name}']`), or "
+                    "load into the model that the ticket was drawn from."
+                )
+
+
+def _first_names(names: Sequence[str]) -> str:
+    """Return up to five of ``names``, and how many more there are."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(f"'{name}'" for name in names[:5]) + more
+
+
+class _CheckpointState(Mapping[str, Tensor]):
+    """A state dict whose encoded tensors are decoded on access.
+
+    Args:
+        contents: a checkpoint, or a state dict: name -> tensor or its record.
+
+    Attributes:
+        ticket: the ticket that an EarlyBirdTicket saved in the checkpoint, or None.
+
+    Raises:
+        CorruptFileError: if a record or the ticket has changed.
+    """
+
+    def __init__(self, contents: Mapping[str, Any]) -> None:
+        self._state = {
+            name: EncodedTensor.from_record(value) if EncodedTensor.is_record(value) else value
+            for name, value in contents.get("state_dict", contents).items()
+        }
+        kept = (
+            state["ticket"]
+            for state in contents.get("callbacks", {}).values()
+            if isinstance(state, Mapping) and Ticket.is_state(state.get("ticket"))
+        )
+        self.ticket = next(map(Ticket.from_state_dict, kept), None)
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The dense shape of each tensor."""
+        return {
+            name: value.shape
+            for name, value in self._state.items()
+            if isinstance(value, EncodedTensor | Tensor)
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        value = self._state[name]
+        return value.decode() if isinstance(value, EncodedTensor) else value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._state
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+
+def _state_in(
+    source: str | os.PathLike[str] | Mapping[str, Any],
+) -> SafetensorsState | _CheckpointState:
+    """Return the weights in ``source`` after verifying their checksums, if there are any."""
+    if isinstance(source, Mapping):
+        return _CheckpointState(source)
+    path = Path(source)
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no file '{path}'.")
+    if path.suffix == ".safetensors":
+        return SafetensorsState(path)
+    archive.check(path)
+    with reading(path):
+        contents = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    if not isinstance(contents, Mapping):
+        raise ValueError(f"'{path}' holds a {type(contents).__name__}, not weights by their names.")
+    with reading(path):
+        return _CheckpointState(contents)
+
+
+def _ticket_in(state: SafetensorsState | _CheckpointState) -> Ticket | None:
+    """Return the ticket in a checkpoint, or one of the masks of a sparse safetensors file."""
+    if isinstance(state, _CheckpointState):
+        return state.ticket
+    masks = [MaskBits({name: state.encoded(name).mask()}) for name in state.sparse]
+    return _with_ratio(MaskBits.merged(masks)) if masks else None
+
+
+def _with_ratio(masks: MaskBits) -> Ticket:
+    """Return a ticket of ``masks`` whose pruning ratio is the sparsity of the masks."""
+    ticket = Ticket(masks, pruning_ratio=0.0)
+    return replace(ticket, pruning_ratio=ticket.sparsity)

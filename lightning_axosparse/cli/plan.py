@@ -1,0 +1,207 @@
+"""Finds the fastest grid for a model and a cluster: the command ``axosparse-plan``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from math import inf
+from pathlib import Path
+from typing import TypeVar
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from lightning_axosparse.callbacks.gantt import Placed, RecordedStep, plot_gantt
+from lightning_axosparse.planning.cost import Cluster, Transformer
+from lightning_axosparse.planning.memory_model import DENSE, SPARSE
+from lightning_axosparse.planning.search import Plan, Workload, search
+from lightning_axosparse.planning.simulate import Wire
+from lightning_axosparse.support.arguments import COUNT, NOT_NEGATIVE
+
+MODELS = {
+    "gpt2": Transformer(layers=12, width=768, heads=12, sequence=1024, vocabulary=50257),
+    "gpt2-xl": Transformer(layers=48, width=1600, heads=25, sequence=1024, vocabulary=50257),
+    "gpt3-xl": Transformer(layers=24, width=2048, heads=16, sequence=2048, vocabulary=50257),
+    "gpt3-2.7b": Transformer(layers=32, width=2560, heads=32, sequence=2048, vocabulary=50257),
+    "gpt3-6.7b": Transformer(layers=32, width=4096, heads=32, sequence=2048, vocabulary=50257),
+    "gpt3-13b": Transformer(layers=40, width=5120, heads=40, sequence=2048, vocabulary=50257),
+}
+T = TypeVar("T")
+
+_SHAPE = ("LAYERS", "WIDTH", "HEADS", "SEQUENCE", "VOCABULARY")
+_DRAWN = 3000
+"""Most spans in a chart: more are too narrow to see and take minutes to plot."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    best: list[tuple[float, Plan]] = []
+    for ratio in options.pruning_ratio:
+        try:
+            plans = search(_workload(options, ratio), options.best)
+        except ValueError as error:
+            parser.exit(1, f"Pruning ratio {ratio:g}: {error}\n")
+        best.append((ratio, plans[0]))
+        name = "x".join(map(str, options.shape)) if options.shape else options.model
+        Console().print(table(plans, f"{name}, {_weights(ratio)}"))
+    if options.gantt is not None:
+        plot(best, options.gantt)
+
+
+def table(plans: Sequence[Plan], title: str) -> Table:
+    """Return a table of rich with one row per plan."""
+    rich_table = Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
+    )
+    for column in (
+        "stages x\nreplicas",
+        "micro-\nbatches\nx samples",
+        "in\nflight",
+        "GB a\ndevice",
+        "bubble",
+        "messages\ns",
+        "all-\nreduce\ns",
+        "step\ns",
+    ):
+        rich_table.add_column(column, justify="right", no_wrap=True)
+    for plan in plans:
+        rich_table.add_row(
+            f"{plan.choice.g_inter} x {plan.g_data}",
+            f"{plan.microbatches} x {plan.choice.microbatch}",
+            str(plan.choice.in_flight),
+            f"{plan.memory / 1e9:.2f}",
+            f"{plan.simulation.bubble:.1%}",
+            f"{plan.message_seconds:.3g}",
+            f"{plan.all_reduce_seconds:.3g}",
+            f"{plan.simulation.makespan:.4g}",
+        )
+    return rich_table
+
+
+def plot(plans: Sequence[tuple[float, Plan]], file: Path) -> None:
+    """Write one picture with the Gantt charts of all plans, each with its pruning ratio."""
+    from matplotlib.figure import Figure
+
+    rows = sum(plan.choice.g_inter for _, plan in plans)
+    figure = Figure(figsize=(12, 1.5 * len(plans) + 0.6 * rows), layout="constrained")
+    for axes, (ratio, plan) in zip(
+        figure.subplots(len(plans), squeeze=False)[:, 0], plans, strict=True
+    ):
+        spans = [Placed(0, span) for span in plan.simulation.spans[:_DRAWN]]
+        plot_gantt(axes, RecordedStep(0, 0, _weights(ratio), spans))
+        axes.set_title(
+            f"{_weights(ratio)}: {plan.choice.g_inter} x {plan.g_data} devices, "
+            f"{plan.microbatches} micro-batches, {plan.choice.in_flight} in flight"
+        )
+    figure.savefig(file, dpi=120)
+
+
+def _weights(ratio: float) -> str:
+    return f"{ratio:.0%} of the weights pruned" if ratio else "dense weights"
+
+
+def _workload(options: argparse.Namespace, ratio: float) -> Workload:
+    microseconds, giga = 1e-6 * options.latency, 1e9
+    return Workload(
+        layers=(Transformer(*options.shape) if options.shape else MODELS[options.model]).costs,
+        cluster=Cluster(
+            devices=options.devices,
+            devices_per_node=options.devices_per_node,
+            memory=options.memory * giga,
+            speed=options.tflops * 1e12 * options.efficiency,
+            memory_bandwidth=options.memory_bandwidth * giga,
+            node=Wire(microseconds, options.node_bandwidth * giga),
+            network=Wire(microseconds, options.network_bandwidth * giga),
+        ),
+        batch=options.batch,
+        storage=SPARSE if ratio else DENSE,
+        pruning_ratio=ratio,
+        recompute=options.recompute,
+        overhead=options.overhead if ratio else 0.0,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="axosparse-plan",
+        description="Simulate every grid, micro-batch and in-flight limit that fits into memory, "
+        "and print the fastest.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", choices=MODELS, default="gpt3-2.7b", help="what to train")
+    add("--shape", type=_count, nargs=5, metavar=_SHAPE, help="a GPT of your own instead")
+    add("--batch", type=_count, default=512, help="samples of a step, over all replicas")
+    add("--pruning-ratio", type=_ratio, nargs="+", default=[0.0], help="a table for each")
+    add("--recompute", action="store_true", help="recompute activations in backward")
+    add(
+        "--overhead",
+        type=_not_negative,
+        default=0.05,
+        help="time that sparse storage adds to a pass, as a fraction of it",
+    )
+    add("--devices", type=_count, default=64, help="devices in all")
+    add("--devices-per-node", type=_count, default=8, help="devices of a node")
+    add("--memory", type=_positive, default=80.0, help="GB of a device")
+    add("--tflops", type=_positive, default=312.0, help="peak of a device")
+    add("--efficiency", type=_fraction, default=0.5, help="fraction of the peak in a pass")
+    add("--memory-bandwidth", type=_positive, default=1500.0, help="GB/s of a device's memory")
+    add("--node-bandwidth", type=_positive, default=200.0, help="GB/s between devices of a node")
+    add("--network-bandwidth", type=_positive, default=25.0, help="GB/s of a node to others")
+    add("--latency", type=_not_negative, default=10.0, help="microseconds of a message")
+    add("--best", type=_count, default=8, help="rows of a table")
+    add("--gantt", type=_picture, help="draw the best plans' steps into this PNG file")
+    return parser
+
+
+def _ratio(text: str) -> float:
+    return _checked(text, float, lambda ratio: 0 <= ratio < 1, "a ratio: from 0 up to below 1")
+
+
+def _count(text: str) -> int:
+    count: int = _checked(text, int, COUNT.fits, f"a count: {COUNT.wanted}")
+    return count
+
+
+def _fraction(text: str) -> float:
+    return _checked(text, float, lambda part: 0 < part <= 1, "a fraction: above 0, at most 1")
+
+
+def _not_negative(text: str) -> float:
+    number: float = _checked(text, float, NOT_NEGATIVE.fits, NOT_NEGATIVE.wanted)
+    return number
+
+
+def _positive(text: str) -> float:
+    return _checked(text, float, lambda number: 0 < number < inf, "a positive number")
+
+
+def _picture(text: str) -> Path:
+    return _checked(
+        text,
+        Path,
+        lambda file: file.suffix == ".png" and file.parent.is_dir(),
+        "a .png file in a folder that exists",
+    )
+
+
+def _checked(text: str, read: Callable[[str], T], fits: Callable[[T], bool], wanted: str) -> T:
+    """Return the value of ``text``; if it does not fit, raise the error that argparse shows."""
+    try:
+        value = read(text)
+    except ValueError:
+        value = None
+    if value is None or not fits(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+    return value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Trains a model from a Hydra configuration: the command ``axosparse-train``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import hydra
+import lightning as L
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from lightning_axosparse.callbacks.report.report import TrainingReport
+from lightning_axosparse.callbacks.report.tables import terminal
+from lightning_axosparse.callbacks.trainer_info import callbacks_of
+from lightning_axosparse.support.arguments import INDEX, NOT_NEGATIVE, SEED, TEXT, check, shown
+
+_KINDS = {
+    "seed": SEED,
+    "sample.prompt": TEXT,
+    "sample.length": INDEX,
+    "sample.temperature": NOT_NEGATIVE,
+}
+"""Values that the command itself uses; classes validate the arguments of their objects."""
+
+
+def configuration() -> Path:
+    """Return the folder ``conf``: inside an installed package, beside the package in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "conf"
+    return inside if inside.is_dir() else package.parent / "conf"
+
+
+def train(config: DictConfig) -> float | None:
+    """Fit and test the model, print the report, and generate a sample of text.
+
+    Returns:
+        The last validation loss, the objective of a sweep; None without validation.
+
+    Raises:
+        ValueError: if a value is invalid; raised before any rank starts.
+        InstantiationException: if a class rejects its arguments, likewise; its cause says why.
+    """
+    check(ValueError, {name: OmegaConf.select(config, name) for name in _KINDS}, _KINDS)
+    validate_trainer(config.trainer)
+    L.seed_everything(config.seed)
+    data = instantiate(config.data)
+    model = instantiate(config.model)
+    callbacks = [
+        *(callback for name, callback in config.callbacks.items() if _wanted(config, name)),
+        config.pruning.callback,
+    ]
+    trainer: L.Trainer = instantiate(
+        config.trainer,
+        callbacks=[instantiate(callback) for callback in callbacks if callback],
+        logger=[instantiate(logger) for logger in config.logger.values()],
+    )
+    trainer.fit(model, datamodule=data)
+    loss = trainer.callback_metrics.get("val_loss")
+    trainer.test(model, datamodule=data, verbose=False)
+    if trainer.is_global_zero:
+        show(config, trainer, model)
+    return None if loss is None else float(loss)
+
+
+def _wanted(config: DictConfig, callback: str) -> bool:
+    """Leave the progress bar out: Lightning rejects one beside ``enable_progress_bar=false``."""
+    return callback != "progress" or bool(config.trainer.enable_progress_bar)
+
+
+def validate_trainer(options: DictConfig) -> None:
+    """Validate the types of numbers and bools in the Trainer's arguments, of which it checks few.
+
+    Args:
+        options: arguments of ``lightning.Trainer``.
+
+    Raises:
+        ValueError: if an argument has the wrong type; the message names it.
+    """
+    for name, hint in get_type_hints(L.Trainer.__init__).items():
+        plain = _plain_types(hint)
+        value: Any = options.get(name)
+        if plain is None or value is None or isinstance(value, plain):
+            continue
+        wanted = " or ".join(kind.__name__ for kind in plain)
+        raise ValueError(f"trainer.{name}={shown(value)} must be {wanted}.")
+
+
+def _plain_types(hint: Any) -> tuple[type, ...] | None:
+    """Return the types of a hint of only numbers, bools and None; None for any other hint."""
+    kinds = get_args(hint) or (hint,)
+    if not set(kinds) <= {int, float, bool, type(None)}:
+        return None
+    found = tuple(kind for kind in kinds if kind is not type(None))
+    return (*found, int) if float in found and int not in found else found
+
+
+def show(config: DictConfig, trainer: L.Trainer, model: L.LightningModule) -> None:
+    """Print the report and a sample of generated text."""
+    console = Console()
+    for report in callbacks_of(trainer, TrainingReport):
+        if report.facts is not None:
+            console.print(terminal(report.facts))
+    if config.sample.length and callable(generate := getattr(model, "generate", None)):
+        sample = config.sample
+        console.rule("The model writes")
+        text = generate(sample.prompt, sample.length, sample.temperature, seed=config.seed)
+        console.print(printable(text), markup=False, highlight=False)
+        console.rule()
+    console.print(f"Report, pictures, checkpoints: {config.folder}", soft_wrap=True)
+
+
+def printable(text: str) -> str:
+    """Replace characters that would move a terminal's cursor or change its colours."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+@hydra.main(version_base="1.3", config_path=str(configuration()), config_name="config")
+def main(config: DictConfig) -> float | None:
+    """Run the command.
+
+    An invalid value ends it with one line; with HYDRA_FULL_ERROR=1 the error is raised.
+    """
+    try:
+        return train(config)
+    except (InstantiationException, MisconfigurationException, ValueError) as error:
+        if os.environ.get("HYDRA_FULL_ERROR"):
+            raise
+        raise SystemExit(f"axosparse-train: {_message(error)}") from error
+
+
+def _message(error: Exception) -> str:
+    """Return the error's message; for an object, after its group of the configuration."""
+    if not isinstance(error, InstantiationException):
+        return str(error)
+    group = str(error).rpartition("full_key: ")[2]
+    cause = error.__cause__
+    return f"{group}: {cause if cause is not None else str(error).partition(chr(10))[0]}"
+
+
+if __name__ == "__main__":
+    main()

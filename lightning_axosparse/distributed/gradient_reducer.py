@@ -1,0 +1,223 @@
+"""Averages gradients over data-parallel ranks, bucket by bucket during the backward pass.
+
+A bucket is a flat tensor of several gradients. Its all-reduce starts as soon as the last of its
+gradients is final, while the rest of the backward pass goes on; afterwards ``param.grad`` is a view
+of the bucket. A sparse parameter consists of its kept values (SAMO, Singh & Bhatele, IPDPS 2023),
+so its gradient has no other entries, and this module needs no code for sparsity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_axosparse.distributed.mpi.shared_memory import BlockPool
+from lightning_axosparse.support.trace import clock
+
+BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True)
+class ReductionGroup:
+    """Parameters whose gradients are summed over the same ranks.
+
+    Args:
+        group: the ranks that hold these parameters: those of one stage in all replicas, or of
+            several stages for parameters that these stages have in common.
+        parameters: in the same order on every rank of the group.
+    """
+
+    group: dist.ProcessGroup
+    parameters: Sequence[nn.Parameter]
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """How the gradient of a step is computed from those of its batches.
+
+    Attributes:
+        divisor: number that the sum over ranks is divided by.
+        factor: number that the gradients of this batch are multiplied by.
+        earlier: gradients of earlier batches that are still to be added.
+    """
+
+    divisor: int
+    factor: float
+    earlier: MutableMapping[nn.Parameter, Tensor | None]
+
+    def total(self, parameter: nn.Parameter) -> Tensor | None:
+        fresh, earlier = parameter.grad, self.earlier.get(parameter)
+        if earlier is not None:
+            self.earlier[parameter] = None
+            return earlier if fresh is None else torch.add(earlier, fresh, alpha=self.factor)
+        return fresh if fresh is None or self.factor == 1 else fresh * self.factor
+
+
+@dataclass
+class _Bucket:
+    group: dist.ProcessGroup
+    parameters: list[nn.Parameter]
+    missing: set[nn.Parameter] = field(default_factory=set)
+    flat: Tensor | None = None
+    work: Any = None
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of elements of each parameter."""
+        return [parameter.numel() for parameter in self.parameters]
+
+    def pack_and_start(self, terms: _Terms, pool: BlockPool) -> int:
+        """Copy the gradients into one flat tensor, start its all-reduce, return its bytes."""
+        first = self.parameters[0]
+        self.flat = pool.empty((sum(self.sizes),), first.dtype, first.device)
+        for parameter, piece in zip(self.parameters, self.flat.split(self.sizes), strict=True):
+            gradient = terms.total(parameter)
+            if gradient is None:
+                piece.zero_()
+            else:
+                torch.div(gradient.reshape(-1), terms.divisor, out=piece)
+                parameter.grad = piece.view_as(gradient)
+        self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
+        return self.flat.numel() * self.flat.element_size()
+
+
+class GradientReducer:
+    """Averages gradients over batches, and sums those of common parameters over stages.
+
+    Args:
+        groups: the parameters of this rank that other ranks hold, too, by those ranks.
+        divisor: number by which the sums over ranks are divided: the data-parallel size.
+    """
+
+    def __init__(self, groups: Sequence[ReductionGroup], divisor: int) -> None:
+        self.reduced_bytes = 0
+        """Bytes of gradients that were all-reduced in the last step."""
+        self.parameters = {parameter for group in groups for parameter in group.parameters}
+        """The parameters of this rank that other ranks hold, too."""
+        self._groups = groups
+        self._terms = _Terms(divisor, 1.0, {})
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[nn.Parameter, _Bucket] = {}
+        self._hooks: dict[nn.Parameter, RemovableHandle] = {}
+        self._sizes: list[list[int]] = []
+        self._pool = BlockPool()
+
+    def remove(self) -> None:
+        """Remove the hooks from the parameters."""
+        for hook in self._hooks.values():
+            hook.remove()
+
+    def arm(
+        self,
+        factor: float = 1.0,
+        earlier: MutableMapping[nn.Parameter, Tensor | None] | None = None,
+    ) -> None:
+        """Prepare for the last backward pass of a step: what it accumulates is final.
+
+        Args:
+            factor: number by which this batch's gradients are multiplied.
+            earlier: gradients of earlier batches to add to them; each is replaced by None when it
+                has been added.
+        """
+        self.reduced_bytes = 0
+        self._terms = replace(
+            self._terms, factor=factor, earlier={} if earlier is None else earlier
+        )
+        self._buckets = [bucket for group in self._groups for bucket in _buckets(group)]
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        sizes = [bucket.sizes for bucket in self._buckets]
+        if sizes != self._sizes:
+            self._sizes, self._pool = sizes, BlockPool()
+        # Parameters may be unfrozen at any time, and a frozen one takes no hook.
+        for parameter in self._bucket_of.keys() - self._hooks.keys():
+            hook = parameter.register_post_accumulate_grad_hook(self._on_final)
+            self._hooks[parameter] = hook
+
+    def finish(self) -> None:
+        """Start the remaining all-reduces and wait until every gradient is reduced."""
+        self.start_rest()
+        self.wait_for(list(self._bucket_of))
+
+    def start_rest(self) -> None:
+        """Start the remaining all-reduces.
+
+        ``param.grad`` is then the memory where the average will be after :meth:`wait_for`.
+        """
+        self._start(self._buckets)
+        with clock.span("all-reduce"):
+            used = self._used_anywhere()
+        for bucket in self._buckets:
+            assert bucket.flat is not None
+            pieces = bucket.flat.split(bucket.sizes)
+            for parameter, piece in zip(bucket.parameters, pieces, strict=True):
+                parameter.grad = piece.view(parameter.shape) if used[parameter] else None
+        self._buckets = []
+
+    def wait_for(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Wait until the all-reduces of these parameters, which have started, are done."""
+        with clock.span("all-reduce"):
+            for parameter in parameters:
+                bucket = self._bucket_of.get(parameter)
+                if bucket is not None:
+                    bucket.work.wait()
+                    for reduced in bucket.parameters:
+                        del self._bucket_of[reduced]
+
+    def _on_final(self, parameter: nn.Parameter) -> None:
+        bucket = self._bucket_of.get(parameter)
+        if bucket is None:
+            return
+        bucket.missing.discard(parameter)
+        # All ranks of a group have to start its collectives in the same order.
+        ready = []
+        for other in self._buckets:
+            if other.group is bucket.group:
+                if other.missing:
+                    break
+                ready.append(other)
+        self._start(ready)
+
+    def _start(self, buckets: Sequence[_Bucket]) -> None:
+        for bucket in buckets:
+            if bucket.work is None:
+                self.reduced_bytes += bucket.pack_and_start(self._terms, self._pool)
+
+    def _used_anywhere(self) -> dict[nn.Parameter, bool]:
+        """Which parameters have a gradient on any rank; the others keep None, as on one process."""
+        used: dict[nn.Parameter, bool] = {}
+        for group in self._groups:
+            trained = [p for p in group.parameters if p.requires_grad]
+            if not trained:
+                continue
+            flags = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8)
+            flags = flags.to(trained[0].device)
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group.group)
+            used.update(zip(trained, flags.bool().tolist(), strict=True))
+        return used
+
+
+def _buckets(group: ReductionGroup) -> list[_Bucket]:
+    """Fill buckets from the last parameter to the first, about the order of the backward pass."""
+    open_buckets: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
+    size: dict[int, int] = {}
+    buckets = []
+    for parameter in reversed(group.parameters):
+        if not parameter.requires_grad:
+            continue
+        key = parameter.dtype, parameter.device
+        bucket = open_buckets.get(key)
+        size_bytes = parameter.numel() * parameter.element_size()
+        if bucket is None or size[id(bucket)] + size_bytes > BUCKET_BYTES:
+            bucket = open_buckets[key] = _Bucket(group.group, [])
+            size[id(bucket)] = 0
+            buckets.append(bucket)
+        bucket.parameters.append(parameter)
+        bucket.missing.add(parameter)
+        size[id(bucket)] += size_bytes
+    return buckets

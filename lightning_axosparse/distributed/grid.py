@@ -1,0 +1,139 @@
+"""Says which rank is which stage of which replica, and which batches it receives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isqrt
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a number, in ascending order."""
+    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The ranks of a job as ``g_data`` pipelines (replicas) of ``g_inter`` consecutive ranks.
+
+    The layout is AxoNN's (Singh & Bhatele, IPDPS 2022): a pipeline is a run of consecutive ranks,
+    so that the most frequent messages stay inside a node.
+
+    Args:
+        world_size: number of ranks in the job.
+        g_inter: stages per replica; must divide ``world_size``.
+        rank: this process's rank.
+        replicas_per_batch: number of consecutive replicas that share each batch: each computes some
+            of its micro-batches. It is above 1 where pipelines were replaced by shorter ones.
+
+    Raises:
+        MisconfigurationException: if ``g_inter`` is not a positive divisor of ``world_size``.
+    """
+
+    world_size: int
+    g_inter: int
+    rank: int = 0
+    replicas_per_batch: int = 1
+
+    def __post_init__(self) -> None:
+        if self.g_inter < 1 or self.world_size % self.g_inter:
+            raise MisconfigurationException(
+                f"g_inter={self.g_inter} stages per replica do not divide the world of "
+                f"{self.world_size} rank(s). Choose g_inter from {divisors(self.world_size)}, or "
+                "change `devices`."
+            )
+
+    @property
+    def g_data(self) -> int:
+        """Number of replicas."""
+        return self.world_size // self.g_inter
+
+    @property
+    def stage(self) -> int:
+        """This rank's place in its pipeline, counted from the input."""
+        return self.rank % self.g_inter
+
+    @property
+    def replica(self) -> int:
+        """Which pipeline this rank belongs to."""
+        return self.rank // self.g_inter
+
+    @property
+    def data_size(self) -> int:
+        """The data-parallel size: number of different batches that the job trains on at a time."""
+        return self.g_data // self.replicas_per_batch
+
+    @property
+    def data_rank(self) -> int:
+        """The data-parallel rank: which of these batches this rank receives."""
+        return self.replica // self.replicas_per_batch
+
+    @property
+    def same_batch_ranks(self) -> list[int]:
+        """The ranks with this rank's data-parallel rank."""
+        return self.batch_ranks[self.data_rank]
+
+    @property
+    def part_of_batch(self) -> int:
+        """Index of this rank's replica among the replicas that share its batches."""
+        return self.replica % self.replicas_per_batch
+
+    @property
+    def pipelines(self) -> list[list[int]]:
+        """For each replica, its ranks, first stage first."""
+        return _consecutive(self.world_size, self.g_inter)
+
+    @property
+    def stage_ranks(self) -> list[list[int]]:
+        """For each stage, its ranks in all replicas."""
+        return _strided(list(range(self.world_size)), self.g_inter)
+
+    @property
+    def batch_ranks(self) -> list[list[int]]:
+        """For each data-parallel rank, the ranks that have it."""
+        return _consecutive(self.world_size, self._ranks_per_batch)
+
+    @property
+    def across_batch_ranks(self) -> list[list[int]]:
+        """For each place among the ranks of a batch, the ranks at this place."""
+        return _strided(list(range(self.world_size)), self._ranks_per_batch)
+
+    @property
+    def batch_stage_ranks(self) -> list[list[int]]:
+        """For each data-parallel rank and stage, the ranks that have both."""
+        return [part for ranks in self.batch_ranks for part in _strided(ranks, self.g_inter)]
+
+    @property
+    def _ranks_per_batch(self) -> int:
+        return self.g_inter * self.replicas_per_batch
+
+    def ranks_holding(self, stages: frozenset[int]) -> list[int]:
+        """The ranks, over all replicas, of the given stages, in ascending order."""
+        return [rank for rank in range(self.world_size) if rank % self.g_inter in stages]
+
+    def pipeline(self, replica: int) -> list[int]:
+        """The ranks of one replica, first stage first."""
+        return self.pipelines[replica]
+
+    def batch_replicas(self, stage: int) -> list[int]:
+        """The ranks of a stage in the replicas that share this rank's batches, in their order."""
+        return _strided(self.same_batch_ranks, self.g_inter)[stage]
+
+    def shortened(self, g_inter: int) -> Grid:
+        """The grid with pipelines of ``g_inter`` stages in which every rank keeps its batches.
+
+        Args:
+            g_inter: stages of the shorter pipelines; must divide this grid's.
+        """
+        replicas_per_batch = self.replicas_per_batch * self.g_inter // g_inter
+        return Grid(self.world_size, g_inter, self.rank, replicas_per_batch)
+
+
+def _consecutive(world_size: int, length: int) -> list[list[int]]:
+    return [list(range(start, start + length)) for start in range(0, world_size, length)]
+
+
+def _strided(ranks: list[int], step: int) -> list[list[int]]:
+    return [ranks[start::step] for start in range(step)]

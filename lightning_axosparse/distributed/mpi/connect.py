@@ -1,0 +1,106 @@
+"""Connects the adjacent stages of a pipeline, each pair in the fastest way that works for it."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+from lightning.pytorch.utilities import rank_zero_info
+from mpi4py import MPI
+
+from lightning_axosparse.distributed.mpi.async_progress import ProgressThread, has_async_progress
+from lightning_axosparse.distributed.mpi.slots import shares_memory
+from lightning_axosparse.distributed.mpi.staging import Staging
+from lightning_axosparse.distributed.mpi.transport import Channel
+from lightning_axosparse.distributed.rank_status import blocked
+
+
+class Connection(NamedTuple):
+    """How one stage reaches the adjacent stages.
+
+    Attributes:
+        comm: the ranks of its pipeline.
+        shares_memory: by adjacent stage, whether messages go through shared memory.
+        progress: a thread that transfers messages, started where MPI does not.
+    """
+
+    comm: MPI.Comm
+    shares_memory: dict[int, bool]
+    progress: ProgressThread
+
+
+def connect_stages(
+    stage: int, stages: int, replica: int, window: int, staging: Staging
+) -> tuple[Channel | None, Channel | None]:
+    """Connect one stage of one pipeline to its previous and next stage.
+
+    The first call for a grid is collective over all ranks of the job, whose rank is
+    ``replica * stages + stage``.
+
+    Args:
+        stage: of this rank.
+        stages: number of stages.
+        replica: of this rank.
+        window: number of receives that are posted ahead.
+        staging: how tensors reach MPI.
+
+    Returns:
+        Channels to the previous and the next stage; None where there is none.
+    """
+    comm, shares_memory, progress = connect(stages, replica, stage, staging.on_host)
+    channels = {
+        adjacent: Channel(comm, adjacent, window, staging, shared, progress)
+        for adjacent, shared in shares_memory.items()
+    }
+    return channels.get(stage - 1), channels.get(stage + 1)
+
+
+@cache  # The number of communicators in an MPI is limited, and the test takes its time.
+def connect(stages: int, replica: int, stage: int, on_host: bool) -> Connection:
+    """Find out, with all ranks of the job, how messages reach the adjacent stages best.
+
+    Args:
+        stages: number of stages.
+        replica: of this rank.
+        stage: of this rank.
+        on_host: whether MPI gets host memory; only that can be shared.
+    """
+    world = MPI.COMM_WORLD
+    with blocked("the other stages to connect"):
+        comm = world.Split(replica, stage)
+        adjacent = [other for other in (stage - 1, stage + 1) if 0 <= other < stages]
+        shared = {other: on_host and shares_memory(comm, other) for other in adjacent}
+        # Every other pair first, so that two rounds test all pairs.
+        by_mpi = sorted((n for n in adjacent if not shared[n]), key=lambda n: min(n, stage) % 2)
+        progresses = [has_async_progress(comm, other) for other in by_mpi]
+        thread = ProgressThread(comm)
+        threads_allowed = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        if threads_allowed and not all(progresses):
+            thread.start()
+        found = world.allgather((shared.get(stage + 1), all(progresses)))
+    pairs = [shares for shares, _ in found if shares is not None]
+    rank_zero_info(describe_connections(pairs, all(ok for _, ok in found), threads_allowed))
+    return Connection(comm, shared, thread)
+
+
+def describe_connections(shared: list[bool], progresses: bool, threads_allowed: bool) -> str:
+    """Describe for the log how the stages exchange messages.
+
+    Args:
+        shared: for each pair of adjacent stages, whether they share memory.
+        progresses: whether MPI transfers all other messages while their senders compute.
+        threads_allowed: whether a thread may call MPI.
+    """
+    apart = shared.count(False)
+    if not apart:
+        return "All adjacent stages exchange activations through shared memory."
+    text = f"{apart} of {len(shared)} pairs of adjacent stages do not share memory; there MPI "
+    if progresses:
+        return text + "transfers a message while its sender computes."
+    text += "transfers a large message only while its sender is inside MPI: "
+    if threads_allowed:
+        return text + "a thread of each such rank calls MPI at intervals."
+    return text + (
+        "stages will wait for one another. This MPI does not provide MPI_THREAD_MULTIPLE, with "
+        "which a thread could help; see also its documentation on asynchronous progress."
+    )

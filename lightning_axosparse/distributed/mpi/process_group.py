@@ -1,0 +1,324 @@
+"""Implements the collectives and messages of torch.distributed with MPI."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import Tensor
+from torch.distributed import PrefixStore, Store
+
+from lightning_axosparse.distributed.mpi.all_reduce import node_all_reduce
+from lightning_axosparse.distributed.mpi.buffers import (
+    ReduceOperation,
+    copy_all_back,
+    copy_back,
+    detached,
+    empty_for,
+    flat,
+    raw,
+    split_back,
+    tensors_in,
+    typed,
+)
+from lightning_axosparse.distributed.mpi.work import MPIWork
+
+
+def _nccl_for_cuda(method: Callable[..., MPIWork]) -> Any:
+    """Run the operation by MPI; with CUDA tensors, the NCCL operation of the same name."""
+
+    @functools.wraps(method)
+    def run(self: MPIProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        if any(tensor.is_cuda for tensor in tensors_in(args)):
+            return getattr(self.nccl, method.__name__)(*args, **kwargs)
+        with torch.no_grad():
+            work = method(self, *map(detached, args), **kwargs)
+            work.describe(f"`{method.__name__}` ({self._desc}) of {self._members}")
+            return self._started(work)
+
+    return run
+
+
+class MPIProcessGroup(dist.ProcessGroup):
+    """The ranks of one MPI communicator as a torch.distributed process group.
+
+    The methods are those that torch.distributed calls; their arguments are its own.
+
+    Args:
+        communicator: of the ranks of the group, in its order; :meth:`shutdown` frees it.
+        store: with which NCCL connects the ranks.
+    """
+
+    def __init__(self, communicator: MPI.Intracomm, store: Store) -> None:
+        # The type stubs have only the constructor with a store, which no Python subclass may call.
+        super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
+        self._comm = communicator
+        self._store = store
+        self._members = _describe_members(communicator)
+        self._node = node_all_reduce(communicator)
+        self._pending: set[MPIWork] = set()
+        self._name = self._desc = ""
+
+    # The base class stores name and description in C++ backends, of which this group has none.
+
+    @property
+    def group_name(self) -> Any:
+        """The name that torch.distributed gave this group."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What the group is for, in words."""
+        return self._desc
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    @functools.cached_property
+    def nccl(self) -> dist.ProcessGroup:
+        """The NCCL group of the same ranks; created on first use, by all of them."""
+        kind, device = dist.ProcessGroup.BackendType.NCCL, torch.device("cuda")
+        group = dist.ProcessGroup(self._store, self.rank(), self.size())
+        group._set_default_backend(kind)
+        store = PrefixStore("cuda/", self._store)
+        nccl = dist.ProcessGroupNCCL(
+            store, self.rank(), self.size(), dist.ProcessGroupNCCL.Options()
+        )
+        group._register_backend(device, kind, nccl)
+        return group
+
+    def getBackendName(self) -> str:
+        """The name under which torch.distributed knows this backend."""
+        return "mpi4py"
+
+    def shutdown(self) -> None:
+        """Complete the pending operations and free the communicator; called by all its ranks."""
+        for work in list(self._pending):
+            work.wait()
+        if self._node is not None:  # Other ranks may still read the counters of this one.
+            MPIWork([self._comm.Ibarrier()]).wait()
+        if "nccl" in vars(self):
+            self.nccl.shutdown()
+        self._comm.Free()
+
+    def _started(self, work: MPIWork) -> MPIWork:
+        # A caller may drop the work, but its buffers have to exist until the operation is done.
+        for other in list(self._pending):
+            other.is_completed()
+        work.keep_in(self._pending)
+        return work
+
+    @_nccl_for_cuda
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> MPIWork:
+        """Reduce each tensor over all ranks, in its own memory where that is possible."""
+        if self._node is not None and self._node.suits(tensors, opts.reduceOp):
+            return self._node.all_reduce(tensors)
+        reduction = ReduceOperation(opts.reduceOp, self.size())
+        buffers = [reduction.stage(tensor) for tensor in tensors]
+        requests = [
+            self._comm.Iallreduce(MPI.IN_PLACE, typed(buffer), reduction.operation(tensor.dtype))
+            for buffer, tensor in zip(buffers, tensors, strict=True)
+        ]
+        return MPIWork(requests, tensors, buffers, lambda: reduction.copy_back(buffers, tensors))
+
+    @_nccl_for_cuda
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Any:
+        """The same as :meth:`allreduce`."""
+        return self.allreduce(tensors, opts)
+
+    @_nccl_for_cuda
+    def reduce(self, tensors: list[Tensor], opts: Any) -> MPIWork:
+        """Reduce a tensor over all ranks into the root's."""
+        reduction = ReduceOperation(opts.reduceOp, self.size())
+        (tensor,), root = tensors, opts.rootRank
+        buffer, operation = reduction.stage(tensor), reduction.operation(tensor.dtype)
+        if self.rank() != root:
+            return MPIWork(
+                [self._comm.Ireduce(typed(buffer), None, operation, root)], tensors, [buffer]
+            )
+        request = self._comm.Ireduce(MPI.IN_PLACE, typed(buffer), operation, root)
+        return MPIWork([request], tensors, [buffer], lambda: reduction.copy_back([buffer], tensors))
+
+    @_nccl_for_cuda
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any
+    ) -> MPIWork:
+        """Reduce the r-th tensor of each list over all ranks into rank r's output."""
+        reduction = ReduceOperation(opts.reduceOp, self.size())
+        sources = [reduction.stage(flat(parts)) for parts in inputs]
+        buffers = [
+            source.new_empty(output.numel())
+            for source, output in zip(sources, outputs, strict=True)
+        ]
+        requests = [
+            self._comm.Ireduce_scatter(
+                typed(source),
+                typed(buffer),
+                [part.numel() for part in parts],
+                reduction.operation(parts[0].dtype),
+            )
+            for source, buffer, parts in zip(sources, buffers, inputs, strict=True)
+        ]
+        return MPIWork(
+            requests,
+            outputs,
+            [*sources, *buffers],
+            lambda: reduction.copy_back(buffers, outputs),
+        )
+
+    @_nccl_for_cuda
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
+    ) -> Any:
+        """Reduce the r-th slice of each input into rank r's output."""
+        parts = [list(source.reshape(-1).chunk(self.size())) for source in inputs]
+        return self.reduce_scatter(outputs, parts, opts)
+
+    @_nccl_for_cuda
+    def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any) -> Any:
+        return self.reduce_scatter_tensor_coalesced([output], [source], opts)
+
+    @_nccl_for_cuda
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> MPIWork:
+        """Copy the root's tensors to all ranks."""
+        buffers = [tensor.contiguous() for tensor in tensors]
+        requests = [self._comm.Ibcast(raw(buffer), opts.rootRank) for buffer in buffers]
+        return MPIWork(requests, tensors, buffers, lambda: copy_all_back(buffers, tensors))
+
+    @_nccl_for_cuda
+    def allgather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> MPIWork:
+        """Collect each rank's tensor into a list on every rank."""
+        sources = [source.contiguous() for source in inputs]
+        buffers = [empty_for(parts) for parts in outputs]
+        requests = [
+            self._comm.Iallgatherv(raw(source), raw(buffer, parts))
+            for source, buffer, parts in zip(sources, buffers, outputs, strict=True)
+        ]
+
+        def finish() -> None:
+            for buffer, parts in zip(buffers, outputs, strict=True):
+                split_back(buffer, parts)
+
+        return MPIWork(requests, [*tensors_in(outputs)], [*sources, *buffers], finish)
+
+    @_nccl_for_cuda
+    def allgather_coalesced(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> Any:
+        """The same as :meth:`allgather`."""
+        return self.allgather(outputs, inputs)
+
+    @_nccl_for_cuda
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> MPIWork:
+        """Collect each rank's tensor into one tensor on every rank."""
+        sources = [source.contiguous() for source in inputs]
+        buffers = [output.contiguous() for output in outputs]
+        requests = [
+            self._comm.Iallgather(raw(source), raw(buffer))
+            for source, buffer in zip(sources, buffers, strict=True)
+        ]
+        return MPIWork(
+            requests, outputs, [*sources, *buffers], lambda: copy_all_back(buffers, outputs)
+        )
+
+    @_nccl_for_cuda
+    def _allgather_base(self, output: Tensor, source: Tensor, opts: Any = None) -> Any:
+        return self.allgather_into_tensor_coalesced([output], [source])
+
+    @_nccl_for_cuda
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> MPIWork:
+        """Collect each rank's tensor into a list on the root."""
+        source, root = inputs[0].contiguous(), opts.rootRank
+        if self.rank() != root:
+            return MPIWork([self._comm.Igatherv(raw(source), None, root)], (), [source])
+        buffer = empty_for(outputs[0])
+        request = self._comm.Igatherv(raw(source), raw(buffer, outputs[0]), root)
+        return MPIWork(
+            [request], outputs[0], [source, buffer], lambda: split_back(buffer, outputs[0])
+        )
+
+    @_nccl_for_cuda
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> MPIWork:
+        """Send each rank its tensor of the root's list."""
+        buffer, root = outputs[0].contiguous(), opts.rootRank
+        source = flat(inputs[0]) if self.rank() == root else None
+        message = None if source is None else raw(source, inputs[0])
+        request = self._comm.Iscatterv(message, raw(buffer), root)
+        return MPIWork([request], outputs, [source, buffer], lambda: copy_back(buffer, outputs[0]))
+
+    @_nccl_for_cuda
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> MPIWork:
+        """Send the r-th tensor to rank r, and receive likewise."""
+        source, buffer = flat(inputs), empty_for(outputs)
+        request = self._comm.Ialltoallv(raw(source, inputs), raw(buffer, outputs))
+        return MPIWork([request], outputs, [source, buffer], lambda: split_back(buffer, outputs))
+
+    @_nccl_for_cuda
+    def alltoall_base(
+        self,
+        output: Tensor,
+        source: Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
+    ) -> Any:
+        """Send the r-th rows to rank r, and receive likewise."""
+        outputs = (
+            torch.split(output, output_splits)
+            if output_splits
+            else output.tensor_split(self.size())
+        )
+        inputs = (
+            torch.split(source, input_splits) if input_splits else source.tensor_split(self.size())
+        )
+        return self.alltoall(list(outputs), list(inputs))
+
+    @_nccl_for_cuda
+    def send(self, tensors: list[Tensor], destination: int, tag: int = 0) -> MPIWork:
+        """Send tensors to one rank."""
+        buffers = [tensor.contiguous() for tensor in tensors]
+        requests = [self._comm.Isend(raw(buffer), destination, tag) for buffer in buffers]
+        return MPIWork(requests, tensors, buffers)
+
+    @_nccl_for_cuda
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> MPIWork:
+        """Receive tensors from one rank."""
+        buffers = [tensor.contiguous() for tensor in tensors]
+        requests = [self._comm.Irecv(raw(buffer), source, tag) for buffer in buffers]
+        return MPIWork(requests, tensors, buffers, lambda: copy_all_back(buffers, tensors))
+
+    @_nccl_for_cuda
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
+        """Receive tensors from whichever rank sends first."""
+        return self.recv(tensors, MPI.ANY_SOURCE, tag)
+
+    @_nccl_for_cuda
+    def barrier(self, opts: Any = None) -> MPIWork:
+        """Wait for all ranks."""
+        return MPIWork([self._comm.Ibarrier()])
+
+    # What torch 2.13 calls the same operations.
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    all_to_all_single = alltoall_base
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+
+def _describe_members(communicator: MPI.Intracomm) -> str:
+    """The ranks of a communicator by their numbers in the job; of many, the first and last."""
+    world, members = MPI.COMM_WORLD.group, communicator.group
+    ranks = [str(rank) for rank in members.Translate_ranks(None, world)]
+    members.Free()
+    return "ranks " + ", ".join(ranks if len(ranks) <= 8 else [*ranks[:4], "...", *ranks[-2:]])

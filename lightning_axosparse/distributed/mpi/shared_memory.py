@@ -1,0 +1,166 @@
+"""Allocates CPU memory that the other ranks of the node can read and write.
+
+An arena is an anonymous file (``memfd_create``) as long as the machine's memory; only the parts in
+use take memory. Every other rank maps it once, and finds a block in it by its offset: mapping each
+block would take longer than the all-reduce of its content.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import weakref
+from collections import defaultdict, deque
+from functools import cache
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Memory = NDArray[np.uint8]
+
+_PAGE = mmap.PAGESIZE
+
+
+class Address(NamedTuple):
+    """Where another rank of the node finds an arena.
+
+    Attributes:
+        path: of its file, as any process of this user on the node sees it.
+        token: its first bytes; on another node the path is another file, or none.
+    """
+
+    path: str
+    token: bytes
+
+
+class Arena:
+    """Blocks of memory in one file."""
+
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+        file = os.memfd_create("axosparse")
+        weakref.finalize(self, os.close, file)
+        size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        os.ftruncate(file, size)
+        self._map = mmap.mmap(file, size)
+        self.memory: Memory = np.frombuffer(self._map, np.uint8)
+        """All of it, in use or not."""
+        self.address = Address(f"/proc/{self._owner}/fd/{file}", secrets.token_bytes(16))
+        """What another rank passes to :func:`opened`."""
+        self.memory[:16] = np.frombuffer(self.address.token, np.uint8)
+        self._free = [(_PAGE, size)]  # disjoint ranges, in order
+        self._returned: deque[tuple[int, int]] = deque()
+
+    def block(self, nbytes: int) -> Tensor:
+        """Allocate bytes (1-D uint8); they are free again when no tensor uses them any more.
+
+        Raises:
+            MemoryError: if no free range is as large.
+        """
+        while self._returned:
+            self._add_free(*self._returned.popleft())
+        length = -(-nbytes // _PAGE) * _PAGE
+        for index, (start, end) in enumerate(self._free):
+            if end - start >= length:
+                self._free[index] = (start + length, end)
+                # The tensor's storage alone refers to this view of the memory.
+                block = self.memory[start : start + nbytes]
+                weakref.finalize(block, self._return, start, start + length).atexit = False
+                return torch.from_numpy(block)
+        raise MemoryError(f"No {nbytes / 2**20:.0f} MiB in one piece are left in shared memory.")
+
+    def offset(self, tensor: Tensor) -> int:
+        """The offset in bytes of a contiguous tensor; negative if it is not in this arena."""
+        offset = tensor.data_ptr() - self.memory.ctypes.data
+        return offset if offset < self.memory.size else -1
+
+    def _return(self, start: int, end: int) -> None:
+        # In a forked process, such as a worker of a DataLoader, only a view of the block is gone.
+        if os.getpid() == self._owner:
+            self._map.madvise(mmap.MADV_REMOVE, start, end - start)
+            # The garbage collector may call this in the middle of `block`.
+            self._returned.append((start, end))
+
+    def _add_free(self, start: int, end: int) -> None:
+        merged: list[tuple[int, int]] = []
+        for free in sorted([*self._free, (start, end)]):
+            if merged and merged[-1][1] == free[0]:
+                merged[-1] = (merged[-1][0], free[1])
+            elif free[0] < free[1]:
+                merged.append(free)
+        self._free = merged
+
+
+def arena() -> Arena | None:
+    """The arena of this process; None where the operating system does not allow one."""
+    return _arena_of(os.getpid())
+
+
+@cache  # One for each process, as others map it once; a forked process needs one of its own.
+def _arena_of(process: int) -> Arena | None:
+    try:
+        return Arena()
+    except (AttributeError, OSError):  # no memfd_create; a limit on address space
+        return None
+
+
+@cache  # A rank maps the arena of another once.
+def opened(address: Address) -> Memory:
+    """The memory of the arena of a rank of this node, which may be this one.
+
+    Raises:
+        OSError: if this process cannot open it.
+        ValueError: if something else is at its path.
+    """
+    own = arena()
+    if own is not None and own.address == address:
+        return own.memory
+    file = os.open(address.path, os.O_RDWR)
+    try:
+        memory: Memory = np.frombuffer(mmap.mmap(file, 0), np.uint8)
+    finally:
+        os.close(file)
+    if memory[:16].tobytes() != address.token:
+        raise ValueError(f"The file at {address.path} is not the arena of another rank.")
+    return memory
+
+
+class BlockPool:
+    """Allocates tensors in blocks that it uses again; on the CPU they are shared memory.
+
+    Fresh memory costs a page fault every 4 KiB, which took longer than the all-reduce of what was
+    written there. On other devices PyTorch's allocator keeps blocks itself.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Tensor]] = defaultdict(list)
+
+    def empty(self, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialized tensor; its block is free again when no tensor uses its storage.
+
+        Args:
+            size: of the tensor.
+            dtype: of the tensor.
+            device: of the tensor.
+        """
+        if device.type != "cpu":
+            return torch.empty(size, dtype=dtype, device=device)
+        nbytes = prod(size) * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty(size, dtype=dtype)
+        free = self._free[nbytes]
+        block = free.pop() if free else _new_block(nbytes)
+        # The tensor's storage alone refers to this view of the block.
+        view = block.numpy()
+        weakref.finalize(view, free.append, block).atexit = False
+        return torch.from_numpy(view).view(dtype).view(size)
+
+
+def _new_block(nbytes: int) -> Tensor:
+    own = arena()
+    return torch.empty(nbytes, dtype=torch.uint8) if own is None else own.block(nbytes)

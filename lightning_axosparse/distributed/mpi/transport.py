@@ -1,0 +1,254 @@
+"""Sends ordered messages of any size between two ranks; neither waits for the other.
+
+A message is a header and a block of bytes. An envelope of fixed size announces it, which every MPI
+sends eagerly, before the receiver asks for it. A small block is inside the envelope. On one node a
+larger one is in shared memory, and the envelope has its address. Any other block is a message of
+MPI of its own.
+
+Receives are posted ahead of time, for the envelope and for the block. The receive of the block has
+the size that the message of the same number had in the previous batch, which sender and receiver
+both remember. A larger block is late: an empty message completes the posted receive, and the
+receiver posts one of the right size when it has read the envelope.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from lightning_axosparse.distributed.backoff import BackOff
+from lightning_axosparse.distributed.mpi.async_progress import ProgressThread
+from lightning_axosparse.distributed.mpi.buffers import raw
+from lightning_axosparse.distributed.mpi.slots import SlotAddress, SlotReader, SlotWriter
+from lightning_axosparse.distributed.mpi.staging import Ready, Staging
+from lightning_axosparse.distributed.rank_status import this_rank
+
+_ENVELOPE_BYTES = 4096
+_INLINE_BYTES = 2048
+_ENVELOPE, _BLOCK, _LATE = range(3)  # tags
+
+
+class _Envelope(NamedTuple):
+    header: bytes | None  # None: too long, sent late
+    header_size: int
+    block: bytes | SlotAddress | None  # None: a message of MPI of its own
+    block_size: int
+    late: bool
+
+
+@dataclass
+class _Incoming:
+    """A message that is being received."""
+
+    envelope_buffer: bytearray
+    posted: Tensor | None
+    opened: bool = False
+    missing: int = 1
+    envelope: _Envelope | None = None
+    header: bytearray | None = None
+    block: Tensor | None = None
+
+    def part_received(self) -> None:
+        self.missing -= 1
+
+    def envelope_received(self) -> None:
+        self.envelope = pickle.loads(self.envelope_buffer)
+        self.missing -= 1
+
+    def message(self) -> tuple[bytes, Tensor]:
+        assert self.envelope is not None
+        assert self.block is not None
+        header = self.envelope.header if self.header is None else bytes(self.header)
+        assert header is not None
+        return header, self.block[: self.envelope.block_size]
+
+
+def _writable(block: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(block), dtype=torch.uint8) if block else torch.empty(0).byte()
+
+
+class Channel:
+    """The messages to and from one other rank.
+
+    Args:
+        comm: a communicator with no other messages between these two ranks.
+        peer: the other rank, in ``comm``.
+        window: number of receives that are posted ahead.
+        staging: how blocks reach MPI.
+        shares_memory: whether blocks go through shared memory.
+        progress: transfers messages where MPI does not.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        peer: int,
+        window: int,
+        staging: Staging,
+        shares_memory: bool,
+        progress: ProgressThread,
+    ) -> None:
+        self.arrived: deque[tuple[bytes, Tensor]] = deque()
+        """Received messages, header and block, in the order in which they were sent."""
+        self._comm, self._peer, self._window = comm, peer, window
+        self._staging, self._progress = staging, progress
+        self._reader = SlotReader()
+        self._writer = SlotWriter() if shares_memory else None
+        self._to_send: deque[tuple[bytes, Tensor, Ready]] = deque()
+        self._requests: list[MPI.Request] = []
+        self._completions: list[Callable[[], None]] = []
+        # Sizes of the blocks that were messages of their own, in this and the previous batch.
+        self._sent: list[int] = []
+        self._sent_before: list[int] = []
+        self._received: list[int] = []
+        self._received_before: list[int] = []
+        self._incoming: deque[_Incoming] = deque()
+        self._to_post = 0
+        self._posted = 0
+
+    def begin(self, messages: int) -> None:
+        """Start a batch in which ``messages`` will be received."""
+        self._sent_before, self._sent = self._sent, []
+        self._received_before, self._received = self._received, []
+        self._to_post, self._posted = messages, 0
+        while self._posted < min(self._window, self._to_post):
+            self._post()
+        self._progress.begin_batch()
+
+    def send(self, header: bytes, block: Tensor) -> None:
+        """Send a message; ``block`` (1-D uint8, contiguous) must not change before ``end``."""
+        self._to_send.append((header, *self._staging.outgoing(block)))
+        self._send_ready()
+
+    def poll(self) -> None:
+        """Make progress, and append the messages that are complete to ``arrived``, in order."""
+        self._send_ready()
+        if self._requests:
+            completed = MPI.Request.Testsome(self._requests)
+            for index in sorted(completed or ()):
+                self._completions[index]()
+            if completed:
+                self._forget(set(completed))
+        for message in self._incoming:
+            if message.envelope is None:
+                break
+            if not message.opened:
+                self._open(message)
+        while self._incoming and self._incoming[0].opened and not self._incoming[0].missing:
+            header, block = self._incoming.popleft().message()
+            self.arrived.append((header, self._staging.incoming(block)))
+            if self._posted < self._to_post:
+                self._post()
+
+    def end(self) -> None:
+        """Wait until everything is sent and every posted receive is complete."""
+        with BackOff(self._awaited) as back_off:
+            while self._requests or self._to_send:
+                self.poll()
+                back_off.pause()
+        self._progress.end_batch()
+
+    def _awaited(self) -> str:
+        peer = this_rank().rank - self._comm.rank + self._peer
+        return f"the last messages to and from rank {peer}"
+
+    def _send_ready(self) -> None:
+        while self._to_send and self._to_send[0][2]():
+            header, block, _ = self._to_send.popleft()
+            self._start(header, block)
+
+    def _start(self, header: bytes, block: Tensor) -> None:
+        number, size = len(self._sent), block.numel()
+        posted = self._sent_before[number] if number < len(self._sent_before) else 0
+        inside = self._inside_envelope(block)
+        by_itself = inside is None
+        late = by_itself and size > posted
+        long_header = len(header) > _ENVELOPE_BYTES - _INLINE_BYTES - 512
+        envelope = _Envelope(
+            header=None if long_header else header,
+            header_size=len(header),
+            block=inside,
+            block_size=size,
+            late=late,
+        )
+        self._isend(pickle.dumps(envelope), _ENVELOPE)
+        if long_header:
+            self._isend(header, _LATE)
+        if posted and (late or not by_itself):
+            self._isend(b"", _BLOCK)
+        if by_itself:
+            self._isend(block, _LATE if late else _BLOCK)
+        self._sent.append(size if by_itself else 0)
+        self._progress.message_sent()
+
+    def _inside_envelope(self, block: Tensor) -> bytes | SlotAddress | None:
+        """A small block, or its address in shared memory; None if it is a message of its own."""
+        if block.numel() <= _INLINE_BYTES:
+            return block.cpu().numpy().tobytes()
+        return None if self._writer is None else self._writer.write(block)
+
+    def _isend(self, buffer: bytes | Tensor, tag: int) -> None:
+        request = self._comm.Isend(_mpi_buffer(buffer), self._peer, tag)
+        # The completion keeps the buffer alive until the message is sent.
+        self._track(request, partial(_done_with, buffer))
+
+    def _irecv(self, buffer: bytearray | Tensor, tag: int, completion: Callable[[], None]) -> None:
+        self._track(self._comm.Irecv(_mpi_buffer(buffer), self._peer, tag), completion)
+
+    def _track(self, request: MPI.Request, completion: Callable[[], None]) -> None:
+        self._requests.append(request)
+        self._completions.append(completion)
+
+    def _forget(self, completed: set[int]) -> None:
+        keep = [index for index in range(len(self._requests)) if index not in completed]
+        self._requests = [self._requests[index] for index in keep]
+        self._completions = [self._completions[index] for index in keep]
+
+    def _post(self) -> None:
+        before = self._received_before
+        size = before[self._posted] if self._posted < len(before) else 0
+        posted = self._staging.empty(size) if size else None
+        message = _Incoming(bytearray(_ENVELOPE_BYTES), posted)
+        self._incoming.append(message)
+        self._posted += 1
+        self._irecv(message.envelope_buffer, _ENVELOPE, message.envelope_received)
+        if posted is not None:
+            message.missing += 1
+            self._irecv(posted, _BLOCK, message.part_received)
+
+    def _open(self, message: _Incoming) -> None:
+        """Receive what the envelope announces; called in the order of sending."""
+        envelope = message.envelope
+        assert envelope is not None
+        message.opened = True
+        if envelope.header is None:
+            message.header = bytearray(envelope.header_size)
+            message.missing += 1
+            self._irecv(message.header, _LATE, message.part_received)
+        if isinstance(envelope.block, bytes):
+            message.block = _writable(envelope.block)
+        elif envelope.block is not None:
+            message.block = self._reader.read(envelope.block)
+        elif envelope.late:
+            message.block = self._staging.empty(envelope.block_size)
+            message.missing += 1
+            self._irecv(message.block, _LATE, message.part_received)
+        else:
+            message.block = message.posted
+        self._received.append(envelope.block_size if envelope.block is None else 0)
+
+
+def _done_with(buffer: Any) -> None:
+    pass
+
+
+def _mpi_buffer(buffer: bytes | bytearray | Tensor) -> list[Any]:
+    return raw(buffer) if isinstance(buffer, Tensor) else [buffer, MPI.BYTE]

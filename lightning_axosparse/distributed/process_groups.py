@@ -1,0 +1,159 @@
+"""Creates the process groups of a grid, and passes picklable objects over process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from lightning_axosparse.distributed.grid import Grid
+
+T = TypeVar("T")
+
+
+class ProcessGroups:
+    """The process groups of this rank; a group of one rank is None.
+
+    Creating it is collective over the job. ``torch.distributed`` has to be initialized where the
+    grid has more than one rank.
+
+    Args:
+        grid: the grid of ranks, with this rank.
+
+    Attributes:
+        world: all ranks.
+        inter: the stages of this pipeline.
+        data: this stage in all replicas.
+        same_batch: the ranks with this rank's data-parallel rank, which receive the same batches;
+            ``inter`` where replicas do not share batches.
+        across_batches: the ranks that have the same place as this one among the ranks of their
+            batch; ``data`` where replicas do not share batches.
+        batch_replicas: this stage in the replicas that share this rank's batches.
+        logged: the ranks of ``across_batches`` in a group of its own, for values that the user may
+            log on some ranks only: they are not mistaken for another collective.
+        loop_ends: all ranks in a group of its own, for the comparison at both ends of a loop, which
+            a rank in the wrong place must not mistake for another collective.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+        self.world = dist.group.WORLD if grid.world_size > 1 else None
+        self.inter = _group_of(grid, grid.pipelines, "stages of a pipeline")
+        self.data = _group_of(grid, grid.stage_ranks, "replicas of a stage")
+        self.same_batch, self.across_batches, self.batch_replicas = self.inter, self.data, None
+        if grid.replicas_per_batch > 1:
+            self.same_batch = _group_of(grid, grid.batch_ranks, "ranks that share a batch")
+            self.across_batches = _group_of(grid, grid.across_batch_ranks, "ranks across batches")
+            self.batch_replicas = _group_of(
+                grid, grid.batch_stage_ranks, "replicas that share a batch"
+            )
+        self.logged = _group_of(grid, grid.across_batch_ranks, "logged values")
+        self.loop_ends = _group_of(grid, [range(grid.world_size)], "the ends of loops")
+
+    def create_shared(self, sets: Iterable[frozenset[int]]) -> None:
+        """Create the groups for sets of stages that hold the same parameters; collective."""
+        for stages in sorted(set(sets), key=sorted):
+            if len(stages) > 1:
+                self._of_stages(stages)
+
+    def holding(self, stages: frozenset[int]) -> dist.ProcessGroup | None:
+        """The ranks of these stages in all replicas; this rank's stage is one of them."""
+        return self.data if len(stages) == 1 else self._of_stages(stages)
+
+    def _of_stages(self, stages: frozenset[int]) -> dist.ProcessGroup | None:
+        return _group_of(self.grid, [self.grid.ranks_holding(stages)], "shared parameters")
+
+    # With the loopback transport this rank runs stages that the grid does not have. Its groups are
+    # None then, and its value is that of every stage.
+
+    def broadcast_along_pipeline(self, value: T, stage: int) -> T:
+        """The ``value`` of ``stage`` on every stage of this pipeline."""
+        if self.inter is None:
+            return value
+        return broadcast(value, self.grid.pipeline(self.grid.replica)[stage], self.inter)
+
+    def broadcast_to_same_batch(self, value: T, stage: int) -> T:
+        """The ``value`` of ``stage`` of the first replica, on all ranks that share its batch."""
+        if self.same_batch is None:
+            return value
+        return broadcast(value, self.grid.batch_replicas(stage)[0], self.same_batch)
+
+    def all_gather_from_stage(self, value: T, stage: int) -> list[T]:
+        """The values of ``stage`` in the replicas that share a batch, on all their ranks."""
+        group = self.same_batch
+        if group is None:
+            return [value]
+        return [broadcast(value, rank, group) for rank in self.grid.batch_replicas(stage)]
+
+
+_created: WeakKeyDictionary[Any, dict[Any, dist.ProcessGroup]] = WeakKeyDictionary()
+"""By the world group of a job, the groups that were created in it, until it is destroyed.
+
+The next run of the same grid in this process uses them again: torch.distributed frees no group
+before its world, each has a communicator of its own, and an MPI has only so many of these.
+"""
+
+
+def _group_of(
+    grid: Grid, partition: Sequence[Sequence[int]], description: str
+) -> dist.ProcessGroup | None:
+    """Create a group for each part of a partition of ranks, and return the one with this rank.
+
+    Args:
+        grid: the grid of ranks, with this rank.
+        partition: disjoint sequences of ranks, the same on all ranks.
+        description: what the groups are for, in words.
+
+    Returns:
+        The group; None if this rank is in no part or alone in its part.
+    """
+    mine = None
+    for part in partition:
+        if len(part) > 1:
+            created = _created.setdefault(dist.group.WORLD, {})
+            key = description, tuple(part)
+            if key not in created:
+                created[key] = dist.new_group(list(part), group_desc=description)
+            mine = created[key] if grid.rank in part else mine
+    return mine
+
+
+def all_sum(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Sum a CPU tensor over the ranks of ``group``, in place; None is a group of this rank."""
+    if group is not None:
+        dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def all_gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """The picklable ``value`` of every rank of ``group``, in rank order, on every rank."""
+    if group is None:
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """As :func:`all_gather`, on the first rank of ``group``; an empty list on the others."""
+    if group is None:
+        return [value]
+    first = dist.get_rank(group) == 0
+    gathered: list[Any] | None = [None] * dist.get_world_size(group) if first else None
+    dist.gather_object(value, gathered, dst=dist.get_global_rank(group, 0), group=group)
+    return gathered or []
+
+
+def broadcast(value: T, source: int, group: dist.ProcessGroup) -> T:
+    """The picklable ``value`` of rank ``source`` of the job, on every rank of ``group``."""
+    values = [value]
+    dist.broadcast_object_list(values, src=source, group=group)
+    return values[0]
+
+
+def broadcast_from_first(value: T, group: dist.ProcessGroup | None) -> T:
+    """The picklable ``value`` of the first rank of ``group``, on all its ranks."""
+    return value if group is None else broadcast(value, dist.get_global_rank(group, 0), group)

@@ -1,0 +1,229 @@
+"""Publishes what a rank does and waits for, in memory that other processes can read."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import mmap
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from lightning_axosparse.distributed.grid import Grid
+
+_AWAITED_BYTES = 200  # of the description of what a rank waits for
+
+Pass = Literal["forward", "backward"]
+
+
+class RanksStuckError(RuntimeError):
+    """A rank waits for something that cannot happen, or has waited for longer than ``timeout``.
+
+    The message has the status of each rank, and names those that do not answer.
+    """
+
+
+class RankStatus(ctypes.Structure):
+    """What one rank does and waits for; updates are plain stores, so they cost next to nothing.
+
+    Attributes:
+        pid: the process ID.
+        token: a random number, by which readers recognize this memory.
+        loop: "training", "validation", "sanity check", "test" or "predict"; empty before the first.
+        epoch: index of the epoch.
+        batch: index of the batch of the last step.
+        in_step: whether that step is running.
+        microbatch: index of the micro-batch of the last pass in this batch; -1 before the first.
+        backward: whether that was a backward pass.
+        ended: whether this rank has ended the loop, or is between two batches and waits there for
+            all others.
+        stops: whether ``trainer.should_stop`` was set when it ended.
+        waits: whether the rank waits.
+        bulk: whether it waits for so much data that their transfer may take long.
+        awaited: what it waits for, in words.
+        progress: changes whenever a wait begins, ends, or sees something happen.
+        beat: changes as long as the process runs, whatever its main thread does.
+        alarm: whether this rank has stopped waiting and asks all others for their status.
+        reported: whether this rank has reported its status since.
+        finished: whether this rank has returned, or has reported the exception that ended it.
+    """
+
+    _fields_ = (
+        ("pid", ctypes.c_int64),
+        ("token", ctypes.c_int64),
+        ("rank", ctypes.c_int64),
+        ("stage", ctypes.c_int64),
+        ("replica", ctypes.c_int64),
+        ("data_rank", ctypes.c_int64),
+        ("epoch", ctypes.c_int64),
+        ("batch", ctypes.c_int64),
+        ("microbatch", ctypes.c_int64),
+        ("progress", ctypes.c_int64),
+        ("beat", ctypes.c_int64),
+        ("in_step", ctypes.c_bool),
+        ("backward", ctypes.c_bool),
+        ("ended", ctypes.c_bool),
+        ("stops", ctypes.c_bool),
+        ("waits", ctypes.c_bool),
+        ("bulk", ctypes.c_bool),
+        ("alarm", ctypes.c_bool),
+        ("reported", ctypes.c_bool),
+        ("finished", ctypes.c_bool),
+        ("loop", ctypes.c_char * 16),
+        ("host", ctypes.c_char * 64),
+        ("awaited", ctypes.c_char * _AWAITED_BYTES),
+    )
+
+    def begin_run(self) -> None:
+        """Record that a call of the Trainer begins."""
+        # Else the end of a loop in the last call would count as its end in this call.
+        self.loop, self.ended, self.stops = b"", False, False
+
+    @contextmanager
+    def step(self, loop: str, epoch: int, batch: int) -> Iterator[None]:
+        """Record that a step of a loop runs inside the context."""
+        self.loop, self.epoch, self.batch = loop.encode(), epoch, batch
+        self.microbatch, self.backward, self.ended = -1, False, False
+        self.in_step = True
+        yield
+        self.in_step = False
+
+    def end_loop(self, loop: str, epoch: int) -> int:
+        """Record that a loop has ended.
+
+        Returns:
+            The number of its batches.
+        """
+        if (self.loop, self.epoch) != (loop.encode(), epoch):
+            self.loop, self.epoch, self.batch = loop.encode(), epoch, -1
+        self.ended = True
+        return int(self.batch) + 1
+
+    def begin_pass(self, kind: Pass, microbatch: int) -> None:
+        """Record that a forward or backward pass begins."""
+        self.microbatch, self.backward = microbatch, kind == "backward"
+
+    def begin_wait(self, awaited: str, bulk: bool = False) -> None:
+        """Record that this rank waits for something, until :meth:`end_wait`."""
+        self.bulk = bulk
+        self.awaited = awaited.encode()[: _AWAITED_BYTES - 1]
+        self.progress += 1
+        self.waits = True
+
+    def end_wait(self) -> None:
+        """Record that the wait is over."""
+        self.waits = False
+        self.progress += 1
+
+    def place_in(self, grid: Grid) -> None:
+        """Record the place of this rank in the grid."""
+        self.rank, self.stage = grid.rank, grid.stage
+        self.replica, self.data_rank = grid.replica, grid.data_rank
+
+    @property
+    def who(self) -> str:
+        """Which rank it is, in words."""
+        place = f"rank {self.rank}"
+        if self.stage >= 0:
+            place += f" (stage {self.stage} of replica {self.replica})"
+        return f"{place} on host {self.host.decode()}"
+
+    @property
+    def where(self) -> str:
+        """Its loop, batch and pass, in words."""
+        loop = self.loop.decode()
+        if not loop:
+            return "before its first batch"
+        if self.ended:
+            stops = ", with trainer.should_stop set" if self.stops else ""
+            return f"{loop} of epoch {self.epoch} over after {self.batch + 1} batches{stops}"
+        batch = f"{loop} batch {self.batch} of epoch {self.epoch}"
+        if not self.in_step:
+            return f"after {batch}"
+        if self.microbatch < 0:
+            return f"in {batch}, before its first micro-batch"
+        kind = "backward" if self.backward else "forward"
+        return f"in {batch}, micro-batch {self.microbatch}, {kind} pass"
+
+    @property
+    def doing(self) -> str:
+        """What it does and what it waits for, in words."""
+        if not self.waits:
+            return self.where
+        return f"{self.where}; waits for {self.awaited.decode(errors='replace')}"
+
+    def __str__(self) -> str:
+        return f"{self.who}: {self.doing}"
+
+
+# One for the process, which is one rank; others read it in its memory, by its path.
+_status = RankStatus(rank=-1, stage=-1)
+_path = ""
+
+
+def this_rank() -> RankStatus:
+    """The status of this process."""
+    return _status
+
+
+def publish(rank: int, path: Path | None = None) -> str:
+    """Let other processes read the status of this process, which is ``rank`` of its job.
+
+    Args:
+        rank: of this process in the job.
+        path: a file to create for it; None for anonymous memory, which no crash leaves behind.
+
+    Returns:
+        The path for :func:`read_status` in other processes of this user and node; empty where the
+        system has no anonymous files. Only the first call of a process creates one.
+    """
+    global _status, _path
+    if _path or (path is None and sys.platform != "linux"):
+        return _path
+    file = os.memfd_create("axosparse") if path is None else os.open(path, os.O_RDWR | os.O_CREAT)
+    os.ftruncate(file, ctypes.sizeof(RankStatus))
+    published = RankStatus.from_buffer(mmap.mmap(file, ctypes.sizeof(RankStatus)))
+    ctypes.pointer(published)[0] = _status
+    published.host, published.rank = socket.gethostname().encode()[:63], rank
+    published.token, published.pid = secrets.randbits(62), os.getpid()
+    _status, _path = published, f"/proc/{os.getpid()}/fd/{file}" if path is None else str(path)
+    atexit.register(mark_finished)
+    return _path
+
+
+@contextmanager
+def blocked(awaited: str) -> Iterator[None]:
+    """Record that calls of MPI inside the context return only when other ranks take part.
+
+    Args:
+        awaited: what this rank waits for, in words.
+    """
+    this_rank().begin_wait(awaited, bulk=True)  # It may take long on many ranks.
+    try:
+        yield
+    finally:
+        this_rank().end_wait()
+
+
+def mark_finished() -> None:
+    """Record that this process ends as it should, or has reported the exception that ends it."""
+    _status.finished = True
+
+
+def read_status(path: str) -> RankStatus:
+    """The status of another process of this node; its attributes are always the current ones.
+
+    Raises:
+        OSError: if the path cannot be read.
+        ValueError: if there is no status.
+    """
+    file = os.open(path, os.O_RDWR)
+    try:
+        return RankStatus.from_buffer(mmap.mmap(file, 0))
+    finally:
+        os.close(file)

@@ -1,1 +1,0 @@
-"""Every line that imports mpi4py."""

@@ -1,0 +1,100 @@
+"""Computes batch fingerprints, by which stages check that they were given the same batch.
+
+Every stage loads the batch itself. Where samples are picked or transformed at random, differently
+on each rank, the layers of one stage would be trained with the labels of another. So each
+activation message carries the fingerprint, and the stage that receives it compares.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+_SAMPLED = 4096
+"""Evenly spread elements of a tensor that a fingerprint depends on."""
+
+
+class BatchFingerprint(NamedTuple):
+    """The fingerprint of a batch.
+
+    Attributes:
+        fingerprint: checksum of the whole batch, not of a micro-batch.
+        place: position of the batch in the run, in words.
+    """
+
+    fingerprint: int = 0
+    place: str = "the batch"
+
+    def validate(self, received: int, stage: int) -> None:
+        """Check that the previous stage computes the same batch.
+
+        Args:
+            received: the previous stage's fingerprint.
+            stage: index of this stage.
+
+        Raises:
+            MisconfigurationException: if it does not.
+        """
+        self.compare({stage - 1: received, stage: self.fingerprint}, "stage")
+
+    def compare(self, fingerprints: dict[int, int], who: str) -> None:
+        """Check that all fingerprints are the same.
+
+        Args:
+            fingerprints: by stage or replica.
+            who: "stage" or "replica".
+
+        Raises:
+            MisconfigurationException: if they are not.
+        """
+        if len(set(fingerprints.values())) == 1:
+            return
+        listed = ", ".join(f"{who} {n}: {value:08x}" for n, value in fingerprints.items())
+        raise MisconfigurationException(
+            f"In {self.place}, ranks that share a batch were given different ones (checksums: "
+            f"{listed}), so the layers of one would be trained with the labels of another. "
+            "Something that picks or transforms the samples is random in its own way on each rank: "
+            "give the sampler, the dataset or the transform a seed that does not depend on the "
+            "rank, and call `lightning.seed_everything(seed, workers=True)` if loader workers draw "
+            "at random."
+        )
+
+
+def fingerprint(batch: object) -> int:
+    """CRC-32 of values, types and shapes in a batch, in order; 0 if there are none.
+
+    Of large tensors and arrays some thousand evenly spread elements count, which takes tens of
+    microseconds a tensor.
+
+    Args:
+        batch: any collection of tensors, arrays, numbers and strings.
+    """
+    crc = 0
+
+    def add(leaf: object) -> object:
+        nonlocal crc
+        for data in _bytes(leaf):
+            crc = zlib.crc32(data, crc)
+        return leaf
+
+    apply_to_collection(batch, (Tensor, np.ndarray, int, float, complex, str, bytes), add)
+    return crc
+
+
+def _bytes(leaf: Any) -> Iterator[bytes]:
+    if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_meta:
+        yield f"{leaf.dtype}{tuple(leaf.shape)}".encode()
+        spread = leaf.detach().reshape(-1)[:: max(1, leaf.numel() // _SAMPLED)]
+        yield spread.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    elif isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+        yield f"{leaf.dtype}{leaf.shape}".encode()
+        yield leaf.reshape(-1)[:: max(1, leaf.size // _SAMPLED)].tobytes()
+    elif not isinstance(leaf, (Tensor, np.ndarray)):
+        yield repr(leaf).encode()

@@ -1,0 +1,228 @@
+"""Checkpoints activations: saves the inputs of a segment of layers and computes the rest again.
+
+``torch.utils.checkpoint`` takes one function, but the layers of a pipeline are called one by one by
+the user's code, which may do anything in between. So a segment grows with each call. An input that
+is an output of the layer before is not kept, as the second pass computes it again: a segment of k
+layers keeps its first input, and other inputs such as a mask.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from math import isqrt
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_axosparse.support.torch_internals import (
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    version_of,
+)
+
+_SAME_BOTH_TIMES = (
+    "A layer that is recomputed has to do the same both times: it may not fill a cache "
+    "(transformers: use_cache=False), nor draw random numbers other than by torch's generators. "
+    "Change that, or leave recompute out."
+)
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointing:
+    """Which layers form a segment.
+
+    With segments of the square root of a stage's layers, rounded up, as many inputs are kept as
+    layers are recomputed at a time (Chen et al., 2016, arXiv 1604.06174), as in AxoNN.
+
+    Args:
+        every: layers a segment, at least one, or "sqrt".
+        device: device of the layers.
+    """
+
+    every: int | Literal["sqrt"]
+    device: torch.device
+
+    def begins_segment(self, position: int, layers: int) -> bool:
+        """Whether the layer at a position of a stage of so many layers is a segment's first."""
+        length = isqrt(layers - 1) + 1 if self.every == "sqrt" else self.every
+        return position % length == 0
+
+
+@dataclass(frozen=True)
+class _Earlier:
+    """Replaces an output of the layer before, by its index among the leaves."""
+
+    leaf: int
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """An input, and its version when the layer was called."""
+
+    tensor: Tensor
+    version: int
+
+    def again(self, name: str) -> Tensor:
+        """The input as a leaf of a new graph."""
+        if version_of(self.tensor) != self.version:
+            raise RuntimeError(
+                f"An input of layer {name!r}, of shape {tuple(self.tensor.shape)}, was changed in "
+                "place after the layer was called, so the layer cannot be recomputed. Change a "
+                "copy, or leave recompute out."
+            )
+        return self.tensor.detach().requires_grad_(self.tensor.requires_grad)
+
+
+class _GlobalState:
+    """The global state that a layer depends on: random generators, autocast, default dtype.
+
+    Args:
+        device: device of the layers.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._generator = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._device = device
+        self._dtype = torch.get_default_dtype()
+        self._autocasts = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in sorted({"cpu", device.type})
+        ]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore the state inside the context."""
+        torch.set_rng_state(self._generator)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+        dtype = torch.get_default_dtype()
+        torch.set_default_dtype(self._dtype)
+        try:
+            with ExitStack() as stack:
+                for kind, lower, enabled in self._autocasts:
+                    stack.enter_context(torch.autocast(kind, lower, enabled))
+                yield
+        finally:
+            torch.set_default_dtype(dtype)
+
+
+@dataclass(frozen=True)
+class _Call:
+    name: str
+    compute: Callable[..., Any]
+    inputs: Any
+    state: _GlobalState
+    buffers: list[Tensor]
+
+    def again(self, earlier: list[Any]) -> Any:
+        def restore(leaf: Any) -> Any:
+            if isinstance(leaf, _Earlier):
+                return earlier[leaf.leaf]
+            return leaf.again(self.name) if isinstance(leaf, _Kept) else leaf
+
+        args, kwargs = tree_map(restore, self.inputs)
+        try:
+            with self.state.restored():
+                return self.compute(*args, **kwargs)
+        except Exception as error:
+            raise RuntimeError(
+                f"Layer {self.name!r} was computed once, but recomputing it for backward raised "
+                f"{type(error).__name__}: {error}. {_SAME_BOTH_TIMES}"
+            ) from error
+
+
+class Segment:
+    """Consecutive layers of one micro-batch that are computed a second time in backward.
+
+    The second pass draws the same random numbers from torch's generators, and does not change the
+    generators nor buffers such as running means.
+
+    Args:
+        device: device of the layers.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._calls: list[_Call] = []
+        self._outputs: list[tuple[weakref.ref[Tensor], int] | None] = []
+        self._shapes: list[torch.Size] = []
+        self._recomputed: dict[int, Tensor] = {}
+
+    def run(
+        self,
+        name: str,
+        layer: nn.Module,
+        compute: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Compute the next layer of the segment without keeping what autograd saves.
+
+        Args:
+            name: the layer's name, for messages.
+            layer: the layer.
+            compute: its forward pass.
+            args: what it is called with.
+            kwargs: what it is called with by name.
+        """
+        inputs = tree_map_only(Tensor, self._keep, (args, dict(kwargs)))
+        state = _GlobalState(self._device)
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            output = compute(*args, **kwargs)
+        self._calls.append(_Call(name, compute, inputs, state, list(layer.buffers())))
+        self._outputs = [
+            (weakref.ref(leaf), version_of(leaf)) if isinstance(leaf, Tensor) else None
+            for leaf in tree_leaves(output)
+        ]
+        return output
+
+    def _keep(self, tensor: Tensor) -> _Earlier | _Kept:
+        for index, output in enumerate(self._outputs):
+            # The second pass could not compute a tensor that was changed in place since.
+            if output is not None and output[0]() is tensor and output[1] == version_of(tensor):
+                return _Earlier(index)
+        return _Kept(tensor, version_of(tensor))
+
+    def _pack(self, tensor: Tensor) -> int:
+        self._shapes.append(tensor.shape)
+        return len(self._shapes) - 1
+
+    def _unpack(self, index: int) -> Tensor:
+        if index not in self._recomputed:
+            self._recompute()
+        return self._recomputed.pop(index)
+
+    def _recompute(self) -> None:
+        saved: list[Tensor] = []
+
+        def pack(tensor: Tensor) -> int:
+            saved.append(tensor.detach())
+            return len(saved) - 1
+
+        buffers = [buffer.data for call in self._calls for buffer in call.buffers]
+        values = [buffer.clone() for buffer in buffers]
+        devices = [self._device] if self._device.type == "cuda" else []
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, saved.__getitem__)
+        with torch.random.fork_rng(devices), torch.enable_grad(), hooks:
+            outputs: list[Any] = []
+            for call in self._calls:
+                outputs = tree_leaves(call.again(outputs))
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.copy_(value)
+        self._check([tensor.shape for tensor in saved])
+        self._recomputed = dict(enumerate(saved))
+
+    def _check(self, shapes: list[torch.Size]) -> None:
+        if shapes == self._shapes:
+            return
+        names = [call.name for call in self._calls]
+        raise RuntimeError(
+            f"Layers {names} saved {len(self._shapes)} tensors for backward and, recomputed, "
+            f"{len(shapes)}, or of other shapes. {_SAME_BOTH_TIMES}"
+        )

@@ -1,0 +1,282 @@
+"""Runs one stage's forward and backward passes over the micro-batches of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_axosparse.pipeline.batch_fingerprint import BatchFingerprint
+from lightning_axosparse.pipeline.in_flight import InFlightLimit
+from lightning_axosparse.pipeline.loss_weights import LossWeights
+from lightning_axosparse.pipeline.message import Gradients, tensors
+from lightning_axosparse.pipeline.microbatch import MicroBatch
+from lightning_axosparse.pipeline.outputs import Scalar
+from lightning_axosparse.pipeline.reductions import Reductions, ReductionTracker
+from lightning_axosparse.pipeline.rng import PipelineRNG
+from lightning_axosparse.pipeline.side_outputs import Activation
+from lightning_axosparse.pipeline.stage_forward import PipelinedLayers, StageEdge, Visit
+from lightning_axosparse.pipeline.weighting import Weighting
+
+
+class StepLog(Protocol):
+    """Records what a step logs: ``strategy.lightning.logging.MicrobatchLog``."""
+
+    def microbatch(self, size: int, weight: float | None = None, /) -> AbstractContextManager[None]:
+        """Record inside the context what is logged for a micro-batch.
+
+        Args:
+            size: its samples.
+            weight: its weight in the batch, if the user has given one.
+        """
+
+
+class LossBackward(Protocol):
+    """Differentiates the losses of a batch: ``strategy.train_step.BatchGradients``."""
+
+    def differentiate(self, loss: Tensor) -> None:
+        """Differentiate the weighted loss of a micro-batch."""
+
+    def begin_last(self, factor: float) -> None:
+        """Prepare for the last backward pass of this process, which makes gradients final.
+
+        Args:
+            factor: what the gradients of the whole batch are still to be multiplied by.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One batch and the step that is run on it; what all stages of this process share.
+
+    Attributes:
+        step: the user's step, called as ``step(part, *args, **kwargs)``.
+        args: its arguments besides the part of the batch.
+        kwargs: its keyword arguments.
+        precision: makes the context in which the step runs.
+        microbatches: the micro-batches that this replica computes.
+        fingerprint: of the whole batch; every message carries it.
+        log: records what the step logs.
+        weights_given: whether the user has given the weights of the micro-batches.
+    """
+
+    step: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    precision: Callable[[], AbstractContextManager[Any]] = nullcontext
+    microbatches: Sequence[MicroBatch]
+    fingerprint: BatchFingerprint
+    log: StepLog
+    weights_given: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingBatch(Batch):
+    """A batch to train on.
+
+    Attributes:
+        weights: the weights of the micro-batches' losses, on the last stage.
+        backward: differentiates the losses.
+        received: what the last stage receives for each micro-batch is appended; None to keep none.
+    """
+
+    weights: LossWeights
+    backward: LossBackward
+    received: list[Any] | None = None
+
+
+class StageStep:
+    """The forward passes of one stage through one batch.
+
+    Args:
+        stage: index of the stage.
+        batch: the batch and the user's step.
+        layers: the pipelined layers.
+        rng: random numbers of the pipeline.
+        tracker: follows the reductions in the step of the last stage, if there are several
+            micro-batches.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        batch: Batch,
+        layers: PipelinedLayers,
+        rng: PipelineRNG,
+        tracker: ReductionTracker,
+    ) -> None:
+        self.outputs: list[Any] = []
+        """What the step returned for each micro-batch, on the last stage."""
+        self._stage, self._batch, self._layers = stage, batch, layers
+        self._rng, self._tracker = rng, tracker
+        self._is_last = stage == len(layers.parts) - 1
+        is_whole_batch = len(batch.microbatches) == 1 and batch.microbatches[0].weight == 1
+        self._tracks = self._is_last and not is_whole_batch
+        self._visits: dict[int, Visit] = {}
+
+    def forward(self, microbatch: int, received: Activation | None) -> Any:
+        """Run the user's step on a micro-batch, up to the stage's last layer.
+
+        Args:
+            microbatch: its index.
+            received: what the previous stage sent; None on the first stage.
+
+        Returns:
+            The activation to send; on the last stage, what the step returned.
+
+        Raises:
+            MisconfigurationException: if the previous stage computes another batch, or the step
+                does not call every layer.
+        """
+        batch, part = self._batch, self._batch.microbatches[microbatch]
+        if received is not None:
+            batch.fingerprint.validate(received.fingerprint, self._stage)
+        visit = Visit(
+            self._stage, part.number, received or Activation(None), self._rng, self._tracker
+        )
+        self._visits[microbatch] = visit
+        tracked = self._tracker.microbatch(part.size, part.batch) if self._tracks else nullcontext()
+        log = batch.log.microbatch(part.size, part.weight if batch.weights_given else None)
+        self._rng.seed_outside_layers(part.number)
+        with self._measured(received):
+            try:
+                with self._layers.visit(visit), tracked, log, batch.precision():
+                    output = batch.step(part.batch, *batch.args, **batch.kwargs)
+            except StageEdge as edge:
+                output = edge.activation._replace(fingerprint=batch.fingerprint.fingerprint)
+            else:
+                self._layers.validate_end(visit)
+                self._take_output(output, received)
+        return output
+
+    def _measured(self, received: Activation | None) -> AbstractContextManager[None]:
+        """Measure in this context what the pass leaves in memory, where that is asked for."""
+        return nullcontext()
+
+    def _take_output(self, output: Any, received: Activation | None) -> None:
+        """Keep what the last stage's step returned for a micro-batch."""
+        self.outputs.append(apply_to_collection(output, Tensor, self._detached))
+
+    def _detached(self, tensor: Tensor) -> Any:
+        """A tensor of the step's output; scalars with how they count in the batch's."""
+        if tensor.dim():
+            return tensor.detach()
+        return Scalar(tensor.detach(), Weighting.of(self._tracker.of(tensor)))
+
+
+class TrainingStageStep(StageStep):
+    """The forward and backward passes of one stage through one batch.
+
+    Args:
+        stage: as for :class:`StageStep`.
+        batch: the batch and the user's step.
+        layers: as for :class:`StageStep`.
+        rng: as for :class:`StageStep`.
+        tracker: as for :class:`StageStep`.
+        limit: the in-flight limit, which follows the memory that passes take.
+        is_first_here: whether this is the first stage of this process, whose last backward pass
+            makes the gradients of the process final.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        batch: TrainingBatch,
+        layers: PipelinedLayers,
+        rng: PipelineRNG,
+        tracker: ReductionTracker,
+        limit: InFlightLimit,
+        is_first_here: bool,
+    ) -> None:
+        super().__init__(stage, batch, layers, rng, tracker)
+        self.losses: list[Reductions] = []
+        """What the loss of each micro-batch came from, on the last stage."""
+        self._weights, self._backward = batch.weights, batch.backward
+        self._received = batch.received
+        self._limit, self._is_first_here = limit, is_first_here
+
+    def backward(self, microbatch: int, output: Any, gradients: Gradients | None) -> float:
+        """Differentiate a micro-batch's loss, or what this stage sent of it.
+
+        Args:
+            microbatch: its index.
+            output: what :meth:`forward` returned for it.
+            gradients: what the next stage sent back; None on the last stage.
+
+        Returns:
+            What the gradients of the whole batch are still to be multiplied by, with the last
+            micro-batch.
+        """
+        is_last_pass = microbatch == len(self._batch.microbatches) - 1
+        factor = 1.0 if gradients is None else gradients.factor
+        if is_last_pass and self._is_last:
+            factor = self._weights.factor()
+        if is_last_pass and self._is_first_here:
+            self._backward.begin_last(factor)
+        if gradients is not None:
+            _differentiate(output, gradients)
+        # The loss of a micro-batch that counts for nothing, such as one of padding, may be NaN.
+        elif weight := self._weights.weight(microbatch):
+            self._backward.differentiate(loss_of(output) * weight)
+        self._visits.pop(microbatch).validate_unused(self._layers.names)
+        return factor
+
+    def _measured(self, received: Activation | None) -> AbstractContextManager[None]:
+        return self._limit.measured(self._stage, received)
+
+    def _take_output(self, output: Any, received: Activation | None) -> None:
+        super()._take_output(output, received)
+        self.losses.append(self._tracker.of(loss_of(output)))
+        weighting = self._weights.add(self.losses[-1])
+        self.outputs[-1] = _with_weighting(self.outputs[-1], weighting)
+        self._tracker.forget()
+        if self._received is not None:
+            self._received.append(received)
+
+
+def _differentiate(output: Any, gradients: Gradients) -> None:
+    """Propagate the gradients of what a stage sent through the stage."""
+    pairs = [
+        (tensor, gradient)
+        for tensor, gradient in zip(tensors(output), gradients.tensors, strict=True)
+        if tensor is not None and gradient is not None and tensor.requires_grad
+    ]
+    if pairs:
+        outputs, incoming = zip(*pairs, strict=True)
+        torch.autograd.backward(outputs, incoming)
+
+
+def _with_weighting(output: Any, weighting: Weighting) -> Any:
+    """What a training step returned, with its loss weighted as the gradients are.
+
+    A loss may also have the shape ``(1,)``.
+    """
+    if isinstance(output, Scalar):
+        return output._replace(weighting=weighting)
+    if isinstance(output, Tensor):
+        return Scalar(output, weighting)
+    if isinstance(output, dict):
+        output["loss"] = _with_weighting(output["loss"], weighting)
+    return output
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in what a training step returned.
+
+    Raises:
+        MisconfigurationException: if there is none.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise MisconfigurationException(
+            "In a pipeline `training_step` has to return a loss tensor, or a dict with the key "
+            f"'loss', for every batch; it returned {type(output).__name__}. To skip a batch, "
+            "return a loss multiplied by zero."
+        )
+    return loss

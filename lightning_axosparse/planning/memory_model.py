@@ -1,0 +1,57 @@
+"""Predicts the bytes of model state and of the all-reduce, by how weights are stored.
+
+With the fraction f of the weights kept and an index of i bytes per kept weight, a weight takes
+
+| policy | float32 | bf16-mixed, 16-mixed | bf16-true |
+| --- | --: | --: | --: |
+| dense, Adam | 16 | 16 | 8 |
+| sparse | (16 + i) f | (16 + i) f | (16 + i) f |
+| samo | (16 + i) f + 4 | (16 + i) f + 2 | (16 + i) f + 2 |
+
+where 16 is a float32 master value, its gradient and the two moments of Adam. SAMO's own figure is
+24 f + 2 against 20 (Singh & Bhatele, IPDPS 2023): i = 4, a 16-bit gradient beside the float32 one
+(2 f), and a 16-bit copy of the kept values while weights are made dense (2 f); here are neither.
+
+Temporary memory is not counted: the dense matrix of one operator, 16-bit copies of weights under
+autocast, buffers of messages and of the all-reduce.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_BLOCK_ENTRIES = 4096
+"""Entries of a block, for each of which the index format "gaps" stores 12 bytes."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Bytes of one weight's state: the weight, its gradient, optimizer state and index.
+
+    Attributes:
+        per_weight: bytes per weight, pruned or not.
+        per_kept: further bytes per kept weight.
+        gradient: bytes of a kept weight's gradient in the data-parallel all-reduce.
+        fixed: bytes per device, independent of the number of weights.
+    """
+
+    per_weight: float
+    per_kept: float
+    gradient: float
+    fixed: float = 0.0
+
+    def state_bytes(self, weights: float, pruning_ratio: float) -> float:
+        """Return the bytes of state of ``weights`` weights, ``pruning_ratio`` of them pruned."""
+        return weights * (self.per_weight + (1 - pruning_ratio) * self.per_kept) + self.fixed
+
+    def reduced_bytes(self, weights: float, pruning_ratio: float) -> float:
+        """Return the bytes that the data-parallel all-reduce sends for ``weights`` weights."""
+        return weights * (1 - pruning_ratio) * self.gradient
+
+
+DENSE = Storage(per_weight=0, per_kept=16, gradient=4)
+"""Float32 weights with their gradients and the two moments of Adam."""
+
+SPARSE = Storage(per_weight=12 / _BLOCK_ENTRIES, per_kept=16 + 1, gradient=4)
+"""Policy "sparse" in the index format "gaps": one byte of index per kept weight. Gaps of 256 and
+more take 12 bytes, which matters where more than 98 % are pruned."""

@@ -1,0 +1,84 @@
+"""Tests whether an optimizer updates a matrix as the vector of its entries."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+_TRIAL_SHAPE = (4, 6)
+_TRIAL_STEPS = 3
+_TRIAL_LR = 1e-2
+
+
+def validate_elementwise_optimizers(optimizer: Optimizer) -> None:
+    """Check that an optimizer updates a matrix as it updates the vector of its entries.
+
+    A pruned matrix is stored as the vector of its kept entries, so the optimizer must not use rows
+    and columns. A copy of the optimizer, with its class and settings, takes a few steps on a small
+    random matrix and on the same numbers as a vector; the optimizer itself does not change.
+
+    Raises:
+        MisconfigurationException: if the results differ or a step fails, as for Adafactor, Muon,
+            Shampoo, LBFGS and SparseAdam.
+    """
+    for group in optimizer.param_groups:
+        matrix = next((p for p in group["params"] if p.dim() >= 2 and not p.is_meta), None)
+        if matrix is None:
+            continue
+        try:
+            as_matrix, as_vector = (
+                _trial(optimizer, group, matrix, shape) for shape in (_TRIAL_SHAPE, (-1,))
+            )
+        except Exception as error:
+            raise _not_elementwise(optimizer, f"a trial step failed: {error}") from error
+        if not torch.allclose(as_matrix, as_vector):
+            raise _not_elementwise(
+                optimizer, "it updates a matrix otherwise than the vector of its entries"
+            )
+
+
+def _trial(
+    optimizer: Optimizer, group: dict[str, Any], like: nn.Parameter, shape: tuple[int, ...]
+) -> Tensor:
+    """Return the entries of a small random matrix, shaped as ``shape``, after a few steps."""
+    with torch.random.fork_rng([like.device] if like.is_cuda else []):
+        torch.manual_seed(0)
+        numbers = torch.randn(1 + _TRIAL_STEPS, *_TRIAL_SHAPE).to(like.device, like.dtype)
+        parameter = nn.Parameter(numbers[0].reshape(shape).clone())
+        trial = trial_copy(optimizer, group, [parameter])
+        for gradient in numbers[1:]:
+            parameter.grad = gradient.reshape(shape).clone()
+            type(trial).step(trial)
+    return parameter.detach().reshape(-1)
+
+
+def trial_copy(
+    optimizer: Optimizer, group: Mapping[str, Any], parameters: Sequence[nn.Parameter]
+) -> Optimizer:
+    """Copy an optimizer, with the settings of ``group`` and no hooks, for other parameters.
+
+    The learning rate is set, because a warm-up schedule may start at zero.
+    """
+    settings = {**group, "params": list(parameters)}
+    if settings.get("lr") is not None:
+        settings["lr"] = settings["lr"] * 0 + _TRIAL_LR
+    without_hooks = vars(SGD(parameters, lr=0.0))
+    copy = type(optimizer).__new__(type(optimizer))
+    vars(copy).update({**vars(optimizer), **without_hooks, "defaults": optimizer.defaults})
+    copy.param_groups = [settings]
+    copy.state = defaultdict(dict)
+    return copy
+
+
+def _not_elementwise(optimizer: Optimizer, reason: str) -> MisconfigurationException:
+    return MisconfigurationException(
+        f"{type(optimizer).__name__} cannot train sparse weights: {reason}. A pruned weight is "
+        "stored as the vector of its kept entries, so the optimizer must be elementwise: use "
+        "AdamW, Adam, SGD, RMSprop, NAdam, Adagrad or the like."
+    )

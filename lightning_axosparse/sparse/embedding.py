@@ -1,0 +1,118 @@
+"""Looks up rows of a sparse embedding on CPU while one tile of it is dense at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_axosparse.sparse.layout import Layout, Tile, row_length
+from lightning_axosparse.sparse.scratch import scratch
+from lightning_axosparse.sparse.weight import SparseWeight
+from lightning_axosparse.support.torch_internals import backward_transformed
+
+
+def embedding(
+    input: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """Compute ``torch.nn.functional.embedding`` with a read weight, as stored.
+
+    Returns:
+        The rows; NotImplemented on other devices than the CPU, for renormalisation, gradients
+        scaled by frequency or sparse gradients, and indices out of range: torch's own function
+        runs then.
+    """
+    stored = isinstance(weight, SparseWeight) and weight.is_cpu and weight.has_whole_rows()
+    if (
+        not stored
+        or type(input) is not Tensor
+        or max_norm is not None
+        or scale_grad_by_freq
+        or sparse
+    ):
+        return NotImplemented
+    rows = len(weight)
+    if input.numel() and not 0 <= int(input.min()) <= int(input.max()) < rows:
+        return NotImplemented
+    padding = None if padding_idx is None else padding_idx % rows
+    return _Lookup.apply(input, weight, padding)  # type: ignore[no-untyped-call]
+
+
+class _Lookup(torch.autograd.Function):
+    """The rows ``indices`` of a read weight."""
+
+    @staticmethod
+    def forward(indices: Tensor, weight: SparseWeight, padding: int | None) -> Tensor:
+        if weight.dense_copy is not None:
+            return weight.operand()[indices]
+        rows = take_rows(indices.reshape(-1), weight.kept_values(), weight.entries)
+        return rows.view(*indices.shape, rows.shape[1])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        indices, weight, ctx.padding = inputs
+        ctx.layout, ctx.rows = weight.entries, len(weight)
+        ctx.save_for_backward(indices)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
+        (indices,) = ctx.saved_tensors
+        if backward_transformed(gradient):
+            padding = -1 if ctx.padding is None else ctx.padding
+            dense = torch.ops.aten.embedding_dense_backward
+            return None, dense(gradient, indices, ctx.rows, padding, False), None
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        values = add_rows(indices.reshape(-1), rows, ctx.layout, ctx.padding)
+        geometry = torch.empty(ctx.rows, rows.shape[1], dtype=rows.dtype, device="meta")
+        return None, SparseWeight(values, ctx.layout, geometry), None
+
+
+def take_rows(indices: Tensor, values: Tensor, layout: Layout) -> Tensor:
+    """Return the dense rows ``indices`` (shape ``(n,)``) of a weight: shape ``(n, columns)``."""
+    result = values.new_empty(len(indices), row_length(layout.shape))
+    for tile, found in _tiles_with(indices, layout):
+        rows = _scratch_rows(layout, tile, values)
+        layout.densify_tile(tile, values[tile.entries], rows.view(-1))
+        result[found] = rows[indices[found] - tile.rows.start]
+    return result
+
+
+def add_rows(indices: Tensor, rows: Tensor, layout: Layout, padding: int | None = None) -> Tensor:
+    """Add ``rows`` to the rows ``indices`` of a zero matrix and return its kept entries.
+
+    Args:
+        indices: shape ``(n,)``.
+        rows: shape ``(n, columns)``.
+        layout: the kept entries.
+        padding: an index whose rows are not added.
+    """
+    values = rows.new_zeros(layout.nnz)
+    if padding is not None:
+        rows, indices = rows[indices != padding], indices[indices != padding]
+    for tile, found in _tiles_with(indices, layout):
+        sums = _scratch_rows(layout, tile, rows).zero_()
+        sums.index_add_(0, indices[found] - tile.rows.start, rows[found])
+        layout.compress_tile(tile, sums.view(-1), values[tile.entries])
+    return values
+
+
+def _tiles_with(indices: Tensor, layout: Layout) -> Iterator[tuple[Tile, Tensor]]:
+    """Yield each tile that has some of the rows ``indices``, and the places of those in them."""
+    for tile in layout.tiles:
+        inside = (indices >= tile.rows.start) & (indices < tile.rows.stop)
+        found = inside.nonzero().squeeze(1)
+        if len(found):
+            yield tile, found
+
+
+def _scratch_rows(layout: Layout, tile: Tile, like: Tensor) -> Tensor:
+    rows = scratch.take("tile", tile.numel, like.dtype, like.device)
+    return rows.view(-1, row_length(layout.shape))

@@ -1,0 +1,417 @@
+"""Multiplies a matrix by a sparse weight, and computes both gradients.
+
+Three paths compute ``inputs @ weight.t() + bias`` or ``inputs @ weight + bias``:
+
+===========  ================================================  ==================================
+path         when it runs                                      how
+===========  ================================================  ==================================
+layer        in the forward of ``nn.Linear`` and               one autograd node on the kept
+             ``transformers``' ``Conv1D`` whose weight alone   values; no weight is read
+             is stored sparse, if the operands are eligible
+read weight  in ``F.linear``, ``mm``, ``matmul`` and           one autograd node on the weight
+             ``addmm`` with a large weight that was read
+             while gradients are recorded
+             (``torch_functions``), if the operands are
+             eligible
+dense        otherwise                                         torch's own operator on a dense
+                                                               copy of the weight
+===========  ================================================  ==================================
+
+Operands are eligible if they are plain tensors of fitting shapes and of one dtype, after autocast,
+and no transform or compiler has to see the operators inside (``_eligible``). The first path exists
+because reading ``layer.weight`` and looking up the function takes a handful of Python calls,
+forward and backward: longer than a small layer's product, and longer than a GPU takes.
+
+The first two paths multiply by the resident dense copy if there is one. Otherwise one panel of the
+weight's rows is made dense in scratch memory just before its product, and one panel of the gradient
+is compressed to its kept entries just after. A panel takes no more memory than the activations that
+it is multiplied with, or one tile. Products with narrow panels are slower, so a weight that is
+small beside its activations is one panel; a large weight and its gradient never exist whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_axosparse.sparse.kernels import reference
+from lightning_axosparse.sparse.layout import Layout, Tile, row_length
+from lightning_axosparse.sparse.materialize import DenseCopy, DenseForm, autocast_dtype
+from lightning_axosparse.sparse.scratch import scratch
+from lightning_axosparse.sparse.weight import SparseWeight, check_unchanged, sparse_weight
+from lightning_axosparse.support.torch_internals import (
+    backward_transformed,
+    batched,
+    transformed,
+    version_of,
+)
+
+PANEL_ENTRIES = 2**24
+"""The most entries of a panel of several tiles: wider panels make no product faster."""
+
+_ROWS_ARE_OUTPUTS = {
+    ("torch.nn.modules.linear", "Linear.forward"): True,
+    ("transformers.pytorch_utils", "Conv1D.forward"): False,
+}
+"""The layer forwards of the first path, by module and name: whether rows give the outputs."""
+
+
+class _Operands(NamedTuple):
+    """Inputs and bias in the dtype that the product runs in."""
+
+    inputs: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype
+
+
+def _eligible(
+    inputs: Any,
+    bias: Any,
+    weight: Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    by_rows: bool,
+) -> _Operands | None:
+    """Return the operands of one product, cast as autocast casts them; None: use the dense path.
+
+    Args:
+        inputs: what the weight is multiplied with.
+        bias: what is added, or None.
+        weight: the weight, or its kept values.
+        shape: rows and columns of the weight.
+        dtype: dtype of the weight.
+        by_rows: whether its rows, or its columns, give the outputs.
+    """
+    if transformed() or torch.compiler.is_compiling():
+        return None
+    if any(type(t) not in (Tensor, nn.Parameter) for t in (inputs, bias) if t is not None):
+        return None
+    if weight.is_meta or batched(inputs) or 0 in shape:
+        return None
+    features, width = shape if by_rows else reversed(shape)
+    if inputs.dim() == 0 or inputs.shape[-1] != width:
+        return None
+    if bias is not None and bias.shape != (features,):
+        return None
+    autocast = autocast_dtype(inputs.device)
+    if autocast is not None:
+        dtype = dtype if dtype == torch.float64 else autocast
+        inputs = _autocast(inputs, autocast)
+        bias = None if bias is None else _autocast(bias, autocast)
+    if any(t.dtype != dtype or t.device != weight.device for t in (inputs, bias) if t is not None):
+        return None
+    return _Operands(inputs, bias, dtype)
+
+
+def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    follows = tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.to(dtype) if follows else tensor
+
+
+def layer_forward(
+    dense_class: type[nn.Module], names: tuple[str, ...]
+) -> Callable[..., Tensor] | None:
+    """Return the forward of the first path for layers of this class; None if it has none.
+
+    Args:
+        dense_class: the layer's class while it is dense.
+        names: its parameters that are stored sparse.
+    """
+    dense_forward: Callable[..., Tensor] = dense_class.forward
+    by_rows = _ROWS_ARE_OUTPUTS.get((dense_forward.__module__, dense_forward.__qualname__))
+    if by_rows is None or names != ("weight",):
+        return None
+
+    def forward(layer: Any, inputs: Tensor) -> Tensor:
+        # A caller may keep the bound method for longer than the weight is stored sparse.
+        layout = vars(layer).get("_layouts", {}).get("weight")
+        values = layer._parameters["weight"]
+        if layout is None or type(values) not in (Tensor, nn.Parameter):
+            return dense_forward(layer, inputs)
+        if values.shape != (layout.nnz,):  # a dense tensor of torch.func.functional_call
+            return dense_forward(layer, inputs)
+        form = layer._forms["weight"].for_values(values, layer.training)
+        operands = _eligible(inputs, layer.bias, values, layout.shape, form.dtype, by_rows)
+        if operands is None:
+            return dense_forward(layer, inputs)
+        inputs, bias, _ = operands
+        product: Tensor = _LayerProduct.apply(inputs, values, bias, layout, form, by_rows)  # type: ignore[no-untyped-call]
+        return product
+
+    return forward
+
+
+def linear(input: Any, weight: Any, bias: Any = None) -> Any:
+    """Compute ``torch.nn.functional.linear`` with a read weight, as stored or transposed.
+
+    Returns:
+        The product; NotImplemented if it must run on a dense copy of the weight.
+    """
+    if not isinstance(weight, SparseWeight) or weight.dim() != 2:
+        return NotImplemented
+    by_rows = weight.has_whole_rows()
+    stored: Any = weight if by_rows else weight.t()
+    if not stored.has_whole_rows():
+        return NotImplemented
+    operands = _eligible(input, bias, stored, stored.shape, stored.dtype, by_rows)
+    if operands is None:
+        return NotImplemented
+    inputs, bias, dtype = operands
+    return _WeightProduct.apply(inputs, stored.to(dtype), bias, by_rows)  # type: ignore[no-untyped-call]
+
+
+def mm(input: Any, mat2: Any, **options: Any) -> Any:
+    """Compute ``torch.mm`` or ``torch.matmul`` as :func:`linear` does."""
+    sparse = isinstance(mat2, SparseWeight) and mat2.dim() == 2 and not options
+    return linear(input, mat2.t()) if sparse else NotImplemented
+
+
+def matmul(input: Any, other: Any, **options: Any) -> Any:
+    """Compute :func:`mm` with the argument names of ``torch.matmul``."""
+    return mm(input, other, **options)
+
+
+def addmm(input: Any, mat1: Any, mat2: Any, **options: Any) -> Any:
+    """Compute ``torch.addmm`` as :func:`linear` does."""
+    sparse = isinstance(mat2, SparseWeight) and mat2.dim() == 2 and not options
+    return linear(mat1, mat2.t(), input) if sparse else NotImplemented
+
+
+class _LayerProduct(torch.autograd.Function):
+    """The product as a function of the inputs, the kept values and the bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: Tensor,
+        values: Tensor,
+        bias: Tensor | None,
+        layout: Layout,
+        form: DenseForm,
+        by_rows: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(inputs)
+        # Not saved as activations are, which may be offloaded: the parameter stays anyway.
+        ctx.values, ctx.version = values, version_of(values)
+        ctx.layout, ctx.form, ctx.by_rows = layout, form, by_rows
+        return _multiply(inputs, values, layout, form.copy, by_rows, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (inputs,), values = ctx.saved_tensors, ctx.values
+        check_unchanged(values, ctx.version, ctx.layout)
+        if backward_transformed(gradient):
+            return _differentiable_gradients(ctx, inputs, values, gradient)
+        for_inputs = for_values = for_bias = None
+        if ctx.needs_input_grad[0]:
+            for_inputs = _multiply(gradient, values, ctx.layout, ctx.form.copy, not ctx.by_rows)
+        if ctx.needs_input_grad[1]:
+            left, right = _outer_factors(inputs, gradient, ctx.by_rows)
+            for_values = outer(left, right, ctx.layout).to(values.dtype)
+        if ctx.needs_input_grad[2]:
+            for_bias = _flat(gradient).sum(0)
+        return for_inputs, for_values, for_bias, None, None, None
+
+
+def _differentiable_gradients(
+    ctx: Any, inputs: Tensor, values: Tensor, gradient: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients as differentiable functions of their operands, for double backward."""
+    weight = sparse_weight(values, ctx.layout, DenseForm(inputs.dtype))
+    weight = weight.view(ctx.layout.shape[0], -1)
+    factor = weight.t() if ctx.by_rows else weight
+    for_inputs = linear(gradient, factor)
+    if for_inputs is NotImplemented:
+        for_inputs = F.linear(gradient, factor)
+    left, right = _outer_factors(inputs, gradient, ctx.by_rows)
+    for_values = reference.gather(left.t() @ right, ctx.layout.positions()).to(values.dtype)
+    for_bias = _flat(gradient).sum(0) if ctx.needs_input_grad[2] else None
+    return for_inputs, for_values, for_bias, None, None, None
+
+
+class _WeightProduct(torch.autograd.Function):
+    """The product as a function of the inputs, a read weight and the bias."""
+
+    @staticmethod
+    def forward(inputs: Tensor, weight: SparseWeight, bias: Tensor | None, by_rows: bool) -> Tensor:
+        weight.check_unchanged()
+        return _multiply(inputs, weight.kept, weight.entries, weight.dense_copy, by_rows, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        factor, weight, _, ctx.by_rows = inputs
+        ctx.layout = weight.entries
+        ctx.save_for_backward(factor, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        for_inputs = for_weight = for_bias = None
+        if ctx.needs_input_grad[0]:
+            # Not _multiply: hooks on saved tensors may return the weight as a plain dense tensor.
+            for_inputs = F.linear(gradient, weight.t() if ctx.by_rows else weight)
+        if ctx.needs_input_grad[1]:
+            for_weight = _weight_gradient(ctx, inputs, gradient)
+        if ctx.needs_input_grad[2]:
+            for_bias = _flat(gradient).sum(0)
+        return for_inputs, for_weight, for_bias, None
+
+
+def _weight_gradient(ctx: Any, inputs: Tensor, gradient: Tensor) -> Tensor:
+    """Return the weight's gradient: its kept entries, or all if it must be differentiable."""
+    left, right = _outer_factors(inputs, gradient, ctx.by_rows)
+    if backward_transformed(gradient):
+        return left.t() @ right
+    geometry = torch.empty(left.shape[1], right.shape[1], dtype=left.dtype, device="meta")
+    return SparseWeight(outer(left, right, ctx.layout), ctx.layout, geometry)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _outer_factors(inputs: Tensor, gradient: Tensor, by_rows: bool) -> tuple[Tensor, Tensor]:
+    """Return the matrices of which ``left.t() @ right`` is the weight's gradient."""
+    left, right = (gradient, inputs) if by_rows else (inputs, gradient)
+    return _flat(left), _flat(right)
+
+
+def _multiply(
+    inputs: Tensor,
+    values: Tensor,
+    layout: Layout,
+    dense_copy: DenseCopy | None,
+    by_rows: bool,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Multiply by the transposed weight (``by_rows``) or by the weight, in the inputs' dtype."""
+    flat = _flat(inputs)
+    if dense_copy is not None and dense_copy.dtype == flat.dtype:
+        dense = dense_copy.filled(values, layout).view(layout.shape[0], -1)
+        result = F.linear(flat, dense if by_rows else dense.t(), bias)
+    else:
+        multiply = times_transposed if by_rows else times
+        result = multiply(flat, values.to(flat.dtype), layout, bias)
+    return result.view(*inputs.shape[:-1], result.shape[1])
+
+
+def times_transposed(
+    inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = None
+) -> Tensor:
+    """Multiply ``inputs`` by the transposed weight; every panel gives some columns of the result.
+
+    Args:
+        inputs: shape ``(n, columns)``.
+        values: kept values of the weight, which has the shape ``(rows, columns)``.
+        layout: the kept entries.
+        bias: shape ``(rows,)``.
+
+    Returns:
+        A tensor of shape ``(n, rows)``.
+    """
+    panels = _panels(layout, inputs.shape[0])
+    if len(panels) == 1:
+        return F.linear(inputs, panels[0].dense(values), bias)
+    result = inputs.new_empty(inputs.shape[0], layout.shape[0])
+    for panel in panels:
+        factor, part = panel.dense(values).t(), result[:, panel.rows]
+        if bias is None:
+            torch.mm(inputs, factor, out=part)
+        else:
+            torch.addmm(bias[panel.rows], inputs, factor, out=part)
+    return result
+
+
+def times(inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = None) -> Tensor:
+    """Multiply ``inputs`` by the weight; the results of the panels are added.
+
+    In 16 bits every partial sum would be rounded, so a weight of several panels is made dense as a
+    whole there.
+
+    Args:
+        inputs: shape ``(n, rows)``.
+        values: kept values of the weight, which has the shape ``(rows, columns)``.
+        layout: the kept entries.
+        bias: shape ``(columns,)``.
+
+    Returns:
+        A tensor of shape ``(n, columns)``.
+    """
+    first, *others = _panels(layout, inputs.shape[0])
+    if others and inputs.dtype.itemsize < 4:
+        whole = layout.densify(values).view(-1, row_length(layout.shape))
+        return F.linear(inputs, whole.t(), bias)
+    result = F.linear(inputs[:, first.rows], first.dense(values).t(), bias)
+    for panel in others:
+        result.addmm_(inputs[:, panel.rows], panel.dense(values))
+    return result
+
+
+def outer(left: Tensor, right: Tensor, layout: Layout) -> Tensor:
+    """Return the kept entries of ``left.t() @ right``.
+
+    Args:
+        left: shape ``(n, rows)``.
+        right: shape ``(n, columns)``.
+        layout: the kept entries of the result, which has the shape ``(rows, columns)``.
+
+    Returns:
+        A tensor of shape ``(layout.nnz,)``.
+    """
+    values = left.new_empty(layout.nnz)
+    for panel in _panels(layout, left.shape[0]):
+        out = panel.memory(left)
+        torch.mm(left[:, panel.rows].t(), right, out=out.view(-1, right.shape[1]))
+        panel.compress(out, values)
+    return values
+
+
+@dataclass(slots=True)
+class _Panel:
+    """Consecutive tiles of a matrix that are dense at the same time."""
+
+    layout: Layout
+    tiles: list[Tile]
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.tiles[0].rows.start, self.tiles[-1].rows.stop)
+
+    def memory(self, like: Tensor) -> Tensor:
+        """Return scratch memory for all entries, flat, with the dtype and device of ``like``."""
+        first, last = self.tiles[0], self.tiles[-1]
+        numel = last.start + last.numel - first.start
+        return scratch.take("tile", numel, like.dtype, like.device)
+
+    def dense(self, values: Tensor) -> Tensor:
+        """Return the panel of the weight with the kept ``values``: a matrix in scratch memory."""
+        out = self.memory(values)
+        for tile, part in self._parts(out):
+            self.layout.densify_tile(tile, values[tile.entries], part)
+        return out.view(-1, row_length(self.layout.shape))
+
+    def compress(self, dense: Tensor, values: Tensor) -> None:
+        """Copy the kept entries of the flat ``dense`` panel to their part of ``values``."""
+        for tile, part in self._parts(dense):
+            self.layout.compress_tile(tile, part, values[tile.entries])
+
+    def _parts(self, flat: Tensor) -> Iterable[tuple[Tile, Tensor]]:
+        if len(self.tiles) == 1:
+            return ((self.tiles[0], flat),)
+        return zip(self.tiles, flat.split([tile.numel for tile in self.tiles]), strict=True)
+
+
+def _panels(layout: Layout, n: int) -> list[_Panel]:
+    """Split a weight into the fewest panels no larger than ``n`` rows of inputs and outputs."""
+    tiles = layout.tiles
+    if len(tiles) == 1:
+        return [_Panel(layout, tiles)]
+    room = min(n * (layout.shape[0] + row_length(layout.shape)), PANEL_ENTRIES)
+    step = max(1, room // tiles[0].numel)
+    step = -(-len(tiles) // -(-len(tiles) // step))  # the same number of panels, of equal size
+    return [_Panel(layout, tiles[first : first + step]) for first in range(0, len(tiles), step)]

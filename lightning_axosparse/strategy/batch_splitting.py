@@ -1,0 +1,184 @@
+"""Splits the batches of each of the Trainer's loaders into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_axosparse.distributed.process_groups import ProcessGroups
+from lightning_axosparse.pipeline.batch_layout import (
+    ASK,
+    BatchLayout,
+    Path,
+    collated,
+    inferred,
+    observed,
+    spelled,
+)
+from lightning_axosparse.pipeline.microbatch import (
+    MicroBatch,
+    even_parts,
+    one_size,
+    samples,
+    split,
+    weigh,
+)
+from lightning_axosparse.strategy.lightning import loaders
+
+SplitBatch = Callable[[Any, int], "list[Any]"]
+Evidence = BatchLayout | Literal["default_collate"] | ValueError | None
+
+
+class BatchSplitter:
+    """Splits batches into micro-batches along the dimensions that their loader shows.
+
+    Batches of ``default_collate`` have the batch dimension first. With any other collate function,
+    or hooks that change batches, the batch dimension is what differs between batches of two and of
+    three samples. Where such batches cannot be made, all first dimensions must agree.
+
+    Args:
+        trainer: the running Trainer.
+        microbatches: micro-batches wanted per batch and replica.
+        split_batch: the user's own function, if there is one.
+    """
+
+    def __init__(
+        self, trainer: pl.Trainer, microbatches: int, split_batch: SplitBatch | None
+    ) -> None:
+        self._trainer, self._split_batch = trainer, split_batch
+        self._microbatches = microbatches
+        self._known: dict[tuple[object, int], _LoaderBatches] = {}
+
+    def split_to_train(
+        self, batch: Any, rest: Sequence[Any], groups: ProcessGroups
+    ) -> list[MicroBatch]:
+        """Split a training batch into as many micro-batches as are wanted.
+
+        Args:
+            batch: the batch, the same on all ranks that are given it.
+            rest: the other arguments of the step.
+            groups: the process groups; replicas that share batches get equally many parts.
+        """
+        return self._split(batch, rest, groups, lambda samples, wanted: wanted)
+
+    def split_to_evaluate(
+        self, batch: Any, rest: Sequence[Any], groups: ProcessGroups
+    ) -> list[MicroBatch]:
+        """Split a batch into equal micro-batches, about as many as wanted; arguments as above."""
+        replicas_per_batch = groups.grid.replicas_per_batch
+        return self._split(
+            batch,
+            rest,
+            groups,
+            lambda samples, wanted: even_parts(samples, wanted, replicas_per_batch),
+        )
+
+    def _split(
+        self,
+        batch: Any,
+        rest: Sequence[Any],
+        groups: ProcessGroups,
+        parts: Callable[[int, int], int],
+    ) -> list[MicroBatch]:
+        replicas_per_batch = groups.grid.replicas_per_batch
+        wanted = -(-self._microbatches // replicas_per_batch) * replicas_per_batch
+        if wanted == 1:
+            return [MicroBatch(batch, samples(batch), 1.0)]
+        if self._split_batch is not None:
+            return weigh(self._split_batch(batch, wanted), batch)
+        layout, count = self._loader(rest, groups).layout(batch)
+        return split(batch, parts(count, wanted), layout)
+
+    def _loader(self, rest: Sequence[Any], groups: ProcessGroups) -> _LoaderBatches:
+        """What is known of the batches of the loader that the running loop uses."""
+        origin = loaders.source(self._trainer, rest)
+        key = origin.loop, origin.index
+        known = self._known.get(key)
+        if known is None or not _same(known.loaders, origin.loaders):
+            # All ranks make sample batches, so that their datasets stay alike; one rank decides.
+            evidence = groups.broadcast_to_same_batch(_evidence(self._trainer, origin), 0)
+            known = _LoaderBatches(origin.name, origin.loaders, evidence, origin.batch_size)
+            self._known[key] = known
+        return known
+
+
+@dataclass
+class _LoaderBatches:
+    """What is known of the batches of a loader."""
+
+    name: str
+    loaders: tuple[Any, ...]
+    evidence: Evidence
+    batch_size: int | None
+    _inferred: BatchLayout | None = None
+    _sizes: dict[Path, int] = field(default_factory=dict)
+    _logged: bool = False
+
+    def layout(self, batch: Any) -> tuple[BatchLayout, int]:
+        """How to split a batch, and the number of its samples."""
+        layout = self._find(batch)
+        sizes = layout.sizes(batch)
+        _validate_sizes(sizes, self._sizes)
+        self._sizes = sizes
+        self._log(layout)
+        return layout, one_size(sizes)
+
+    def _find(self, batch: Any) -> BatchLayout:
+        if isinstance(self.evidence, ValueError):
+            raise self.evidence
+        if self.evidence == "default_collate":
+            return collated(batch)
+        for layout in (self.evidence, self._inferred):
+            if isinstance(layout, BatchLayout) and layout.fits(batch):
+                return layout
+        self._inferred = inferred(batch, self.batch_size)
+        return self._inferred
+
+    def _log(self, layout: BatchLayout) -> None:
+        """Log once what is split."""
+        if self._logged:
+            return
+        self._logged = True
+        rank_zero_info(f"Micro-batches of {self.name} batches: {layout}.")
+        if layout.objects and layout.dims:
+            names = ", ".join(spelled(path) for path in layout.objects)
+            rank_zero_warn(
+                f"Every micro-batch gets the whole {names}: such an object has no known batch "
+                f"dimension. If it holds something for each sample: {ASK}"
+            )
+
+
+def _evidence(trainer: pl.Trainer, origin: loaders.Source) -> Evidence:
+    """What the loaders show about the batch dimensions of their batches; None if nothing."""
+    if loaders.collates_as_usual(trainer, origin):
+        return "default_collate"
+    batches = loaders.sample_batches(trainer, origin, (2, 3))
+    if batches is None:
+        return None
+    try:
+        return observed(*batches)
+    except ValueError as error:
+        return error
+
+
+def _validate_sizes(sizes: dict[Path, int], before: dict[Path, int]) -> None:
+    """Check that leaves which were split along equal dimensions still have equal lengths."""
+    if len(set(sizes.values())) < 2:
+        return
+    kept = [spelled(path) for path, size in sizes.items() if before.get(path) == size]
+    if kept and len(kept) < len(sizes):
+        raise ValueError(
+            f"{', '.join(kept)} kept its length while the rest of the batch changed, so it has no "
+            "entry for each sample and should not have been cut: what was computed from the "
+            f"batches before this one is wrong. {ASK}"
+        )
+
+
+def _same(some: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    return len(some) == len(others) and all(
+        one is other for one, other in zip(some, others, strict=True)
+    )

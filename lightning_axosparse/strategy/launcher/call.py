@@ -1,0 +1,209 @@
+"""Describes a launched call, its result and its failures, and the folder that holds them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_axosparse.strategy.launcher.object_changes import known_objects
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """Global state on which a call depends: random states, settings of torch, ``sys.argv``."""
+
+    python_random: Any
+    numpy_random: Any
+    torch_random: torch.Tensor
+    cuda_random: list[torch.Tensor]
+    deterministic: bool
+    deterministic_warns: bool
+    cudnn_benchmark: bool
+    matmul_precision: str
+    default_dtype: torch.dtype
+    argv: list[str]
+
+    @classmethod
+    def of_this_process(cls) -> ProcessState:
+        """The state of this process."""
+        cuda_in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
+        return cls(
+            python_random=random.getstate(),
+            numpy_random=np.random.get_state(),
+            torch_random=torch.get_rng_state(),
+            cuda_random=torch.cuda.get_rng_state_all() if cuda_in_use else [],
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            deterministic_warns=torch.is_deterministic_algorithms_warn_only_enabled(),
+            cudnn_benchmark=torch.backends.cudnn.benchmark,
+            matmul_precision=torch.get_float32_matmul_precision(),
+            default_dtype=torch.get_default_dtype(),
+            argv=sys.argv,
+        )
+
+    def restore(self) -> None:
+        """Set it in this process."""
+        random.setstate(self.python_random)
+        np.random.set_state(self.numpy_random)
+        torch.set_rng_state(self.torch_random)
+        if self.cuda_random:
+            torch.cuda.set_rng_state_all(self.cuda_random)
+        torch.use_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warns)
+        torch.backends.cudnn.benchmark = self.cudnn_benchmark
+        torch.set_float32_matmul_precision(self.matmul_precision)
+        torch.set_default_dtype(self.default_dtype)
+        sys.argv = self.argv
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call, as each rank runs it."""
+
+    ranks: int
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    trainer: Trainer | None
+    state: ProcessState
+
+    @property
+    def known_objects(self) -> dict[str, Any]:
+        """By name, the objects of the call that exist both in the caller and on the ranks."""
+        if self.trainer is None:
+            return {}
+        return known_objects(self.trainer, (*self.args, *self.kwargs.values()))
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """What rank 0 returns to the caller.
+
+    Attributes:
+        value: what the function returned.
+        changes: what it changed in the objects of the caller; None without a trainer.
+        state: the state of the process afterwards.
+    """
+
+    value: Any
+    changes: Any
+    state: ProcessState
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception that ended a rank, as the rank reports it.
+
+    Attributes:
+        when: seconds of the host's clock; the first failure is the cause of the others.
+        rank: the rank, in words.
+        exception: what it raised; None if that cannot be pickled.
+        trace: its traceback, as text.
+    """
+
+    when: float
+    rank: str
+    exception: BaseException | None
+    trace: str
+
+    @classmethod
+    def of(cls, exception: BaseException, rank: str) -> Failure:
+        """The failure of a rank that has just caught ``exception``."""
+        trace = "".join(traceback.format_exception(exception))
+        try:  # Some exceptions can be pickled, but not unpickled.
+            cloudpickle.loads(cloudpickle.dumps(exception))
+        except Exception:
+            return cls(time.time(), rank, None, trace)
+        return cls(time.time(), rank, exception, trace)
+
+
+_PREFIX = "axosparse-"
+_LOCK = "lock"
+
+
+class CallFolder:
+    """The files of one call.
+
+    Args:
+        path: an existing folder that caller and ranks see.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.call = path / "call"
+        self.result = path / "result"
+
+    @classmethod
+    @contextmanager
+    def temporary(cls) -> Iterator[CallFolder]:
+        """Create a folder, with a locked file in it; remove both at the end of the context.
+
+        The operating system unlocks the file when the caller ends, however it does. Folders whose
+        callers were killed together with their ranks are removed here.
+        """
+        remove_orphans(Path(tempfile.gettempdir()))
+        prefix = f"{_PREFIX}{os.getpid()}-"
+        with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as path:
+            folder = cls(Path(path))
+            unlocked = folder.path / "unlocked"
+            with unlocked.open("w") as lock:
+                fcntl.lockf(lock, fcntl.LOCK_EX)
+                unlocked.rename(
+                    folder._lock
+                )  # Any process that finds it unlocked may remove the folder.
+                yield folder
+
+    @property
+    def _lock(self) -> Path:
+        return self.path / _LOCK
+
+    def wait_for_end_of_caller(self) -> None:
+        """Block until the caller has ended or has left :meth:`temporary`."""
+        with self._lock.open() as lock:
+            fcntl.lockf(lock, fcntl.LOCK_SH)
+
+    def status(self, rank: int) -> Path:
+        """The file in which a rank publishes its status."""
+        return self.path / f"status-{rank}"
+
+    def write_failure(self, rank: int, failure: Failure) -> None:
+        """Report the failure of a rank."""
+        partial = self.path / f"partial-{rank}"
+        partial.write_bytes(cloudpickle.dumps(failure))
+        partial.rename(self.path / f"failure-{rank}")
+
+    def first_failure(self) -> Failure | None:
+        """The earliest failure, if any rank has reported one."""
+        failures = [cloudpickle.loads(f.read_bytes()) for f in self.path.glob("failure-*")]
+        return min(failures, key=lambda failure: failure.when, default=None)
+
+
+def remove_orphans(folder: Path) -> None:
+    """Remove this user's folders of calls in ``folder`` whose caller has ended.
+
+    Folders of this process are skipped: to open and close their file would unlock it.
+    """
+    for path in folder.glob(f"{_PREFIX}*-*"):
+        try:
+            mine = path.name.startswith(f"{_PREFIX}{os.getpid()}-")
+            if mine or path.lstat().st_uid != os.getuid():
+                continue
+            with (path / _LOCK).open("r+") as lock:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+        except OSError:  # The caller still runs, or the folder is already removed.
+            continue

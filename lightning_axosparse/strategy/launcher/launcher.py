@@ -1,0 +1,170 @@
+"""Runs a Trainer's call on ranks of its own, with the effects of a call in this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_axosparse.distributed.mpi.environment import check_mpi_available
+from lightning_axosparse.strategy.launcher import mpiexec
+from lightning_axosparse.strategy.launcher.call import Call, CallFolder, CallResult, ProcessState
+from lightning_axosparse.strategy.launcher.failures import RankMonitor, describe_failure
+from lightning_axosparse.strategy.launcher.pickling import first_unpicklable, load, save
+
+_WORKER = (sys.executable, "-m", "lightning_axosparse.strategy.launcher.worker")
+
+
+class RankFailedError(RuntimeError):
+    """A rank failed and ended the job.
+
+    The message names the rank, its stage and its replica and has its traceback; ``__cause__`` is
+    the exception that it raised. If the rank was killed, the message says what it did then; if
+    ranks wait for one another, what each does.
+    """
+
+
+@runtime_checkable
+class ValidatesFit(Protocol):
+    """A strategy or callback that can detect before the launch what would fail on every rank."""
+
+    def validate_fit(self, trainer: Trainer) -> None:
+        """Raise if the trainer, its module or its callbacks cannot work."""
+
+
+class MPILauncher(_Launcher):
+    """Starts ranks by ``mpiexec`` for each call; between calls there are none.
+
+    The call and all objects that it refers to are copied to every rank. Afterwards rank 0's
+    weights, metrics, progress and the changed attributes of the module, the callbacks, the loggers
+    and the datamodule are written into the caller's own objects.
+
+    Args:
+        strategy: the strategy that launches.
+        processes: number of ranks, all on this node.
+    """
+
+    def __init__(self, strategy: Strategy, processes: int) -> None:
+        self._strategy = strategy
+        self._processes = processes
+        self._mpiexec: subprocess.Popen[bytes] | None = None
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """True: notebooks may launch."""
+        return True
+
+    def launch(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        trainer: Trainer | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Call ``function(*args, **kwargs)`` on every rank and return the result of rank 0.
+
+        Raises:
+            RankFailedError: if a rank raised an exception or died.
+            MisconfigurationException: if there is no MPI, or the call cannot be pickled.
+        """
+        check_mpi_available()
+        if trainer is not None:
+            for part in (self._strategy, *vars(trainer)["callbacks"]):
+                if isinstance(part, ValidatesFit):
+                    part.validate_fit(trainer)
+        call = Call(
+            self._processes, function, args, kwargs, trainer, ProcessState.of_this_process()
+        )
+        known = call.known_objects
+        with _terminate_ranks_first(), CallFolder.temporary() as folder:
+            self._write(call, folder)
+            self._run(folder)
+            result: CallResult = load(folder.result, known)
+        result.state.restore()
+        if trainer is not None:
+            result.changes.apply(known)
+            if trainer.lightning_module is not None:
+                trainer.strategy.connect(trainer.lightning_module)
+        return result.value
+
+    def kill(self, signum: int) -> None:
+        """Send a signal to the ranks, if any are running."""
+        if self._mpiexec is not None and self._mpiexec.poll() is None:
+            self._mpiexec.send_signal(signum)
+
+    def _write(self, call: Call, folder: CallFolder) -> None:
+        self._strategy._launcher = None  # The ranks call the function themselves.
+        try:
+            save(call, folder.call)
+        except Exception as error:
+            raise _unpicklable(call, error) from error
+        finally:
+            self._strategy._launcher = self
+
+    def _run(self, folder: CallFolder) -> None:
+        """Run the worker on every rank, until all have ended."""
+        outputs = [mpiexec.Output(sys.stdout), mpiexec.Output(sys.stderr)]
+        command = [*_WORKER, str(folder.path)]
+        self._mpiexec = process = mpiexec.start(self._processes, command, outputs)
+        try:
+            with RankMonitor(folder, self._processes, process) as monitor:
+                mpiexec.relay(process, outputs)
+                code = process.wait()
+        except BaseException as interruption:
+            terminated = isinstance(interruption, _Terminated)
+            mpiexec.stop(process, signal.SIGTERM if terminated else signal.SIGINT)
+            raise
+        finally:
+            self._mpiexec = None
+        if code != 0 or not folder.result.exists():
+            code = 0 if monitor.stopped_mpiexec else code
+            message, cause = describe_failure(folder.first_failure(), monitor.first, code)
+            raise RankFailedError(message) from cause
+
+
+class _Terminated(SystemExit):
+    """This process has received SIGTERM."""
+
+    def __init__(self) -> None:
+        super().__init__(128 + signal.SIGTERM)
+
+
+@contextmanager
+def _terminate_ranks_first() -> Iterator[None]:
+    """On SIGTERM, let the ranks end before the signal has its usual effect in this process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(*_: Any) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate) or signal.SIG_DFL
+    try:
+        yield
+    except _Terminated:
+        signal.signal(signal.SIGTERM, before)
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _unpicklable(call: Call, error: Exception) -> MisconfigurationException:
+    roots = {**call.known_objects, "the call": (call.function, call.args, call.kwargs)}
+    path, value = first_unpicklable(roots) or ("the call", call.function)
+    return MisconfigurationException(
+        f"The call cannot be copied to its ranks: {path} cannot be pickled. It is a "
+        f"{type(value).__qualname__} ({error}). Make it in a hook, which runs on the ranks "
+        "(`setup`, `on_fit_start`, `train_dataloader`), or leave it out in `__getstate__`."
+    )

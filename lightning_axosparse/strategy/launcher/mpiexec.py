@@ -1,0 +1,143 @@
+"""Starts ranks by mpiexec, writes their output to this process's streams, and stops them."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import os
+import selectors
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import IO, TextIO
+
+from lightning_axosparse.distributed.mpi.environment import find_mpiexec
+
+# Prefixes of variables that a launcher sets for its ranks; the new ranks must not see them.
+_RANK_VARIABLES = (
+    "PMI_",
+    "PMIX_",
+    "PALS_",
+    "HYDI_",
+    "MPI_LOCAL",
+    "MV2_COMM_WORLD_",
+    "JSM_NAMESPACE_",
+    "OMPI_COMM_WORLD_",
+    "OMPI_WORLD_",
+    "OMPI_UNIVERSE_SIZE",
+    "OMPI_NUM_APP_CTX",
+    "OMPI_FILE_LOCATION",
+    "OMPI_MCA_ess",
+    "OMPI_MCA_orte",
+    "OMPI_MCA_num_procs",
+    "OMPI_MCA_initial_wdir",
+    "PRTE_LAUNCHED",
+    "SLURM_",
+)
+# Open MPI 5 and 4 start more ranks than cores only with these variables. Like MPICH, they then do
+# not bind a rank and its data loader workers to a core.
+_OPEN_MPI = {
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+}
+_GRACE_SECONDS = 5
+
+
+class Output:
+    """An output stream of this process, as the ranks write to it.
+
+    They write to its file where it has one. For the stream of a notebook, or a captured one, they
+    write to a pipe, and this process writes what it reads there.
+
+    Args:
+        stream: ``sys.stdout`` or ``sys.stderr``.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        stream.flush()
+        self.target = _file_number(stream)
+        """Where mpiexec writes: a file number or ``subprocess.PIPE``."""
+        self._stream = stream
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def write(self, data: bytes) -> None:
+        """Write what was read from the pipe; no bytes mean its end."""
+        self._stream.write(self._decoder.decode(data, final=not data))
+        self._stream.flush()
+
+
+def start(ranks: int, command: Sequence[str], outputs: Sequence[Output]) -> subprocess.Popen[bytes]:
+    """Start ``command`` on so many ranks of this node.
+
+    Args:
+        ranks: number of ranks.
+        command: program and arguments of each rank.
+        outputs: for standard output and standard error.
+    """
+    stdout, stderr = outputs
+    return subprocess.Popen(
+        [str(find_mpiexec()), "-n", str(ranks), *command],
+        stdin=subprocess.DEVNULL,
+        stdout=stdout.target,
+        stderr=stderr.target,
+        env=environment(),
+        start_new_session=True,  # Ctrl-C reaches this process only, which sends it to the ranks.
+    )
+
+
+def relay(process: subprocess.Popen[bytes], outputs: Sequence[Output]) -> None:
+    """Write the data of the pipes, until they are closed or the process has ended."""
+    pipes: list[IO[bytes] | None] = [process.stdout, process.stderr]
+    with selectors.DefaultSelector() as selector:
+        for pipe, output in zip(pipes, outputs, strict=True):
+            if pipe is not None:
+                selector.register(pipe, selectors.EVENT_READ, output)
+        while selector.get_map():
+            ready = selector.select(timeout=0.5)
+            if not ready and process.poll() is not None:
+                return
+            for key, _ in ready:
+                data = os.read(key.fd, 1 << 16)
+                key.data.write(data)
+                if not data:
+                    selector.unregister(key.fileobj)
+
+
+def stop(process: subprocess.Popen[bytes], signum: int) -> None:
+    """Send a signal to mpiexec, which sends it to the ranks; kill it if it does not end."""
+    process.send_signal(signum)
+    try:
+        process.wait(_GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def environment() -> dict[str, str]:
+    """The environment variables of the ranks."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(_RANK_VARIABLES)}
+    variables = _OPEN_MPI | kept
+    variables["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    if sys.stdout.isatty() and _file_number(sys.stdout) != subprocess.PIPE:
+        # The ranks write to a pipe of mpiexec, and cannot see that a terminal shows their output.
+        columns, lines = shutil.get_terminal_size()
+        terminal = {
+            "TTY_COMPATIBLE": "1",
+            "TTY_INTERACTIVE": "1",
+            "COLUMNS": str(columns),
+            "LINES": str(lines),
+        }
+        variables = terminal | variables
+    return variables
+
+
+def _file_number(stream: TextIO) -> int:
+    if isinstance(stream, io.TextIOWrapper):
+        try:
+            return stream.fileno()
+        except OSError:
+            pass
+    return subprocess.PIPE

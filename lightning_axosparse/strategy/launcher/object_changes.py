@@ -1,0 +1,189 @@
+"""Records what a call changed in its objects on a rank, and applies that to the caller's objects.
+
+The caller's objects stay the same ones: weights are copied into its parameters, and attributes are
+set in its module, callbacks, loggers and datamodule. Every reference to them then shows what it
+would show after a call in the caller's process.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+
+from lightning_axosparse.strategy.launcher.pickling import fingerprint, survives
+from lightning_axosparse.strategy.lightning.loops import loops_of, progress_of
+
+_TRAINER_ATTRIBUTES = frozenset({"state", "should_stop", "callbacks", "datamodule"})
+_STRATEGY_ATTRIBUTES = frozenset({"regridded"})
+# Attributes of every module whose content, such as hooks, belongs to one process.
+_MODULE_INTERNALS = frozenset(vars(LightningModule())) - {
+    "_modules",
+    "_parameters",
+    "_buffers",
+    "_non_persistent_buffers_set",
+    "_trainer",
+    "training",
+}
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What a call changed.
+
+    Attributes:
+        parameters: by name, the values and ``requires_grad`` of the parameters.
+        attributes: by name of the object, the new values of its changed attributes.
+        deleted: by name of the object, the attributes that it no longer has.
+        metrics: the trainer's callback, logged and progress bar metrics.
+    """
+
+    parameters: dict[str, tuple[Tensor, bool]]
+    attributes: dict[str, dict[str, Any]]
+    deleted: dict[str, list[str]]
+    metrics: list[dict[str, Any]]
+
+    def apply(self, known: Mapping[str, Any]) -> None:
+        """Make the same changes to the objects of ``known``, which have the same names."""
+        with torch.no_grad():
+            for name, (values, requires_grad) in self.parameters.items():
+                _overwrite(known[name], values)
+                known[name].requires_grad_(requires_grad)
+        for name, attributes in self.attributes.items():
+            for attribute, value in attributes.items():
+                _assign(vars(known[name]), attribute, value)
+        for name, deleted in self.deleted.items():
+            for attribute in deleted:
+                vars(known[name]).pop(attribute, None)
+        for old, new in zip(_metrics(known["trainer"]), self.metrics, strict=True):
+            old.clear()
+            old.update(new)
+
+
+class Snapshot:
+    """The objects of a call before it runs, on the rank that returns what it changes.
+
+    Args:
+        known: by name, the objects that the caller has, too.
+    """
+
+    def __init__(self, known: Mapping[str, Any]) -> None:
+        self._all = known
+        self._types = {name: type(value) for name, value in known.items()}
+        self._before = self._fingerprints(known)
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """The objects that have kept their type.
+
+        An object with another type (a lazy layer, a sparse one) is new to the caller, and is copied
+        as a whole, as an attribute of the module that has it.
+        """
+        return {
+            name: value for name, value in self._all.items() if type(value) is self._types[name]
+        }
+
+    def changes(self) -> Changes:
+        """What the call has changed."""
+        known = self.known
+        changed: dict[str, dict[str, Any]] = {}
+        after = self._fingerprints(known)
+        for (name, attribute), now in after.items():
+            value = vars(known[name])[attribute]
+            differs = now is not None and now != self._before.get((name, attribute))
+            if differs and survives(value, known):
+                changed.setdefault(name, {})[attribute] = value
+        deleted: dict[str, list[str]] = {}
+        for name, attribute in self._before.keys() - after.keys():
+            if name in known:
+                deleted.setdefault(name, []).append(attribute)
+        parameters = {
+            name: (value.detach().cpu(), value.requires_grad)
+            for name, value in known.items()
+            if isinstance(value, nn.Parameter)
+        }
+        metrics = [_on_cpu(each) for each in _metrics(known["trainer"])]
+        return Changes(parameters, changed, deleted, metrics)
+
+    @staticmethod
+    def _fingerprints(known: Mapping[str, Any]) -> dict[tuple[str, str], bytes | None]:
+        return {
+            (name, attribute): fingerprint(value, known)
+            for name, owner in known.items()
+            for attribute, value in _returned_attributes(owner).items()
+        }
+
+
+def known_objects(trainer: Trainer, arguments: Iterable[Any]) -> dict[str, Any]:
+    """The objects of a call that its caller has, too, by names that are the same on every rank.
+
+    Args:
+        trainer: the trainer of the call.
+        arguments: of the trainer's method; the datamodule may be one of them.
+    """
+    known: dict[str, Any] = {"trainer": trainer, "strategy": trainer.strategy}
+    known |= {
+        f"trainer.callbacks[{index}]": each for index, each in enumerate(vars(trainer)["callbacks"])
+    }
+    known |= {f"trainer.loggers[{index}]": each for index, each in enumerate(trainer.loggers)}
+    for each in (vars(trainer)["datamodule"], *arguments):
+        if isinstance(each, LightningDataModule):
+            known["datamodule"] = each
+    known |= loops_of(trainer)
+    if trainer.lightning_module is not None:
+        module = trainer.lightning_module
+        known |= {f"model.{name}".rstrip("."): each for name, each in module.named_modules()}
+        known |= {f"parameter {name}": each for name, each in module.named_parameters()}
+    return known
+
+
+def _returned_attributes(owner: Any) -> dict[str, Any]:
+    """The attributes of ``owner`` that are returned to the caller when they change."""
+    match owner:
+        case Trainer():
+            return {name: vars(owner)[name] for name in _TRAINER_ATTRIBUTES}
+        case Strategy():
+            return {
+                name: value for name, value in vars(owner).items() if name in _STRATEGY_ATTRIBUTES
+            }
+        case nn.Module():
+            return {k: v for k, v in vars(owner).items() if k not in _MODULE_INTERNALS}
+        case Callback() | Logger() | LightningDataModule():
+            return vars(owner)
+    return progress_of(owner)
+
+
+def _metrics(trainer: Trainer) -> list[dict[str, Any]]:
+    return [trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics]
+
+
+def _on_cpu(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v.cpu() if isinstance(v, Tensor) else v for k, v in metrics.items()}
+
+
+def _overwrite(parameter: nn.Parameter, values: Tensor) -> None:
+    """Copy into the memory of the parameter, which views may share, if shape and dtype allow it."""
+    if parameter.shape == values.shape and parameter.dtype == values.dtype:
+        parameter.copy_(values)
+    else:
+        parameter.data = values
+
+
+def _assign(attributes: dict[str, Any], name: str, value: Any) -> None:
+    """Set an attribute; update a list, dict or set in place, as the caller may refer to it."""
+    old: Any = attributes.get(name)
+    if type(old) is type(value) and isinstance(old, dict | set):
+        old.clear()
+        old.update(value)
+    elif type(old) is type(value) and isinstance(old, list | deque):
+        old.clear()
+        old.extend(value)
+    else:
+        attributes[name] = value

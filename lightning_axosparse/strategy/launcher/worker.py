@@ -1,0 +1,110 @@
+"""Runs a launched call on one rank.
+
+``python -m lightning_axosparse.strategy.launcher.worker FOLDER``
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import shutil
+import signal
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from lightning_axosparse.distributed.grid import Grid
+from lightning_axosparse.distributed.mpi.environment import describe_rank, world_communicator
+from lightning_axosparse.distributed.mpi.mpich_segments import unlink_segments
+from lightning_axosparse.distributed.rank_status import mark_finished, publish
+from lightning_axosparse.strategy.launcher.call import (
+    Call,
+    CallFolder,
+    CallResult,
+    Failure,
+    ProcessState,
+)
+from lightning_axosparse.strategy.launcher.object_changes import Snapshot
+from lightning_axosparse.strategy.launcher.pickling import load, save
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(folder: CallFolder) -> None:
+    """Run the call of ``folder`` as the rank that MPI says this process is."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Write whole lines, as on a terminal, so that the lines of ranks do not mix. That is not
+        # the default in a pipe, nor where Python runs unbuffered.
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
+    _end_with_caller(folder)
+    from lightning_axosparse.distributed.mpi import watchdog
+
+    world = world_communicator()
+    unlink_segments(world)
+    # Until the strategy sets its rank, every process would be rank zero for Lightning and print.
+    vars(rank_zero_only).update(rank=world.rank)
+    publish(world.rank, folder.status(world.rank))
+    watchdog.before_abort.append(partial(_report, folder, world.rank, None))
+    call: Call | None = None
+    try:
+        call = cast(Call, load(folder.call))
+        _check_world(world.size, call.ranks)
+        call.state.restore()
+        _run(call, folder, world.rank)
+        mark_finished()
+    except BaseException as exception:
+        sys.stdout.flush()
+        _report(folder, world.rank, _grid(call), exception)
+        world.Abort(1)
+
+
+def _end_with_caller(folder: CallFolder) -> None:
+    """Kill this process and its children as soon as the caller, or mpiexec, has ended."""
+    threading.Thread(target=_kill_after_caller, args=[folder], daemon=True).start()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _kill_after_caller(folder: CallFolder) -> None:
+    folder.wait_for_end_of_caller()
+    shutil.rmtree(folder.path, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _report(folder: CallFolder, rank: int, grid: Grid | None, exception: BaseException) -> None:
+    folder.write_failure(rank, Failure.of(exception, describe_rank(rank, grid)))
+    mark_finished()
+
+
+def _run(call: Call, folder: CallFolder, rank: int) -> None:
+    """Call the function; on rank 0 also save its result and what it changed."""
+    if rank != 0:
+        call.function(*call.args, **call.kwargs)
+        return
+    snapshot = Snapshot(call.known_objects)
+    value = call.function(*call.args, **call.kwargs)
+    changes = None if call.trainer is None else snapshot.changes()
+    save(CallResult(value, changes, ProcessState.of_this_process()), folder.result, snapshot.known)
+
+
+def _check_world(found: int, asked: int) -> None:
+    if found != asked:
+        raise RuntimeError(
+            f"mpiexec started {asked} processes, but MPI connects {found} of them: mpiexec and the "
+            "MPI library that mpi4py loads belong to different installations. Put the mpiexec of "
+            "that library first on PATH (`python -m mpi4py --mpi-library` shows the library)."
+        )
+
+
+def _grid(call: Call | None) -> Grid | None:
+    strategy = call.trainer.strategy if call and call.trainer else None
+    return getattr(strategy, "grid", None)
+
+
+if __name__ == "__main__":
+    main(CallFolder(Path(sys.argv[1])))

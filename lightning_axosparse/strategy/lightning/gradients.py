@@ -1,0 +1,76 @@
+"""Keeps gradients that ``training_step`` makes until Lightning's ``backward``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import lightning.pytorch as pl
+from torch import Tensor, nn
+
+from lightning_axosparse.strategy.lightning.hooks import overrides
+
+_MODULE_HOOKS = (
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "optimizer_step",
+    "optimizer_zero_grad",
+)
+_CALLBACK_HOOKS = ("on_after_backward", "on_before_optimizer_step")
+
+
+class StashedGradients:
+    """Keeps the gradients of a batch from ``training_step`` to ``backward``.
+
+    Lightning's closure calls ``training_step``, then ``zero_grad``, then ``backward``. So the
+    gradients of a batch are computed apart from those of earlier batches, and added in ``backward``
+    to what ``zero_grad`` has left.
+    """
+
+    def __init__(self) -> None:
+        self._fresh: dict[nn.Parameter, Tensor | None] = {}
+        self.earlier: dict[nn.Parameter, Tensor | None] = {}
+        """Inside a step, the gradients of earlier batches; None where one was added in already."""
+
+    @contextmanager
+    def around_step(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Compute gradients of ``parameters`` inside the context."""
+        self.earlier = {parameter: parameter.grad for parameter in parameters}
+        for parameter in self.earlier:
+            parameter.grad = None
+        yield
+        self._fresh = {parameter: parameter.grad for parameter in self.earlier}
+        for parameter, gradient in self.earlier.items():
+            parameter.grad = gradient
+        self.earlier = {}
+
+    def restore(self) -> None:
+        """Add the gradients of the batch to what ``zero_grad`` has left."""
+        for parameter, gradient in self._fresh.items():
+            if parameter.grad is None:
+                parameter.grad = gradient
+            elif gradient is not None:
+                parameter.grad = parameter.grad + gradient
+        self._fresh = {}
+
+
+def starts_accumulation(trainer: pl.Trainer) -> bool:
+    """Whether Lightning calls ``zero_grad`` in the current batch."""
+    return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
+
+
+def gradients_are_seen(trainer: pl.Trainer) -> bool:
+    """Whether anything reads gradients between the backward pass and the optimizer step.
+
+    Clipping and loss scaling do, and so may hooks of the module or of a callback.
+    """
+    return (
+        bool(trainer.gradient_clip_val)
+        or getattr(trainer.precision_plugin, "scaler", None) is not None
+        or overrides(trainer.lightning_module, *_MODULE_HOOKS)
+        or any(
+            overrides(callback, *_CALLBACK_HOOKS)
+            for callback in trainer.callbacks  # type: ignore[attr-defined]
+        )
+    )

@@ -1,0 +1,223 @@
+"""Arranges the ranks of a Lightning strategy in a grid, and runs collectives over its replicas."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.distributed import ReduceOp
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor
+
+from lightning_axosparse.distributed.grid import Grid
+from lightning_axosparse.distributed.mpi import environment
+from lightning_axosparse.distributed.process_groups import ProcessGroups
+from lightning_axosparse.distributed.rank_status import blocked, mark_finished, this_rank
+from lightning_axosparse.strategy.launcher.launcher import MPILauncher
+from lightning_axosparse.strategy.lightning import collectives
+from lightning_axosparse.strategy.lightning.checkpoint_io import with_atomic_files
+from lightning_axosparse.strategy.lightning.sampling import process_dataloader
+from lightning_axosparse.strategy.validation import validate_world_size
+
+T = TypeVar("T")
+
+
+class MPIStrategy(ParallelStrategy):
+    """A strategy whose ranks are ``g_data`` replicas of ``ranks_per_replica`` consecutive ranks.
+
+    Every rank of a replica is given the same samples and logs the same values, so Lightning's
+    reductions go over replicas.
+
+    Args:
+        ranks_per_replica: ranks that make up a replica.
+        timeout: seconds that a rank waits for others at a time before it ends the job.
+        accelerator: Lightning's, as are the following.
+        parallel_devices: devices of this node's ranks.
+        cluster_environment: None asks MPI.
+        checkpoint_io: reads and writes checkpoint files.
+        precision_plugin: numeric precision.
+
+    Raises:
+        MisconfigurationException: if this is one of several processes that MPI does not connect.
+    """
+
+    def __init__(
+        self,
+        ranks_per_replica: int,
+        timeout: float,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        environment.check_connected()
+        super().__init__(
+            accelerator,
+            parallel_devices,
+            cluster_environment or environment.MPIJobEnvironment(),
+            checkpoint_io,
+            precision_plugin,
+        )
+        self._ranks_per_replica = ranks_per_replica
+        self._timeout = timeout
+        self._num_nodes = 1
+        self._groups: ProcessGroups | None = None
+        # What setup changes registers here how it is undone; teardown closes it.
+        self._undo = ExitStack()
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's plugin, or one that writes a file whole or not at all."""
+        self._checkpoint_io = with_atomic_files(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes, as given to the Trainer."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def ranks_on_device(self) -> int:
+        """How many ranks share this rank's device; on CPU, this node."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices.count(self.root_device)
+
+    @property
+    def grid(self) -> Grid:
+        """The grid of ranks; after a regrid, the new one."""
+        if self._groups is not None:
+            return self._groups.grid
+        return Grid(self._ranks, self._ranks_per_replica, self.global_rank)
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are several data-parallel ranks, which need different samples."""
+        return self.grid.data_size > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The data-parallel size and rank, for a ``DistributedSampler``."""
+        return {"num_replicas": self.grid.data_size, "rank": self.grid.data_rank}
+
+    def set_world_ranks(self) -> None:
+        """Set the rank that Lightning's rank-zero helpers compare with."""
+        vars(rank_zero_only).update(rank=self.global_rank)
+
+    def _configure_launcher(self) -> None:
+        devices = len(self.parallel_devices or ())
+        job_size = environment.job_size()
+        validate_world_size(devices, self.num_nodes, job_size)
+        Grid(self._ranks, self._ranks_per_replica)
+        if job_size == 1 and self._ranks > 1:
+            self._launcher = MPILauncher(self, self._ranks)
+
+    @property
+    def _ranks(self) -> int:
+        return len(self.parallel_devices or (None,)) * self.num_nodes
+
+    def setup_environment(self) -> None:
+        """Connect this rank to the others and create the process groups of the grid."""
+        if self._ranks > 1:
+            # Importing it starts MPI, which one rank does without.
+            from lightning_axosparse.distributed.mpi.backend import init_process_group
+            from lightning_axosparse.distributed.mpi.watchdog import watchdog
+
+            self._undo.enter_context(environment.limited_threads())
+            watchdog().timeout = self._timeout
+            with blocked("all ranks to connect"):
+                init_process_group(self.root_device.type)
+        grid = Grid(self._ranks, self._ranks_per_replica, self.global_rank)
+        self._groups = ProcessGroups(grid)
+        this_rank().place_in(grid)
+        this_rank().begin_run()
+        self.set_world_ranks()
+        super().setup_environment()
+
+    def teardown(self) -> None:
+        """Undo, last things first, what setup has changed in this process."""
+        self._undo.close()
+        super().teardown()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Abort the job, so that no other rank waits for this one for ever."""
+        if self._ranks > 1:
+            mark_finished()
+            environment.abort_job(exception, self.grid)
+
+    @property
+    def inter_group(self) -> dist.ProcessGroup | None:
+        """The stages of this rank's pipeline; None if this rank runs all of them."""
+        return None if self._groups is None else self._groups.inter
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """This rank's stage in all replicas; None if there is one replica."""
+        return None if self._groups is None else self._groups.data
+
+    @property
+    def _logged(self) -> dist.ProcessGroup | None:
+        return None if self._groups is None else self._groups.logged
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks of the job."""
+        if dist.is_initialized():
+            dist.barrier()
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Broadcast the picklable ``obj`` of rank ``src`` to all ranks."""
+        if not dist.is_initialized():
+            return obj
+        values = [obj]
+        dist.broadcast_object_list(values, src=src)
+        return values[0]
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Stack the tensors of all replicas, shape ``(g_data, *tensor.shape)``.
+
+        With one replica it returns the tensor itself, as on one process. Replicas that share their
+        batches count as one, because they log the same values.
+        """
+        group = group or self._logged
+        return tensor if group is None else collectives.all_gather(tensor, group, sync_grads)
+
+    def reduce(
+        self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Any:
+        """Reduce a tensor over the replicas, of which those that share batches count as one."""
+        group = group or self._logged
+        if group is None or not isinstance(tensor, Tensor):
+            return tensor
+        return collectives.reduce(tensor, group, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether ``decision`` is true on all ranks of the job, or on any."""
+        if not dist.is_initialized():
+            return decision
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(votes.item())
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Let all ranks of a data-parallel rank augment samples alike."""
+        return process_dataloader(dataloader, self.grid.data_rank)

@@ -1,0 +1,316 @@
+"""Keeps the optimizer's state and master weights in host memory, and steps there in buckets.
+
+The device keeps parameters and gradients. In a step their values and gradients are copied to the
+host bucket by bucket, the user's own optimizer steps them there, and the values are copied back
+while the next bucket is copied to the host. AxoNN (Singh & Bhatele, IPDPS 2022) copies the state to
+the device instead and steps there, which takes 16 bytes of device memory for each element of a
+bucket; this takes none.
+
+As in AxoNN, the all-reduces that have not ended with the backward pass run while buckets whose
+gradients are reduced are stepped, those of the last layers first; but not where clipping, loss
+scaling or a hook reads all gradients before.
+
+On a CUDA device the copies run on a stream of their own, through pinned memory. The code for that
+is complete, but has not been run on one yet; on the CPU, where device and host are the same memory,
+all else is tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_axosparse.sparse.elementwise import trial_copy
+from lightning_axosparse.sparse.materialize import master_dtype
+from lightning_axosparse.sparse.optimizer_state import MASTER, master_values
+
+T = TypeVar("T")
+
+HOST = torch.device("cpu")
+
+
+class OptimizerOffload:
+    """Steps an optimizer on the host, whatever device its parameters are on.
+
+    The optimizer stays the same object with the same parameters: they are the keys of its state,
+    and clipping, loss scaling and hooks see them and their gradients on the device. The numbers are
+    the same to the bit as those of the same optimizer on the CPU. For a parameter of less than 32
+    bits its float32 master weights are stepped, and the device gets their rounded values.
+
+    Args:
+        optimizer: the user's, configured.
+        bucket: elements that are stepped at a time; a larger parameter is a bucket of its own.
+        device: device of the parameters.
+        await_gradients: waits until the gradients of the parameters it is given are reduced.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        bucket: int,
+        device: torch.device,
+        await_gradients: Callable[[Sequence[nn.Parameter]], None] = lambda _: None,
+    ) -> None:
+        self._optimizer, self._bucket, self._await = optimizer, bucket, await_gradients
+        self._copies = _SideStream(device) if device.type == "cuda" else _InOrder()
+        self._gradients: dict[nn.Parameter, Tensor] = {}
+        if optimizer.state:  # Adagrad's constructor makes it.
+            self.load_state_dict(optimizer.state_dict())
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._step),
+            optimizer.register_step_post_hook(self._show_gradients),
+        ]
+
+    def remove(self) -> None:
+        """Let the optimizer step on the device of its parameters again."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the optimizer's state onto the host, in the precision of the master weights."""
+        masters: dict[Tensor, Tensor] = {
+            parameter: torch.empty((), dtype=master_dtype(parameter.dtype)).expand(parameter.shape)
+            for parameter in self._parameters()
+        }
+        with _substituted(self._optimizer, masters):
+            self._optimizer.load_state_dict(dict(state))
+
+    def _step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Step on the host, and leave the optimizer's own step, which follows, nothing to do."""
+        _, *given = args
+        closure = kwargs.pop("closure", given[0] if given else None)
+        loss = None if closure is None else closure()
+        with torch.no_grad(), self._copies.joined():
+            for bucket in self._copies.in_turn(self._buckets()):
+                with _substituted(optimizer, bucket.masters(optimizer)), _without_hooks(optimizer):
+                    type(optimizer).step(optimizer)
+                bucket.copy_back(optimizer)
+        self._await(list(self._parameters()))
+        self._hide_gradients()
+        return (optimizer,), {**kwargs, "closure": lambda: loss}
+
+    def _buckets(self) -> Iterator[_HostBucket]:
+        """The buckets, each once its gradients are reduced; those of the last layers are first."""
+        trained = [parameter for parameter in self._parameters() if parameter.grad is not None]
+        for parameters in bucketed(reversed(trained), self._bucket):
+            self._await(parameters)
+            yield _HostBucket(parameters, self._copies)
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for group in self._optimizer.param_groups:
+            yield from group["params"]
+
+    def _hide_gradients(self) -> None:
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                self._gradients[parameter] = parameter.grad
+                parameter.grad = None
+
+    def _show_gradients(self, *_: Any) -> None:
+        for parameter, gradient in self._gradients.items():
+            parameter.grad = gradient
+        self._gradients = {}
+
+
+class _HostBucket:
+    """The values and gradients of a bucket's parameters while they are on the host.
+
+    Creating it starts the copies to the host.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], copies: _InOrder | _SideStream) -> None:
+        self._parameters, self._copies = parameters, copies
+        self._masters: dict[Tensor, Tensor] = {}
+        with copies.after_computation():
+            self._values = [_to_host(parameter) for parameter in parameters]
+            self._gradients = [_to_host(p.grad) for p in parameters if p.grad is not None]
+        self._wait_for_arrival = copies.mark()
+
+    def masters(self, optimizer: Optimizer) -> Mapping[Tensor, Tensor]:
+        """Wait for the copies, and return what the optimizer steps in place of each parameter."""
+        self._wait_for_arrival()
+        for parameter, value, gradient in zip(
+            self._parameters, self._values, self._gradients, strict=True
+        ):
+            kept = optimizer.state[parameter].pop(MASTER, None)
+            master = nn.Parameter(master_values(value, kept, master_dtype(value.dtype)))
+            master.grad = gradient.to(master.dtype)
+            self._masters[parameter] = master
+        return self._masters
+
+    def copy_back(self, optimizer: Optimizer) -> None:
+        """Start the copies to the device, and keep the master weights that those round."""
+        for parameter, value in zip(self._parameters, self._values, strict=True):
+            master = self._masters[parameter].detach()
+            if master.dtype != parameter.dtype:
+                optimizer.state[parameter][MASTER] = master
+                value.copy_(master)
+            with self._copies.beside():
+                parameter.copy_(value, non_blocking=True)
+
+
+class _InOrder:
+    """Copies in the memory of the CPU, which are complete when they return."""
+
+    def joined(self) -> AbstractContextManager[None]:
+        """Order the copies inside after the computation so far, and before what follows."""
+        return nullcontext()
+
+    def in_turn(self, buckets: Iterable[T]) -> Iterable[T]:
+        """The buckets, each created when the one before has been copied back."""
+        return buckets
+
+    def after_computation(self) -> AbstractContextManager[Any]:
+        """Start copies of what the device has computed so far."""
+        return nullcontext()
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """Start copies that the device's computation does not wait for."""
+        return nullcontext()
+
+    def mark(self) -> Callable[[], None]:
+        """A function that waits for the copies started so far."""
+        return lambda: None
+
+
+class _SideStream:
+    """The same between a CUDA device and pinned memory, which PyTorch's allocators reuse."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        computation = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(computation)
+        yield
+        computation.wait_stream(self._stream)
+
+    def in_turn(self, buckets: Iterable[T]) -> Iterable[T]:
+        """The buckets, each created, so that its copies run, before the one before is stepped."""
+        return one_ahead(buckets)
+
+    def after_computation(self) -> AbstractContextManager[Any]:
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        return self.beside()
+
+    def beside(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream)
+
+    def mark(self) -> Callable[[], None]:
+        arrival = self._stream.record_event()
+        return lambda: arrival.synchronize()
+
+
+def validate_bucketwise_optimizers(optimizer: Optimizer) -> None:
+    """Check that an optimizer can step its parameters on the host and one after the other.
+
+    This takes trial steps of an optimizer of the same class and settings on small random
+    parameters; the optimizer itself is not changed.
+
+    Raises:
+        MisconfigurationException: if the numbers differ from those of a step as a whole, or one of
+            them cannot be taken.
+    """
+    for group in optimizer.param_groups:
+        try:
+            whole, offloaded = (_tried(optimizer, group, offload) for offload in (False, True))
+        except Exception as error:
+            raise _cannot_offload(optimizer, f"a trial step on the CPU failed: {error}") from error
+        if not torch.allclose(whole, offloaded):
+            raise _cannot_offload(optimizer, "one parameter after the other gives other numbers")
+
+
+def _tried(optimizer: Optimizer, group: Mapping[str, Any], offload: bool) -> Tensor:
+    """Two small random parameters after a few trial steps."""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        numbers = torch.randn(4, 2, 3, 5)
+    parameters = [nn.Parameter(values.clone()) for values in numbers[0]]
+    trial = trial_copy(optimizer, group, parameters)
+    if offload:
+        OptimizerOffload(trial, 1, HOST)
+    for gradients in numbers[1:]:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        type(trial).step(trial)
+    return torch.stack([parameter.detach() for parameter in parameters])
+
+
+def _cannot_offload(optimizer: Optimizer, reason: str) -> MisconfigurationException:
+    return MisconfigurationException(
+        f"{type(optimizer).__name__} cannot be offloaded: {reason}. offload_optimizer=True steps "
+        "parameters on the CPU, bucket by bucket: use AdamW, Adam, SGD, RMSprop, NAdam, Adagrad or "
+        "the like, with their default `capturable=False`, or leave offload_optimizer out."
+    )
+
+
+@contextmanager
+def _substituted(optimizer: Optimizer, substitutes: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Give an optimizer some tensors, with the state, in place of its parameters; no others."""
+    parameters = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = [substitutes[p] for p in group["params"] if p in substitutes]
+    for parameter, substitute in substitutes.items():
+        _move_state(optimizer, parameter, substitute)
+    try:
+        yield
+    finally:
+        for group, params in zip(optimizer.param_groups, parameters, strict=True):
+            group["params"] = params
+        for parameter, substitute in substitutes.items():
+            _move_state(optimizer, substitute, parameter)
+
+
+@contextmanager
+def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Keep the optimizer's hooks from running: they belong to the whole step, not to a bucket's."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    hooks = {name: getattr(optimizer, name) for name in names}
+    vars(optimizer).update({name: {} for name in names})
+    try:
+        yield
+    finally:
+        vars(optimizer).update(hooks)
+
+
+def _move_state(optimizer: Optimizer, owner: Tensor, to: Tensor) -> None:
+    state = optimizer.state.pop(owner, None)
+    if state:
+        optimizer.state[to] = state
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    # A non-blocking copy from a CUDA device goes to pinned memory.
+    return tensor.detach().to(HOST, non_blocking=True, copy=True)
+
+
+def bucketed(parameters: Iterable[nn.Parameter], size: int) -> list[list[nn.Parameter]]:
+    """Split parameters in order into buckets of at most ``size`` elements, or one parameter."""
+    buckets: list[list[nn.Parameter]] = []
+    room = 0
+    for parameter in parameters:
+        if not buckets or parameter.numel() > room:
+            buckets.append([])
+            room = size
+        buckets[-1].append(parameter)
+        room -= parameter.numel()
+    return buckets
+
+
+def one_ahead(items: Iterable[T]) -> Iterator[T]:
+    """Yield each item when the next one has been created."""
+    iterator = iter(items)
+    for item in iterator:
+        for following in iterator:
+            yield item
+            item = following
+        yield item

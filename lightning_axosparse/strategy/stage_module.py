@@ -1,0 +1,232 @@
+"""Keeps the part of a module that belongs to the stages of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_axosparse.distributed.gradient_reducer import GradientReducer, ReductionGroup
+from lightning_axosparse.distributed.process_groups import ProcessGroups
+from lightning_axosparse.pipeline.checkpointing import ActivationCheckpointing
+from lightning_axosparse.pipeline.p2p import ChannelLink, Link, LoopbackLink
+from lightning_axosparse.pipeline.partition import Partition
+from lightning_axosparse.pipeline.sharding import Sharding
+from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
+from lightning_axosparse.sparse import densify
+from lightning_axosparse.sparse.parameter_state import forget
+from lightning_axosparse.sparse.parameters import owners
+from lightning_axosparse.sparse.scratch import scratch
+from lightning_axosparse.strategy.lightning.device import move_module
+
+
+class StageModule:
+    """A module of which this rank keeps the tensors of its stages.
+
+    The module is whole until :meth:`shard`, and again after :meth:`unshard`. Creating this object
+    is collective over the job.
+
+    Args:
+        module: the user's module, whole.
+        partition: which layers each stage computes.
+        groups: the process groups of the job's grid.
+        stages: the stages of this rank: one, or all with the loopback transport.
+        device: device of this rank.
+        recompute: activation checkpointing of the layers; None for none.
+
+    Attributes:
+        grid: the grid of ranks.
+        sharding: which tensors each stage keeps.
+        layers: the partitioned layers.
+        optimizer_groups: the parameter names of each parameter group of each optimizer, over all
+            stages.
+        reducer: sums gradients over the ranks that keep the same parameters; None in a job of one.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        partition: Partition,
+        groups: ProcessGroups,
+        stages: range,
+        device: torch.device,
+        recompute: ActivationCheckpointing | None,
+    ) -> None:
+        self.module, self.stages, self.device = module, stages, device
+        self.groups, self.grid = groups, groups.grid
+        self.sharding = Sharding(module, partition.names, partition.parts)
+        self._recompute = recompute
+        self._example_input = module.example_input_array
+        self.optimizer_groups: list[list[list[str]]] = []
+        self.reducer: GradientReducer | None = None
+        groups.create_shared(self._shared_by_stages())
+        self.layers = self._pipelined_layers(partition)
+
+    @property
+    def last_stage(self) -> int:
+        """Index of the last stage of the pipeline."""
+        return len(self.layers.parts) - 1
+
+    @property
+    def runs_last_stage(self) -> bool:
+        """Whether this rank runs the last stage, which alone runs a step to its end."""
+        return self.last_stage in self.stages
+
+    def shard(self, optimizers: Sequence[Optimizer]) -> None:
+        """Drop the tensors of other stages from the module and its optimizers; collective.
+
+        What is kept moves to the device, with the values that the first replica has.
+        """
+        names = self.sharding.names
+        self.optimizer_groups = [
+            [[names[parameter] for parameter in group["params"]] for group in opt.param_groups]
+            for opt in optimizers
+        ]
+        owned = owners(self.module)
+        self.sharding.shard(self.stages)
+        held = self.sharding.held()
+        for parameter, name in names.items():
+            if name not in held:
+                forget(parameter, owned[name], optimizers)
+        self._update_param_groups(optimizers)
+        move_module(self.module, self.device)
+        self._broadcast_weights()
+        self._attach()
+
+    @contextmanager
+    def reshard(
+        self, partition: Partition, groups: ProcessGroups, optimizers: Sequence[Optimizer]
+    ) -> Iterator[None]:
+        """Keep the tensors of this rank's stage in another grid; collective over the job.
+
+        The context has to repartition :attr:`sharding` and to move the tensors between ranks.
+
+        Args:
+            partition: the same layers, partitioned over the stages of the new grid.
+            groups: the process groups of the new grid.
+            optimizers: the optimizers, between two steps.
+        """
+        self._detach()
+        yield
+        self._update_param_groups(optimizers)
+        self.groups, self.grid = groups, groups.grid
+        self.stages = range(self.grid.stage, self.grid.stage + 1)
+        groups.create_shared(self._shared_by_stages())
+        self.layers = self._pipelined_layers(partition)
+        self._attach()
+
+    def unshard(self, optimizers: Sequence[Optimizer]) -> None:
+        """Gather the whole module on the CPU of every rank, dense; collective over the job."""
+        self._detach()
+        densify(self.module, optimizers[0] if optimizers else None)
+        scratch.clear()
+        self.sharding.unshard()
+        self.module.cpu()
+        self._gather_from_stages()
+
+    def await_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Wait until the gradients of these parameters are reduced."""
+        if self.reducer is not None:
+            self.reducer.wait_for(parameters)
+
+    def links(self, window: int) -> dict[int, Link]:
+        """Connect the stages of this rank to their neighbours; collective over the job.
+
+        Args:
+            window: most messages on their way between two stages.
+        """
+        if len(self.stages) > 1 or self.last_stage == 0:
+            return dict(enumerate(LoopbackLink.chain(self.last_stage + 1)))
+        # Importing it starts MPI, which one rank does without.
+        from lightning_axosparse.distributed.mpi.connect import connect_stages
+        from lightning_axosparse.distributed.mpi.staging import staging
+
+        stage, grid = self.grid.stage, self.grid
+        previous, following = connect_stages(
+            stage, grid.g_inter, grid.replica, window, staging(self.device)
+        )
+        return {stage: ChannelLink(previous, following, self.device)}
+
+    def _pipelined_layers(self, partition: Partition) -> PipelinedLayers:
+        return PipelinedLayers(partition.names, partition.layers, partition.parts, self._recompute)
+
+    def _update_param_groups(self, optimizers: Sequence[Optimizer]) -> None:
+        """Give the optimizers' groups the parameters that this rank keeps, and no others."""
+        held = self.sharding.held()
+        for optimizer, groups in zip(optimizers, self.optimizer_groups, strict=True):
+            for group, names in zip(optimizer.param_groups, groups, strict=True):
+                group["params"] = [held[name] for name in names if name in held]
+
+    def _attach(self) -> None:
+        """Let the layers compute as stages, and the gradients be reduced."""
+        self.layers.install(self.stages)
+        # Lightning's model summary would send it through layers of other stages.
+        if len(self.stages) <= self.last_stage:
+            self.module.example_input_array = None
+        if self.grid.world_size > 1:
+            self.reducer = GradientReducer(self._reduction_groups(), self.grid.data_size)
+
+    def _detach(self) -> None:
+        """Undo :meth:`_attach`."""
+        if self.reducer is not None:
+            self.reducer.remove()
+            self.reducer = None
+        self.layers.uninstall()
+        self.module.example_input_array = self._example_input
+
+    def _shared_by_stages(self) -> set[frozenset[int]]:
+        """The sets of stages that keep the same parameters."""
+        if self.grid.g_inter == 1:
+            return set()
+        return set(self.sharding.holders.values())
+
+    def _reduction_groups(self) -> list[ReductionGroup]:
+        """The kept parameters by the ranks that keep them, in the same order on all ranks."""
+        by_stages: dict[frozenset[int], list[nn.Parameter]] = {}
+        for name, parameter in self.sharding.held().items():
+            by_stages.setdefault(self._holders(name), []).append(parameter)
+        reduced = []
+        for stages in sorted(by_stages, key=sorted):
+            group = self.groups.holding(stages)
+            if group is not None:
+                reduced.append(ReductionGroup(group, by_stages[stages]))
+        return reduced
+
+    def _holders(self, name: str) -> frozenset[int]:
+        """The stages that keep a parameter, counted as the grid counts them."""
+        stages = self.sharding.holders[name]
+        return stages if self.grid.g_inter > 1 else frozenset([0])
+
+    def _broadcast_weights(self) -> None:
+        """Give every replica the first one's parameters and buffers."""
+        for name, parameter in self.sharding.held().items():
+            stages = self._holders(name)
+            group = self.groups.holding(stages)
+            if group is not None:
+                source = self.grid.ranks_holding(stages)[0]
+                dist.broadcast(parameter.data, src=source, group=group)
+        if self.groups.data is not None:
+            buffers = [b for b in self.module.buffers() if not b.is_meta and b.numel()]
+            for buffer in buffers:
+                dist.broadcast(buffer, src=self.grid.stage, group=self.groups.data)
+
+    def _gather_from_stages(self) -> None:
+        """Fill in the parameters and buffers of the other stages of this pipeline."""
+        if self.groups.inter is None:
+            return
+        ranks = self.grid.pipeline(self.grid.replica)
+        with torch.no_grad():
+            for name, parameter in self.module.named_parameters():
+                source = ranks[min(self.sharding.holders[name])]
+                dist.broadcast(parameter.data, src=source, group=self.groups.inter)
+            buffers = dict(self.module.named_buffers())
+            for stage, source in enumerate(ranks):
+                own = {k: b for k, b in buffers.items() if self.sharding.source_of(k) == stage}
+                for key, value in self.groups.broadcast_along_pipeline(own, stage).items():
+                    if self.grid.rank != source:
+                        buffers[key].set_(value)  # type: ignore[call-overload]

@@ -1,0 +1,639 @@
+"""Trains a LightningModule in a pipeline of stages and in replicas: the Lightning strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from time import time
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_axosparse.checkpoint.atomic_io import clear_unfinished_checkpoints
+from lightning_axosparse.checkpoint.gather import (
+    gather_model_state,
+    gather_optimizer_state,
+    local_model_state,
+    local_optimizer_state,
+)
+from lightning_axosparse.distributed.process_groups import gather
+from lightning_axosparse.distributed.rank_status import this_rank
+from lightning_axosparse.pipeline.checkpointing import ActivationCheckpointing
+from lightning_axosparse.pipeline.in_flight import InFlightRule
+from lightning_axosparse.pipeline.loss_weights import (
+    LossRule,
+    MicrobatchLoss,
+    MicrobatchWeight,
+)
+from lightning_axosparse.pipeline.partition import UNPARTITIONED, Partition, partition_layers
+from lightning_axosparse.pipeline.profile import profile_example, validate_example_input
+from lightning_axosparse.pipeline.schedule import SCHEDULES
+from lightning_axosparse.planning.grid_comparison import default_microbatches
+from lightning_axosparse.sparse import sparsify
+from lightning_axosparse.sparse.materialize import Policy
+from lightning_axosparse.sparse.optimizer_state import dense_shapes, restore_masters
+from lightning_axosparse.sparse.parameters import sparse_parameters
+from lightning_axosparse.strategy.auto_grid import choose_grid
+from lightning_axosparse.strategy.batch_splitting import BatchSplitter
+from lightning_axosparse.strategy.lightning.device import move_optimizers
+from lightning_axosparse.strategy.lightning.loop_check import LoopCheck
+from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
+from lightning_axosparse.strategy.offload import OptimizerOffload, validate_bucketwise_optimizers
+from lightning_axosparse.strategy.regrid.regrid import Regrid, Regridded
+from lightning_axosparse.strategy.stage_module import StageModule
+from lightning_axosparse.strategy.train_step import StepRunner
+from lightning_axosparse.strategy.validation import (
+    optimizers_before_setup,
+    unless_made_later,
+    validate_arguments,
+    validate_callbacks,
+    validate_layers_exist,
+    validate_module,
+    validate_optimizers,
+    validate_regrid_module,
+    validate_regrid_stages,
+)
+from lightning_axosparse.support.arguments import (
+    BOOL,
+    BYTES,
+    COUNT,
+    FUNCTION,
+    LAYERS,
+    NONE,
+    TEXT,
+    TIMEOUT,
+    checked,
+    instance_of,
+    one_of,
+)
+from lightning_axosparse.support.available_memory import free_bytes
+from lightning_axosparse.support.trace import clock
+
+
+@dataclass(frozen=True)
+class _Session:
+    """What a strategy has only while the Trainer runs: from ``setup`` to ``teardown``.
+
+    Attributes:
+        stage_module: the part of the module on this rank.
+        runner: runs the module's steps.
+        offload: keeps the optimizer's state on the host; None if the device keeps it.
+        regrid: moves to shorter pipelines; None if that was not asked for.
+    """
+
+    stage_module: StageModule
+    runner: StepRunner
+    offload: OptimizerOffload | None
+    regrid: Regrid | None
+
+
+class AxoSparseStrategy(MPIStrategy):
+    """Inter-layer pipeline x data parallelism over MPI, with message-driven scheduling.
+
+    The LightningModule does not change: every stage runs its ``training_step``, micro-batch by
+    micro-batch, and computes only its own layers of one ``nn.Sequential`` or ``nn.ModuleList``. A
+    stage runs whatever message has arrived (AxoNN, Singh & Bhatele, IPDPS 2022). Gradients are
+    averaged over replicas as soon as they are final. Weights can go over to sparse storage while
+    training (SAMO, Singh & Bhatele, IPDPS 2023): see ``EarlyBirdTicket``.
+
+    ``python train.py`` with ``devices=N`` starts N ranks itself; under ``mpiexec`` or ``srun`` the
+    script's own processes are the ranks. With one rank no MPI is started.
+
+    Args:
+        g_inter: stages per replica. The number of replicas follows: ``world_size // g_inter``.
+            "auto" lets the planner choose before the ranks start, and prints why: by the time and
+            memory of the module's layers on its ``example_input_array``, which should be like a
+            micro-batch, and by the free memory. Without an example it takes the shortest balanced
+            pipeline whose parameters, gradients and optimizer state (AdamW's, float32) fit.
+        microbatches: micro-batches per batch and replica; None takes ``4 * g_inter`` (one without a
+            pipeline). A batch that they do not divide is split unevenly, with the right weights; a
+            batch with fewer samples is split into one micro-batch per sample. Evaluation takes the
+            closest number that divides the batch.
+        pipeline: attribute path of the ``nn.Sequential`` or ``nn.ModuleList`` whose layers are
+            partitioned over the stages, such as ``"model.transformer.h"``. None takes the only
+            candidate.
+        balance: "parameters" partitions the layers so that the largest stage is as small as
+            possible, "time" so that the slowest stage is as fast as possible, timing the layers on
+            the module's ``example_input_array``, which should be like a micro-batch; a sequence
+            gives the number of layers of each stage.
+        in_flight: most micro-batches that a stage may hold between forward and backward. None takes
+            what memory allows after the first step, and again after a ticket was drawn: from
+            ``g_inter``, which is what 1F1B holds, to ``2 * g_inter``, which hides jitter and
+            latency. Losses and weights do not depend on it.
+        schedule: "message-driven", or for comparison "1f1b" or "gpipe".
+        transport: "mpi" gives each stage a rank; "loopback" runs all stages of a replica in one
+            process, through the same schedule, for notebooks, debuggers and tests.
+        split_batch: splits a batch into micro-batches, ``(batch, microbatches) -> list``, such as
+            ``lambda batch, n: list(zip(batch[0].chunk(n, 1), batch[1].chunk(n)))``. None finds the
+            batch dimension of each tensor from the DataLoader, splits along it, and gives the rest
+            to every micro-batch whole; the first batch prints which. Where the loader does not show
+            the batch dimension, all first dimensions must agree.
+        microbatch_loss: how the losses of the micro-batches make up the loss of the batch. "auto"
+            follows how ``training_step`` reduces: means are weighted by their denominators
+            (samples, or tokens that are not padding, or class weights), sums are added up; for a
+            loss that does not combine it raises or warns. "mean" and "sum" always average or add
+            up.
+        microbatch_weight: weights for a loss whose reduction cannot be followed: a function of a
+            micro-batch that returns the denominator of its loss, or the name of the batch entry
+            that is counted: integers that are not -100, or the sum of a mask.
+        check_loss: computes the loss of the first training batch that is split once more as a
+            whole, in evaluation mode and with the layers of the last stage alone, and raises if it
+            differs: for contrastive losses and losses of a batch's statistics. ``training_step``
+            runs twice more on the last stage; nothing is logged and metrics keep their states.
+        recompute: activation checkpointing: every so many layers of a stage keep only their first
+            input, and are computed again in the backward pass; "sqrt" takes the square root of the
+            stage's layers (AxoNN). Gradients are the same to the bit.
+        offload_optimizer: keeps the optimizer's state in host memory and steps there; the device
+            keeps parameters and gradients. Parameters of less than 32 bits get float32 master
+            weights.
+        offload_bucket: elements that are copied to the host and stepped at a time.
+        regrid: continues, from the epoch after the ticket was drawn, with shorter pipelines and
+            more replicas: with this number of stages, a divisor of ``g_inter``; with "auto" as few
+            as memory allows. Batches, their order and the losses stay the same.
+        timeout: seconds, or a ``timedelta``, for which a rank waits for others at a time; after
+            that every rank that can be reached prints where it is, and the job ends with the names
+            of those that do not answer. It should be longer than what one rank may do while others
+            wait for it: its first batch, a batch that comes late, a checkpoint.
+
+    Raises:
+        MisconfigurationException: for arguments out of range, here; for a grid, a module or an MPI
+            that does not fit, before any rank is started.
+    """
+
+    strategy_name = "axosparse"
+
+    @checked(
+        MisconfigurationException,
+        g_inter=COUNT | one_of("auto"),
+        microbatches=COUNT | NONE,
+        pipeline=TEXT | NONE,
+        balance=one_of("parameters", "time") | LAYERS,
+        in_flight=COUNT | NONE,
+        schedule=one_of(*SCHEDULES),
+        transport=one_of("mpi", "loopback"),
+        split_batch=FUNCTION | NONE,
+        microbatch_loss=one_of("auto", "mean", "sum"),
+        microbatch_weight=FUNCTION | TEXT | NONE,
+        check_loss=BOOL,
+        timeout=TIMEOUT,
+        recompute=COUNT | one_of("sqrt") | NONE,
+        offload_optimizer=BOOL,
+        offload_bucket=BYTES,
+        regrid=COUNT | one_of("auto") | NONE,
+        accelerator=instance_of("a Lightning Accelerator", Accelerator) | NONE,
+        cluster_environment=instance_of("a ClusterEnvironment", ClusterEnvironment) | NONE,
+        checkpoint_io=instance_of("a CheckpointIO", CheckpointIO) | NONE,
+        precision_plugin=instance_of("a Precision plugin", Precision) | NONE,
+    )
+    def __init__(
+        self,
+        g_inter: int | Literal["auto"] = 1,
+        microbatches: int | None = None,
+        pipeline: str | None = None,
+        balance: Literal["parameters", "time"] | Sequence[int] = "parameters",
+        in_flight: int | None = None,
+        schedule: Literal["message-driven", "1f1b", "gpipe"] = "message-driven",
+        transport: Literal["mpi", "loopback"] = "mpi",
+        split_batch: Callable[[Any, int], list[Any]] | None = None,
+        microbatch_loss: MicrobatchLoss = "auto",
+        microbatch_weight: MicrobatchWeight | None = None,
+        check_loss: bool = False,
+        recompute: int | Literal["sqrt"] | None = None,
+        offload_optimizer: bool = False,
+        offload_bucket: int = 4_000_000,
+        regrid: int | Literal["auto"] | None = None,
+        timeout: float | timedelta = timedelta(minutes=30),
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        validate_arguments(g_inter, in_flight, schedule, transport, balance, regrid)
+        super().__init__(
+            g_inter if transport == "mpi" and g_inter != "auto" else 1,
+            timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout),
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+        )
+        self._chooses_grid = g_inter == "auto"
+        self.g_inter = 1 if g_inter == "auto" else g_inter
+        self.schedule = schedule
+        self.transport = transport
+        self._microbatches, self._in_flight = microbatches, in_flight
+        self._container_path, self._balance = pipeline, balance
+        self._split_batch, self._recompute = split_batch, recompute
+        self._loss_rule = LossRule(microbatch_loss, microbatch_weight, check_loss)
+        self._offload_bucket = offload_bucket if offload_optimizer else None
+        self._regrid = regrid
+        self.regridded: Regridded | None = None
+        """The move to shorter pipelines in the last fit, if there was one."""
+        self._session: _Session | None = None
+
+    @property
+    def microbatches(self) -> int:
+        """Micro-batches per batch and replica."""
+        return self._microbatches or default_microbatches(self.g_inter)
+
+    # Validation, before any rank is started
+
+    def validate_fit(self, trainer: pl.Trainer) -> None:
+        """Check that the module, its layers and the callbacks can run in a pipeline.
+
+        Raises:
+            MisconfigurationException: for a module or callback that cannot.
+        """
+        self._validate_run(trainer)
+        with unless_made_later(self._module):
+            self._partition_layers()
+
+    def connect(self, model: pl.LightningModule) -> None:
+        """Take the module, and choose the number of stages if it is "auto"."""
+        if self._chooses_grid:
+            self._choose_grid(model)
+            self._chooses_grid = False
+        super().connect(model)
+
+    def _choose_grid(self, model: pl.LightningModule) -> None:
+        if self._ranks > 1:
+            validate_layers_exist(model)
+            decision = choose_grid(
+                self,
+                model,
+                self._container_path,
+                self._microbatches,
+                self._in_flight,
+                self._recompute is not None,
+                "time" if self._balance == "time" else "parameters",
+            )
+            self.g_inter = self._ranks_per_replica = decision.g_inter
+            rank_zero_info(str(decision))
+
+    def _validate_run(self, trainer: pl.Trainer) -> None:
+        """Check what does not depend on the layers."""
+        self.connect(self._module)
+        if trainer.state.fn == TrainerFn.FITTING:
+            validate_module(self._module)
+            if self.launcher is not None:
+                self._validate_optimizers(optimizers_before_setup(self._module))
+        if self.g_inter > 1:
+            validate_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+        validate_regrid_stages(self._regrid, self.g_inter)
+
+    def _validate_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        validate_optimizers(optimizers)
+        if self._offload_bucket is not None:
+            for optimizer in optimizers:
+                validate_bucketwise_optimizers(optimizer)
+
+    # Setup and teardown
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Shard the module over the stages, after its optimizers were configured for all of it."""
+        assert self.accelerator is not None
+        self._validate_run(trainer)
+        partition = self._partition_layers()
+        self.accelerator.setup(trainer)
+        self.precision_plugin.convert_module(self._module)
+        self._configure_optimizers(trainer)
+        partition = self._balance_by_time(partition)
+        stage_module = self._shard_module(partition)
+        offload = self._place_optimizers(stage_module)
+        self.setup_precision_plugin()
+        self._check_loops(trainer)
+        rule = self._in_flight_rule(trainer)
+        runner = self._start_runner(trainer, stage_module, rule, steps_in_parts=offload is not None)
+        regrid = self._plan_regrid(trainer, partition, stage_module, runner, rule)
+        self._session = _Session(stage_module, runner, offload, regrid)
+
+    def teardown(self) -> None:
+        """Gather the module, whole and dense, on every rank, and undo what setup changed."""
+        self._session = None
+        super().teardown()
+
+    def model_to_device(self) -> None:
+        """Do nothing: sharding moves what this rank keeps."""
+
+    def _partition_layers(self) -> Partition:
+        """Partition the module's layers over the stages, by parameters."""
+        module = self._module
+        partition = UNPARTITIONED
+        if self.g_inter > 1 or self._recompute is not None:
+            sizes = None if isinstance(self._balance, str) else self._balance
+            partition = partition_layers(module, self._container_path, sizes, self.g_inter)
+        if self.g_inter > 1 and self._balance == "time":
+            validate_example_input(module)
+        if self._regrid is not None:
+            validate_regrid_module(module)
+        return partition
+
+    def _configure_optimizers(self, trainer: pl.Trainer) -> None:
+        """For a fit, call ``configure_optimizers``; sparse weights show it their dense shape."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        if self.is_global_zero:
+            clear_unfinished_checkpoints(trainer)
+        self.regridded = None
+        with dense_shapes(self._module) as made:
+            self.setup_optimizers(trainer)
+            made += self.optimizers
+        self._validate_optimizers(self.optimizers)
+
+    def _balance_by_time(self, partition: Partition) -> Partition:
+        """Partition again by the times that the first rank measures, if ``balance="time"``."""
+        if self.g_inter == 1:
+            return partition
+        if self._balance == "time":
+            seconds: list[float] = []
+            if self.global_rank == 0:
+                arguments = partition, self.precision_plugin, self.root_device
+                seconds = [layer.seconds for layer in profile_example(self._module, *arguments)]
+            partition = partition.by_time(self.broadcast(seconds))
+        rank_zero_info(str(partition))
+        return partition
+
+    def _shard_module(self, partition: Partition) -> StageModule:
+        """Drop the tensors of other ranks' stages; teardown gathers them again."""
+        assert self._groups is not None
+        stage = self.grid.stage
+        stages = range(self.g_inter) if self.transport == "loopback" else range(stage, stage + 1)
+        recompute = None
+        if self._recompute is not None:
+            recompute = ActivationCheckpointing(self._recompute, self.root_device)
+        stage_module = StageModule(
+            self._module, partition, self._groups, stages, self.root_device, recompute
+        )
+        stage_module.shard(self.optimizers)
+        self._undo.callback(lambda: stage_module.unshard(self.optimizers))
+        return stage_module
+
+    def _place_optimizers(self, stage_module: StageModule) -> OptimizerOffload | None:
+        """Move the optimizers' state to the device, or offload it to the host."""
+        if self._offload_bucket is None:
+            move_optimizers(self.optimizers, self.root_device)
+        elif self.optimizers:
+            offload = OptimizerOffload(
+                self.optimizers[0],
+                self._offload_bucket,
+                self.root_device,
+                stage_module.await_gradients,
+            )
+            self._undo.callback(offload.remove)
+            return offload
+        return None
+
+    def _check_loops(self, trainer: pl.Trainer) -> None:
+        """Let the ranks compare their positions in the Trainer's loops."""
+        assert self._groups is not None
+        if self.grid.world_size > 1:
+            self._undo.enter_context(LoopCheck(self._groups).added_to(trainer))
+
+    def _in_flight_rule(self, trainer: pl.Trainer) -> InFlightRule:
+        free = partial(free_bytes, self.root_device, self.ranks_on_device)
+        return InFlightRule(
+            self._in_flight, self.schedule, self.root_device, free, lambda: trainer.global_step
+        )
+
+    def _start_runner(
+        self,
+        trainer: pl.Trainer,
+        stage_module: StageModule,
+        rule: InFlightRule,
+        steps_in_parts: bool,
+    ) -> StepRunner:
+        runner = StepRunner(
+            trainer,
+            self.precision_plugin,
+            SCHEDULES[self.schedule],
+            BatchSplitter(trainer, self.microbatches, self._split_batch),
+            self._loss_rule,
+            steps_in_parts,
+            stage_module,
+            rule.limit(self.g_inter, stage_module.groups),
+        )
+        self._undo.callback(runner.close)
+        return runner
+
+    # Regrid
+
+    def _plan_regrid(
+        self,
+        trainer: pl.Trainer,
+        partition: Partition,
+        stage_module: StageModule,
+        runner: StepRunner,
+        rule: InFlightRule,
+    ) -> Regrid | None:
+        if self._regrid is None or trainer.state.fn != TrainerFn.FITTING:
+            return None
+        return Regrid(self._regrid, partition, stage_module, runner, rule, self.microbatches)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Move to shorter pipelines at the first batch of an epoch, once a ticket was drawn."""
+        regrid = self._running.regrid
+        if regrid is None or batch_idx > 0:
+            return
+        regridded = regrid.begin_epoch(self._module.trainer.current_epoch, self.optimizers)
+        if regridded is not None:
+            self.regridded, self._groups = regridded, self._running.stage_module.groups
+            this_rank().place_in(self.grid)
+
+    def on_train_end(self) -> None:
+        """Warn if ``regrid`` had no effect, because no ticket was drawn."""
+        if self._running.regrid is not None:
+            self._running.regrid.warn_without_draw()
+
+    # Steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``training_step`` forward and backward on every micro-batch of a batch."""
+        return self._running.runner.train(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``validation_step`` forward."""
+        context = self.precision_plugin.val_step_context
+        return self._running.runner.evaluate(self._module.validation_step, context, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``test_step`` forward."""
+        context = self.precision_plugin.test_step_context
+        return self._running.runner.evaluate(self._module.test_step, context, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``predict_step`` forward; every stage returns the last stage's predictions."""
+        context = self.precision_plugin.predict_step_context
+        return self._running.runner.evaluate(self._module.predict_step, context, *args, **kwargs)
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Give the parameters the gradients that :meth:`training_step` has computed."""
+        return self._running.runner.backward(closure_loss)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step the optimizer, and time the step without the closure."""
+        closed = time()
+
+        def timed_closure() -> Any:
+            nonlocal closed
+            result = closure()
+            closed = time()
+            return result
+
+        result = super().optimizer_step(optimizer, timed_closure, model, **kwargs)
+        clock.add("optimizer", closed, time(), self.grid.stage)
+        return result
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Do without the all-reduce of gradients while Lightning accumulates them."""
+        with self._running.runner.gradients_kept_local():
+            yield
+
+    # Sparse storage
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of gradients that this rank all-reduced in its last step."""
+        reducer = self._running.stage_module.reducer
+        return 0 if reducer is None else reducer.reduced_bytes
+
+    @property
+    def in_flight(self) -> int:
+        """Most micro-batches that a stage may hold, as of the last training batch."""
+        return self._running.runner.limit.value
+
+    @property
+    def peak_in_flight(self) -> dict[int, int]:
+        """Most micro-batches that each stage of this rank held in its last training batch."""
+        return self._running.runner.peak_in_flight
+
+    def held_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that this rank keeps, by name, in the module's order."""
+        return self._running.stage_module.sharding.held()
+
+    def counted_parameters(self) -> set[str]:
+        """The names of those that this rank counts: each is counted once over a pipeline."""
+        return self._running.stage_module.sharding.counted()
+
+    def sparsify(self, masks: Mapping[str, Tensor], policy: Policy = "sparse") -> None:
+        """Store the masked parameters of this rank, and their optimizer state, sparse.
+
+        Args:
+            masks: name of a parameter of this rank -> bool tensor of its shape, True where an
+                entry is kept. Read one at a time.
+            policy: as for :func:`lightning_axosparse.sparsify`.
+        """
+        optimizer = self.optimizers[0] if self.optimizers else None
+        sparsify(self._module, masks, optimizer, policy=policy)
+        if optimizer is not None:
+            restore_masters(optimizer, sparse_parameters(self._module).values())
+        self._running.runner.limit.measure_again()
+        if self._running.regrid is not None:
+            self._running.regrid.after_draw()
+
+    # Checkpoints: one file, dense, as one process writes it
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole module's state on the first rank, an empty dict on others; collective."""
+        if self._session is None:
+            return self._module.state_dict()
+        if self.grid.data_rank > 0:
+            return {}
+        stage_module, metrics = self._session.stage_module, self._session.runner.metrics
+        groups = stage_module.groups
+        with metrics.states_shared(
+            partial(groups.all_gather_from_stage, stage=stage_module.last_stage)
+        ):
+            if self.grid.replica > 0:
+                return {}
+            return gather_model_state(
+                stage_module.sharding, stage_module.stages, partial(gather, group=groups.inter)
+            )
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load this rank's part of a whole module's state."""
+        state = checkpoint["state_dict"]
+        if self._session is not None:
+            stage_module = self._session.stage_module
+            state = local_model_state(state, stage_module.sharding, stage_module.stages)
+            strict = False
+        self._module.load_state_dict(state, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole optimizer's state on the first rank, an empty dict on others; collective."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        if self.grid.replica > 0:
+            return {}
+        stage_module = self._running.stage_module
+        return gather_optimizer_state(
+            optimizer,
+            stage_module.optimizer_groups[self.optimizers.index(optimizer)],
+            stage_module.sharding.names,
+            sparse_parameters(self._module),
+            partial(gather, group=stage_module.groups.inter),
+        )
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load this rank's part of the whole optimizers' states."""
+        stage_module, offload = self._running.stage_module, self._running.offload
+        names, sparse = stage_module.sharding.names, sparse_parameters(self._module)
+        for optimizer, state, groups in zip(
+            self.optimizers,
+            checkpoint["optimizer_states"],
+            stage_module.optimizer_groups,
+            strict=True,
+        ):
+            local = local_optimizer_state(state, optimizer, groups, names, sparse)
+            if offload is None:
+                optimizer.load_state_dict(local)
+                move_optimizers([optimizer], self.root_device)
+            else:
+                offload.load_state_dict(local)
+            restore_masters(optimizer, sparse.values())
+
+    # State
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _running(self) -> _Session:
+        if self._session is None:
+            raise RuntimeError("AxoSparseStrategy holds a module only while the Trainer runs.")
+        return self._session
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Make the strategy known by its name."""
+        strategy_registry.register(
+            cls.strategy_name,
+            cls,
+            description="message-driven pipeline x data parallelism over MPI",
+            override=True,
+        )

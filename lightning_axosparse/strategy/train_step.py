@@ -1,0 +1,459 @@
+"""Runs Lightning's steps on a whole batch: splits it, runs the pipeline, combines the results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_axosparse.distributed.gradient_reducer import GradientReducer
+from lightning_axosparse.distributed.process_groups import gather
+from lightning_axosparse.distributed.rank_status import this_rank
+from lightning_axosparse.pipeline.batch_fingerprint import BatchFingerprint, fingerprint
+from lightning_axosparse.pipeline.engine import Pipeline
+from lightning_axosparse.pipeline.in_flight import InFlightLimit
+from lightning_axosparse.pipeline.loss_check import check_loss
+from lightning_axosparse.pipeline.loss_weights import (
+    LossRule,
+    LossWeights,
+    validate_losses,
+    weigh_by,
+)
+from lightning_axosparse.pipeline.microbatch import MicroBatch, of_replica
+from lightning_axosparse.pipeline.outputs import merge
+from lightning_axosparse.pipeline.reductions import ReductionTracker
+from lightning_axosparse.pipeline.rng import PipelineRNG
+from lightning_axosparse.pipeline.schedule import Schedule
+from lightning_axosparse.pipeline.stage_step import (
+    Batch,
+    StageStep,
+    TrainingBatch,
+    TrainingStageStep,
+)
+from lightning_axosparse.strategy.batch_splitting import BatchSplitter
+from lightning_axosparse.strategy.lightning.gradients import (
+    StashedGradients,
+    gradients_are_seen,
+    starts_accumulation,
+)
+from lightning_axosparse.strategy.lightning.logging import MicrobatchLog, sync_advice_silenced
+from lightning_axosparse.strategy.lightning.loop_check import position
+from lightning_axosparse.strategy.lightning.metrics import PipelinedMetrics
+from lightning_axosparse.strategy.lightning.precision import (
+    pipeline_precision,
+    restore_precision,
+    scale_loss,
+)
+from lightning_axosparse.strategy.lightning.sampling import broadcast_seed
+from lightning_axosparse.strategy.stage_module import StageModule
+
+
+class OpenPipeline:
+    """What steps need on one grid of ranks; creating it is collective over the job.
+
+    Args:
+        stage_module: the part of the module on this rank.
+        limit: most micro-batches that a stage may hold.
+        schedule: class of the training schedule.
+        precision: the precision plugin.
+        rng: random numbers of the pipeline.
+    """
+
+    def __init__(
+        self,
+        stage_module: StageModule,
+        limit: InFlightLimit,
+        schedule: type[Schedule],
+        precision: Precision,
+        rng: PipelineRNG,
+    ) -> None:
+        module, grid, groups = stage_module.module, stage_module.grid, stage_module.groups
+        self.stage_module = stage_module
+        self.tracker = ReductionTracker(module.buffers())
+        with ExitStack() as undo:  # What fails half-way is undone.
+            held = stage_module.sharding.held()
+            counted = {held[name] for name in stage_module.sharding.counted()}
+            undo.callback(restore_precision, precision)
+            pipeline_precision(precision, groups.inter, groups.world, counted.__contains__)
+            links = stage_module.links(limit.largest)
+            self.pipeline = Pipeline(stage_module.layers, links, schedule, limit, rng, self.tracker)
+            self.metrics = PipelinedMetrics(
+                module,
+                groups.inter,
+                groups.data,
+                last_stage_rank=grid.pipeline(grid.replica)[-1],
+                is_last_stage=stage_module.runs_last_stage,
+            )
+            if not stage_module.runs_last_stage:
+                undo.callback(self.metrics.reset)
+            undo.callback(self.metrics.detach)
+            self.metrics.attach()
+            self.log = MicrobatchLog(module, self.tracker)
+            undo.callback(self.log.detach)
+            self.log.attach()
+            if groups.across_batches is None:
+                undo.enter_context(sync_advice_silenced())
+            self._undo = undo.pop_all()
+
+    def close(self) -> None:
+        """Undo what creating it changed in the module; metrics keep the states that count."""
+        self._undo.close()
+
+    def forget_batch(self) -> None:
+        """Drop what was recorded of the last batch."""
+        self.log.clear()
+        self.tracker.forget()
+
+
+class BatchGradients:
+    """The gradients of one batch, from the losses of its micro-batches to their all-reduce.
+
+    Args:
+        trainer: the running Trainer.
+        module: the user's module.
+        precision: the pipeline's precision plugin.
+        reducer: averages gradients over replicas; None to keep them local.
+        stashed: the gradients of earlier batches.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        precision: Precision,
+        reducer: GradientReducer | None,
+        stashed: StashedGradients,
+    ) -> None:
+        self._trainer, self._module, self._precision = trainer, module, precision
+        self._reducer, self._stashed = reducer, stashed
+        self._factor = 1.0
+
+    def differentiate(self, loss: Tensor) -> None:
+        """Differentiate the weighted loss of a micro-batch as Lightning would."""
+        loss = loss / self._trainer.accumulate_grad_batches
+        self._module.backward(scale_loss(self._precision, loss))
+
+    def begin_last(self, factor: float) -> None:
+        """From now on, all-reduce gradients as soon as they are final.
+
+        Args:
+            factor: what the gradients of the whole batch are to be multiplied by.
+        """
+        self._factor = factor
+        if self._reducer is not None:
+            # What `zero_grad` is going to clear is not reduced.
+            adds = not starts_accumulation(self._trainer)
+            self._reducer.arm(factor, self._stashed.earlier if adds else None)
+
+    def finish(self, parameters: Collection[nn.Parameter], waits: bool) -> None:
+        """All-reduce the other gradients, and rescale those of this rank alone.
+
+        Args:
+            parameters: those of this rank.
+            waits: whether to wait for the all-reduces.
+        """
+        reducer = self._reducer
+        if reducer is not None:
+            reducer.start_rest()
+            if waits:
+                reducer.wait_for(parameters)
+        if self._factor != 1:
+            for parameter in parameters:
+                reduced = reducer is not None and parameter in reducer.parameters
+                if parameter.grad is not None and not reduced:
+                    parameter.grad.mul_(self._factor)
+
+
+class StepRunner:
+    """Runs the steps of a module whose layers are partitioned into stages.
+
+    Creating it is collective over the job.
+
+    Args:
+        trainer: the running Trainer.
+        precision: the pipeline's precision plugin.
+        schedule: class of the training schedule.
+        splitter: splits batches into micro-batches.
+        rule: how the losses of micro-batches make up that of the batch.
+        steps_in_parts: whether the optimizer waits for each part of the gradients before it uses
+            it, by :meth:`StageModule.await_gradients`.
+        stage_module: the part of the module on this rank.
+        limit: most micro-batches that a stage may hold.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        precision: Precision,
+        schedule: type[Schedule],
+        splitter: BatchSplitter,
+        rule: LossRule,
+        steps_in_parts: bool,
+        stage_module: StageModule,
+        limit: InFlightLimit,
+    ) -> None:
+        self._trainer, self._precision = trainer, precision
+        self._schedule, self._splitter, self._rule = schedule, splitter, rule
+        self._warned: set[str | None] = {None}
+        self._stashed = StashedGradients()
+        self._checks_loss = rule.check
+        self._reduces = True
+        self._waits = not steps_in_parts or gradients_are_seen(trainer)
+        _agree_on_seed(stage_module)
+        stages = stage_module.last_stage + 1
+        self._rng = PipelineRNG(torch.initial_seed(), stages, stage_module.device)
+        self._open = OpenPipeline(stage_module, limit, schedule, precision, self._rng)
+
+    def open(self, stage_module: StageModule, limit: InFlightLimit) -> None:
+        """Run the next steps on another grid of ranks; to be called after :meth:`close`.
+
+        Args:
+            stage_module: the part of the module on this rank.
+            limit: most micro-batches that a stage may hold.
+        """
+        _agree_on_seed(stage_module)
+        self._open = OpenPipeline(stage_module, limit, self._schedule, self._precision, self._rng)
+
+    def close(self) -> None:
+        """Give the module its own logging and metrics back, with the states that count."""
+        self._open.close()
+
+    @property
+    def limit(self) -> InFlightLimit:
+        """Most micro-batches that a stage may hold."""
+        return self._open.pipeline.limit
+
+    @property
+    def peak_in_flight(self) -> dict[int, int]:
+        """Most micro-batches that each stage of this rank held in its last training batch."""
+        return self._open.pipeline.peak_in_flight
+
+    @property
+    def metrics(self) -> PipelinedMetrics:
+        """The metrics of the module."""
+        return self._open.metrics
+
+    def train(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's ``training_step`` forward and backward.
+
+        Returns:
+            What it returned for the batch, on every stage.
+        """
+        run, stage_module = self._open, self._open.stage_module
+        with this_rank().step(*position(self._trainer)):
+            microbatches = self._splitter.split_to_train(batch, args, stage_module.groups)
+            microbatches = self._weighted(microbatches)
+            reducer = stage_module.reducer if self._reduces else None
+            gradients = BatchGradients(
+                self._trainer, stage_module.module, self._precision, reducer, self._stashed
+            )
+            training = self._training_batch(batch, args, kwargs, microbatches, gradients)
+            parameters = stage_module.sharding.held().values()
+            with torch.enable_grad(), self._stashed.around_step(parameters):
+                if not training.microbatches:
+                    # The other replicas of this batch may wait for its denominators.
+                    last_stage = stage_module.runs_last_stage
+                    gradients.begin_last(training.weights.factor() if last_stage else 1.0)
+                with run.metrics.batch(len(microbatches)):
+                    last = run.pipeline.train(training)
+                gradients.finish(parameters, self._waits)
+            warning = None if last is None else self._validate_losses(last, training)
+            result = self._combine(last, microbatches, training.fingerprint, warning)
+            if self._checks_loss and len(microbatches) > 1:
+                self._checks_loss = False
+                if training.received and len(training.microbatches) == len(microbatches):
+                    self._check_loss(training, batch)
+            return result
+
+    def evaluate(
+        self,
+        user_step: Callable[..., Any],
+        precision: Callable[[], AbstractContextManager[None]],
+        batch: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Run one of the module's other steps forward.
+
+        Args:
+            user_step: ``validation_step``, ``test_step`` or ``predict_step`` of the module.
+            precision: makes the context in which it runs.
+            batch: the batch.
+            args: the other arguments of the step.
+            kwargs: its keyword arguments.
+
+        Returns:
+            What it returned for the batch, on every stage.
+        """
+        run = self._open
+        with this_rank().step(*position(self._trainer)):
+            microbatches = self._splitter.split_to_evaluate(batch, args, run.stage_module.groups)
+            microbatches = self._weighted(microbatches)
+            evaluated = Batch(
+                step=user_step,
+                args=args,
+                kwargs=kwargs,
+                precision=precision,
+                microbatches=self._own(microbatches),
+                fingerprint=self._fingerprint(batch),
+                log=run.log,
+                weights_given=self._rule.weight is not None,
+            )
+            with run.metrics.batch(len(microbatches)):
+                last = run.pipeline.evaluate(evaluated)
+            return self._combine(last, microbatches, evaluated.fingerprint)
+
+    def backward(self, loss: Tensor) -> Tensor:
+        """Run the hooks of Lightning's backward, and give parameters the gradients of the batch."""
+        module = self._open.stage_module.module
+        # The hooks alone: a plugin's own pre_backward would scale the loss, which is done.
+        Precision.pre_backward(self._precision, loss, module)
+        self._stashed.restore()
+        return Precision.post_backward(self._precision, loss, module)
+
+    @contextmanager
+    def gradients_kept_local(self) -> Iterator[None]:
+        """Omit the all-reduce inside the context."""
+        self._reduces = False
+        try:
+            yield
+        finally:
+            self._reduces = True
+
+    def _training_batch(
+        self,
+        batch: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        microbatches: Sequence[MicroBatch],
+        gradients: BatchGradients,
+    ) -> TrainingBatch:
+        """What the stages of this rank need to train on a batch."""
+        run, rule, own = self._open, self._rule, self._own(microbatches)
+        return TrainingBatch(
+            step=run.stage_module.module.training_step,
+            args=args,
+            kwargs=kwargs,
+            precision=self._precision.train_step_context,
+            microbatches=own,
+            fingerprint=self._fingerprint(batch),
+            log=run.log,
+            weights_given=rule.weight is not None,
+            weights=LossWeights(
+                own,
+                sum(part.size for part in microbatches),
+                "given" if rule.weight is not None else rule.loss,
+                run.stage_module.groups.batch_replicas,
+            ),
+            backward=gradients,
+            received=[] if self._checks_loss else None,
+        )
+
+    def _validate_losses(self, last: TrainingStageStep, training: TrainingBatch) -> str | None:
+        """Check that the micro-batches' losses combine, unless the user says how they do.
+
+        Returns:
+            A warning, if they combine approximately.
+        """
+        parts, rule = training.microbatches, self._rule
+        if len(parts) < 2 or rule.loss != "auto" or rule.weight is not None:
+            return None
+        return validate_losses(last.losses, [part.size for part in parts])
+
+    def _fingerprint(self, batch: Any) -> BatchFingerprint:
+        """What the ranks that are given this batch compare."""
+        if self._open.stage_module.groups.same_batch is None:
+            return BatchFingerprint()
+        loop, epoch, index = position(self._trainer)
+        return BatchFingerprint(fingerprint(batch), f"batch {index} of {loop} epoch {epoch}")
+
+    def _weighted(self, microbatches: list[MicroBatch]) -> list[MicroBatch]:
+        """The micro-batches with the weights that the user's rule gives them, if there is one."""
+        if self._rule.weight is None or self._trainer.predicting:
+            return microbatches
+        return weigh_by(self._rule.weight, microbatches)
+
+    def _own(self, microbatches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """The micro-batches that this replica computes, of those that replicas share."""
+        grid = self._open.stage_module.grid
+        return of_replica(microbatches, grid.part_of_batch, grid.replicas_per_batch)
+
+    def _check_loss(self, training: TrainingBatch, batch: Any) -> None:
+        """Compare this batch's loss with that of the batch as a whole, on the last stage."""
+        run = self._open
+        full_precision = str(self._trainer.precision).startswith(("32", "64"))
+        with run.metrics.kept(), run.metrics.batch(len(training.microbatches)):
+            check_loss(
+                run.pipeline,
+                training,
+                batch,
+                run.stage_module.module,
+                tolerance=1e-3 if full_precision else 3e-2,
+            )
+        run.forget_batch()
+
+    def _combine(
+        self,
+        last: StageStep | None,
+        microbatches: Sequence[MicroBatch],
+        fingerprint: BatchFingerprint,
+        warning: str | None = None,
+    ) -> Any:
+        """Combine what the last stage's micro-batches returned and logged, for every stage.
+
+        Args:
+            last: the last stage's step, on the ranks that run it.
+            microbatches: those of the whole batch.
+            fingerprint: of the batch.
+            warning: what to warn of, once in a run.
+
+        Returns:
+            What the step returned for the batch.
+        """
+        run, stage_module = self._open, self._open.stage_module
+        result: tuple[Any, Any, str | None] = (None, None, None)
+        if last is not None:
+            outputs = self._gathered(last.outputs, fingerprint)
+            if outputs:
+                weights = [part.weight for part in microbatches]
+                output = merge(outputs, weights, [part.size for part in microbatches])
+                result = run.log.combine(run.metrics.batch_value), output, warning
+        logged, output, warning = stage_module.groups.broadcast_to_same_batch(
+            result, stage_module.last_stage
+        )
+        if warning not in self._warned:
+            self._warned.add(warning)
+            rank_zero_warn(str(warning))
+        run.log.replay(logged)
+        run.forget_batch()
+        return move_data_to_device(output, stage_module.device)
+
+    def _gathered(self, outputs: list[Any], fingerprint: BatchFingerprint) -> list[Any]:
+        """The outputs of all replicas that share a batch, on the first; elsewhere none."""
+        run, groups = self._open, self._open.stage_module.groups
+        if groups.grid.replicas_per_batch == 1:
+            return outputs
+        outputs = move_data_to_device(outputs, "cpu")
+        mine = fingerprint.fingerprint, outputs, run.log.recorded(), run.metrics.recorded()
+        everyone = gather(mine, groups.batch_replicas)
+        if not everyone:
+            return []
+        fingerprints = {groups.grid.replica + n: theirs[0] for n, theirs in enumerate(everyone)}
+        fingerprint.compare(fingerprints, "replica")
+        run.metrics.join([states for *_, states in everyone])
+        for _, _, calls, _ in everyone[1:]:
+            run.log.add(calls)
+        return [output for _, outputs, _, _ in everyone for output in outputs]
+
+
+def _agree_on_seed(stage_module: StageModule) -> None:
+    """Give all ranks that are given the same batches one random state; collective among them."""
+    groups, grid = stage_module.groups, stage_module.grid
+    broadcast_seed(groups.same_batch, grid.same_batch_ranks[0])

@@ -1,0 +1,262 @@
+"""Validates the arguments, module, callbacks, optimizers and ranks of a run.
+
+Every error says what to do instead. Lightning itself raises, before any rank is started, for a
+module or Trainer of the ``pytorch_lightning`` package and for a module compiled as a whole; and for
+several optimizers, when they are configured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+from torchmetrics import Metric
+
+from lightning_axosparse.distributed.grid import divisors
+from lightning_axosparse.strategy.lightning.hooks import overrides
+
+# The strategy's arguments
+
+
+def validate_arguments(
+    g_inter: int | Literal["auto"],
+    in_flight: int | None,
+    schedule: str,
+    transport: str,
+    balance: str | Sequence[int],
+    regrid: int | Literal["auto"] | None,
+) -> None:
+    """Check that arguments of the strategy, each valid by itself, go together.
+
+    Raises:
+        MisconfigurationException: with the values, and what to give instead.
+    """
+    if g_inter == "auto" and transport == "loopback":
+        raise MisconfigurationException(
+            "g_inter='auto' divides the ranks that there are into stages and replicas, but with "
+            "transport='loopback' all stages share one. Give g_inter a number."
+        )
+    if g_inter == "auto" and not isinstance(balance, str):
+        raise MisconfigurationException(
+            f"balance={list(balance)} gives the layers of {len(balance)} stages: say "
+            f"g_inter={len(balance)} instead of 'auto', or leave balance out."
+        )
+    if not isinstance(balance, str) and len(balance) != g_inter:
+        raise MisconfigurationException(
+            f"balance={list(balance)} gives the layers of {len(balance)} stages, but there are "
+            f"g_inter={g_inter}. Give one number of layers a stage."
+        )
+    if in_flight is not None and schedule != "message-driven":
+        raise MisconfigurationException(
+            f"in_flight={in_flight} belongs to schedule='message-driven'; {schedule!r} has its own "
+            "fixed limit. Leave one of them out."
+        )
+    if regrid is not None and transport == "loopback":
+        raise MisconfigurationException(
+            f"regrid={regrid!r} moves layers between ranks, but transport='loopback' runs all "
+            "stages in one process. Leave regrid out."
+        )
+    if regrid == "auto" and (in_flight is not None or schedule != "message-driven"):
+        raise MisconfigurationException(
+            "regrid='auto' needs the bytes of a micro-batch, which are measured for "
+            "schedule='message-driven' with in_flight=None alone. Leave these two as they are by "
+            "default, or give regrid a number of stages."
+        )
+    if g_inter != "auto":
+        validate_regrid_stages(regrid, g_inter)
+
+
+def validate_regrid_stages(regrid: int | Literal["auto"] | None, g_inter: int) -> None:
+    """Check that pipelines of ``g_inter`` stages can be shortened to ``regrid`` stages.
+
+    Raises:
+        MisconfigurationException: with the numbers that are possible.
+    """
+    if isinstance(regrid, int) and (g_inter % regrid or regrid == g_inter):
+        shorter = divisors(g_inter)[:-1]
+        choice = f"Choose from {shorter}, or 'auto'" if shorter else "Leave regrid out"
+        raise MisconfigurationException(
+            f"regrid={regrid} is no proper divisor of g_inter={g_inter}, so the ranks of a "
+            f"pipeline cannot form pipelines of so many stages. {choice}."
+        )
+
+
+# The module
+
+
+def validate_module(module: LightningModule) -> None:
+    """Check that the module leaves optimization to Lightning.
+
+    Raises:
+        MisconfigurationException: if the module optimizes by hand.
+    """
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            f"{type(module).__name__} sets `automatic_optimization = False`, but under"
+            " AxoSparseStrategy only the last stage reaches the code that follows the model in"
+            " `training_step`: the other stages would never call `optimizer.step()`. Return the"
+            " loss from `training_step` instead and leave `automatic_optimization` alone; where two"
+            " optimizers were wanted, give one several parameter groups:"
+            " `AdamW([{'params': a, 'lr': 1e-3}, {'params': b, 'lr': 1e-4}])`."
+        )
+
+
+@contextmanager
+def unless_made_later(module: LightningModule) -> Iterator[None]:
+    """Ignore errors about layers that the module's own hooks may yet make."""
+    try:
+        yield
+    except MisconfigurationException:
+        if not overrides(module, "configure_model", "setup"):
+            raise
+
+
+def validate_layers_exist(module: LightningModule) -> None:
+    """Check that the layers exist before a grid is chosen for them.
+
+    Raises:
+        MisconfigurationException: if ``configure_model`` is going to make them.
+    """
+    if overrides(module, "configure_model") and not list(module.parameters()):
+        raise MisconfigurationException(
+            "g_inter='auto' looks at the layers before any rank starts, but"
+            f" {type(module).__name__} makes them in `configure_model`. Give g_inter a number of"
+            " stages, or call `module.configure_model()` before the Trainer does."
+        )
+
+
+def validate_regrid_module(module: nn.Module) -> None:
+    """Check that a module computes the same when several replicas share a batch.
+
+    Raises:
+        MisconfigurationException: naming the layer or the metric.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats:
+            raise MisconfigurationException(
+                f"{name!r} ({type(part).__name__}) keeps running statistics of the micro-batches "
+                "that it sees. After a regrid replicas share each batch, so they would differ "
+                "between them. Use a norm without, such as nn.GroupNorm or nn.LayerNorm, or leave "
+                "regrid out, and resume the checkpoint with another g_inter."
+            )
+        if isinstance(part, Metric) and part.dist_sync_on_step:
+            raise MisconfigurationException(
+                f"The metric {name!r} ({type(part).__name__}) synchronises in every micro-batch "
+                "(dist_sync_on_step=True), of which replicas that share a batch after a regrid may "
+                "have different numbers. Leave dist_sync_on_step out, or regrid."
+            )
+
+
+# Callbacks
+
+
+def validate_callbacks(callbacks: Sequence[Callback]) -> None:
+    """Check that no callback needs the whole module on every rank.
+
+    Raises:
+        MisconfigurationException: naming the callback and what to use instead.
+    """
+    for callback in callbacks:
+        name = type(callback).__name__
+        if isinstance(callback, ModelPruning):
+            raise MisconfigurationException(
+                f"{name} would prune the layers of each stage by themselves, and its masks come on"
+                " top of the weights. Use lightning_axosparse.EarlyBirdTicket(pruning_ratio=...),"
+                " which ranks all stages' weights together and stores what is kept."
+            )
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            raise MisconfigurationException(
+                f"{name} keeps an averaged copy of the whole module, but a stage of a pipeline"
+                " holds only its own layers. Leave the callback out, or train with g_inter=1."
+            )
+
+
+def validate_beside_pruning(callbacks: Sequence[Callback]) -> None:
+    """Check that no callback keeps dense weights or masks of its own beside EarlyBirdTicket.
+
+    Raises:
+        MisconfigurationException: naming the callback.
+    """
+    for callback in callbacks:
+        if isinstance(callback, (ModelPruning, StochasticWeightAveraging, WeightAveraging)):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} keeps dense weights or masks of its own, which do not"
+                " fit those that EarlyBirdTicket stores as their kept entries. Leave one of the two"
+                " callbacks out."
+            )
+
+
+# Optimizers
+
+
+def optimizers_before_setup(module: LightningModule) -> list[Optimizer]:
+    """Call ``configure_optimizers`` before the run is set up, to validate what it returns.
+
+    Returns:
+        The optimizers; an empty list where the hook fails, because it needs the Trainer, the data
+        or the ranks. They are validated again on the ranks.
+    """
+    try:
+        configured = module.configure_optimizers()
+    except Exception:
+        return []
+    found: list[Optimizer] = []
+    apply_to_collection(configured, Optimizer, found.append)
+    return found
+
+
+def validate_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Check that there is one optimizer, which each stage can step by itself.
+
+    Args:
+        optimizers: what ``configure_optimizers`` returned.
+
+    Raises:
+        MisconfigurationException: if there are several, or one calls its closure again.
+    """
+    if len(optimizers) > 1:
+        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+        raise MisconfigurationException(
+            f"`configure_optimizers` returned {len(optimizers)} optimizers ({names}), which takes"
+            " manual optimization; AxoSparseStrategy drives one. Give one optimizer several"
+            " parameter groups: `AdamW([{'params': a, 'lr': 1e-3}, {'params': b, 'lr': 1e-4}])`."
+        )
+    for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS):
+            raise MisconfigurationException(
+                f"`configure_optimizers` returned {type(optimizer).__name__}, which calls the"
+                " closure as often as its line search over all parameters wants, but each stage"
+                " holds only some of them. With AxoSparseStrategy use an optimizer that takes one"
+                " step a batch, such as AdamW or SGD."
+            )
+
+
+# Ranks
+
+
+def validate_world_size(devices: int, num_nodes: int, job_size: int) -> None:
+    """Check that MPI has started as many ranks as the Trainer wants.
+
+    Args:
+        devices: ranks a node, as the Trainer understood ``devices``.
+        num_nodes: nodes, as given to the Trainer.
+        job_size: ranks in this MPI job; 1 in a plain process, where the strategy starts the ranks
+            itself.
+
+    Raises:
+        MisconfigurationException: if the numbers differ.
+    """
+    if job_size not in (1, devices * num_nodes):
+        raise MisconfigurationException(
+            f"MPI has started {job_size} ranks, but `Trainer(devices={devices},"
+            f" num_nodes={num_nodes})` wants {devices} x {num_nodes} = {devices * num_nodes}. Start"
+            f" `mpiexec -n {devices * num_nodes}`, or set `devices` to the ranks on each node so"
+            f" that `devices * num_nodes` is {job_size}."
+        )

@@ -1,0 +1,115 @@
+"""Writes files of ``torch.save`` atomically and with a checksum, and checks them before reading.
+
+They are ordinary zip archives. The comment at the end, which other readers ignore, has a checksum
+of everything before it; ``torch.load`` itself checks none.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from typing import Any, BinaryIO, cast
+from zlib import crc32
+
+import torch
+
+from lightning_axosparse.support.atomic_file import replacing
+from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
+
+_COMMENT = b"lightning_axosparse crc32 %08x"
+_SIZE = len(_COMMENT % 0)
+_NO_COMMENT = (0).to_bytes(2, "little")
+"""The last field of an archive without a comment: the length of the comment."""
+
+_END = b"PK\x05\x06"
+_END_SIZE = 22
+_BLOCK = 1 << 20
+
+
+def save(content: Any, path: str | os.PathLike[str]) -> None:
+    """Write ``content`` as ``torch.save`` does, tensor by tensor; replace an older file at the end.
+
+    Args:
+        content: what ``torch.save`` takes.
+        path: the file.
+
+    Raises:
+        OSError: if it cannot be written; an older file is then unchanged.
+    """
+    with replacing(path) as file:
+        checked = _ChecksumWriter(file)
+        try:
+            torch.save(content, cast(BinaryIO, checked))
+        except RuntimeError as error:
+            # torch reports a failed write only as an unexpected position in the file.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+        file.seek(-len(_NO_COMMENT), 2)
+        file.write(_SIZE.to_bytes(2, "little") + _COMMENT % checked.checksum)
+
+
+def check(path: str | os.PathLike[str]) -> None:
+    """Read a file of ``torch.save`` once, a block at a time, and verify its checksums.
+
+    Args:
+        path: the file; if :func:`save` did not write it, the checksums of its records are verified.
+
+    Raises:
+        OSError: if the file cannot be opened.
+        CorruptFileError: if its content is not what was written.
+    """
+    with open(path, "rb") as file, reading(path):
+        if file.read(4) != b"PK\x03\x04":
+            raise CorruptFileError("it does not begin as torch.save's files do")
+        size = file.seek(0, 2)
+        file.seek(max(0, size - _END_SIZE - _SIZE))
+        end = file.read()
+        file.seek(0)
+        if end[-_SIZE:-8] == _COMMENT[:-4]:
+            _verify_comment(file, size, end)
+        elif end[-_END_SIZE:][:4] == _END and end[-2:] == _NO_COMMENT:
+            _verify_records(file)
+        else:
+            raise CorruptFileError("its end is missing or changed")
+
+
+class _ChecksumWriter:
+    """A file for ``torch.save`` that computes the CRC-32 of what is written.
+
+    Args:
+        file: the file that is written.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.checksum = 0
+
+    def write(self, data: Any) -> int:
+        """Write ``data``, a bytes-like object."""
+        self.checksum = crc32(data, self.checksum)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        """Flush the file."""
+        self._file.flush()
+
+
+def _verify_comment(file: BinaryIO, size: int, end: bytes) -> None:
+    checksum, left = 0, size - _SIZE - len(_NO_COMMENT)
+    while left > 0:
+        block = file.read(min(_BLOCK, left))
+        checksum, left = crc32(block, checksum), left - len(block)
+    comment = _SIZE.to_bytes(2, "little") + _COMMENT % crc32(_NO_COMMENT, checksum)
+    if end[-len(comment) :] != comment:
+        raise CorruptFileError("its checksum does not match its content")
+
+
+def _verify_records(file: BinaryIO) -> None:
+    with zipfile.ZipFile(file) as archive:
+        for record in archive.infolist():
+            if record.CRC == 0:  # written after torch.serialization.set_crc32_options(False)
+                continue
+            with archive.open(record) as part:
+                while part.read(_BLOCK):  # raises at the end if the checksum differs
+                    pass

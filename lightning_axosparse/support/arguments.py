@@ -1,0 +1,186 @@
+"""Validates arguments of public functions by rules that stand beside their signatures."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_SHOWN = 80
+"""Number of characters of a value that a message shows."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The values that an argument may have; ``|`` joins two kinds.
+
+    Attributes:
+        wanted: what the value must be, in words.
+        fits: whether a value is of this kind; raises no exception for any value.
+    """
+
+    wanted: str
+    fits: Callable[[Any], bool]
+
+    def __or__(self, other: Kind) -> Kind:
+        return Kind(
+            f"{self.wanted}, or {other.wanted}",
+            lambda value: self.fits(value) or other.fits(value),
+        )
+
+
+def whole(low: int, high: int = 2**31 - 1) -> Kind:
+    """Whole numbers from ``low`` to ``high``; a bool is not a number."""
+    return Kind(
+        f"a whole number from {low} to {high}",
+        lambda value: type(value) is int and low <= value <= high,
+    )
+
+
+def number(wanted: str, fits: Callable[[float], bool]) -> Kind:
+    """Whole numbers and floats for which ``fits`` is true; it should be false for NaN."""
+    return Kind(wanted, lambda value: type(value) in (int, float) and fits(value))
+
+
+def one_of(*choices: str) -> Kind:
+    """Strings that are one of ``choices``."""
+    return Kind(
+        " or ".join(map(repr, choices)), lambda value: isinstance(value, str) and value in choices
+    )
+
+
+def instance_of(wanted: str, *types: type) -> Kind:
+    """Objects of one of ``types``."""
+    return Kind(wanted, lambda value: isinstance(value, types))
+
+
+def list_of(wanted: str, kind: Kind) -> Kind:
+    """Lists, tuples, sets and other collections whose entries are all of ``kind``."""
+    return Kind(
+        wanted,
+        lambda value: (
+            isinstance(value, Collection)
+            and not isinstance(value, (str, bytes, Mapping, Tensor))
+            and all(map(kind.fits, value))
+        ),
+    )
+
+
+COUNT = whole(1)
+INDEX = whole(0)
+BYTES = whole(1, 2**63 - 1)
+SEED = whole(0, 2**32 - 1)
+NOT_NEGATIVE = number("a finite number, at least 0", lambda value: 0 <= value < float("inf"))
+TIMEOUT = number("a number of seconds above 0", lambda value: value > 0) | Kind(
+    "a datetime.timedelta above 0",
+    lambda value: isinstance(value, timedelta) and value > timedelta(0),
+)
+FRACTION = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
+NONE = Kind("None", lambda value: value is None)
+BOOL = instance_of("True or False", bool)
+FUNCTION = Kind("a function", callable)
+TEXT = Kind("a text that is not empty", lambda value: isinstance(value, str) and value != "")
+PATH = TEXT | instance_of("a path", os.PathLike)
+PATTERNS = list_of("a list of patterns, such as ['head.*']", TEXT)
+LAYERS = Kind(
+    "the number of layers of each stage, such as [3, 5]",
+    lambda value: isinstance(value, Sequence) and len(value) > 0 and list_of("", COUNT).fits(value),
+)
+MODULE = instance_of("an nn.Module", nn.Module)
+OPTIMIZER = instance_of("a torch Optimizer", Optimizer)
+MASKS = instance_of("a mapping of parameter names to bool tensors", Mapping)
+
+
+def checked(error: type[Exception], **kinds: Kind) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a function that validates the named arguments of each call.
+
+    Numbers and arrays of numpy become Python's numbers and lists.
+
+    Args:
+        error: the exception for a value of another kind.
+        kinds: the kind of each argument. Defaults are not validated.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            bound = signature.bind(*args, **kwargs)
+            given = {name: bound.arguments[name] for name in kinds if name in bound.arguments}
+            bound.arguments.update(check(error, given, kinds))
+            return function(*bound.args, **bound.kwargs)
+
+        return call
+
+    return decorate
+
+
+def check(
+    error: type[Exception], values: Mapping[str, Any], kinds: Mapping[str, Kind]
+) -> dict[str, Any]:
+    """Validate values, and convert numpy's numbers and arrays to Python's numbers and lists.
+
+    Args:
+        error: the exception for the first value of another kind.
+        values: name -> value.
+        kinds: name -> kind, for each name in ``values``.
+
+    Returns:
+        name -> converted value.
+    """
+    plain = {name: _plain(value) for name, value in values.items()}
+    for name, value in plain.items():
+        if not kinds[name].fits(value):
+            raise error(f"{name}={shown(values[name])} must be {kinds[name].wanted}.")
+    return plain
+
+
+def shown(value: object) -> str:
+    """The value in one line that is short enough for a message."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def validate_mask(name: str, mask: object) -> None:
+    """Validate that a mask is a dense bool tensor.
+
+    Args:
+        name: of the parameter.
+        mask: should be a dense bool tensor, on any device but meta.
+
+    Raises:
+        ValueError: if it is anything else; names the parameter and the value.
+    """
+    if not isinstance(mask, Tensor):
+        found = f"{type(mask).__name__}: {shown(mask)}"
+    elif mask.dtype != torch.bool:
+        found = f"one of {mask.dtype}"
+    elif mask.layout != torch.strided:
+        found = f"one of {mask.layout}; take mask.to_dense()"
+    elif mask.is_meta:
+        found = "one on the meta device, which has no values"
+    else:
+        return
+    raise ValueError(f"The mask of {shown(name)} must be a dense bool tensor, not {found}.")
+
+
+def _plain(value: Any) -> Any:
+    """Convert numpy's numbers and arrays, also in lists and tuples."""
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return value

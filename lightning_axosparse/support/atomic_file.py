@@ -1,0 +1,106 @@
+"""Writes files atomically: to a partial file that replaces an older file when it is complete.
+
+If the disk is full, or the job is killed, the older file is unchanged.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from glob import escape
+from pathlib import Path
+from typing import BinaryIO
+from uuid import uuid4
+
+_DIGITS = 12
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Open a partial file beside ``path``; rename it to ``path`` if the context ends normally.
+
+    Content and name are then on the disk (``fsync``). Partial files that killed writers of the same
+    ``path`` left are removed first.
+
+    Args:
+        path: the file to create or to replace.
+
+    Raises:
+        IsADirectoryError: if ``path`` is a folder.
+        OSError: if there is no space for the file.
+    """
+    goal = Path(path)
+    if goal.is_dir():
+        raise IsADirectoryError(
+            f"'{goal}' is a folder, perhaps a sharded checkpoint, so no file of that name can be "
+            "written. Move it away, or choose another name."
+        )
+    clear_partials(goal.parent, goal.name)
+    partial = goal.with_name(f".{_start(goal.name)}.{uuid4().hex[:_DIGITS]}.partial")
+    try:
+        with partial.open("xb") as file:
+            _lock(file)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            partial.replace(goal)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        free = shutil.disk_usage(goal.parent).free
+        raise OSError(
+            error.errno,
+            f"'{goal}' was not written: {error.strerror} ({free / 1e6:.1f} MB are free there). An "
+            "older file of that name is as it was. Make room, or write elsewhere",
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)
+    _sync_folder(goal.parent)
+
+
+def clear_partials(folder: str | Path, name: str | None = None) -> None:
+    """Remove partial files whose writer has ended, on this or another host.
+
+    Args:
+        folder: the folder of the files; it need not exist.
+        name: of the complete file; None for any.
+    """
+    start = "*" if name is None else escape(_start(name))
+    for partial in Path(folder).glob(f".{start}.{'[0-9a-f]' * _DIGITS}.partial"):
+        if _writer_is_gone(partial):
+            partial.unlink(missing_ok=True)
+
+
+def _start(name: str) -> str:
+    """The start of a name, so that the name of the partial file is not too long."""
+    return name[:50]
+
+
+def _lock(file: BinaryIO) -> None:
+    """Lock a file until this process ends; other hosts see the lock, too."""
+    with suppress(OSError):  # a file system without locks, on which no partial file is removed
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _writer_is_gone(partial: Path) -> bool:
+    try:
+        with partial.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # locked by its writer, already removed, or not writable
+        return False
+    return True
+
+
+def _sync_folder(folder: Path) -> None:
+    """Write the names in ``folder`` to the disk."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):  # not supported by some network file systems
+            os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,79 @@
+"""Wraps every use of torch's private API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+tree_leaves = _pytree.tree_leaves
+tree_map = _pytree.tree_map
+tree_map_only = _pytree.tree_map_only
+
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+"""``__torch_function__`` of a subclass that torch functions treat as a plain tensor."""
+
+plain_torch_functions = torch._C.DisableTorchFunctionSubclass
+"""A context in which torch functions treat subclasses as plain tensors."""
+
+
+def current_function_mode() -> TorchFunctionMode | None:
+    """Return the innermost ``TorchFunctionMode`` that is active."""
+    mode: TorchFunctionMode | None = _get_current_function_mode()
+    return mode
+
+
+def without_dispatch_modes() -> AbstractContextManager[Any]:
+    """Return a context in which no ``TorchDispatchMode`` observes the operators that run."""
+    context: AbstractContextManager[Any] = _disable_current_modes()
+    return context
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often ``tensor`` was changed in place; 0 for one made in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Return a number that equals another storage's exactly if both are the same memory."""
+    identity: int = storage._cdata
+    return identity
+
+
+def mutated_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the leaves of the arguments that ``operator`` changes in place."""
+    schema = operator._schema
+    if not schema.is_mutable:
+        return []
+    passed = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
+    return tree_leaves(
+        [passed.get(a.name) for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+    )
+
+
+def forward_mode() -> bool:
+    """Return whether forward-mode differentiation or ``torch.jit.trace`` is active."""
+    return forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None
+
+
+def transformed() -> bool:
+    """Return whether that, or a ``torch.func`` transform such as ``vmap``, is active."""
+    return torch._C._are_functorch_transforms_active() or forward_mode()
+
+
+def batched(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` is a batch of ``autograd.grad(is_grads_batched=True)``."""
+    return torch._C._functorch.is_legacy_batchedtensor(tensor)
+
+
+def backward_transformed(gradient: Tensor) -> bool:
+    """Return whether the backward pass of ``gradient`` is transformed or differentiated itself."""
+    return torch.is_grad_enabled() or batched(gradient) or transformed()

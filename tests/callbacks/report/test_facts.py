@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from lightning_axosparse.distributed.grid import Grid
+from lightning_axosparse.strategy.regrid.regrid import Regridded
+from tests.callbacks.report.runs import make_work
+
+
+def test_a_step_divides_into_its_whole_time():
+    seconds = make_work(1).seconds_per_step()
+    assert sum(seconds.values()) == pytest.approx(0.2)
+    assert seconds == pytest.approx(
+        {
+            "compute": 0.12,
+            "waiting": 0.02,
+            "all-reduce": 0.0,
+            "optimizer": 0.01,
+            "densify, compress": 0.01,
+            "other": 0.04,
+        }
+    )
+
+
+def test_loss_is_the_mean_over_replicas(facts):
+    assert facts.losses == [4.0, 3.0]
+
+
+def test_json_holds_what_follows_from_the_facts(facts, tmp_path):
+    facts.save(tmp_path / "report.json")
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert content["dense_at_draw"]["perplexity"] == pytest.approx(math.e**2)
+    assert content["final"]["bits_per_byte"] == pytest.approx(1 / math.log(2))
+    assert content["test"]["loss"] == 1.5
+    assert content["losses"] == [4.0, 3.0]
+    assert content["draw"]["sparsity"] == {"model.0.weight": 0.75, "model.1.weight": 0.85}
+    sparse = content["ranks"][1]["work"]["sparse"]
+    assert sparse["seconds_per_step"]["compute"] == pytest.approx(0.06)
+    assert sparse["state"]["optimizer"] == 16_000_000
+
+
+def test_json_has_the_regrid_and_its_bubbles(facts, tmp_path):
+    old = Grid(4, 4)
+    facts.regrid = Regridded(old, old.shortened(2), epoch=2, seconds=0.25, microbatches=16)
+    facts.save(tmp_path / "report.json")
+    saved = json.loads((tmp_path / "report.json").read_text())["regrid"]
+    assert (saved["old"]["g_inter"], saved["new"]["g_inter"]) == (4, 2)
+    assert saved["bubbles"] == pytest.approx([3 / 19, 1 / 9])

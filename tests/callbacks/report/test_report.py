@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import json
+
+import lightning as L
+import pytest
+
+from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, PipelineTimeline, Ticket
+from lightning_axosparse.callbacks.report.report import TrainingReport
+from lightning_axosparse.examples.gpt import GPT
+from lightning_axosparse.examples.text import TextDataModule
+
+EPOCHS, BATCHES = 3, 3
+
+
+class Losses(L.Callback):
+    """Every training and validation loss as it was logged."""
+
+    def __init__(self) -> None:
+        self.training: list[float] = []
+        self.validation: list[float] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.training.append(float(trainer.callback_metrics["train_loss"]))
+
+    def on_validation_end(self, trainer, pl_module):
+        self.validation.append(float(trainer.callback_metrics["val_loss"]))
+
+
+@pytest.fixture
+def data(tmp_path) -> TextDataModule:
+    path = tmp_path / "text.txt"
+    path.write_text("All the world is a stage, and all the men and women merely players. " * 60)
+    return TextDataModule(path, context=16, batch_size=8)
+
+
+def run(data, folder, *callbacks, test=False, **options) -> tuple[GPT, TrainingReport, Losses]:
+    L.seed_everything(0)
+    model = GPT(width=16, depth=2, heads=2, context=16)
+    report, losses = TrainingReport(folder), Losses()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=EPOCHS,
+        limit_train_batches=BATCHES,
+        num_sanity_val_steps=0,
+        default_root_dir=folder,
+        callbacks=[report, losses, *callbacks],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(model, datamodule=data)
+    if test:
+        trainer.test(model, datamodule=data, verbose=False)
+    return model, report, losses
+
+
+def test_one_rank_before_and_after_the_draw(data, tmp_path):
+    search = EarlyBirdTicket(pruning_ratio=0.75, window=2, draw_by_epoch=2)
+    model, report, losses = run(
+        data,
+        tmp_path,
+        search,
+        PipelineTimeline(),
+        devices=1,
+        strategy=AxoSparseStrategy(g_inter=2, transport="loopback", in_flight=3),
+    )
+    facts = report.facts
+    assert facts.losses == pytest.approx(losses.training)
+    assert facts.steps == list(range(1, EPOCHS * BATCHES + 1))
+    assert [v.loss for v in facts.validations] == pytest.approx(losses.validation)
+    assert [v.period for v in facts.validations] == ["dense", "dense", "sparse"]
+    assert facts.dense_validation.epoch == 1
+    assert facts.final_validation.epoch == 2
+    assert (facts.draw.epochs, facts.draw.step) == (2, 2 * BATCHES)
+    assert facts.distances == {2: search.distances[0]}
+    [rank] = facts.ranks
+    assert {period: work.steps for period, work in rank.work.items()} == {"dense": 6, "sparse": 3}
+    assert all(work.reduced_bytes == 0 for work in rank.work.values())
+    assert all(work.in_flight == 3 for work in rank.work.values())
+    assert all(work.peak_in_flight[0] == 3 for work in rank.work.values())
+
+    entries = sum(parameter.numel() for parameter in model.parameters())
+    pruned = sum(mask.numel() for mask in search.ticket.masks.values())
+    kept = sum(int(mask.sum()) for mask in search.ticket.masks.values())
+    dense, sparse = rank.work["dense"].state, rank.work["sparse"].state
+    assert (dense["weights"], dense["indices"]) == (4 * entries, 0)
+    assert sparse["weights"] == 4 * (entries - pruned + kept)
+    assert kept < sparse["indices"] < 2 * kept
+    assert sparse["optimizer"] - 8 * (entries - pruned + kept) == dense["optimizer"] - 8 * entries
+
+    for work in rank.work.values():
+        seconds = work.seconds_per_step()
+        assert seconds["compute"] > 0
+        assert seconds["optimizer"] > 0
+        assert seconds["other"] >= 0
+    assert rank.work["dense"].seconds_per_step()["densify, compress"] == 0
+    assert rank.work["sparse"].seconds_per_step()["densify, compress"] > 0
+    written = {path.name for path in tmp_path.iterdir()}
+    pictures = {"loss.png", "mask_distance.png", "gantt.png"}
+    assert pictures | {"report.json", "report.md"} <= written
+
+
+@pytest.mark.usefixtures("warm_ranks")
+def test_two_replicas_reduce_the_kept_entries_alone(data, tmp_path):
+    search = EarlyBirdTicket(pruning_ratio=0.75, window=2, draw_by_epoch=1)
+    timeline = PipelineTimeline()
+    model, report, losses = run(
+        data, tmp_path, search, timeline, test=True, devices=2, strategy=AxoSparseStrategy()
+    )
+    facts = report.facts
+    assert [(rank.rank, rank.stage, rank.replica) for rank in facts.ranks] == [(0, 0, 0), (1, 0, 1)]
+    assert facts.ranks[0].losses == pytest.approx(losses.training)
+    assert facts.ranks[0].losses != facts.ranks[1].losses
+    entries = sum(parameter.numel() for parameter in model.parameters())
+    removed = sum(int((~mask).sum()) for mask in search.ticket.masks.values())
+    for rank in facts.ranks:
+        assert rank.work["dense"].reduced_bytes == 4 * entries
+        assert rank.work["sparse"].reduced_bytes == 4 * (entries - removed)
+    assert [step.rows for step in timeline.steps] == [[(0, 0), (1, 0)]] * 2
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert content["test"]["loss"] == pytest.approx(facts.test_loss)
+
+
+def test_a_ticket_that_was_given_leaves_no_dense_period(data, tmp_path):
+    model = GPT(width=16, depth=2, heads=2, context=16)
+    masks = {
+        name: parameter.abs() > parameter.abs().median()
+        for name, parameter in model.named_parameters()
+        if parameter.dim() > 1
+    }
+    search = EarlyBirdTicket(ticket=Ticket(masks, 0.5, epoch=3, step=7))
+    _, report, _ = run(data, tmp_path, search, devices=1, strategy=AxoSparseStrategy())
+    assert list(report.facts.ranks[0].work) == ["sparse"]
+    assert report.facts.draw.epochs is None
+    assert report.facts.dense_validation is None
+
+
+def test_plain_lightning_needs_no_ticket_and_no_grid(data, tmp_path):
+    _, report, losses = run(data, tmp_path, devices=1, test=True, accumulate_grad_batches=2)
+    assert report.facts.losses == pytest.approx(losses.training)
+    assert report.facts.steps == [0, 1, 2, 2, 3, 4, 4, 5, 6]
+    assert report.facts.draw is None
+    assert report.facts.test_loss is not None
+    assert (tmp_path / "report.md").read_text().startswith("# Training report")

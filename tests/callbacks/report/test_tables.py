@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import replace
+
+from rich.console import Console
+
+from lightning_axosparse.callbacks.report.facts import RunFacts, TicketDraw
+from lightning_axosparse.callbacks.report.tables import markdown, sections, terminal
+from lightning_axosparse.distributed.grid import Grid
+from lightning_axosparse.strategy.regrid.regrid import Regridded
+from tests.callbacks.report.runs import make_work
+
+
+def rows(facts: RunFacts, title: str) -> list[tuple[str, ...]]:
+    return next([tuple(r) for r in s.rows] for s in sections(facts) if s.title.startswith(title))
+
+
+def test_quality_is_dense_at_the_draw_then_final_then_test(facts):
+    assert rows(facts, "Quality") == [
+        ("validation, dense, at the draw", f"{math.e**2:.3f}", f"{2 / math.log(2):.3f}", "2.0000"),
+        ("validation, at the end", f"{math.e:.3f}", f"{1 / math.log(2):.3f}", "1.0000"),
+        ("test, at the end", f"{math.e**1.5:.3f}", f"{1.5 / math.log(2):.3f}", "1.5000"),
+    ]
+
+
+def test_memory_and_traffic_before_and_after(facts):
+    assert rows(facts, "Memory")[6:] == [
+        ("3", "1", "1", "model state", "32.00 MB", "32.00 MB"),
+        ("3", "1", "1", "all-reduced per step", "4.00 MB", "2.00 MB"),
+    ]
+
+
+def test_one_replica_all_reduces_nothing(facts):
+    facts.ranks[0].work["dense"].reduced_bytes = 0
+    assert rows(facts, "Memory")[1] == ("0", "0", "0", "all-reduced per step", "0", "2.00 MB")
+
+
+def test_the_limit_and_the_peaks_of_every_stage(facts):
+    assert not any("in flight" in section.title for section in sections(facts))
+    for rank in facts.ranks[:2]:
+        rank.work["dense"] = replace(make_work(1), in_flight=2, peak_in_flight={rank.stage: 2})
+        rank.work["sparse"] = replace(make_work(1), in_flight=4, peak_in_flight={rank.stage: 3})
+    del facts.ranks[1].work["sparse"]
+    assert rows(facts, "Most micro") == [("0", "0", "2 of 2", "3 of 4"), ("1", "1", "2 of 2", "")]
+
+
+def test_time_of_each_rank_and_period(facts):
+    times = rows(facts, "Where")
+    assert len(times) == 8
+    assert times[0] == ("0", "dense", "200.0", "120.0", "20.0", "0.0", "10.0", "10.0", "40.0")
+
+
+def test_ticket_and_sparsity(facts):
+    assert ("mask distance after 2 epochs", "0.0500") in rows(facts, "Early-bird")
+    assert ("drawn", "after 1 epochs, 1 optimizer steps") in rows(facts, "Early-bird")
+    assert rows(facts, "Sparsity") == [("model.0.weight", "75.0 %"), ("model.1.weight", "85.0 %")]
+
+
+def test_a_run_without_a_ticket_has_no_section_on_it(facts):
+    dense = replace(facts, draw=None, distances={}, test_loss=None)
+    titles = [section.title for section in sections(dense)]
+    assert titles == ["Quality", "Memory and traffic of each rank", "Where a step's time goes (ms)"]
+    assert rows(dense, "Quality")[0][0] == "validation, at the end"
+
+
+def test_an_adopted_ticket_was_drawn_before(facts):
+    facts.draw = TicketDraw(0.8, {"model.0.weight": 0.8})
+    assert ("drawn", "before this training") in rows(facts, "Early-bird")
+
+
+def test_a_search_that_never_drew(facts):
+    assert rows(replace(facts, draw=None), "Early-bird")[-1] == ("drawn", "never")
+
+
+def test_markdown_holds_every_section_as_a_table_and_every_picture(facts):
+    text = markdown(facts, ["loss.png"])
+    for section in sections(facts):
+        assert f"## {section.title}" in text
+        for row in section.rows:
+            assert "| " + " | ".join(row) + " |" in text
+    assert text.endswith("![loss.png](loss.png)\n")
+
+
+def test_terminal_shows_every_cell_on_80_columns(facts):
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(terminal(facts))
+    shown = console.export_text()
+    assert "…" not in shown
+    for section in sections(facts):
+        assert section.title in shown
+    assert "model.1.weight" in shown
+
+
+def test_a_move_to_shorter_pipelines_is_shown(facts):
+    assert not [section for section in sections(facts) if section.title == "Regrid"]
+    old = Grid(4, 4)
+    facts.regrid = Regridded(old, old.shortened(2), epoch=2, seconds=0.25, microbatches=16)
+    facts.ranks[0].work["sparse"].activities["wait"] = 0.3
+    assert rows(facts, "Regrid") == [
+        ("stages", "4", "2"),
+        ("replicas", "1", "2"),
+        ("replicas that share a batch", "1", "2"),
+        ("bubble of equal stages", "15.8%", "11.1%"),
+        ("time spent waiting", "10.0%", "15.0%"),
+        ("first epoch", "1", "3"),
+        ("seconds of the move", "", "0.25"),
+    ]

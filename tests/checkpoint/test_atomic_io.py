@@ -1,0 +1,109 @@
+"""Checkpoints are Lightning's files, written whole."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+
+from lightning_axosparse import AxoSparseStrategy, CompactCheckpointIO, CorruptFileError
+from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
+from tests.parity.cases import BATCHES, Net, loader, trainer
+
+CONTENT = {"state_dict": {"weight": torch.arange(6.0).view(2, 3)}, "epoch": 3}
+
+
+@pytest.mark.parametrize("path", ["deep/a.ckpt", "file://{}/a.ckpt", "memory://folder/a.ckpt"])
+@pytest.mark.parametrize("kind", [AtomicCheckpointIO, CompactCheckpointIO])
+def test_what_is_written_is_read(tmp_path: Path, path: str, kind: Any) -> None:
+    where = path.format(tmp_path) if "://" in path else tmp_path / path
+    kind().save_checkpoint(CONTENT, where)
+    torch.testing.assert_close(kind().load_checkpoint(where), CONTENT, rtol=0, atol=0)
+    with fsspec.open(str(where), "rb") as file:
+        assert torch.load(file, weights_only=True).keys() == CONTENT.keys()
+    kind().remove_checkpoint(where)
+    with pytest.raises(FileNotFoundError):
+        kind().load_checkpoint(where)
+
+
+def test_the_file_is_never_in_memory(tmp_path: Path) -> None:
+    content = {"state_dict": {str(i): torch.zeros(1 << 20) for i in range(8)}}  # 32 MiB
+    tracemalloc.start()
+    AtomicCheckpointIO().save_checkpoint(content, tmp_path / "a.ckpt")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_a_folder_is_not_written_over_and_can_be_removed(tmp_path: Path) -> None:
+    (tmp_path / "sharded.ckpt").mkdir()
+    (tmp_path / "sharded.ckpt" / "0.distcp").touch()
+    with pytest.raises(IsADirectoryError, match=r"sharded.ckpt' is a folder.*another name"):
+        AtomicCheckpointIO().save_checkpoint(CONTENT, tmp_path / "sharded.ckpt")
+    AtomicCheckpointIO().remove_checkpoint(tmp_path / "sharded.ckpt")
+    assert not list(tmp_path.iterdir())
+
+
+def test_storage_options_raise_as_in_lightning(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="storage_options"):
+        AtomicCheckpointIO().save_checkpoint(CONTENT, tmp_path / "a.ckpt", {"option": 1})
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+def test_files_of_others_are_read_and_torn_ones_are_not(tmp_path: Path, checksums: bool) -> None:
+    path = tmp_path / "a.ckpt"
+    torch.serialization.set_crc32_options(checksums)
+    TorchCheckpointIO().save_checkpoint(CONTENT, path)
+    torch.serialization.set_crc32_options(True)
+    torch.testing.assert_close(AtomicCheckpointIO().load_checkpoint(path), CONTENT)
+    whole = path.read_bytes()
+    changed = whole.replace(CONTENT["state_dict"]["weight"].numpy().tobytes(), bytes(24))
+    damaged = [whole[:size] for size in (0, 3, 50, 500, len(whole) - 1)]
+    for content in [*damaged, b"text" + whole] + ([changed] if checksums else []):
+        path.write_bytes(content)
+        with pytest.raises(CorruptFileError, match=r"a\.ckpt' cannot be read"):
+            AtomicCheckpointIO().load_checkpoint(path)
+
+
+def test_whose_the_trainer_uses(tmp_path: Path) -> None:
+    def used(*plugins: Any) -> Any:
+        return trainer(AxoSparseStrategy(), plugins=[*plugins]).strategy.checkpoint_io
+
+    theirs = TorchCheckpointIO()
+    assert used(theirs) is theirs
+    assert AxoSparseStrategy(checkpoint_io=theirs).checkpoint_io is theirs
+    assert type(used()) is AtomicCheckpointIO
+    assert type(used(AsyncCheckpointIO()).checkpoint_io) is AtomicCheckpointIO
+    assert used(AsyncCheckpointIO(theirs)).checkpoint_io is theirs
+
+
+def test_the_last_checkpoint_may_be_a_link(tmp_path: Path) -> None:
+    def train(save_last: Any, resume: Path | None = None) -> None:
+        saving = ModelCheckpoint(
+            tmp_path, "{step}", save_last=save_last, save_top_k=-1, enable_version_counter=False
+        )
+        run = trainer(
+            AxoSparseStrategy(),
+            callbacks=[saving],
+            enable_checkpointing=True,
+            max_epochs=2 if resume is None else 3,
+        )
+        run.fit(Net(), loader(1), ckpt_path=resume, weights_only=False)
+
+    def step(path: Path) -> int:
+        return int(torch.load(path, weights_only=False)["global_step"])
+
+    last, target = tmp_path / "last.ckpt", tmp_path / f"step={2 * BATCHES}.ckpt"
+    train("link")
+    assert last.is_symlink()
+    assert last.resolve() == target
+    assert step(last) == 2 * BATCHES
+    train(True, last)
+    assert not last.is_symlink()
+    assert (step(last), step(target)) == (3 * BATCHES, 2 * BATCHES)

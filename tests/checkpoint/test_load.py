@@ -1,0 +1,330 @@
+"""A trained model goes from its file into sparse storage, predicts, and trains on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_axosparse import (
+    AxoSparseStrategy,
+    CompactCheckpointIO,
+    EarlyBirdTicket,
+    Ticket,
+    densify,
+    load_sparse,
+    save_safetensors,
+)
+from lightning_axosparse.checkpoint.compact_io import compacted, expanded
+from lightning_axosparse.sparse.parameters import layouts
+from lightning_axosparse.sparse.scratch import scratch
+from tests.parity.cases import EPOCHS, Net, Record, fit, loader, trainer
+from tests.ranks import run_ranks
+from tests.sparse.masking import apply_masks, sparse_and_dense
+
+FORMS = ("checkpoint", "compact", "weights", "sparse safetensors", "dense safetensors")
+
+
+def net() -> Net:
+    return Net(outer=True, tied=True)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A model trained to a ticket, in all forms of file."""
+    folder = tmp_path_factory.mktemp("saved")
+    files = {name: folder / f"{name}.ckpt" for name in FORMS[:3]}
+    files.update({name: folder / f"{name}.safetensors" for name in FORMS[3:]})
+    draw = EarlyBirdTicket(0.6, draw_by_epoch=1)
+    for form in ("compact", "checkpoint"):
+        L.seed_everything(0, verbose=False)
+        draw = EarlyBirdTicket(0.6, draw_by_epoch=1)
+        plugins = [CompactCheckpointIO()] if form == "compact" else []
+        run = trainer(
+            AxoSparseStrategy(),
+            callbacks=[draw, ModelCheckpoint(folder, filename=form)],
+            enable_checkpointing=True,
+            plugins=plugins,
+        )
+        model = net()
+        run.fit(model, loader(1))
+    assert draw.ticket is not None
+    torch.save(model.state_dict(), files["weights"])
+    load_sparse(model, files["checkpoint"])
+    save_safetensors(model, files["sparse safetensors"])
+    save_safetensors(model, files["dense safetensors"], sparse=False)
+    densify(model)
+    return {"files": files, "model": model, "ticket": draw.ticket}
+
+
+def own_ticket(saved: dict[str, Any], form: str) -> Ticket | None:
+    return saved["ticket"] if form in ("weights", "dense safetensors") else None
+
+
+def predict(model: L.LightningModule) -> torch.Tensor:
+    predictions = trainer("auto").predict(model, loader(5))
+    assert predictions is not None
+    return torch.cat(predictions)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_every_form_of_file_loads_and_predicts(
+    saved: dict[str, Any], form: str, device: str
+) -> None:
+    model = net()
+    with torch.device(device):
+        model.model = net().model
+    ticket = load_sparse(model, saved["files"][form], own_ticket(saved, form))
+    assert dict(ticket.masks).keys() == set(saved["ticket"].masks)
+    assert ticket.sparsity == pytest.approx(0.6, abs=1e-3)
+    assert set(layouts(model)) == set(saved["ticket"].masks)
+    assert model.model[4]._parameters["weight"] is model.model[2]._parameters["weight"]
+    expected = saved["model"].state_dict()
+    torch.testing.assert_close(model.state_dict(), expected, rtol=0, atol=0)
+    assert torch.equal(predict(model), predict(saved["model"]))
+
+
+class ByName(Net):
+    """The same optimizer groups, selected by name: a plain Trainer shows vectors for matrices."""
+
+    def configure_optimizers(self) -> Any:
+        named = dict(self.named_parameters())
+        weights = [p for name, p in named.items() if name.endswith("weight")]
+        others = [p for name, p in named.items() if not name.endswith("weight")]
+        (optimizer,), schedules = super().configure_optimizers()
+        optimizer.param_groups[0]["params"], optimizer.param_groups[1]["params"] = weights, others
+        return [optimizer], schedules
+
+
+def _loopback() -> AxoSparseStrategy:
+    return AxoSparseStrategy(g_inter=3, transport="loopback", microbatches=1)
+
+
+RUNS = {
+    "any trainer": (ByName, lambda: "auto", False),
+    "strategy": (Net, AxoSparseStrategy, False),
+    "ticket": (Net, AxoSparseStrategy, True),
+    "pipeline": (Net, _loopback, True),
+}
+
+
+@pytest.fixture(scope="module")
+def masked(saved: dict[str, Any]) -> Record:
+    """Masked dense training from the same weights."""
+    model = net().double()
+    model.load_state_dict(saved["model"].state_dict())
+    masking = Masked(dict(saved["ticket"].masks))
+    run = trainer("auto", callbacks=[masking], precision="64-true", max_epochs=1)
+    return fit(run, model)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_it_trains_on_as_masked_dense_training_does(
+    saved: dict[str, Any], masked: Record, name: str
+) -> None:
+    kind, strategy, adopt = RUNS[name]
+    model = kind(outer=True, tied=True).double()
+    ticket = load_sparse(model, saved["files"]["checkpoint"])
+    callbacks = [EarlyBirdTicket(ticket=ticket)] if adopt else []
+    run = trainer(strategy(), callbacks=callbacks, precision="64-true", max_epochs=1)
+    record = fit(run, model)
+    assert record.losses == pytest.approx(masked.losses, abs=1e-12)
+    torch.testing.assert_close(record.weights, masked.weights)
+
+
+class Masked(L.Callback):
+    """Masked dense training."""
+
+    def __init__(self, masks: dict[str, torch.Tensor]) -> None:
+        self.masks = masks
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        for name, parameter in module.named_parameters():
+            if name in self.masks:
+                parameter.grad.mul_(self.masks[name])
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        apply_masks(module, self.masks)
+
+
+def fine_tune_on_ranks(path: Path) -> Any:
+    model = net().double()
+    ticket = load_sparse(model, path)
+    strategy = AxoSparseStrategy(g_inter=2, microbatches=1)
+    draw = EarlyBirdTicket(ticket=ticket)
+    run = trainer(strategy, 2, callbacks=[draw], precision="64-true", max_epochs=1)
+    return fit(run, model)
+
+
+def test_ranks_train_on_what_was_loaded(saved: dict[str, Any], masked: Record) -> None:
+    for record in run_ranks(2, fine_tune_on_ranks, saved["files"]["sparse safetensors"]):
+        assert record.losses == pytest.approx(masked.losses, abs=1e-12)
+        torch.testing.assert_close(record.weights, masked.weights)
+
+
+class Larger(Net):
+    """A backbone from elsewhere with a head of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(outer=True, tied=True)
+        self.model[5] = nn.Linear(24, 7)
+        self.accuracy = MulticlassAccuracy(7)
+        self.extra = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("form", ["checkpoint", "sparse safetensors"])
+def test_a_fresh_head_stays_dense_and_learns(saved: dict[str, Any], form: str) -> None:
+    model = Larger()
+    head = model.model[5].weight.detach().clone()
+    ticket = load_sparse(model, saved["files"][form], skip=["model.5.*", "extra.*"])
+    assert set(layouts(model)) == set(saved["ticket"].masks) - {"model.5.weight"}
+    assert ticket.shapes.keys() == set(layouts(model))
+    assert torch.equal(model.model[5].weight, head)
+    values = {n: p.shape for n, p in model.named_parameters()}
+    draw = EarlyBirdTicket(ticket=ticket)
+    trainer(AxoSparseStrategy(), callbacks=[draw]).fit(model, loader(1))
+    assert not torch.equal(model.model[5].weight, head)
+    for name, mask in ticket.masks.items():
+        weight = dict(model.named_parameters())[name]
+        assert values[name] == (int(mask.sum()),)
+        assert not weight[~mask].any()
+        assert weight[mask].all()
+
+
+def test_a_run_resumes_from_a_compact_checkpoint(saved: dict[str, Any]) -> None:
+    records = []
+    for form, plugins in (("checkpoint", []), ("compact", [CompactCheckpointIO()])):
+        draw = EarlyBirdTicket(0.6)
+        run = trainer(AxoSparseStrategy(), callbacks=[draw], plugins=plugins, max_epochs=EPOCHS + 1)
+        model = net()
+        records.append(fit(run, model, ckpt_path=saved["files"][form], weights_only=False))
+        assert draw.ticket == saved["ticket"]
+    assert records[0].losses == records[1].losses
+    assert records[0].facts == records[1].facts
+    torch.testing.assert_close(records[0].weights, records[1].weights, rtol=0, atol=0)
+
+
+def leaves(value: Any) -> list[Any]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def test_a_compact_checkpoint_is_smaller_and_the_same(saved: dict[str, Any]) -> None:
+    compact = torch.load(saved["files"]["compact"], weights_only=False)
+    plain = torch.load(saved["files"]["checkpoint"], weights_only=False)
+    whole = CompactCheckpointIO().load_checkpoint(saved["files"]["compact"], weights_only=False)
+    assert whole.keys() == plain.keys()
+    for part in ("state_dict", "optimizer_states"):
+        torch.testing.assert_close(whole[part], plain[part], rtol=0, atol=0)
+        sizes = [sum(t.nbytes for t in leaves(state[part])) for state in (compact, plain)]
+        assert sizes[0] < 0.75 * sizes[1]
+
+
+def test_tied_weights_are_in_a_checkpoint_once(saved: dict[str, Any]) -> None:
+    names = [f"model.{layer}.weight" for layer in (2, 4)]
+    for form in ("checkpoint", "compact"):
+        state = torch.load(saved["files"][form], weights_only=False)["state_dict"]
+        one, other = (
+            {leaf.untyped_storage().data_ptr() for leaf in leaves(state[name])} for name in names
+        )
+        assert one == other
+        assert list(state) == list(saved["model"].state_dict())
+
+
+def test_a_compact_checkpoint_may_hold_tied_weights_twice(saved: dict[str, Any]) -> None:
+    dense = CompactCheckpointIO().load_checkpoint(saved["files"]["compact"], weights_only=False)
+    twice = {name: tensor.clone() for name, tensor in dense["state_dict"].items()}
+    torch.testing.assert_close(expanded(compacted(twice)), dense["state_dict"], rtol=0, atol=0)
+
+
+class Counted(TorchDispatchMode):
+    """The most bytes that tensors made under it held at one time; views of ``file`` hold none."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__()
+        self.mapped = {leaf.untyped_storage()._cdata for leaf in leaves(file)}
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if type(leaf) is torch.Tensor and not leaf.is_meta:
+                storage = leaf.untyped_storage()
+                if storage._cdata not in self.mapped:
+                    self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.alive = {k: v for k, v in self.alive.items() if not v[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+        return result
+
+
+@pytest.mark.parametrize("form", ["weights", "compact", "sparse safetensors"])
+def test_the_dense_weights_are_never_there_together(tmp_path: Path, form: str) -> None:
+    layers, width = 48, 128
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    masks = {f"{i}.weight": torch.rand(width, width) < 0.05 for i in range(layers)}
+    sparse, dense = sparse_and_dense(model, masks)
+    path = tmp_path / ("model.safetensors" if "safetensors" in form else "model.ckpt")
+    if form == "weights":
+        torch.save(dense.state_dict(), path)
+    elif form == "compact":
+        CompactCheckpointIO().save_checkpoint({"state_dict": dense.state_dict()}, path)
+    else:
+        save_safetensors(sparse, path)
+    with torch.device("meta"):
+        loaded = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    source: Any = torch.load(path, mmap=True) if form == "weights" else path
+    ticket = Ticket(masks, 0.95)
+    scratch.clear()  # what other tests needed
+    with Counted(source) as counted:
+        load_sparse(loaded, source, ticket)
+    assert counted.peak < 0.5 * layers * width * width * 4
+    torch.testing.assert_close(loaded.state_dict(), dense.state_dict(), rtol=0, atol=0)
+
+
+def assert_raises(model: nn.Module, message: str, *args: Any, **settings: Any) -> None:
+    before = {name: (p.shape, p.device) for name, p in model.named_parameters()}
+    with pytest.raises(ValueError, match=message):
+        load_sparse(model, *args, **settings)
+    assert {name: (p.shape, p.device) for name, p in model.named_parameters()} == before
+
+
+def test_wrong_names_and_shapes_raise_and_change_nothing(saved: dict[str, Any]) -> None:
+    files = saved["files"]
+    assert_raises(Larger(), r"lacks 'extra.weight'.*skip", files["checkpoint"])
+    assert_raises(Net(outer=True), r"ticket=", files["weights"])
+    assert_raises(Net(tied=True), r"no 'scale', 'temperature'", files["checkpoint"])
+    assert_raises(
+        Larger(), r"'model.5.weight'.*\(7, 24\).*\(5, 24\)", files["checkpoint"], skip=["extra.*"]
+    )
+    with torch.device("meta"):
+        fresh = Larger()
+    skip = ["model.5.*", "extra.*"]
+    assert_raises(fresh, r"meta device.*'model.5.weight'", files["checkpoint"], skip=skip)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        load_sparse(net(), "nowhere.ckpt")
+    with pytest.raises(ValueError, match=r"\['head.\*'\]"):
+        load_sparse(net(), files["checkpoint"], skip="head.*")
+
+
+@pytest.mark.parametrize("name", ["half.ckpt", "half.safetensors"])
+def test_a_file_that_is_not_whole_is_named(
+    saved: dict[str, Any], tmp_path: Path, name: str
+) -> None:
+    form = "checkpoint" if name.endswith("ckpt") else "sparse safetensors"
+    file = saved["files"][form]
+    (tmp_path / name).write_bytes(Path(file).read_bytes()[:100])
+    with pytest.raises(ValueError, match=rf"{name}' cannot be read"):
+        load_sparse(net(), tmp_path / name)
+    torch.save([1], tmp_path / "list.pt")
+    with pytest.raises(ValueError, match=r"list.pt' holds a list"):
+        load_sparse(net(), tmp_path / "list.pt")

@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning as L
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_axosparse.cli import train as entry
+from lightning_axosparse.cli.train import configuration, printable, train
+from lightning_axosparse.strategy.launcher import launcher
+from tests.ranks import PATIENCE
+
+GROUPS = [folder.name for folder in sorted(configuration().iterdir()) if folder.is_dir()]
+CHOICES = [
+    f"{group}={file.stem}"
+    for group in GROUPS
+    for file in sorted((configuration() / group).glob("*.yaml"))
+]
+SMALL = ["experiment=smoke", "trainer.enable_progress_bar=false"]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("One ring to rule them all, one ring to find them. " * 400)
+    return path
+
+
+def configured(*overrides: str) -> DictConfig:
+    with initialize_config_dir(str(configuration()), version_base="1.3"):
+        return compose("config", list(overrides))
+
+
+def test_groups():
+    assert GROUPS == [
+        "callbacks",
+        "data",
+        "experiment",
+        "logger",
+        "model",
+        "pruning",
+        "strategy",
+        "trainer",
+    ]
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_choice_composes_and_describes_objects_that_exist(choice, tmp_path):
+    # An experiment may override a group, so a choice is added to the defaults by its own name.
+    config = configured(choice, f"folder={tmp_path}")
+    OmegaConf.resolve(config)
+    assert isinstance(instantiate(config.model), L.LightningModule)
+    assert isinstance(instantiate(config.data), L.LightningDataModule)
+    for callback in [*config.callbacks.values(), config.pruning.callback]:
+        assert callback is None or isinstance(instantiate(callback), L.Callback)
+    if isinstance(config.strategy, DictConfig):
+        strategy = instantiate(config.strategy)
+        assert config.trainer.devices % strategy.g_inter == 0
+
+
+def test_the_main_job_is_the_default():
+    config = configured("folder=here")
+    assert config.trainer.devices == 2
+    assert config.strategy.g_inter == 2
+    assert config.data.path is None
+    assert config.pruning.draw_by_epoch < config.trainer.max_epochs - 1
+
+
+def test_ratio_reaches_the_callback():
+    config = configured("pruning.ratio=0.35")
+    assert instantiate(config.pruning.callback).pruning_ratio == 0.35
+
+
+def test_one_process_of_plain_lightning_for_comparison():
+    config = configured("strategy=single", "folder=here")
+    assert (config.strategy, config.trainer.devices, config.pruning.callback) == ("auto", 1, None)
+
+
+def test_the_model_has_an_example_to_time_its_layers_on():
+    model = instantiate(configured("folder=here").model)
+    batch = model.example_input_array
+    assert model(batch).shape == (*batch.shape, 256)
+
+
+def test_configuration_lies_in_the_package_or_beside_it(tmp_path, monkeypatch):
+    package = tmp_path / "lightning_axosparse"
+    package.mkdir()
+    monkeypatch.setattr(entry, "__file__", str(package / "cli" / "train.py"))
+    assert configuration() == tmp_path / "conf"
+    (package / "conf").mkdir()
+    assert configuration() == package / "conf"
+
+
+def test_printable_text_moves_no_cursor():
+    assert printable("if x:\n    y\x1b[2J\x07") == "if x:\n    y�[2J�"
+
+
+@pytest.mark.parametrize(
+    "strategy", [["strategy=single"], ["strategy.g_inter=1", "trainer.devices=1"]]
+)
+def test_one_rank_from_start_to_report(strategy, text, tmp_path, capsys):
+    loss = train(configured(*SMALL, *strategy, f"data.path={text}", f"folder={tmp_path}"))
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["final"]["loss"] == pytest.approx(loss)
+    assert report["test"]["loss"] == pytest.approx(loss, abs=0.5)
+    assert (report["draw"] is None) == (strategy == ["strategy=single"])
+    shown = capsys.readouterr().out
+    for words in ["Quality", "test, at the end", "The model writes", "def ", str(tmp_path)]:
+        assert words in shown
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.heads=time", "model: heads='time' must be a whole number"),
+        ("model.heads=0", "model: heads=0 must be a whole number"),
+        ("model.heads=5", "model: heads=5 must divide width=32"),
+        ("model.learning_rate=fast", "model: learning_rate='fast' must be a finite number"),
+        ("data.context=long", "data: context='long' must be"),
+        ("data.context=100000", "data: Too little text"),
+        ("data.path=no/such/file", "data: No text found"),
+        ("pruning.ratio=2", "pruning.callback: pruning_ratio=2 must be"),
+        ("strategy.g_inter=1000000000", "trainer: g_inter=1000000000 stages"),
+        ("strategy.balance=[1,2]", "balance=[1, 2] must give each of the 2 stages"),
+        ("strategy.pipeline=layers", "pipeline='layers' must name"),
+        ("strategy.microbatch_loss=median", "trainer.strategy: microbatch_loss='median' must be"),
+        ("strategy.microbatch_weight=3", "trainer.strategy: microbatch_weight=3 must be"),
+        ("strategy.check_loss=2", "trainer.strategy: check_loss=2 must be"),
+        ("strategy.timeout=0", "trainer.strategy: timeout=0 must be a number of seconds"),
+        ("strategy._target_=no.Such", "trainer.strategy: Error loading 'no.Such'"),
+        ("trainer.max_epochs=many", "trainer.max_epochs='many' must be int."),
+        ("trainer.limit_train_batches=few", "trainer.limit_train_batches='few' must be int or"),
+        ("trainer.gradient_clip_val=[1]", "trainer.gradient_clip_val=[1] must be int or float"),
+        ("trainer.log_every_n_steps=1.5", "trainer.log_every_n_steps=1.5 must be int."),
+        ("trainer.devices=none", "trainer: `devices` selected with `CPUAccelerator`"),
+        ("seed=x", "seed='x' must be a whole number"),
+        ("sample.length=long", "sample.length='long' must be a whole number"),
+        ("sample.prompt=''", "sample.prompt='' must be"),
+    ],
+)
+def test_a_value_of_no_use_ends_the_command_in_words_before_any_rank_starts(
+    override: str, message: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("a rank was started")
+
+    monkeypatch.setattr(launcher.MPILauncher, "_run", start)
+    path = [f"data.path={text}"] * (not override.startswith("data.path"))
+    overrides = [*SMALL, *path, f"hydra.run.dir={tmp_path}", override]
+    monkeypatch.setattr(sys, "argv", ["axosparse-train", *overrides])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        entry.main()
+    assert str(ended.value.code).startswith(f"axosparse-train: {message}")
+
+
+def test_the_whole_error_is_raised_where_hydra_is_asked_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["axosparse-train", *SMALL, "model.heads=time"])
+    with pytest.raises(InstantiationException):
+        entry.main()
+
+
+@pytest.mark.usefixtures("warm_ranks")
+def test_multirun_on_two_ranks(text, tmp_path):
+    command = (
+        "from lightning_axosparse.cli import train\n"
+        "from lightning_axosparse.strategy.launcher import launcher\n"
+        f"launcher._WORKER = {launcher._WORKER}\n"
+        "train.main()\n"
+    )
+    overrides = [*SMALL, f"data.path={text}", f"hydra.sweep.dir={tmp_path}/sweep"]
+    sweep = ["-m", "pruning.ratio=0.5,0.9", *overrides]
+    subprocess.run(
+        [sys.executable, "-c", command, *sweep], check=True, cwd=tmp_path, timeout=PATIENCE
+    )
+    for job, ratio in enumerate([0.5, 0.9]):
+        folder = tmp_path / "sweep" / str(job)
+        report = json.loads((folder / "report.json").read_text())
+        assert report["draw"]["pruning_ratio"] == ratio
+        assert [(rank["stage"], rank["replica"]) for rank in report["ranks"]] == [(0, 0), (1, 0)]
+        assert report["test"] is not None
+        for name in ["report.md", "loss.png", "mask_distance.png", "gantt.png"]:
+            assert (folder / name).stat().st_size > 0
+        assert list((folder / "checkpoints").glob("*.ckpt"))
+        assert list(folder.rglob("metrics.csv"))

@@ -1,0 +1,71 @@
+"""The store that ranks share: which address serves it, and what happens if none can."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from ipaddress import ip_address
+from typing import Any
+
+import psutil
+import pytest
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from tests.ranks import run_ranks
+
+
+def listening() -> set[Any]:
+    """Where this process listens: MPI does, too."""
+    connections = psutil.Process().net_connections("inet")
+    return {connection.laddr for connection in connections if connection.status == "LISTEN"}
+
+
+def share(name: str) -> str:
+    """What the ranks put into a store of each other's, and where the first one listens for it."""
+    from mpi4py import MPI
+
+    from lightning_axosparse.distributed.mpi.rendezvous import common_store
+
+    world, before = MPI.COMM_WORLD, listening()
+    store = common_store(required=True)
+    store.set_timeout(timedelta(seconds=60))
+    store.set(f"{name}{world.rank}", str(world.rank))
+    assert store.get(f"{name}{1 - world.rank}") == str(1 - world.rank).encode()
+    found: str = world.bcast(" ".join(address.ip for address in listening() - before))
+    world.Barrier()
+    return found
+
+
+def rendezvous() -> dict[str, Any]:
+    from mpi4py import MPI
+    from torch.distributed import HashStore
+
+    from lightning_axosparse.distributed.mpi import rendezvous as module
+
+    found: dict[str, Any] = {
+        "one host": list(module._addresses(1)),
+        "two": list(module._addresses(2)),
+    }
+    found["alone"] = share("alone")
+    module._addresses = lambda nodes: iter(["127.0.0.2", "127.0.0.3", "127.0.0.4"])
+    connects = module._connects
+    shut = "127.0.0.2" if MPI.COMM_WORLD.rank else "127.0.0.3"
+    module._connects = lambda address: address[0] != shut and connects(address)
+    found["third"] = share("third")
+    module._connects = lambda address: False
+    warnings: list[str] = []
+    module.rank_zero_warn = warnings.append
+    assert isinstance(module.common_store(required=False), HashStore)
+    with pytest.raises(MisconfigurationException) as error:
+        module.common_store(required=True)
+    return {**found, "warned": warnings, "refused": str(error.value)}
+
+
+def test_the_address_is_one_that_all_ranks_can_connect_to():
+    for found in run_ranks(2, rendezvous):
+        assert found["one host"] == ["127.0.0.1"]
+        assert not any(ip_address(address).is_loopback for address in found["two"])
+        assert found["alone"] == "127.0.0.1"
+        assert found["third"] == "127.0.0.4"
+        assert "groups of gloo cannot be made" in found["warned"][0]
+        assert "127.0.0.2, 127.0.0.3, 127.0.0.4" in found["refused"]
+        assert "NCCL needs one" in found["refused"]

@@ -1,0 +1,161 @@
+"""What ends a wait, and what ranks that share no memory know of each other."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+from mpi4py import MPI
+
+from lightning_axosparse.distributed.backoff import BackOff
+from lightning_axosparse.distributed.grid import Grid
+from lightning_axosparse.distributed.mpi import watchdog
+from lightning_axosparse.distributed.mpi.watchdog import (
+    Peer,
+    StatusMessages,
+    Watchdog,
+    have_unequal_batches,
+)
+from lightning_axosparse.distributed.rank_status import RankStatus, this_rank
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "pidfd_open"), reason="this system does not tell of other processes' ends"
+)
+
+
+def row(loop: str, batch: int, ended: bool, data_rank: int = 0, epoch: int = 0) -> RankStatus:
+    where = RankStatus(loop=loop.encode(), epoch=epoch, batch=batch, data_rank=data_rank)
+    where.ended, where.in_step = ended, not ended
+    return where
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "apart"),
+    [
+        (row("training", 3, True), row("training", 4, False), True),
+        (row("training", 4, False), row("training", 3, True), True),
+        (row("training", 3, True), row("training", 3, False), False),  # slower
+        (row("training", 3, True), row("training", 4, True), False),  # compared at its end
+        (row("training", 3, True), row("training", 4, False, epoch=1), False),  # faster
+        (row("training", 3, True), row("validation", 4, False), False),
+        (row("training", 3, True, data_rank=0), row("training", 4, False, data_rank=1), True),
+        (row("validation", 3, True, data_rank=0), row("validation", 4, False, data_rank=1), False),
+        (row("validation", 3, True), row("validation", 4, False), True),
+    ],
+)
+def test_ranks_with_unequal_numbers_of_batches(
+    one: RankStatus, other: RankStatus, apart: bool
+) -> None:
+    assert have_unequal_batches(one, other) is apart
+
+
+def test_a_new_call_of_the_trainer_has_not_ended_the_loop_of_the_last_one() -> None:
+    slower, faster = row("training", 4, True), row("training", 5, False)
+    assert have_unequal_batches(slower, faster)
+    slower.begin_run()
+    assert not have_unequal_batches(slower, faster)
+
+
+def peer_in(where: RankStatus, is_near: bool = True) -> Peer:
+    peer = Peer(1, "host", "", 0, os.getpid())
+    peer.status, peer.is_near = where, is_near
+    peer._process = os.pidfd_open(os.getpid())
+    return peer
+
+
+def watch(
+    where: RankStatus, ticks: int, monkeypatch: Any, timeout: float = 1e9, is_near: bool = True
+) -> str:
+    """Why a rank that waits, beside one that is in ``where``, gives up after so many seconds."""
+    peer = peer_in(where, is_near)
+    dog = Watchdog([peer], StatusMessages(MPI.COMM_SELF, []))
+    dog.timeout = timeout
+    reasons: list[str] = []
+    monkeypatch.setattr(dog, "_end", reasons.append)
+    this_rank().begin_wait("something")
+    try:
+        for _ in range(ticks):
+            where.beat += 1
+            dog._tick(1.0)
+    finally:
+        this_rank().end_wait()
+    return reasons[0] if reasons else ""
+
+
+def test_a_deadlock_ends_before_the_timeout(monkeypatch: Any) -> None:
+    waits = RankStatus(rank=1, waits=True)
+    assert watch(waits, int(watchdog._DEADLOCK_SECONDS) - 1, monkeypatch) == ""
+    assert "All ranks wait" in watch(waits, int(watchdog._DEADLOCK_SECONDS) + 2, monkeypatch)
+
+
+def test_what_may_be_a_slow_transfer_is_no_deadlock(monkeypatch: Any) -> None:
+    ticks = 3 * int(watchdog._DEADLOCK_SECONDS)
+    assert watch(RankStatus(rank=1, waits=True, bulk=True), ticks, monkeypatch) == ""
+    assert watch(RankStatus(rank=1, waits=True), ticks, monkeypatch, is_near=False) == ""
+
+
+def test_a_rank_that_computes_is_waited_for_until_the_timeout(monkeypatch: Any) -> None:
+    computes = RankStatus(rank=1)
+    assert watch(computes, 100, monkeypatch) == ""
+    assert "timeout=90 s" in watch(computes, 100, monkeypatch, timeout=90)
+
+
+def test_a_stopped_rank_does_not_count_as_waiting() -> None:
+    peer = peer_in(RankStatus(rank=1, waits=True))
+    for _ in range(100):
+        peer.status.beat += 1
+        peer.update(1.0)
+    assert peer.idle_seconds == 99
+    for _ in range(10):  # without a beat
+        peer.update(1.0)
+    assert peer.idle_seconds == 0
+
+
+def test_one_notice_in_a_wait(monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    watch(RankStatus(rank=1), int(watchdog.NOTICE_SECONDS) + 20, monkeypatch)
+    assert capsys.readouterr().err.count("waits for something") == 1
+
+
+def far_apart() -> Any:
+    """Rank 0 waits for rank 1, which computes, and hears where it is although it sees nothing."""
+    rank = MPI.COMM_WORLD.rank
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watchdog, "read_status", lambda path: (_ for _ in ()).throw(OSError))
+        patch.setattr(watchdog, "_TICK", 0.05)
+        patch.setattr(watchdog, "_ANSWER_SECONDS", 20)
+        dog = watchdog.watchdog()
+        ended: list[str] = []
+        patch.setattr(watchdog, "abort", lambda: ended.append("aborted"))
+        watchdog.before_abort.append(lambda error: ended.append(str(error)))
+        this_rank().place_in(Grid(2, 2, rank))
+        with this_rank().step("training", 3, 7):
+            request = MPI.COMM_WORLD.Ibarrier()
+            if rank == 1:  # busy with a user's code
+                deadline = time.monotonic() + 60
+                while not this_rank().reported and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                reported = bool(this_rank().reported)
+                request.Wait()
+                return reported
+            dog.timeout = 1
+            with BackOff(lambda: "rank 1") as back_off:
+                while "aborted" not in ended:
+                    request.Test()
+                    back_off.pause()
+        request.Wait()
+        dog.timeout = 1e9
+        return ended
+
+
+def test_ranks_that_share_no_memory_answer_by_mpi() -> None:
+    ended, reported = run_ranks(2, far_apart)
+    assert reported
+    words = ended[0]
+    assert "rank 0 (stage 0 of replica 0)" in words
+    assert "longer than timeout=1 s" in words
+    assert "No answer" not in words
+    assert "rank 1 (stage 1 of replica 0)" in words
+    assert "in training batch 7 of epoch 3" in words

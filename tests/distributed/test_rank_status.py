@@ -1,0 +1,86 @@
+"""What one process records in its status and another reads."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+from lightning_axosparse.distributed import rank_status
+from lightning_axosparse.distributed.grid import Grid
+from lightning_axosparse.distributed.rank_status import (
+    RankStatus,
+    blocked,
+    publish,
+    read_status,
+    this_rank,
+)
+
+
+def test_in_words() -> None:
+    place = RankStatus(host=b"node7", batch=-1)
+    place.place_in(Grid(4, 2, 3))
+    assert str(place) == "rank 3 (stage 1 of replica 1) on host node7: before its first batch"
+    with place.step("training", 2, 17):
+        assert place.where == "in training batch 17 of epoch 2, before its first micro-batch"
+        place.begin_pass("backward", 5)
+        place.begin_wait("the gradient of micro-batch 5 from rank 4")
+        assert place.doing == (
+            "in training batch 17 of epoch 2, micro-batch 5, backward pass; "
+            "waits for the gradient of micro-batch 5 from rank 4"
+        )
+        place.end_wait()
+    assert place.doing == "after training batch 17 of epoch 2"
+    place.stops = True
+    assert place.end_loop("training", 2) == 18
+    assert place.doing == (
+        "training of epoch 2 over after 18 batches, with trainer.should_stop set"
+    )
+    assert place.end_loop("validation", 2) == 0
+    place.begin_run()
+    assert place.doing == "before its first batch"
+
+
+def test_long_words_are_cut() -> None:
+    place = RankStatus()
+    place.begin_wait("ä" * 500)
+    assert place.doing.count("ä") == 99
+
+
+def publish_and_wait(path: Path | None, line: int) -> None:
+    rank_status._status, rank_status._path = RankStatus(), ""
+    this_rank().batch = 5  # before it is published
+    os.write(line, publish(3, path).encode())
+    with this_rank().step("training", 1, 6):
+        os.write(line, b"!")
+        signal.pause()
+
+
+def test_another_process_reads_it_also_after_the_first_has_died(tmp_path: Path) -> None:
+    for path in (tmp_path / "status", None):
+        ours, theirs = os.pipe()
+        process = multiprocessing.get_context("fork").Process(
+            target=publish_and_wait, args=[path, theirs]
+        )
+        process.start()
+        written = b""
+        while not written.endswith(b"!"):
+            written += os.read(ours, 1000)
+        seen = read_status(written[:-1].decode())
+        assert (seen.rank, seen.batch, seen.pid) == (3, 6, process.pid)
+        process.kill()
+        process.join()
+        assert not seen.finished
+        assert seen.where == "in training batch 6 of epoch 1, before its first micro-batch"
+        if path is not None:
+            assert read_status(str(path)).where == seen.where
+        os.close(ours), os.close(theirs)
+
+
+def test_calls_that_return_when_others_take_part_are_waits() -> None:
+    with blocked("all ranks to connect"):
+        assert this_rank().waits
+        assert this_rank().bulk
+        assert this_rank().doing.endswith("waits for all ranks to connect")
+    assert not this_rank().waits

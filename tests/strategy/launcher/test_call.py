@@ -1,0 +1,93 @@
+"""The folders of calls, and what is left of calls whose processes were all killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from lightning_axosparse.distributed.mpi.environment import placement
+from lightning_axosparse.strategy.launcher.call import CallFolder, remove_orphans
+from lightning_axosparse.strategy.launcher.launcher import MPILauncher
+
+FORK = multiprocessing.get_context("fork")  # This process has imported everything already.
+
+
+def hold(folder: Path, connection: Any) -> None:
+    tempfile.tempdir = str(folder)
+    with CallFolder.temporary() as call:
+        connection.send(call.path)
+        connection.recv()
+
+
+def test_a_call_removes_the_folders_of_dead_callers_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "axosparse-of-another-program").mkdir()
+    callers, folders = [], []
+    for _ in range(2):
+        ours, theirs = FORK.Pipe()
+        callers.append(FORK.Process(target=hold, args=[tmp_path, theirs], daemon=True))
+        callers[-1].start()
+        folders.append(ours.recv())
+    os.kill(callers[0].pid, signal.SIGKILL)
+    callers[0].join()
+    assert all(folder.exists() for folder in folders)
+    with CallFolder.temporary() as first, CallFolder.temporary() as second:
+        others = {folders[1], tmp_path / "axosparse-of-another-program"}
+        assert set(tmp_path.iterdir()) == {first.path, second.path} | others
+        child = FORK.Process(target=remove_orphans, args=[tmp_path])
+        child.start()
+        child.join()
+        assert set(tmp_path.iterdir()) == {first.path, second.path} | others
+    assert set(tmp_path.iterdir()) == others
+    callers[1].kill()
+
+
+def write_what_is_mapped(folder: Path) -> None:
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    mapped = [line.split(maxsplit=5)[-1] for line in maps if "/dev/shm/" in line]
+    partial = folder / f"partial-{placement().rank}"
+    partial.write_text("\n".join([str(os.getpid()), *mapped]))
+    partial.rename(folder / f"rank-{placement().rank}")
+    time.sleep(60)
+
+
+def launch(folder: Path) -> None:
+    tempfile.tempdir = str(folder / "tmp")
+    MPILauncher(SingleDeviceStrategy("cpu"), 2).launch(write_what_is_mapped, folder)
+
+
+@pytest.mark.usefixtures("warm_ranks")
+def test_the_next_call_removes_what_a_killed_one_left(tmp_path, monkeypatch):
+    (tmp_path / "tmp").mkdir()
+    caller = FORK.Process(target=launch, args=[tmp_path])
+    caller.start()
+    while len(written := list(tmp_path.glob("rank-*"))) < 2:
+        assert caller.is_alive()
+        time.sleep(0.05)
+    pids, mapped = zip(*(file.read_text().split("\n", 1) for file in written), strict=True)
+    ranks = [psutil.Process(int(pid)) for pid in pids]  # Warm ones are no children of mpiexec.
+    mpiexec = psutil.Process(caller.pid).children(recursive=True)
+    family = {psutil.Process(caller.pid), *mpiexec, *ranks}
+    for kill in (psutil.Process.suspend, psutil.Process.kill):  # Nobody sees another die.
+        for process in family:
+            kill(process)
+    caller.join()
+    psutil.wait_procs(family, timeout=10)
+
+    assert all("/dev/shm/mpich_shm_" in text for text in mapped), "MPICH names them otherwise"
+    for line in "\n".join(mapped).splitlines():
+        assert line.endswith("(deleted)")
+        assert not Path(line.removesuffix(" (deleted)")).exists()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    assert len(list((tmp_path / "tmp").iterdir())) == 1
+    with CallFolder.temporary() as folder:
+        assert list((tmp_path / "tmp").iterdir()) == [folder.path]

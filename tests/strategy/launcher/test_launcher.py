@@ -1,0 +1,346 @@
+"""A Trainer's call on ranks of its own has the effects of one in the caller, and leaves nothing."""
+
+from __future__ import annotations
+
+import multiprocessing
+import operator
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import numpy as np
+import psutil
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from nbclient import NotebookClient
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_axosparse.distributed.grid import Grid
+from lightning_axosparse.distributed.mpi.environment import placement
+from lightning_axosparse.strategy.launcher.launcher import MPILauncher, RankFailedError
+from tests.ranks import PATIENCE
+
+
+class Ranks(SingleDeviceStrategy):
+    """Every rank trains alone; rank 0 is the main one. With 0 ranks: in this process."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__("cpu")
+        self.ranks = ranks
+        self.grid: Grid | None = None
+
+    def _configure_launcher(self) -> None:
+        if self.ranks:
+            self._launcher = MPILauncher(self, self.ranks)
+
+    def setup_environment(self) -> None:
+        self.grid = Grid(placement().world_size, placement().world_size, placement().rank)
+        super().setup_environment()
+
+    @property
+    def is_global_zero(self) -> bool:
+        return placement().rank == 0
+
+
+class Model(BoringModel):
+    """Changes of every kind that training may make to a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("batches", torch.zeros(()), persistent=False)
+        self.lazy = nn.LazyLinear(2)
+        self.decayed = [self.layer.weight]
+        self.losses: list[float] = []
+        self.untouched = object()
+        self.ranks: set[int] = set()
+
+    def setup(self, stage: str) -> None:
+        self.lazy(torch.ones(1, 2))
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "late"):
+            self.late = nn.Linear(2, 2)
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = (
+            super().training_step(batch, index)["loss"] + self.late(self.lazy(batch[:, :2])).sum()
+        )
+        self.log("loss", loss, prog_bar=True)
+        self.losses.append(loss.item())
+        self.batches += 1
+        return loss
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("score", float(self.trainer.global_step))
+
+    def on_train_end(self) -> None:
+        self.layer.bias.requires_grad_(False)
+        self.decay = [2 * weight.detach().sum() for weight in self.decayed]
+        self.ranks.add(placement().world_size)
+        random.random(), np.random.rand()
+
+    def predict_step(self, batch: Any, index: int) -> Any:
+        return self(batch)
+
+
+class OneWay:
+    """Can be pickled, but not unpickled."""
+
+    def __reduce__(self) -> Any:
+        return operator.truediv, (1, 0)
+
+
+class Watch(Callback):
+    def __init__(self, seen: list[int]) -> None:
+        self.seen = seen
+        self.trainer: Any = None
+        self.unpicklable: Any = None
+        self.one_way: Any = None
+        self.kept: Any = "as it was"
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.seen.append(trainer.global_step)
+        self.trainer, self.module, self.weight = trainer, module, module.layer.weight
+        self.unpicklable, self.one_way = threading.Lock(), OneWay()
+
+
+class Data(LightningDataModule):
+    def setup(self, stage: str) -> None:
+        self.stages = [*getattr(self, "stages", []), stage]
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(RandomDataset(32, 8), batch_size=2)
+
+    val_dataloader = predict_dataloader = train_dataloader
+
+
+def session(ranks: int, folder: Path) -> dict[str, Any]:
+    """A user's day: fit, predict, fit on; and all that they may look at afterwards."""
+    seed_everything(7)
+    model, data, seen = Model(), Data(), []
+    weight, losses, watch = model.layer.weight, model.losses, Watch(seen)
+    best = ModelCheckpoint(monitor="score", mode="max")
+    trainer = Trainer(
+        strategy=Ranks(ranks),
+        accelerator="auto",
+        max_epochs=2,
+        callbacks=[watch, best],
+        default_root_dir=folder,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, data)
+    assert model.layer.weight is weight is model.decayed[0] is watch.weight
+    assert model.losses is losses
+    assert watch.seen is seen
+    assert watch.trainer is model.trainer is data.trainer is trainer
+    assert watch.module is trainer.lightning_module is trainer.model is model
+    assert trainer.datamodule is data
+    assert type(model.lazy) is nn.Linear
+    after = {
+        "state": (trainer.state.status, trainer.state.fn, trainer.should_stop),
+        "progress": (trainer.global_step, trainer.current_epoch),
+        "metrics": {k: v.item() for k, v in trainer.callback_metrics.items()},
+        "logged": sorted(trainer.logged_metrics),
+        "bar": sorted(trainer.progress_bar_metrics),
+        "best": (Path(best.best_model_path).name, best.best_model_score.item()),
+        "folder": Path(trainer.log_dir).name,
+        "stages": list(data.stages),
+        "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
+        "decay": [value.item() for value in model.decay],
+        "losses": list(losses),
+        "seen": list(seen),
+        "batches": model.batches.item(),
+        "kept": watch.kept,
+    }
+    assert Path(best.best_model_path).exists()
+    trainer.save_checkpoint(folder / "last.ckpt", weights_only=True)
+    random_states = (random.random(), np.random.rand(), torch.rand(1).item())
+    predictions = trainer.predict(model, data)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(model, data)
+    return {
+        **after,
+        "ranks": model.ranks,
+        "random": random_states,
+        "predictions": torch.cat(predictions).tolist(),
+        "progress after": (trainer.global_step, trainer.current_epoch, len(seen)),
+        "weights": {k: v.tolist() for k, v in model.state_dict().items()},
+        "random after": torch.rand(1).item(),
+    }
+
+
+def test_a_call_has_the_effects_of_one_in_this_process(tmp_path):
+    here = session(0, tmp_path / "here")
+    there = session(2, tmp_path / "there")
+    assert (here.pop("ranks"), there.pop("ranks")) == ({1}, {2})
+    assert there.keys() == here.keys()
+    for name, value in here.items():
+        assert there[name] == value, name
+    assert here["progress"] == (8, 2)
+
+
+class Broken(Exception):
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(f"{reason} {code}")
+        self.code = code
+
+    def __reduce__(self) -> Any:
+        return Broken, (self.code, "broken")
+
+
+class Breaking(BoringModel):
+    def on_train_start(self) -> None:
+        from mpi4py import MPI
+
+        print(f"rank {placement().rank} prints")
+        MPI.COMM_WORLD.Barrier()
+        if placement().rank == 1:
+            raise Broken(42, "broken")
+        MPI.COMM_WORLD.Barrier()
+
+
+def test_a_rank_that_raises(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    trainer = Trainer(strategy=Ranks(2), accelerator="auto", logger=False, barebones=True)
+    with pytest.raises(RankFailedError, match=r"rank 1 \(stage 1 of replica 0\)") as error:
+        trainer.fit(Breaking())
+    assert "test_launcher.Broken: broken 42" in str(error.value)
+    assert "in on_train_start" in str(error.value)
+    assert isinstance(error.value.__cause__, Broken)
+    assert error.value.__cause__.code == 42
+    captured = capsys.readouterr().out  # a stream without a file
+    assert "rank 0 prints" in captured
+    assert "rank 1 prints" in captured
+    assert list(tmp_path.iterdir()) == []
+
+
+def die_on_rank_1() -> None:
+    if placement().rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def test_a_rank_that_is_killed():
+    with pytest.raises(RankFailedError, match=r"rank 1 on host \S+ was killed by SIGKILL"):
+        MPILauncher(Ranks(2), 2).launch(die_on_rank_1)
+
+
+def sleep(folder: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    (folder / f"rank-{placement().rank}").write_text(str(child.pid))
+    time.sleep(60)
+
+
+def launch_sleepers(folder: Path, ranks: int) -> None:
+    # A shell has commands that it runs in the background ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    tempfile.tempdir = str(folder / "tmp")
+    try:
+        MPILauncher(Ranks(ranks), ranks).launch(sleep, folder)
+    except KeyboardInterrupt:
+        os._exit(77)
+
+
+@pytest.mark.parametrize(
+    ("signum", "exitcode", "ranks"),
+    [
+        (signal.SIGINT, 77, 1),
+        (signal.SIGTERM, -signal.SIGTERM, 1),
+        (signal.SIGKILL, -signal.SIGKILL, 2),
+    ],
+)
+def test_nothing_survives_the_caller(signum, exitcode, ranks, tmp_path):
+    (tmp_path / "tmp").mkdir()
+    fork = multiprocessing.get_context("fork")  # This process has imported everything already.
+    caller = fork.Process(target=launch_sleepers, args=[tmp_path, ranks])
+    caller.start()
+    while len(list(tmp_path.glob("rank-*"))) < ranks:
+        assert caller.is_alive()
+        time.sleep(0.05)
+    family = psutil.Process(caller.pid).children(recursive=True)
+    assert len(family) > 2 * ranks  # the ranks, a child of each, and mpiexec
+    os.kill(caller.pid, signum)
+    caller.join(20)
+    assert caller.exitcode == exitcode
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert alive == []
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+SCRIPT = """
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch import Trainer
+from tests.strategy.launcher.test_launcher import Ranks
+
+class Mine(BoringModel):
+    def on_train_start(self):
+        print("a rank of", type(self).__name__)
+        self.made_on_a_rank = Part()
+
+class Part:
+    pass
+
+model = Mine()
+Trainer(strategy=Ranks(RANKS), accelerator="auto", barebones=True, max_steps=2).fit(model)
+print("returned", type(model.made_on_a_rank) is Part)
+"""
+
+
+@pytest.mark.parametrize("how", ["-c", "stdin"])
+def test_from_a_script_without_a_file(how, tmp_path):
+    script = SCRIPT.replace("RANKS", "1")
+    arguments = ["-c", script] if how == "-c" else ["-"]
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        input=script if how == "stdin" else None,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "a rank of Mine\nreturned True\n"
+
+
+def test_from_a_notebook(tmp_path):
+    cells = [nbformat.v4.new_code_cell(cell) for cell in SCRIPT.replace("RANKS", "2").split("\n\n")]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    path = os.pathsep.join(path for path in sys.path if path)
+    NotebookClient(notebook, timeout=PATIENCE).execute(env={**os.environ, "PYTHONPATH": path})
+    shown = "".join(out["text"] for out in cells[-1].outputs if out.get("name") == "stdout")
+    assert shown.count("a rank of Mine") == 2
+    assert shown.endswith("returned True\n")
+
+
+def test_a_call_that_cannot_be_pickled_is_named():
+    model = BoringModel()
+    model.layer.guard = {"inner": threading.Lock()}
+    trainer = Trainer(strategy=Ranks(2), accelerator="auto", barebones=True)
+    with pytest.raises(MisconfigurationException, match=r"model\.layer\.guard\['inner'\]") as error:
+        trainer.fit(model)
+    assert "`setup`" in str(error.value)
+    assert isinstance(trainer.strategy.launcher, MPILauncher)
+
+    watch = Watch([])
+    watch.kept = threading.Lock()
+    trainer = Trainer(
+        strategy=Ranks(2), accelerator="auto", logger=False, callbacks=[watch], max_steps=1
+    )
+    with pytest.raises(MisconfigurationException, match=r"trainer\.callbacks\[0\]\.kept"):
+        trainer.fit(BoringModel())

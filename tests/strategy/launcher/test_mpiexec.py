@@ -1,0 +1,33 @@
+"""What ranks see of the process that starts them."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import sys
+
+from lightning_axosparse.strategy.launcher.mpiexec import environment
+from tests.ranks import REPOSITORY
+
+
+def test_ranks_know_of_the_terminal_and_not_of_another_job(monkeypatch):
+    monkeypatch.setenv("PMI_RANK", "1")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.setenv("COLUMNS", "70")
+    monkeypatch.delenv("TTY_COMPATIBLE", raising=False)
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        at_terminal = environment()
+        monkeypatch.setattr(sys, "stdout", io.StringIO())
+        captured = environment()
+    os.close(ours)
+    assert at_terminal["TTY_COMPATIBLE"] == at_terminal["TTY_INTERACTIVE"] == "1"
+    assert at_terminal["COLUMNS"] == "70"
+    assert "TTY_COMPATIBLE" not in captured
+    for variables in (at_terminal, captured):
+        assert not {"PMI_RANK", "SLURM_NTASKS"} & set(variables)
+        assert variables["HYDRA_FULL_ERROR"] == "1"
+        assert str(REPOSITORY) in variables["PYTHONPATH"].split(os.pathsep)

@@ -1,0 +1,195 @@
+"""What a user sees of the cutting, with all stages in one process."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_axosparse import AxoSparseStrategy
+from lightning_axosparse.strategy import batch_splitting
+from lightning_axosparse.strategy.lightning import loaders
+
+WIDTH = 4
+
+
+class Net(L.LightningModule):
+    """Notes the shapes of the micro-batches that its last stage sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2))
+        self.seen: list[Any] = []
+        self.logged: list[dict[str, float]] = []
+
+    def compute(self, batch: Any) -> Tensor:
+        x = batch
+        while not isinstance(x, Tensor):
+            x = next(iter(x.values() if isinstance(x, dict) else x))
+        loss = self.layers(x).square().mean()
+        self.seen.append(batch)
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.compute(batch)
+        self.log("n", len(batch[0]) if isinstance(batch, (list, tuple)) else 1)
+        self.log("batch_number", batch_idx)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.compute(batch)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.logged.append({k: float(v) for k, v in self.trainer.logged_metrics.items()})
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def trainer(microbatches: int = 2, **options: Any) -> L.Trainer:
+    return L.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        strategy=AxoSparseStrategy(
+            g_inter=2, microbatches=microbatches, transport="loopback", **options
+        ),
+    )
+
+
+def fit(batches: Any, microbatches: int = 2, **options: Any) -> Net:
+    module = Net()
+    trainer(microbatches, **options).fit(module, batches)
+    return module
+
+
+def made(*batches: Any) -> DataLoader:
+    """A loader whose dataset holds whole batches."""
+    return DataLoader(list(batches), batch_size=None)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(batch_splitting, "rank_zero_info", lines.append)
+    return lines
+
+
+def test_what_is_cut_and_what_not_is_said_once_a_loader(told: list[str]) -> None:
+    def collate(samples: list) -> Any:
+        return {"x": torch.stack(samples, 1), "y": np.zeros(len(samples)), "table": torch.eye(3)}
+
+    loader = DataLoader(torch.rand(9, 7, WIDTH), 3, collate_fn=collate)
+    module = Net()
+    trainer().fit(module, loader, loader)
+    line = (
+        "cut batch['y'] along dimension 0; batch['x'] along dimension 1; "
+        "passed whole: batch['table']."
+    )
+    assert told == [f"Micro-batches of {name} batches: {line}" for name in ("val", "train")]
+    sizes = [len(part["y"]) for part in module.seen]
+    assert sizes[:6] == [1] * 6, "three samples are validated in equal parts"
+    assert sizes[6:12] == [1, 2] * 3
+    assert all(part["x"].shape == (7, len(part["y"]), WIDTH) for part in module.seen)
+
+
+def test_an_object_beside_tensors_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"gets the whole batch\['graph'\].*split_batch"):
+        fit(made({"x": torch.rand(4, WIDTH), "graph": object()}))
+
+
+def test_nothing_is_asked_of_a_loader_whose_batches_stay_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loaders, "sample_batches", lambda *args: pytest.fail("asked"))
+    fit(DataLoader(torch.rand(4, WIDTH), 2, collate_fn=torch.stack), microbatches=1)
+
+
+def test_a_leaf_that_keeps_its_length_was_shared() -> None:
+    table = torch.rand(4, 3)
+    with pytest.raises(ValueError, match=r"batch\[1\] kept its length.*wrong.*split_batch"):
+        fit(made((torch.rand(4, WIDTH), table), (torch.rand(2, WIDTH), table)))
+
+
+@pytest.mark.parametrize(
+    ("batches", "named"),
+    [
+        (made((torch.rand(4, WIDTH), torch.rand(3))), r"batch\[1\] of shape \(3,\)"),
+        (
+            DataLoader(torch.rand(8, WIDTH), 4, collate_fn=lambda s: torch.stack([*s, *s])),
+            r"batch has shape \(4, 4\) in a batch of 2",
+        ),
+        (
+            CombinedLoader([DataLoader(torch.rand(8, WIDTH), n) for n in (2, 4)]),
+            r"batch\[0\]: 2, batch\[1\]: 4",
+        ),
+    ],
+)
+def test_ambiguous_batches_are_refused(batches: Any, named: str) -> None:
+    with pytest.raises(ValueError, match=rf"{named}.*split_batch"):
+        fit(batches)
+
+
+def test_a_split_of_ones_own() -> None:
+    def split(batch: Any, parts: int) -> list[Any]:
+        x, table = batch
+        return [(chunk, table) for chunk in x.split([3, 1])]
+
+    module = fit(made((torch.rand(4, WIDTH), torch.rand(3))), split_batch=split)
+    assert [len(x) for x, _ in module.seen] == [3, 1]
+    assert module.logged[0]["n"] == 4
+
+
+def test_the_number_of_samples_is_logged_as_of_the_batch() -> None:
+    # The third batch's number is also the number of samples of its micro-batches.
+    module = fit(DataLoader(TensorDataset(torch.rand(15, WIDTH)), 4))
+    assert [logged["n"] for logged in module.logged] == [4, 4, 4, 3]
+    assert [logged["batch_number"] for logged in module.logged] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("samples", "parts"), [(10, 5), (7, 7), (8, 4)])
+def test_evaluation_takes_equal_parts(samples: int, parts: int) -> None:
+    module = Net()
+    batch = [torch.rand(samples, WIDTH)]
+    trainer(4).validate(module, made(batch), verbose=False)
+    assert [len(part[0]) for part in module.seen] == [samples // parts] * parts
+
+
+def test_loaders_are_told_apart(told: list[str]) -> None:
+    def columns(samples: list) -> Any:
+        return {"x": torch.stack(samples, 1)}
+
+    module = Net()
+    run = trainer()
+
+    class Two(Net):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+            self.compute(batch)
+
+    module = Two()
+    data = torch.rand(4, 4, WIDTH)
+    run.validate(
+        module, [DataLoader(data, 4), DataLoader(data, 4, collate_fn=columns)], verbose=False
+    )
+    assert told == [
+        "Micro-batches of val batches: cut batch along dimension 0.",
+        "Micro-batches of val batches: cut batch['x'] along dimension 1.",
+    ]
+
+
+def test_several_loaders_of_one_size_are_cut_together() -> None:
+    data = [DataLoader(torch.rand(4, 3, WIDTH), 4, collate_fn=lambda s: torch.stack(s, 1))] * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = fit(CombinedLoader({"a": data[0], "b": [data[1]]}))
+    assert [(p["a"].shape[1], p["b"][0].shape[1]) for p in module.seen] == [(2, 2)] * 2

@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+from copy import deepcopy
+from datetime import timedelta
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelPruning
+from torch import Tensor, nn
+
+from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
+from tests.parity.cases import CLASSES, FEATURES, Net, difference, fit, loader, trainer
+from tests.ranks import PATIENCE
+
+
+class TwoBranches(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Flat(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(FEATURES, CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"g_inter": 0}, "g_inter=0 must"),
+        ({"microbatches": -1}, "microbatches=-1"),
+        ({"in_flight": 0}, "in_flight=0"),
+        ({"schedule": "2f2b"}, "'2f2b'.*message-driven"),
+        ({"transport": "carrier pigeon"}, "'carrier pigeon'.*loopback"),
+        ({"schedule": "1f1b", "in_flight": 3}, "in_flight=3 belongs to"),
+        ({"microbatches": "4"}, "microbatches='4'.*or None"),
+        ({"in_flight": 1.5}, "in_flight=1.5"),
+        ({"offload_optimizer": True, "offload_bucket": None}, "offload_bucket=None"),
+        ({"offload_optimizer": True, "offload_bucket": 1e6}, "offload_bucket=1000000.0"),
+        ({"timeout": 0}, "timeout=0 must be a number of seconds"),
+        ({"timeout": timedelta(seconds=-1)}, "timeout=.*datetime.timedelta"),
+        ({"timeout": "30 min"}, "timeout='30 min'"),
+        ({"timeout": True}, "timeout=True"),
+        ({"timeout": float("nan")}, "timeout=nan"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(MisconfigurationException, match=words):
+        AxoSparseStrategy(**arguments)
+
+
+def test_numpys_whole_numbers_count() -> None:
+    assert AxoSparseStrategy(g_inter=np.int64(1), microbatches=np.int32(3)).microbatches == 3
+
+
+def test_a_grid_that_does_not_fit_is_refused_by_the_trainer() -> None:
+    with pytest.raises(MisconfigurationException, match=r"g_inter=3 .* 4 rank.*\[1, 2, 4\]"):
+        trainer(AxoSparseStrategy(g_inter=3), 4)
+
+
+class LineSearch(Net):
+    def configure_optimizers(self) -> Any:
+        return {"optimizer": torch.optim.LBFGS(self.parameters())}
+
+
+class TwoOptimizers(Net):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.model[i].parameters(), 0.1) for i in (0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("module", "strategy", "callbacks", "words"),
+    [
+        (Net, {"g_inter": 8}, [], "g_inter=8 stages.* has 6"),
+        (TwoBranches, {"g_inter": 2}, [], "'model'.*'other'"),
+        (TwoBranches, {"g_inter": 2, "pipeline": "accuracy"}, [], "'accuracy' must name"),
+        (Flat, {"g_inter": 2}, [], "nothing to partition"),
+        (Manual, {"g_inter": 2}, [], "automatic_optimization"),
+        (LineSearch, {"g_inter": 2}, [], "LBFGS"),
+        (TwoOptimizers, {"g_inter": 2}, [], "2 optimizers"),
+        (Net, {"g_inter": 2, "balance": [2, 2]}, [], r"balance=\[2, 2\]"),
+        (Net, {"g_inter": 2}, [ModelPruning("l1_unstructured")], "EarlyBirdTicket"),
+    ],
+)
+def test_modules_that_do_not_fit_are_refused_before_any_rank_starts(
+    module: type[Net], strategy: dict[str, Any], callbacks: list[Any], words: str
+) -> None:
+    run = trainer(AxoSparseStrategy(**strategy), strategy["g_inter"], callbacks=callbacks)
+    with pytest.raises(MisconfigurationException, match=words):
+        run.fit(module(), loader(1))
+
+
+def test_the_string_names_the_strategy() -> None:
+    run = trainer("axosparse")
+    assert isinstance(run.strategy, AxoSparseStrategy)
+    fit(run, Net())
+
+
+def test_one_rank_starts_no_mpi() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys\n"
+        "from tests.parity.cases import Net, fit, trainer\n"
+        "from lightning_axosparse import AxoSparseStrategy\n"
+        "fit(trainer(AxoSparseStrategy(g_inter=2, transport='loopback')), Net())\n"
+        "assert 'mpi4py.MPI' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
+
+
+def floats(metrics: dict[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}
+
+
+@pytest.mark.usefixtures("warm_ranks")
+def test_fit_validate_test_and_predict_return_as_usual() -> None:
+    L.seed_everything(0, verbose=False)
+    plain, module = trainer("auto"), Net()
+    expected = deepcopy(fit(plain, module))
+    metrics, epoch = floats(plain.callback_metrics), plain.current_epoch
+    results = [
+        plain.validate(module, loader(2, 3), verbose=False),
+        plain.test(module, loader(3, 2), verbose=False),
+        plain.predict(module, loader(4, 2)),
+    ]
+    L.seed_everything(0, verbose=False)
+    run, copy = trainer(AxoSparseStrategy(g_inter=2, microbatches=4), 2), Net()
+    before = dict(copy.named_parameters())
+    assert difference(expected, fit(run, copy)) <= 5e-7
+    assert all(parameter is before[name] for name, parameter in copy.named_parameters())
+    assert floats(run.callback_metrics) == pytest.approx(metrics, abs=1e-6)
+    assert run.current_epoch == epoch
+    ours = [
+        run.validate(copy, loader(2, 3), verbose=False),
+        run.test(copy, loader(3, 2), verbose=False),
+    ]
+    for mine, theirs in zip(ours, results, strict=False):
+        assert mine[0] == pytest.approx(theirs[0], abs=1e-6)
+    predictions = run.predict(copy, loader(4, 2))
+    assert predictions is not None
+    for mine, theirs in zip(predictions, results[2], strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-6)
+
+
+@pytest.mark.usefixtures("warm_ranks")
+def test_a_ticket_comes_back_with_the_callback_and_the_module_dense() -> None:
+    L.seed_everything(0, verbose=False)
+    ticket = EarlyBirdTicket(0.75, draw_by_epoch=2)
+    run, module = trainer(AxoSparseStrategy(g_inter=2, regrid=1), 2, callbacks=[ticket]), Net()
+    fit(run, module)
+    assert isinstance(run.strategy, AxoSparseStrategy)
+    assert run.strategy.regridded is not None
+    assert run.strategy.regridded.epoch == 2
+    assert ticket.ticket is not None
+    assert ticket.ticket.epoch == 1
+    for name, mask in ticket.ticket.masks.items():
+        weight: Tensor = module.get_parameter(name)
+        assert weight.shape == mask.shape
+        assert torch.equal(weight != 0, mask)
+    L.seed_everything(0, verbose=False)
+    alone = EarlyBirdTicket(0.75, draw_by_epoch=2)
+    other = Net()
+    fit(trainer(AxoSparseStrategy(), callbacks=[alone]), other)
+    assert alone.ticket == ticket.ticket
+    for name, weight in other.state_dict().items():
+        assert torch.allclose(weight, module.state_dict()[name], atol=1e-6)
+    adopted = EarlyBirdTicket(ticket=ticket.ticket)
+    third = Net()
+    fit(trainer(AxoSparseStrategy(), callbacks=[adopted]), third)
+    masks = ticket.ticket.masks
+    assert all(torch.equal(third.get_parameter(n) != 0, m) for n, m in masks.items())
+
+
+class MadeLater(Net):
+    """Has no layers before the Trainer asks for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = Net().model
+
+
+@pytest.mark.usefixtures("warm_ranks")
+def test_layers_made_in_configure_model_are_dealt_pruned_and_brought_home() -> None:
+    trained = []
+    for strategy, devices in ((AxoSparseStrategy(), 1), (AxoSparseStrategy(g_inter=2), 2)):
+        L.seed_everything(0, verbose=False)
+        ticket = EarlyBirdTicket(0.75, draw_by_epoch=2, exclude=["model.5.*"])
+        module = MadeLater()
+        run = trainer(strategy, devices, callbacks=[ticket], precision="64-true")
+        trained.append(fit(run, module))
+        assert not module.get_parameter("model.2.weight").all()
+        assert module.get_parameter("model.5.weight").all()
+    assert difference(*trained) <= 1e-12
+
+
+def test_what_configure_model_makes_is_refused_once_it_is_there() -> None:
+    with pytest.raises(MisconfigurationException, match=r"in `configure_model`\. Give g_inter"):
+        fit(trainer(AxoSparseStrategy(g_inter="auto"), 2), MadeLater())
+    wrong = EarlyBirdTicket(exclude=["no.such"])
+    with pytest.raises(MisconfigurationException, match=r"'no\.such' matches no parameter"):
+        fit(trainer(AxoSparseStrategy(), callbacks=[wrong]), MadeLater())
+    loopback = AxoSparseStrategy(g_inter=8, transport="loopback")
+    with pytest.raises(MisconfigurationException, match=r"g_inter=8 stages.* has 6"):
+        fit(trainer(loopback), MadeLater())
+
+
+def test_a_ticket_that_cannot_be_is_refused_before_any_rank_starts() -> None:
+    run = trainer(AxoSparseStrategy(g_inter=2), 2, callbacks=[EarlyBirdTicket(exclude=["no.such"])])
+    with pytest.raises(MisconfigurationException, match=r"'no\.such' matches no parameter"):
+        fit(run, Net())
+
+
+class Failing(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        raise ArithmeticError("seven is not prime enough")
+
+
+@pytest.mark.usefixtures("warm_ranks")
+def test_a_rank_that_raises_ends_the_job_and_is_named() -> None:
+    from lightning_axosparse.strategy.launcher.launcher import RankFailedError
+
+    run = trainer(AxoSparseStrategy(g_inter=2), 2)
+    with pytest.raises(RankFailedError, match=r"rank 1 \(stage 1 of replica 0\)") as failure:
+        run.fit(Failing(), loader(1), loader(2))
+    assert isinstance(failure.value.__cause__, ArithmeticError)
+    assert "seven is not prime enough" in str(failure.value)

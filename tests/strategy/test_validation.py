@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import pytorch_lightning
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import nn
+from torch.optim import LBFGS, SGD, AdamW
+from torchmetrics import MeanMetric
+
+from lightning_axosparse import AxoSparseStrategy
+from lightning_axosparse.strategy.validation import (
+    validate_callbacks,
+    validate_module,
+    validate_optimizers,
+    validate_regrid_module,
+    validate_world_size,
+)
+from tests.parity.cases import Net
+from tests.parity.cases import fit as fit_net
+from tests.parity.cases import trainer as net_trainer
+from tests.strategy.lightning.harness import CutStrategy, alone
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"g_inter": 4, "regrid": 3}, r"regrid=3 .*g_inter=4.*\[1, 2\]"),
+        ({"g_inter": 4, "regrid": 4}, r"regrid=4 .*\[1, 2\]"),
+        ({"g_inter": 1, "regrid": 1}, r"regrid=1 .*Leave regrid out"),
+        ({"g_inter": 4, "regrid": "some"}, r"regrid='some' must be"),
+        ({"g_inter": 4, "regrid": True}, r"regrid=True must be.*'auto'"),
+        ({"g_inter": 4, "regrid": 2.0}, r"regrid=2.0 must be"),
+        ({"g_inter": "auto", "regrid": -1}, r"regrid=-1 must be"),
+        ({"g_inter": 2, "regrid": 1, "transport": "loopback"}, "one process"),
+        ({"g_inter": 2, "regrid": "auto", "in_flight": 2}, "in_flight=None"),
+        ({"g_inter": 2, "regrid": "auto", "schedule": "gpipe"}, "message-driven"),
+    ],
+)
+def test_arguments_of_a_regrid(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        AxoSparseStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (nn.BatchNorm1d(3), "BatchNorm1d.*GroupNorm"),
+        (MeanMetric(dist_sync_on_step=True), "MeanMetric.*dist_sync_on_step"),
+    ],
+)
+def test_modules_whose_replicas_cannot_share_a_batch(part: nn.Module, message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        validate_regrid_module(nn.ModuleDict({"part": part}))
+    validate_regrid_module(
+        nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False), MeanMetric())
+    )
+
+
+def test_a_module_that_cannot_regrid_raises_before_any_rank_starts() -> None:
+    module = Net()
+    module.norm = nn.BatchNorm1d(3)
+    with pytest.raises(MisconfigurationException, match="'norm'"):
+        fit_net(net_trainer(AxoSparseStrategy(g_inter=2, regrid=1), 2), module)
+
+
+def test_manual_optimization() -> None:
+    module = BoringModel()
+    validate_module(module)
+    module.automatic_optimization = False
+    with pytest.raises(MisconfigurationException, match="BoringModel sets `automatic_optimization"):
+        validate_module(module)
+
+
+@pytest.mark.parametrize(
+    ("callback", "instead"),
+    [
+        (ModelPruning("l1_unstructured"), "EarlyBirdTicket"),
+        (StochasticWeightAveraging(1e-3), "g_inter=1"),
+        (EMAWeightAveraging(), "g_inter=1"),
+    ],
+)
+def test_callbacks(callback: Callback, instead: str) -> None:
+    validate_callbacks([EarlyStopping("loss")])
+    with pytest.raises(MisconfigurationException, match=rf"{type(callback).__name__}.*{instead}"):
+        validate_callbacks([EarlyStopping("loss"), callback])
+
+
+def test_optimizers() -> None:
+    parameters = [nn.Parameter(torch.zeros(1))]
+    validate_optimizers([])
+    validate_optimizers([AdamW(parameters)])
+    with pytest.raises(MisconfigurationException, match=r"2 optimizers \(AdamW, AdamW\)"):
+        validate_optimizers([AdamW(parameters), AdamW(parameters)])
+    with pytest.raises(MisconfigurationException, match="LBFGS"):
+        validate_optimizers([LBFGS(parameters)])
+
+
+@pytest.mark.parametrize(("devices", "nodes", "job"), [(4, 1, 1), (4, 1, 4), (4, 2, 8), (1, 1, 1)])
+def test_worlds_that_fit(devices: int, nodes: int, job: int) -> None:
+    validate_world_size(devices, nodes, job)
+
+
+@pytest.mark.parametrize(("devices", "nodes", "job"), [(4, 1, 8), (1, 1, 2), (8, 2, 8)])
+def test_worlds_that_do_not(devices: int, nodes: int, job: int) -> None:
+    with pytest.raises(MisconfigurationException) as refusal:
+        validate_world_size(devices, nodes, job)
+    for number in (devices, nodes, job, devices * nodes):
+        assert str(number) in str(refusal.value)
+
+
+class LaunchReached(Exception):
+    """Nothing was refused before ranks would be started."""
+
+
+class Launches(CutStrategy):
+    @property
+    def launcher(self) -> Any:
+        raise LaunchReached
+
+
+class TwoOptimizers(BoringModel):
+    def configure_optimizers(self) -> Any:
+        return [SGD(self.parameters(), lr=0.1), SGD(self.parameters(), lr=0.1)]
+
+
+class TestAssumptionsAboutLightning:
+    """What the strategy need not refuse, because Lightning does."""
+
+    @pytest.mark.parametrize(
+        ("module", "error"),
+        [
+            (pytorch_lightning.LightningModule(), TypeError),
+            (torch.compile(BoringModel()), RuntimeError),
+            (BoringModel(), LaunchReached),
+        ],
+    )
+    def test_modules_are_refused_before_the_launch(self, module: Any, error: type) -> None:
+        with pytest.raises(error):
+            trainer(Launches).fit(module)
+
+    def test_a_trainer_of_the_other_package(self) -> None:
+        with pytest.raises(ValueError, match="instance of `pytorch_lightning"):
+            pytorch_lightning.Trainer(strategy=CutStrategy(1, alone()))
+
+    def test_several_optimizers(self) -> None:
+        with pytest.raises(RuntimeError, match="multiple optimizers"):
+            trainer(CutStrategy).fit(TwoOptimizers())
+
+
+def trainer(strategy: type[CutStrategy]) -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        strategy=strategy(1, alone()),
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+    )

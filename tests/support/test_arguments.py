@@ -1,0 +1,318 @@
+"""Which values the arguments of every public name may have, and which not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+import lightning_axosparse as package
+from lightning_axosparse import (
+    AxoSparseStrategy,
+    EarlyBirdTicket,
+    PipelineTimeline,
+    Ticket,
+    densify,
+    load_sparse,
+    save_safetensors,
+    sparsify,
+)
+from lightning_axosparse.callbacks.report.report import TrainingReport
+from lightning_axosparse.examples.gpt import GPT
+from lightning_axosparse.examples.text import TextDataModule
+from lightning_axosparse.support.arguments import (
+    COUNT,
+    FRACTION,
+    NONE,
+    PATTERNS,
+    check,
+    checked,
+    shown,
+)
+
+NAN, INFINITE, HUGE = float("nan"), float("inf"), 10**30
+NUMBERS = [True, NAN, INFINITE, -1, 1.5, "3", np.float32(2), torch.tensor(2), np.array([1, 2])]
+OBJECTS = [[], {}, b"x", object(), torch.tensor([1, 2]), nn.Linear(2, 2)]
+NO_COUNT = [*NUMBERS, *OBJECTS, 0, HUGE]
+NO_INDEX = [*NUMBERS, *OBJECTS, None, HUGE]
+NO_FRACTION = [None, True, NAN, -1, 2, "0.5", torch.tensor(0.5), *OBJECTS]
+NO_RATE = [None, NAN, INFINITE, -1, "time"]
+NO_WORD = [None, True, 1, "no such", "", np.array(["a", "b"]), *OBJECTS]
+NO_BOOL = [None, 0, 1, "yes", np.array([True, False]), *OBJECTS]
+NO_TEXT = [True, 1, 1.5, "", *OBJECTS]
+NO_PATTERNS = [None, True, 1, "head.*", b"x", {"a": 1}, [1], [None], [""], object()]
+NO_OBJECT = [True, 1, "x", [], object()]
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
+
+
+MASKS = {"0.weight": torch.arange(24).reshape(4, 6) % 3 == 0}
+
+
+def sparsified(module: Any = None, masks: Any = MASKS, **others: Any) -> None:
+    sparsify(model() if module is None else module, masks, **others)
+
+
+def densified(module: Any = None, optimizer: Any = None) -> None:
+    densify(model() if module is None else module, optimizer)
+
+
+def saved(module: Any = None, path: Any = os.devnull, sparse: Any = True) -> None:
+    save_safetensors(model() if module is None else module, path, sparse)
+
+
+def loaded(module: Any = None, source: Any = None, ticket: Any = None, skip: Any = ()) -> None:
+    source = model().state_dict() if source is None else source
+    ticket = Ticket(MASKS, 0.5) if ticket is None else ticket
+    load_sparse(model() if module is None else module, source, ticket, skip)
+
+
+def gpt(**others: Any) -> GPT:
+    return GPT(**{"width": 8, "depth": 1, "heads": 2, "context": 4, **others})
+
+
+def ticket(masks: Any = MASKS, pruning_ratio: Any = 0.5, **others: Any) -> Ticket:
+    return Ticket(masks, pruning_ratio, **others)
+
+
+def generated(**others: Any) -> str:
+    return gpt().generate(**{"prompt": "a", "n": 1, **others})
+
+
+INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] = [
+    (
+        AxoSparseStrategy,
+        MisconfigurationException,
+        {
+            "g_inter": [None, "many", *NO_COUNT],
+            "microbatches": NO_COUNT,
+            "pipeline": NO_TEXT,
+            "balance": [None, True, 3, "size", [], {}, [1.5], [0, 2], [True], {3, 5}, b"x"],
+            "in_flight": NO_COUNT,
+            "schedule": NO_WORD,
+            "transport": NO_WORD,
+            "split_batch": [True, 1, "x", [], {}],
+            "microbatch_loss": [None, True, 1, "average", []],
+            "microbatch_weight": [True, 1, "", [], {}],
+            "check_loss": [None, 1, "yes", []],
+            "timeout": [None, True, 0, -1, "30", [], float("nan"), timedelta(0)],
+            "recompute": ["cube", *NO_COUNT],
+            "offload_optimizer": NO_BOOL,
+            "offload_bucket": [None, 1e6, *NO_COUNT],
+            "regrid": ["some", *NO_COUNT],
+            "accelerator": NO_OBJECT,
+            "cluster_environment": NO_OBJECT,
+            "checkpoint_io": NO_OBJECT,
+            "precision_plugin": NO_OBJECT,
+        },
+    ),
+    (
+        EarlyBirdTicket,
+        MisconfigurationException,
+        {
+            "pruning_ratio": [0, 0.0, 1, 1.0, *NO_FRACTION],
+            "scope": NO_WORD,
+            "distance": NO_WORD,
+            "threshold": [0, *NO_FRACTION],
+            "window": [None, 1, *NO_COUNT],
+            "draw_by_epoch": NO_COUNT,
+            "exclude": NO_PATTERNS,
+            "ticket": NO_TEXT,
+            "policy": NO_WORD,
+        },
+    ),
+    (
+        PipelineTimeline,
+        MisconfigurationException,
+        {"batch_idx": NO_INDEX, "epoch": NO_INDEX[:-2], "folder": NO_TEXT},
+    ),
+    (
+        TrainingReport,
+        MisconfigurationException,
+        {"folder": NO_TEXT, "val_loss": [None, *NO_TEXT], "test_loss": [None, *NO_TEXT]},
+    ),
+    (
+        ticket,
+        ValueError,
+        {
+            "masks": [None, [], MASKS["0.weight"], "x"],
+            "pruning_ratio": NO_FRACTION,
+            "scope": NO_WORD,
+            "epoch": NO_INDEX[:-2],
+            "step": NO_INDEX[:-2],
+            "distance": NO_WORD,
+            "distances": [None, 0.5, [NAN], ["x"], "x"],
+        },
+    ),
+    (Ticket.load, ValueError, {"path": [None, *NO_TEXT]}),
+    (ticket().save, ValueError, {"path": [None, *NO_TEXT]}),
+    (
+        sparsified,
+        ValueError,
+        {
+            "module": [1, "x", [], {}],
+            "masks": [None, [], MASKS["0.weight"], "x"],
+            "optimizer": [[torch.optim.SGD(model().parameters(), 0.1)], 1, "x"],
+            "index_format": NO_WORD[1:],
+            "policy": ["auto", *NO_WORD],
+        },
+    ),
+    (densified, ValueError, {"module": [1, "x", []], "optimizer": [[], 1, "x"]}),
+    (saved, ValueError, {"module": [1, "x", {}], "path": [None, *NO_TEXT], "sparse": NO_BOOL}),
+    (
+        loaded,
+        ValueError,
+        {
+            "module": [1, "x", {}],
+            "source": [1, True, [], "", b"x"],
+            "ticket": [True, 1, "", MASKS],
+            "skip": NO_PATTERNS,
+        },
+    ),
+    (
+        gpt,
+        ValueError,
+        {
+            **dict.fromkeys(["width", "depth", "heads", "context", "vocabulary"], NO_COUNT),
+            **dict.fromkeys(["dropout", "warmup"], NO_FRACTION),
+            **dict.fromkeys(["learning_rate", "weight_decay"], NO_RATE),
+        },
+    ),
+    (
+        generated,
+        ValueError,
+        {
+            "prompt": [None, *NO_TEXT],
+            "n": NO_INDEX,
+            "temperature": [None, NAN, -1, "x"],
+            "seed": [True, -1, 1.5, "x", 2**64],
+        },
+    ),
+    (
+        TextDataModule,
+        MisconfigurationException,
+        {
+            "path": NO_TEXT,
+            "context": [None, *NO_COUNT],
+            "batch_size": [None, *NO_COUNT],
+            "held_out": [0, 0.5, *NO_FRACTION],
+            "max_held_out": NO_COUNT,
+            "max_bytes": NO_COUNT,
+            "seed": [None, True, -1, 1.5, "x", 2**32],
+            "num_workers": NO_INDEX,
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "name", "values"),
+    [
+        pytest.param(make, error, name, values, id=f"{make.__qualname__}-{name}")
+        for make, error, arguments in INVALID
+        for name, values in arguments.items()
+    ],
+)
+def test_the_error_names_the_argument_and_its_value(
+    make: Callable[..., Any], error: type[Exception], name: str, values: list[Any]
+) -> None:
+    for value in values:
+        with pytest.raises(error) as raised:
+            make(**{name: value})
+        assert str(raised.value).startswith(f"{name}={shown(value)} must be ")
+        assert type(raised.value) is error
+
+
+def test_every_public_name_is_among_them() -> None:
+    without_arguments = {"CompactCheckpointIO"}
+    assert len(INVALID) >= len(set(package.__all__) - without_arguments)
+
+
+@pytest.mark.parametrize("make", [AxoSparseStrategy, EarlyBirdTicket, PipelineTimeline])
+def test_every_argument_is_among_them(make: Any) -> None:
+    arguments = next(arguments for each, _, arguments in INVALID if each is make)
+    annotations = {*make.__init__.__annotations__} - {"return", "parallel_devices"}
+    assert {*arguments} == annotations
+
+
+def test_what_fits_is_taken_with_numpys_numbers_as_pythons(tmp_path: Path) -> None:
+    strategy = AxoSparseStrategy(
+        np.int64(4),
+        np.int32(3),
+        balance=np.array([1, 2, 3, 1]),
+        regrid=np.int8(2),
+        recompute=np.uint8(2),
+        offload_optimizer=np.bool_(True),
+        split_batch=lambda batch, parts: [batch] * parts,
+    )
+    assert (type(strategy.g_inter), strategy.microbatches) == (int, 3)
+    callback = EarlyBirdTicket(
+        np.float32(0.8),
+        threshold=np.float64(0.1),
+        window=np.int64(2),
+        draw_by_epoch=np.int16(3),
+        exclude=np.array(["head.*"]),
+    )
+    assert callback.pruning_ratio == pytest.approx(0.8)
+    assert callback.exclude == ("head.*",)
+    EarlyBirdTicket(pruning_ratio=np.float64(0.5), threshold=1, exclude={"a", "b"})
+    assert PipelineTimeline(np.int64(2), folder=tmp_path).folder == tmp_path
+    kept = Ticket(MASKS, np.float64(0.5), epoch=np.int64(1), distances=(np.float32(0.25),))
+    assert Ticket.from_state_dict(kept.state_dict()) == kept
+    assert kept.distances == (0.25,)
+
+
+def test_numbers_of_any_size_are_taken_at_once() -> None:
+    for value in (10**9, 2**31 - 1):
+        AxoSparseStrategy(g_inter=value, microbatches=value, in_flight=value, recompute=value)
+        EarlyBirdTicket(window=value, draw_by_epoch=value)
+    with pytest.raises(MisconfigurationException, match=r"regrid=7 .*g_inter=1000000000"):
+        AxoSparseStrategy(g_inter=10**9, regrid=7)
+
+
+def test_balance_is_of_as_many_stages_as_there_are() -> None:
+    with pytest.raises(MisconfigurationException, match=r"balance=\[2, 2\].*2 stages.*g_inter=3"):
+        AxoSparseStrategy(g_inter=3, balance=(2, 2))
+
+
+@given(st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary()))
+def test_a_kind_tells_of_any_value_whether_it_fits(value: Any) -> None:
+    kinds = {"count": COUNT | NONE, "share": FRACTION, "patterns": PATTERNS}
+    count = value is None or (type(value) is int and 1 <= value < 2**31)
+    share = type(value) in (int, float) and 0 <= value <= 1
+    for name, fits in {"count": count, "share": share, "patterns": False}.items():
+        if fits:
+            assert check(ValueError, {name: value}, kinds) == {name: value}
+        else:
+            with pytest.raises(ValueError, match=f"{name}=.* must be"):
+                check(ValueError, {name: value}, kinds)
+
+
+def test_long_values_are_shortened() -> None:
+    text = shown(torch.arange(10_000.0))
+    assert len(text) == 80
+    assert text.endswith("...")
+    assert "\n" not in shown(nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_a_checked_function_keeps_its_signature_and_its_defaults() -> None:
+    @checked(ValueError, count=COUNT)
+    def doubled(count: int = 0) -> int:
+        return 2 * count
+
+    assert (doubled(), doubled(3), doubled(count=np.int64(4))) == (0, 6, 8)
+    assert doubled.__name__ == "doubled"
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        doubled(counts=3)  # type: ignore[call-arg]

@@ -1,0 +1,275 @@
+"""A file that changed since it was written loads as it was written, or not at all."""
+
+from __future__ import annotations
+
+import json
+import resource
+import tracemalloc
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from lightning_axosparse import (
+    AxoSparseStrategy,
+    CompactCheckpointIO,
+    CorruptFileError,
+    EarlyBirdTicket,
+    Ticket,
+    load_sparse,
+    save_safetensors,
+)
+from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
+from lightning_axosparse.checkpoint.sparse_encoding import EncodedTensor
+from lightning_axosparse.support.checksum import with_checksum
+from tests.parity.cases import Net, loader, trainer
+from tests.sparse.masking import apply_masks
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A file of each kind, and what is in them."""
+    folder = tmp_path_factory.mktemp("originals")
+    torch.manual_seed(0)
+    masks = {"0.weight": torch.rand(16, 16) < 0.3, "2.weight": torch.rand(3, 16) < 0.3}
+    dense = model()
+    apply_masks(dense, masks)
+    state = {name: tensor.clone() for name, tensor in dense.state_dict().items()}
+    ticket = Ticket(masks, 0.7, epoch=3, step=40, distances=(0.3, 0.05))
+    ticket.save(folder / "a.ticket")
+    checkpoint = {"state_dict": state, "callbacks": {"EarlyBird": {"ticket": ticket.state_dict()}}}
+    CompactCheckpointIO().save_checkpoint(checkpoint, folder / "compact.ckpt")
+    AtomicCheckpointIO().save_checkpoint(checkpoint, folder / "plain.ckpt")
+    save_safetensors(dense, folder / "dense.safetensors", sparse=False)
+    sparse = model()
+    load_sparse(sparse, folder / "compact.ckpt")
+    save_safetensors(sparse, folder / "sparse.safetensors")
+    return {"folder": folder, "ticket": ticket, "state": state}
+
+
+def loads_as(originals: dict[str, Any], path: Path) -> bool:
+    """Whether the file has the original content for all that read it."""
+    ticket, state = originals["ticket"], originals["state"]
+    if path.suffix == ".ticket":
+        return Ticket.load(path) == ticket
+    if path.suffix == ".ckpt":
+        checkpoint = CompactCheckpointIO().load_checkpoint(path)
+        if not (
+            list(checkpoint) == ["state_dict", "callbacks"]
+            and same(checkpoint["state_dict"], state)
+            and Ticket.from_state_dict(checkpoint["callbacks"]["EarlyBird"]["ticket"]) == ticket
+        ):
+            return False
+    loaded = model()
+    kept = load_sparse(loaded, path, ticket if path.name == "dense.safetensors" else None)
+    return kept.masks == ticket.masks and same(loaded.state_dict(), state)
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return list(one) == list(other) and all(
+        one[name].dtype == tensor.dtype and torch.equal(one[name], tensor)
+        for name, tensor in other.items()
+    )
+
+
+def flip(data: bytearray, at: int, length: int, value: int) -> None:
+    data[at] ^= 1 << value % 8
+
+
+def overwrite(data: bytearray, at: int, length: int, value: int) -> None:
+    data[-1 - at % 600 % len(data)] = value  # names, sizes and places are at an archive's end
+
+
+def truncate(data: bytearray, at: int, length: int, value: int) -> None:
+    del data[at:]
+
+
+def remove(data: bytearray, at: int, length: int, value: int) -> None:
+    del data[at : at + length]
+
+
+def duplicate(data: bytearray, at: int, length: int, value: int) -> None:
+    data[at:at] = data[at : at + length]
+
+
+def splice(data: bytearray, at: int, length: int, value: int) -> None:
+    """Copy a range over another."""
+    part = data[at : at + length]
+    to = at * 7919 % len(data)
+    data[to : to + len(part)] = part
+
+
+def change_digit(data: bytearray, at: int, length: int, value: int) -> None:
+    """Change a number in what reads as text: sizes, shapes, offsets, checksums."""
+    digits = [place for place, byte in enumerate(data) if 48 <= byte <= 57]
+    if digits:
+        data[digits[at % len(digits)]] = 48 + value % 10
+
+
+Edit = Callable[[bytearray, int, int, int], None]
+EDITS: list[Edit] = [flip, overwrite, truncate, remove, duplicate, splice, change_digit]
+edits = st.lists(
+    st.tuples(
+        st.sampled_from(EDITS),
+        st.integers(0, 1 << 30),
+        st.sampled_from([1, 4, 16, 64, 300, 1000]),
+        st.integers(0, 255),
+    ),
+    min_size=1,
+    max_size=4,
+)
+NAMES = ["a.ticket", "compact.ckpt", "plain.ckpt", "dense.safetensors", "sparse.safetensors"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_error_names_a_changed_file(
+    originals: dict[str, Any], tmp_path: Path, name: str
+) -> None:
+    whole = (originals["folder"] / name).read_bytes()
+    path = tmp_path / name
+    path.write_bytes(whole)
+    assert loads_as(originals, path)
+
+    @settings(max_examples=200, database=None)
+    @given(edits)
+    def changed(steps: list[tuple[Edit, int, int, int]]) -> None:
+        data = bytearray(whole)
+        for edit, at, length, value in steps:
+            if data:
+                edit(data, at % len(data), length, value)
+        path.write_bytes(data)
+        try:
+            assert loads_as(originals, path)
+        except CorruptFileError as error:
+            assert str(path) in str(error)  # noqa: PT017
+            assert data != whole
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    changed()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # kB
+
+
+@pytest.mark.parametrize("name", ["compact.ckpt", "sparse.safetensors", "dense.safetensors"])
+def test_a_damaged_file_does_not_change_the_module(
+    originals: dict[str, Any], tmp_path: Path, name: str
+) -> None:
+    """Not even where only the last tensor in the file is damaged."""
+    data = bytearray((originals["folder"] / name).read_bytes())
+    place = len(data) - 1 if "safetensors" in name else data.rindex(b"PK\x03\x04") - 200
+    data[place] ^= 1
+    path = tmp_path / name
+    path.write_bytes(data)
+    untouched = model()
+    parameters = list(untouched.parameters())
+    before = {name: tensor.clone() for name, tensor in untouched.state_dict().items()}
+    with pytest.raises(CorruptFileError):
+        load_sparse(untouched, path, originals["ticket"])
+    assert all(a is b for a, b in zip(parameters, untouched.parameters(), strict=True))
+    assert same(untouched.state_dict(), before)
+
+
+@pytest.mark.parametrize("plugins", [[], [CompactCheckpointIO()]])
+def test_a_run_does_not_resume_from_a_damaged_checkpoint(
+    tmp_path: Path, plugins: list[Any]
+) -> None:
+    path = tmp_path / "a.ckpt"
+    draw = EarlyBirdTicket(0.6, draw_by_epoch=1)
+    run = trainer(
+        AxoSparseStrategy(),
+        callbacks=[draw, ModelCheckpoint(tmp_path, "a")],
+        enable_checkpointing=True,
+        plugins=plugins,
+        max_epochs=1,
+    )
+    run.fit(Net(), loader(1))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    fresh = Net()
+    before = {name: tensor.clone() for name, tensor in fresh.state_dict().items()}
+    again = trainer(AxoSparseStrategy(), callbacks=[EarlyBirdTicket(0.6)], plugins=plugins)
+    with pytest.raises(CorruptFileError, match=r"a\.ckpt' cannot be read"):
+        again.fit(fresh, loader(1), ckpt_path=path, weights_only=False)
+    assert same(fresh.state_dict(), before)
+
+
+def bytes_of(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("part", ["index", "values"])
+def test_a_small_record_does_not_become_a_large_one(part: str) -> None:
+    good = EncodedTensor.encode_nonzeros(torch.eye(8))
+    bomb = bytes_of(zlib.compress(bytes(1 << 27), 9))
+    fields = {**vars(good), part: bomb}
+    tracemalloc.start()
+    with pytest.raises(CorruptFileError, match="more or less than its shape"):
+        EncodedTensor(**fields).decode()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"index": bytes_of(zlib.compress(b"\xff\x01"))}, "its shape does not have"),
+        ({"index": bytes_of(zlib.compress(b"\x00")[:-3])}, "more or less than its shape"),
+        ({"index": bytes_of(b"no code")}, "cannot be decoded"),
+        ({"values": bytes_of(zlib.compress(bytes(31)))}, "fewer values than positions"),
+        ({"values": torch.zeros(3)}, "values.*row of bytes"),
+        ({"dtype": "float32"}, "'float32' is no dtype"),
+        ({"shape": torch.Size([-1, -8])}, r"shape \(-1, -8\)"),
+    ],
+)
+def test_fields_that_do_not_fit_each_other(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CorruptFileError, match=message):
+        EncodedTensor(**{**vars(EncodedTensor.encode_nonzeros(torch.eye(8))), **change}).decode()
+
+
+def test_records_are_checked_wherever_they_come_from(originals: dict[str, Any]) -> None:
+    """As when ``torch.load`` read the file, which looks at no checksum."""
+    contents = torch.load(originals["folder"] / "compact.ckpt", weights_only=True)
+    contents["state_dict"]["2.weight"]["values"][3] ^= 1
+    with pytest.raises(CorruptFileError, match="encoded tensor does not match"):
+        load_sparse(model(), contents)
+    state = originals["ticket"].state_dict()
+    for change in ({"step": 41}, {"scope": "layer"}, {"crc32": None}):
+        with pytest.raises(CorruptFileError, match="ticket does not match"):
+            Ticket.from_state_dict({**state, **change})
+    state["masks"]["bits"]["0.weight"] = state["masks"]["bits"]["0.weight"][1:]
+    masks = {name: value for name, value in state["masks"].items() if name != "crc32"}
+    state = {name: value for name, value in state.items() if name != "crc32"}
+    with pytest.raises(CorruptFileError, match=r"'0\.weight' does not have one bit per entry"):
+        Ticket.from_state_dict(with_checksum({**state, "masks": with_checksum(masks)}))
+
+
+def test_files_of_older_versions_raise(originals: dict[str, Any], tmp_path: Path) -> None:
+    state = {**originals["ticket"].state_dict(), "format": "lightning_axosparse.Ticket/1"}
+    torch.save(state, tmp_path / "old.ticket")
+    with pytest.raises(CorruptFileError, match=r"old\.ticket'.*Ticket/1.*reads .*Ticket/2"):
+        Ticket.load(tmp_path / "old.ticket")
+    record = {
+        **EncodedTensor.encode_nonzeros(torch.eye(8)).record(),
+        "format": "lightning_axosparse.Packed/1",
+    }
+    torch.save({"state_dict": {"0.weight": record}}, tmp_path / "old.ckpt")
+    with pytest.raises(CorruptFileError, match=r"old\.ckpt'.*Packed/1.*reads .*Packed/2"):
+        load_sparse(model(), tmp_path / "old.ckpt", originals["ticket"])
+    header = json.dumps({"__metadata__": {"lightning_axosparse.sparse/1": "{}"}}).encode()
+    old = tmp_path / "old.safetensors"
+    old.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CorruptFileError, match=r"old\.safetensors'.*older versions"):
+        load_sparse(model(), old, originals["ticket"])

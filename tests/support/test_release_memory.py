@@ -1,0 +1,36 @@
+"""Freed memory goes back to the system."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lightning_axosparse import sparsify
+from lightning_axosparse.support.release_memory import release_freed_memory
+
+
+def resident() -> int:
+    """Bytes of this process's resident set."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_what_the_dense_weights_took_is_no_longer_the_process_s() -> None:
+    # A freed block of this size makes the C library keep all smaller ones.
+    torch.zeros(2**22)
+    model = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(40))
+    optimizer = torch.optim.Adam(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    release_freed_memory()
+    dense = 3 * sum(parameter.nbytes for parameter in model.parameters())
+    masks = {name: torch.rand_like(p) < 0.1 for name, p in model.named_parameters()}
+    before = resident()
+
+    sparsify(model, masks, optimizer)
+
+    assert before - resident() > 0.7 * dense

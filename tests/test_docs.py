@@ -1,0 +1,110 @@
+"""What README and docs name exists: files, folders, modules, links."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import lightning_axosparse
+
+REPOSITORY = Path(__file__).parents[1]
+PACKAGE = REPOSITORY / "lightning_axosparse"
+ROOMS = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+ARCHITECTURE = (REPOSITORY / "docs" / "architecture.md").read_text()
+README = PAGES[0].read_text()
+HOW_IT_WORKS = README[README.index("## How it works") :]
+
+
+def inline_code(text: str) -> list[str]:
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+PATHS, NAMES = (
+    sorted(
+        {code for text in (ARCHITECTURE, HOW_IT_WORKS) for code in inline_code(text) if fits(code)}
+    )
+    for fits in (
+        lambda code: re.fullmatch(r"[\w./]*(\.py|\.yaml|/)", code),
+        lambda code: (
+            re.fullmatch(r"\w+(\.\w+)+", code)
+            and code.split(".")[0] in ROOMS
+            and not code.endswith(".py")
+        ),
+    )
+)
+
+
+def folders(table: str) -> set[str]:
+    """The folders that the first column of a table names."""
+    cells = re.findall(r"^\| ([^|]*)\|", table, re.MULTILINE)
+    return {code.strip("/") for cell in cells for code in inline_code(cell)}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_path_exists(path: str) -> None:
+    roots = (
+        REPOSITORY,
+        PACKAGE,
+        PACKAGE / "distributed",
+        PACKAGE / "strategy",
+        PACKAGE / "callbacks",
+    )
+    assert any((root / path).exists() for root in roots)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_name_can_be_imported(name: str) -> None:
+    parts = name.split(".")
+    found: object = lightning_axosparse
+    for number, part in enumerate(parts, start=1):
+        if not hasattr(found, part):
+            import_module(".".join(["lightning_axosparse", *parts[:number]]))
+        found = getattr(found, part)
+
+
+def test_paths_and_names_are_found() -> None:
+    assert "pipeline/engine.py" in PATHS
+    assert "support/" in PATHS
+    assert "pipeline.schedule.SCHEDULES" in NAMES
+
+
+def test_every_room_is_listed() -> None:
+    rooms = ARCHITECTURE[ARCHITECTURE.index("## Rooms") : ARCHITECTURE.index("## One batch's way")]
+    assert folders(rooms) == ROOMS
+    assert folders(HOW_IT_WORKS) == ROOMS
+
+
+def test_the_rooms_stand_in_the_order_of_their_imports() -> None:
+    config = (REPOSITORY / "pyproject.toml").read_text()
+    layers = re.search(r"^layers = \[(.*?)\]", config, re.DOTALL | re.MULTILINE)
+    assert layers is not None
+    upwards = [
+        name for layer in re.findall(r'"(.*?)"', layers[1])[::-1] for name in layer.split(" : ")
+    ]
+    rooms = ARCHITECTURE[ARCHITECTURE.index("## Rooms") : ARCHITECTURE.index("## One batch's way")]
+    listed = re.findall(r"^\| `(\w+)/` ", rooms, re.MULTILINE)
+    assert listed == upwards
+
+
+def test_the_glossary_is_short() -> None:
+    glossary = ARCHITECTURE[ARCHITECTURE.index("## Glossary") :]
+    words = re.findall(r"^\| ([^|-]+) \|", glossary, re.MULTILINE)
+    assert len(words) == len(set(words)) <= 40
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        if re.match(r"\w+:", target):
+            continue
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
