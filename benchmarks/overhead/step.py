@@ -1,15 +1,15 @@
-"""Measures the time that sparse storage adds to a transformer block's passes and step.
+"""Measures a pruned transformer block's passes and step against the dense block's.
 
     python -m benchmarks.overhead.step
 
-One thread, float32, 90 % pruned; tokens are in sequences of 512. Prints a Markdown table.
+Float32; tokens are in sequences of 512 at most. Prints a Markdown table.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -48,35 +48,34 @@ def whole_step(block: nn.Module, inputs: Tensor) -> Callable[[], None]:
     return run
 
 
-def row(width: int, tokens: int, ratio: float, trials: int) -> str:
+def rows(width: int, tokens: int, ratios: Sequence[float], trials: int) -> Iterator[str]:
     torch.manual_seed(0)
     dense = Block(width, heads=max(1, width // 64), dropout=0.0)
-    sparse = pruned(dense, ratio)
+    blocks = {"dense": dense, **{f"{ratio:.0%}": pruned(dense, ratio) for ratio in ratios}}
     length = min(tokens, SEQUENCE)
     inputs = torch.randn(tokens // length, length, width, requires_grad=True)
-    overheads = []
-    for kind in (forward_backward, whole_step):
-        seconds = median_seconds(
-            {"dense": kind(dense, inputs), "sparse": kind(sparse, inputs)}, trials
-        )
-        overheads.append((seconds["dense"], seconds["sparse"] / seconds["dense"] - 1))
-    cells = " | ".join(f"{dense * 1e3:.0f} ms | {more:+.1%}" for dense, more in overheads)
-    return f"| {width} | {tokens} | {cells} |"
+    for name, kind in (("forward + backward", forward_backward), ("AdamW step", whole_step)):
+        runners = {key: kind(block, inputs) for key, block in blocks.items()}
+        seconds = median_seconds(runners, trials)
+        shares = " | ".join(f"{seconds[key] / seconds['dense']:.2f}" for key in list(blocks)[1:])
+        yield f"| {width} | {tokens} | {name} | {seconds['dense'] * 1e3:.0f} ms | {shares} |"
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--widths", type=int, nargs="+", default=[1024, 2048])
-    arguments.add_argument("--tokens", type=int, nargs="+", default=[512, 2048, 8192])
-    arguments.add_argument("--ratio", type=float, default=0.9)
+    arguments.add_argument("--widths", type=int, nargs="+", default=[192, 1024, 2048])
+    arguments.add_argument("--tokens", type=int, nargs="+", default=[256, 512, 2048])
+    arguments.add_argument("--ratios", type=float, nargs="+", default=[0.5, 0.8, 0.9, 0.95])
     arguments.add_argument("--trials", type=int, default=9)
+    arguments.add_argument("--threads", type=int, default=1)
     options = arguments.parse_args()
-    torch.set_num_threads(1)
-    print("| width | tokens | forward + backward, dense | sparse | AdamW step, dense | sparse |")
-    print("| --: | --: | --: | --: | --: | --: |")
+    torch.set_num_threads(options.threads)
+    print(f"| width | tokens | what | dense | {' | '.join(f'{r:.0%}' for r in options.ratios)} |")
+    print(f"| --: | --: | --- | --: {'| --: ' * len(options.ratios)}|")
     for width in options.widths:
         for tokens in options.tokens:
-            print(row(width, tokens, options.ratio, options.trials), flush=True)
+            for row in rows(width, tokens, options.ratios, options.trials):
+                print(row, flush=True)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from lightning_axosparse.pruning.magnitude import Scope, magnitude_masks, prunab
 from lightning_axosparse.pruning.mask_distance import DISTANCES, Distance
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.sparse.elementwise import validate_elementwise_optimizers
-from lightning_axosparse.sparse.materialize import POLICIES, best_policy
+from lightning_axosparse.sparse.materialize import COMPUTES, POLICIES, Compute, best_policy
 from lightning_axosparse.sparse.parameters import layouts
 from lightning_axosparse.strategy.validation import unless_made_later, validate_beside_pruning
 from lightning_axosparse.support.arguments import (
@@ -78,6 +78,8 @@ class EarlyBirdTicket(Callback):
         policy: "sparse" materializes dense weights at every use and needs the least memory; "samo"
             keeps them in the dtype of the products and updates them once per optimizer step (SAMO);
             "auto" selects "samo" in 16 bits with several micro-batches per step, else "sparse".
+        compute: how pruned linear layers multiply on CPU in float32: with the kept values
+            ("sparse"), with dense weights ("dense"), or as is faster ("auto").
 
     Attributes:
         ticket: the ticket once it is drawn or given, else None. Every rank has the whole ticket, at
@@ -99,6 +101,7 @@ class EarlyBirdTicket(Callback):
         exclude=PATTERNS,
         ticket=instance_of("a Ticket", Ticket) | PATH | NONE,
         policy=one_of("auto", *POLICIES),
+        compute=one_of(*COMPUTES),
     )
     def __init__(
         self,
@@ -111,8 +114,15 @@ class EarlyBirdTicket(Callback):
         exclude: Sequence[str] = (),
         ticket: Ticket | str | os.PathLike[str] | None = None,
         policy: Literal["auto", "sparse", "samo"] = "auto",
+        compute: Compute = "auto",
     ) -> None:
+        if policy == "samo" and compute == "sparse":
+            raise MisconfigurationException(
+                'policy="samo" keeps dense weights for the products; got compute="sparse". Choose '
+                'policy="sparse", or compute="auto".'
+            )
         self.policy = policy
+        self.compute = compute
         self.pruning_ratio = pruning_ratio
         self.scope = scope
         self.distance = distance
@@ -280,10 +290,12 @@ class EarlyBirdTicket(Callback):
     def _prune(self, trainer: Trainer, ticket: Ticket) -> None:
         strategy: Any = trainer.strategy
         policy = self.policy
-        if policy == "auto":
+        if policy == "auto" and self.compute == "sparse":
+            policy = "sparse"
+        elif policy == "auto":
             passes = strategy.microbatches * trainer.accumulate_grad_batches
             policy = best_policy(str(trainer.precision).startswith(("16", "bf16")), passes)
-        strategy.sparsify(ticket.part(strategy.held_parameters()), policy)
+        strategy.sparsify(ticket.part(strategy.held_parameters()), policy, self.compute)
 
 
 def ticket_callback(trainer: Trainer) -> EarlyBirdTicket | None:

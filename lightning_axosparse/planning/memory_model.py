@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_BLOCK_ENTRIES = 4096
-"""Entries of a block, for each of which the index format "gaps" stores 12 bytes."""
+_BLOCK_ENTRIES, _SEGMENT_ENTRIES = 4096, 256
+"""Entries of a block and of a segment, for which a layout stores 4 and 2 bytes."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,6 @@ class Storage:
 DENSE = Storage(per_weight=0, per_kept=16, gradient=4)
 """Float32 weights with their gradients and the two moments of Adam."""
 
-SPARSE = Storage(per_weight=12 / _BLOCK_ENTRIES, per_kept=16 + 1, gradient=4)
-"""Policy "sparse" in the index format "gaps": one byte of index per kept weight. Gaps of 256 and
-more take 12 bytes, which matters where more than 98 % are pruned."""
+SPARSE = Storage(per_weight=4 / _BLOCK_ENTRIES + 2 / _SEGMENT_ENTRIES, per_kept=16 + 1, gradient=4)
+"""Policy "sparse" in the index format "segments": one byte of index per kept weight, two per
+segment."""

@@ -12,7 +12,14 @@ from torch.optim import Optimizer
 from lightning_axosparse.sparse.elementwise import validate_elementwise_optimizers
 from lightning_axosparse.sparse.formats import FORMATS, layout_of
 from lightning_axosparse.sparse.layout import Layout
-from lightning_axosparse.sparse.materialize import POLICIES, DenseForm, Policy, master_dtype
+from lightning_axosparse.sparse.materialize import (
+    COMPUTES,
+    POLICIES,
+    Compute,
+    DenseForm,
+    Policy,
+    master_dtype,
+)
 from lightning_axosparse.sparse.module import SparseModule, make_dense, make_sparse
 from lightning_axosparse.sparse.optimizer_state import compress_state, expand_state, validate_state
 from lightning_axosparse.sparse.parameters import OwnedParameter, owned_parameters, set_values
@@ -36,6 +43,7 @@ from lightning_axosparse.support.release_memory import release_freed_memory
     optimizer=OPTIMIZER | NONE,
     index_format=one_of(*FORMATS) | NONE,
     policy=one_of(*POLICIES),
+    compute=one_of(*COMPUTES),
 )
 def sparsify(
     module: nn.Module,
@@ -43,6 +51,7 @@ def sparsify(
     optimizer: Optimizer | None = None,
     index_format: str | None = None,
     policy: Policy = "sparse",
+    compute: Compute = "auto",
 ) -> None:
     """Store only the kept values of the named parameters of ``module``, in place.
 
@@ -61,20 +70,31 @@ def sparsify(
             any of its names. A parameter already stored with this mask is not changed.
         optimizer: the optimizer that holds the parameters, if there is one; its state of them is
             compressed.
-        index_format: how the positions of kept entries are stored: "coo", "gaps" or "bitmap"
+        index_format: how the positions of kept entries are stored: "coo", "segments" or "bitmap"
             (``sparse/formats.py``); None selects the fastest on the parameter's device.
         policy: "sparse": the dense weight is made, in parts, at every use; "samo": it stays in
             memory, in the dtype that products run in, and is filled once per optimizer step. With
             both, the kept values of a weight of less than 32 bits are float32.
+        compute: how linear layers multiply on CPU in float32, with the policy "sparse" and the
+            index format "segments": "sparse": with the kept values; "dense": with a dense weight,
+            made in parts at every use; "auto": as is faster for the share of weights that is kept
+            (``sparse/kept_products.py``). Sums run in another order than in dense products, so
+            results differ in their last bits.
 
     Raises:
-        ValueError: for an argument of another type, a policy, an index format, name, shape or
+        ValueError: for an argument of another type, ``compute="sparse"`` with the policy "samo",
+            a policy, an index format, name, shape or
             dtype that does not fit, a parameter or a mask on the meta device, a parameter that is
             stored sparse with another mask, and optimizer state that is not elementwise. Nothing
             has changed then.
         MisconfigurationException: for an optimizer that updates a matrix otherwise than the vector
             of its entries. Nothing has changed then, either.
     """
+    if compute == "sparse" and policy == "samo":
+        raise ValueError(
+            'policy="samo" keeps a dense copy of each weight for its products; got '
+            'compute="sparse". Choose policy="sparse", or compute="auto".'
+        )
     owned = owned_parameters(module)
     by_name = {name: entry for entry in owned for name in entry.names}
     layouts: dict[int, tuple[OwnedParameter, Layout]] = {}
@@ -100,7 +120,7 @@ def sparsify(
         if entry.layout is None:
             _to_values(entry, layout, optimizer)
         assert entry.form is not None
-        entry.form.policy = policy
+        entry.form.policy, entry.form.compute = policy, compute
     renew_reducers(module)
     release_freed_memory()
 

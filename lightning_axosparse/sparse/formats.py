@@ -1,15 +1,15 @@
 """Stores the positions of kept entries in one of three index formats.
 
-======  =====================================  ============================================
-format  bytes per kept entry                   where it pays
-        at 50 / 80 / 90 / 95 % pruned
-======  =====================================  ============================================
-gaps    1.01 / 1.01 / 1.03 / 1.06              the default on CPU: as fast as coo
-bitmap  0.25 / 0.63 / 1.26 / 2.52              the default on CUDA, where a kernel reads it
-                                               in one pass; on CPU 1.4 to 6.5 times as slow
-coo     4.00 / 4.00 / 4.01 / 4.02              small layers: 2 % of the step of a
-                                               transformer block 192 wide
-======  =====================================  ============================================
+========  =====================================  ============================================
+format    bytes per kept entry                   where it pays
+          at 50 / 80 / 90 / 95 % pruned
+========  =====================================  ============================================
+segments  1.02 / 1.04 / 1.09 / 1.18              the default on CPU: compiled code multiplies
+                                                 with kept values as they are stored
+bitmap    0.25 / 0.63 / 1.26 / 2.52              the default on CUDA, where a kernel reads it
+                                                 in one pass
+coo       4.00 / 4.00 / 4.01 / 4.02              nowhere; SAMO's format, to compare with
+========  =====================================  ============================================
 
 ``benchmarks/overhead`` measures them.
 """
@@ -22,9 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_axosparse.sparse.kernels import Bits, Gaps, Positions
-from lightning_axosparse.sparse.layout import Layout, Tile, index_dtype
+from lightning_axosparse.sparse.kernels import SEGMENT, Bits, Positions, Segments
+from lightning_axosparse.sparse.layout import Layout, Tile, block_entries, index_dtype, row_length
 from lightning_axosparse.sparse.scratch import scratch
+
+_SHORTEST_LINE = 64
+"""Shorter rows would take more bytes for the numbers of kept entries than for their offsets."""
 
 
 @dataclass(eq=False)
@@ -57,64 +60,60 @@ class CooLayout(Layout):
 
 
 @dataclass(eq=False)
-class GapLayout(Layout):
-    """One byte per kept entry: its distance from the kept entry before.
+class SegmentLayout(Layout):
+    """One byte per kept entry: its offset in a segment of a row; two per segment: their number.
+
+    A segment has ``SEGMENT`` entries, the last one of a row has what is left. Rows of fewer than
+    ``_SHORTEST_LINE`` entries are indexed a block at a time, as if a block were one long row.
 
     Attributes:
-        gaps: distance from the kept entry before (for the first one, from position -1) modulo 256,
-            shape ``(nnz,)``, uint8.
-        jumps: the kept entries whose distance is 256 or more, ascending, int32 or int64.
-        excess: their distances minus ``gaps``, int64.
-        before: the last kept position before each block (-1: none), shape ``(blocks,)``, int64.
+        counts: kept entries in each segment, int16.
+        offsets: the offset of each kept entry in its segment, shape ``(nnz,)``, uint8.
     """
 
-    gaps: Tensor
-    jumps: Tensor
-    excess: Tensor
-    before: Tensor
+    counts: Tensor
+    offsets: Tensor
 
     @staticmethod
     def _index(positions: Tensor, starts: Tensor, mask: Tensor) -> dict[str, Tensor]:
-        ends = torch.cat([positions.new_full((1,), -1), positions])
-        distances = ends.diff()
-        gaps = distances.to(torch.uint8)  # wraps at 256
-        jumps = (distances >= 256).nonzero().squeeze(1)
+        line = _line_entries(mask.shape)
+        segments, lines = _segments(line), -(-mask.numel() // line)
+        within = positions % line
+        numbers = positions // line * segments + within // SEGMENT
         return {
-            "gaps": gaps,
-            "jumps": jumps.to(index_dtype(len(positions))),
-            "excess": distances[jumps] - gaps[jumps],
-            "before": ends[starts[:-1].long()],
+            "counts": torch.bincount(numbers, minlength=lines * segments).short(),
+            "offsets": (within % SEGMENT).to(torch.uint8),
         }
 
+    @property
+    def by_rows(self) -> bool:
+        """Whether each row has segments of its own, as products with kept values need."""
+        return _line_entries(self.shape) == row_length(self.shape)
+
     def positions(self) -> Tensor:
-        """Return the cumulated distances."""
-        if self.jumps.numel() == 0:
-            return self.gaps.cumsum(0, dtype=torch.int64) - 1
-        distances = self.gaps.long().index_add(0, self.jumps, self.excess)
-        return distances.cumsum(0) - 1
+        """Return the start of each kept entry's segment plus its offset."""
+        return self._positions(self.counts, self.offsets)
 
     def positions_in(self, tile: Tile) -> Tensor:
-        """Return the distances in the tile, cumulated from the last kept entry before it."""
-        distances = _scratch_positions(self, tile).copy_(self.gaps[tile.entries])
-        jumps = self._jumps_in(tile)
-        if jumps.start < jumps.stop:
-            entries = self.jumps[jumps] - tile.entries.start
-            distances.index_add_(0, entries, self.excess[jumps])
-        before = self.before[tile.blocks.start] if tile.start else -1
-        distances[:1].add_(before - tile.start)
-        return distances.cumsum_(0)
+        """Return the positions in the segments of the tile."""
+        return self._positions(self.counts[self._segments_in(tile)], self.offsets[tile.entries])
 
-    def index_in(self, tile: Tile) -> Gaps | None:
-        """Return the tile's gaps; None if some distance does not fit a byte."""
-        if self.jumps.numel():
-            return None
-        return Gaps(self.gaps[tile.entries], self.before[tile.blocks], tile.start)
+    def index_in(self, tile: Tile) -> Segments:
+        """Return the tile's segments."""
+        line = _line_entries(self.shape)
+        return Segments(self.counts[self._segments_in(tile)], self.offsets[tile.entries], line)
 
-    def _jumps_in(self, tile: Tile) -> slice:
-        if self.jumps.numel() == 0:
-            return slice(0, 0)
-        edges = self.jumps.new_tensor([tile.entries.start, tile.entries.stop])
-        return slice(*torch.searchsorted(self.jumps, edges).tolist())
+    def _segments_in(self, tile: Tile) -> slice:
+        line = _line_entries(self.shape)
+        end = tile.start + tile.numel
+        return slice(tile.start // line * _segments(line), -(-end // line) * _segments(line))
+
+    def _positions(self, counts: Tensor, offsets: Tensor) -> Tensor:
+        line = _line_entries(self.shape)
+        number = torch.arange(len(counts), device=counts.device)
+        begin = number // _segments(line) * line + number % _segments(line) * SEGMENT
+        repeats = torch.repeat_interleave(begin, counts.long(), output_size=len(offsets))
+        return repeats + offsets
 
 
 @dataclass(eq=False)
@@ -156,7 +155,7 @@ class BitmapLayout(Layout):
 
 FORMATS: dict[str, type[Layout]] = {
     "coo": CooLayout,
-    "gaps": GapLayout,
+    "segments": SegmentLayout,
     "bitmap": BitmapLayout,
 }
 
@@ -166,16 +165,26 @@ def layout_of(mask: Tensor, index_format: str | None = None) -> Layout:
 
     Args:
         mask: True where an entry is kept.
-        index_format: "coo", "gaps" or "bitmap"; None selects "bitmap" for a mask on CUDA, else
-            "gaps".
+        index_format: "coo", "segments" or "bitmap"; None selects "bitmap" for a mask on CUDA,
+            else "segments".
 
     Raises:
         ValueError: for another format.
     """
-    index_format = index_format or ("bitmap" if mask.is_cuda else "gaps")
+    index_format = index_format or ("bitmap" if mask.is_cuda else "segments")
     if index_format not in FORMATS:
         raise ValueError(f"Unknown index format '{index_format}'. Choose one of {list(FORMATS)}.")
     return FORMATS[index_format].from_mask(mask)
+
+
+def _line_entries(shape: torch.Size) -> int:
+    """Return the entries that are cut into segments together: those of a row, or of a block."""
+    length = row_length(shape)
+    return length if length >= _SHORTEST_LINE else max(block_entries(shape), 1)
+
+
+def _segments(line: int) -> int:
+    return -(-line // SEGMENT)
 
 
 def _scratch_positions(layout: Layout, tile: Tile) -> Tensor:

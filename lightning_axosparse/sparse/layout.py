@@ -8,13 +8,14 @@ from copy import copy
 from dataclasses import dataclass, fields
 from functools import cached_property
 from math import gcd, prod
+from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from typing_extensions import Self
 
-from lightning_axosparse.sparse.kernels import Bits, Blocks, Gaps, Positions, fused_kernels
+from lightning_axosparse.sparse.kernels import Blocks, Index, fused_kernels
 from lightning_axosparse.sparse.kernels import reference as reference_kernels
 from lightning_axosparse.support.trace import clock
 
@@ -105,8 +106,8 @@ class Layout(ABC):
         """
 
     @abstractmethod
-    def index_in(self, tile: Tile) -> Bits | Positions | Gaps | None:
-        """Return the tile's part of the index as the fused kernels read it; None if they cannot."""
+    def index_in(self, tile: Tile) -> Index:
+        """Return the tile's part of the index as the fused kernels read it."""
 
     @cached_property
     def tiles(self) -> list[Tile]:
@@ -181,9 +182,9 @@ class Layout(ABC):
             out: where to write, shape ``(tile.numel,)``, contiguous, dtype of ``values``.
         """
         start = time.time()
-        fused = fused_kernels(out)
-        index = self._fused_index(tile) if fused else None
-        if fused is None or index is None:
+        index = self.index_in(tile)
+        fused = self._fused_kernels(index, out)
+        if fused is None:
             reference_kernels.densify(self.positions_in(tile), values, out)
         else:
             fused.densify(index, self.blocks_in(tile), values, out)
@@ -198,17 +199,18 @@ class Layout(ABC):
             out: where to write them, shape ``(tile.nnz,)``, contiguous, dtype of ``dense``.
         """
         start = time.time()
-        fused = fused_kernels(out)
-        index = self._fused_index(tile) if fused else None
-        if fused is None or index is None:
+        index = self.index_in(tile)
+        fused = self._fused_kernels(index, out)
+        if fused is None:
             reference_kernels.compress(self.positions_in(tile), dense, out)
         else:
             fused.compress(index, self.blocks_in(tile), dense, out)
         clock.add("compress", start, time.time())
 
-    def _fused_index(self, tile: Tile) -> Bits | Positions | Gaps | None:
-        # The kernels count within a block in 32 bits.
-        return self.index_in(tile) if block_entries(self.shape) < INT32_ENTRIES else None
+    def _fused_kernels(self, index: Index, tensor: Tensor) -> ModuleType | None:
+        # They count within a block in 32 bits.
+        small = block_entries(self.shape) < INT32_ENTRIES
+        return fused_kernels(index, tensor) if small else None
 
     def blocks_in(self, tile: Tile) -> Blocks:
         """Return the tile's blocks as the fused kernels read them."""

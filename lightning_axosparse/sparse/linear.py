@@ -22,27 +22,41 @@ and no transform or compiler has to see the operators inside (``_eligible``). Th
 because reading ``layer.weight`` and looking up the function takes a handful of Python calls,
 forward and backward: longer than a small layer's product, and longer than a GPU takes.
 
-The first two paths multiply by the resident dense copy if there is one. Otherwise one panel of the
-weight's rows is made dense in scratch memory just before its product, and one panel of the gradient
-is compressed to its kept entries just after. A panel takes no more memory than the activations that
-it is multiplied with, or one tile. Products with narrow panels are slower, so a weight that is
-small beside its activations is one panel; a large weight and its gradient never exist whole.
+Each of the three products of a path runs in the first of these ways that fits (``_multiply``):
+
+=============  ============================================  =====================================
+way            when                                          how
+=============  ============================================  =====================================
+resident copy  there is one of this dtype (policy "samo")    torch's product with the copy
+kept values    on CPU, in float32, where ``kept_products``   compiled loops over kept values
+               says that it is faster; always and never
+               with ``compute`` "sparse" and "dense"
+panels         otherwise                                     torch's product with panels of the
+                                                             weight, made dense one after another
+=============  ============================================  =====================================
+
+Which way runs follows from the weight, its kept entries, the number of tokens and ``compute``
+alone: it is the same on all ranks, and after a checkpoint is loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_axosparse.sparse import kept_products, panels
 from lightning_axosparse.sparse.kernels import reference
-from lightning_axosparse.sparse.layout import Layout, Tile, row_length
-from lightning_axosparse.sparse.materialize import DenseCopy, DenseForm, autocast_dtype
-from lightning_axosparse.sparse.scratch import scratch
+from lightning_axosparse.sparse.layout import Layout
+from lightning_axosparse.sparse.materialize import (
+    Compute,
+    DenseCopy,
+    DenseForm,
+    autocast_dtype,
+)
 from lightning_axosparse.sparse.weight import SparseWeight, check_unchanged, sparse_weight
 from lightning_axosparse.support.torch_internals import (
     backward_transformed,
@@ -50,9 +64,6 @@ from lightning_axosparse.support.torch_internals import (
     transformed,
     version_of,
 )
-
-PANEL_ENTRIES = 2**24
-"""The most entries of a panel of several tiles: wider panels make no product faster."""
 
 _ROWS_ARE_OUTPUTS = {
     ("torch.nn.modules.linear", "Linear.forward"): True,
@@ -199,7 +210,7 @@ class _LayerProduct(torch.autograd.Function):
         # Not saved as activations are, which may be offloaded: the parameter stays anyway.
         ctx.values, ctx.version = values, version_of(values)
         ctx.layout, ctx.form, ctx.by_rows = layout, form, by_rows
-        return _multiply(inputs, values, layout, form.copy, by_rows, bias)
+        return _multiply(inputs, values, layout, form.copy, form.compute, by_rows, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -209,10 +220,12 @@ class _LayerProduct(torch.autograd.Function):
             return _differentiable_gradients(ctx, inputs, values, gradient)
         for_inputs = for_values = for_bias = None
         if ctx.needs_input_grad[0]:
-            for_inputs = _multiply(gradient, values, ctx.layout, ctx.form.copy, not ctx.by_rows)
+            for_inputs = _multiply(
+                gradient, values, ctx.layout, ctx.form.copy, ctx.form.compute, not ctx.by_rows
+            )
         if ctx.needs_input_grad[1]:
             left, right = _outer_factors(inputs, gradient, ctx.by_rows)
-            for_values = outer(left, right, ctx.layout).to(values.dtype)
+            for_values = _outer(left, right, ctx.layout, ctx.form.compute).to(values.dtype)
         if ctx.needs_input_grad[2]:
             for_bias = _flat(gradient).sum(0)
         return for_inputs, for_values, for_bias, None, None, None
@@ -240,12 +253,13 @@ class _WeightProduct(torch.autograd.Function):
     @staticmethod
     def forward(inputs: Tensor, weight: SparseWeight, bias: Tensor | None, by_rows: bool) -> Tensor:
         weight.check_unchanged()
-        return _multiply(inputs, weight.kept, weight.entries, weight.dense_copy, by_rows, bias)
+        source = weight.kept, weight.entries, weight.dense_copy, weight.compute
+        return _multiply(inputs, *source, by_rows, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         factor, weight, _, ctx.by_rows = inputs
-        ctx.layout = weight.entries
+        ctx.layout, ctx.compute = weight.entries, weight.compute
         ctx.save_for_backward(factor, weight)
 
     @staticmethod
@@ -268,7 +282,7 @@ def _weight_gradient(ctx: Any, inputs: Tensor, gradient: Tensor) -> Tensor:
     if backward_transformed(gradient):
         return left.t() @ right
     geometry = torch.empty(left.shape[1], right.shape[1], dtype=left.dtype, device="meta")
-    return SparseWeight(outer(left, right, ctx.layout), ctx.layout, geometry)
+    return SparseWeight(_outer(left, right, ctx.layout, ctx.compute), ctx.layout, geometry)
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -286,6 +300,7 @@ def _multiply(
     values: Tensor,
     layout: Layout,
     dense_copy: DenseCopy | None,
+    compute: Compute,
     by_rows: bool,
     bias: Tensor | None = None,
 ) -> Tensor:
@@ -295,123 +310,19 @@ def _multiply(
         dense = dense_copy.filled(values, layout).view(layout.shape[0], -1)
         result = F.linear(flat, dense if by_rows else dense.t(), bias)
     else:
-        multiply = times_transposed if by_rows else times
-        result = multiply(flat, values.to(flat.dtype), layout, bias)
+        kept = values.to(flat.dtype)
+        product = "times_transposed" if by_rows else "times"
+        result = _way(product, compute, kept, layout)(flat, kept, layout, bias)
     return result.view(*inputs.shape[:-1], result.shape[1])
 
 
-def times_transposed(
-    inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = None
-) -> Tensor:
-    """Multiply ``inputs`` by the transposed weight; every panel gives some columns of the result.
-
-    Args:
-        inputs: shape ``(n, columns)``.
-        values: kept values of the weight, which has the shape ``(rows, columns)``.
-        layout: the kept entries.
-        bias: shape ``(rows,)``.
-
-    Returns:
-        A tensor of shape ``(n, rows)``.
-    """
-    panels = _panels(layout, inputs.shape[0])
-    if len(panels) == 1:
-        return F.linear(inputs, panels[0].dense(values), bias)
-    result = inputs.new_empty(inputs.shape[0], layout.shape[0])
-    for panel in panels:
-        factor, part = panel.dense(values).t(), result[:, panel.rows]
-        if bias is None:
-            torch.mm(inputs, factor, out=part)
-        else:
-            torch.addmm(bias[panel.rows], inputs, factor, out=part)
-    return result
+def _outer(left: Tensor, right: Tensor, layout: Layout, compute: Compute) -> Tensor:
+    """Return the kept entries of ``left.t() @ right``."""
+    return _way("outer", compute, left, layout)(left, right, layout)
 
 
-def times(inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = None) -> Tensor:
-    """Multiply ``inputs`` by the weight; the results of the panels are added.
-
-    In 16 bits every partial sum would be rounded, so a weight of several panels is made dense as a
-    whole there.
-
-    Args:
-        inputs: shape ``(n, rows)``.
-        values: kept values of the weight, which has the shape ``(rows, columns)``.
-        layout: the kept entries.
-        bias: shape ``(columns,)``.
-
-    Returns:
-        A tensor of shape ``(n, columns)``.
-    """
-    first, *others = _panels(layout, inputs.shape[0])
-    if others and inputs.dtype.itemsize < 4:
-        whole = layout.densify(values).view(-1, row_length(layout.shape))
-        return F.linear(inputs, whole.t(), bias)
-    result = F.linear(inputs[:, first.rows], first.dense(values).t(), bias)
-    for panel in others:
-        result.addmm_(inputs[:, panel.rows], panel.dense(values))
-    return result
-
-
-def outer(left: Tensor, right: Tensor, layout: Layout) -> Tensor:
-    """Return the kept entries of ``left.t() @ right``.
-
-    Args:
-        left: shape ``(n, rows)``.
-        right: shape ``(n, columns)``.
-        layout: the kept entries of the result, which has the shape ``(rows, columns)``.
-
-    Returns:
-        A tensor of shape ``(layout.nnz,)``.
-    """
-    values = left.new_empty(layout.nnz)
-    for panel in _panels(layout, left.shape[0]):
-        out = panel.memory(left)
-        torch.mm(left[:, panel.rows].t(), right, out=out.view(-1, right.shape[1]))
-        panel.compress(out, values)
-    return values
-
-
-@dataclass(slots=True)
-class _Panel:
-    """Consecutive tiles of a matrix that are dense at the same time."""
-
-    layout: Layout
-    tiles: list[Tile]
-
-    @property
-    def rows(self) -> slice:
-        return slice(self.tiles[0].rows.start, self.tiles[-1].rows.stop)
-
-    def memory(self, like: Tensor) -> Tensor:
-        """Return scratch memory for all entries, flat, with the dtype and device of ``like``."""
-        first, last = self.tiles[0], self.tiles[-1]
-        numel = last.start + last.numel - first.start
-        return scratch.take("tile", numel, like.dtype, like.device)
-
-    def dense(self, values: Tensor) -> Tensor:
-        """Return the panel of the weight with the kept ``values``: a matrix in scratch memory."""
-        out = self.memory(values)
-        for tile, part in self._parts(out):
-            self.layout.densify_tile(tile, values[tile.entries], part)
-        return out.view(-1, row_length(self.layout.shape))
-
-    def compress(self, dense: Tensor, values: Tensor) -> None:
-        """Copy the kept entries of the flat ``dense`` panel to their part of ``values``."""
-        for tile, part in self._parts(dense):
-            self.layout.compress_tile(tile, part, values[tile.entries])
-
-    def _parts(self, flat: Tensor) -> Iterable[tuple[Tile, Tensor]]:
-        if len(self.tiles) == 1:
-            return ((self.tiles[0], flat),)
-        return zip(self.tiles, flat.split([tile.numel for tile in self.tiles]), strict=True)
-
-
-def _panels(layout: Layout, n: int) -> list[_Panel]:
-    """Split a weight into the fewest panels no larger than ``n`` rows of inputs and outputs."""
-    tiles = layout.tiles
-    if len(tiles) == 1:
-        return [_Panel(layout, tiles)]
-    room = min(n * (layout.shape[0] + row_length(layout.shape)), PANEL_ENTRIES)
-    step = max(1, room // tiles[0].numel)
-    step = -(-len(tiles) // -(-len(tiles) // step))  # the same number of panels, of equal size
-    return [_Panel(layout, tiles[first : first + step]) for first in range(0, len(tiles), step)]
+def _way(product: str, compute: Compute, operand: Tensor, layout: Layout) -> Callable[..., Tensor]:
+    """Return the function of ``kept_products`` or of ``panels`` that computes a product."""
+    way = kept_products if kept_products.chosen(product, compute, operand, layout) else panels
+    function: Callable[..., Tensor] = getattr(way, product)
+    return function

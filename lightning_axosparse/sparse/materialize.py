@@ -20,6 +20,9 @@ from lightning_axosparse.support.torch_internals import version_of
 Policy = Literal["sparse", "samo"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 
+Compute = Literal["auto", "dense", "sparse"]
+COMPUTES: tuple[str, ...] = get_args(Compute)
+
 
 def best_policy(sixteen_bit: bool, passes: int) -> Policy:
     """Return the policy that ``benchmarks/overhead`` recommends.
@@ -54,10 +57,12 @@ class DenseForm:
     Attributes:
         dtype: dtype of the dense-shaped weight. The kept values have this or a wider one.
         copy: the dense copy that stays in memory; None with the policy "sparse".
+        compute: whether products use the kept values, a dense weight, or what is faster.
     """
 
     dtype: torch.dtype
     copy: DenseCopy | None = None
+    compute: Compute = "auto"
 
     @property
     def policy(self) -> Policy:
@@ -82,9 +87,9 @@ class DenseForm:
         inference mode has none, because torch counts no changes of it.
         """
         if self.copy is None or torch.compiler.is_compiling():
-            return DenseForm(self.dtype)
+            return DenseForm(self.dtype, compute=self.compute)
         if not isinstance(values, nn.Parameter) or values.is_inference() or values.is_meta:
-            return DenseForm(self.dtype)
+            return DenseForm(self.dtype, compute=self.compute)
         autocast = None if self.dtype == torch.float64 else autocast_dtype(values.device)
         self.copy.configure(autocast or self.dtype, training)
         return self

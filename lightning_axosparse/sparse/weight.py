@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from lightning_axosparse.sparse.compiled import recomputed_densify
 from lightning_axosparse.sparse.kernels import reference
 from lightning_axosparse.sparse.layout import Layout, row_length
-from lightning_axosparse.sparse.materialize import DenseCopy, DenseForm
+from lightning_axosparse.sparse.materialize import Compute, DenseCopy, DenseForm
 from lightning_axosparse.support.torch_internals import (
     backward_transformed,
     forward_mode,
@@ -31,10 +31,11 @@ _tensors: Any = Tensor
 
 
 @dataclass(slots=True)
-class _ReadVersion:
-    """The version of the kept values at one read of a weight; shared by all views of that read."""
+class _Read:
+    """One read of a weight, shared by all its views: the values' version, how products run."""
 
     version: int
+    compute: Compute = "auto"
 
 
 class SparseWeight(Tensor):
@@ -61,7 +62,7 @@ class SparseWeight(Tensor):
     entries: Layout
     parameter: nn.Parameter | None
     _dense_copy: DenseCopy | None
-    _read: _ReadVersion
+    _read: _Read
 
     @staticmethod
     def __new__(
@@ -86,7 +87,7 @@ class SparseWeight(Tensor):
         weight.entries = layout
         weight.parameter = None
         weight._dense_copy = dense_copy
-        weight._read = _ReadVersion(version_of(values))
+        weight._read = _Read(version_of(values))
         return weight
 
     __torch_function__ = no_torch_function
@@ -157,6 +158,11 @@ class SparseWeight(Tensor):
         """The resident dense copy, if there is one of this weight's dtype."""
         copy = self._dense_copy
         return copy if copy is not None and copy.dtype == self.dtype else None
+
+    @property
+    def compute(self) -> Compute:
+        """Whether products use the kept values, a dense weight, or what is faster."""
+        return self._read.compute
 
     def check_unchanged(self) -> None:
         """Check that the kept values are still those that were read.
@@ -312,7 +318,9 @@ class SparseWeight(Tensor):
             # The resident copy casts the values when it is filled.
             return self._viewed(self._geometry(dtype))
         values = self.kept_values().to(device, dtype, non_blocking=non_blocking, copy=True)
-        return type(self)(values, self.entries.to(device), self._geometry(dtype))
+        converted = type(self)(values, self.entries.to(device), self._geometry(dtype))
+        converted._read.compute = self.compute
+        return converted
 
 
 def sparse_weight(
@@ -351,7 +359,9 @@ class _Expand(torch.autograd.Function):
         values: Tensor, layout: Layout, form: DenseForm, kind: type[SparseWeight]
     ) -> SparseWeight:
         geometry = torch.empty(layout.shape, dtype=form.dtype, device="meta")
-        return kind(values.detach(), layout, geometry, form.copy)
+        weight = kind(values.detach(), layout, geometry, form.copy)
+        weight._read.compute = form.compute
+        return weight
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -43,7 +43,7 @@ from lightning_axosparse.pipeline.profile import profile_example, validate_examp
 from lightning_axosparse.pipeline.schedule import SCHEDULES
 from lightning_axosparse.planning.grid_comparison import default_microbatches
 from lightning_axosparse.sparse import sparsify
-from lightning_axosparse.sparse.materialize import Policy
+from lightning_axosparse.sparse.materialize import Compute, Policy
 from lightning_axosparse.sparse.optimizer_state import dense_shapes, restore_masters
 from lightning_axosparse.sparse.parameters import sparse_parameters
 from lightning_axosparse.strategy.auto_grid import choose_grid
@@ -538,16 +538,19 @@ class AxoSparseStrategy(MPIStrategy):
         """The names of those that this rank counts: each is counted once over a pipeline."""
         return self._running.stage_module.sharding.counted()
 
-    def sparsify(self, masks: Mapping[str, Tensor], policy: Policy = "sparse") -> None:
+    def sparsify(
+        self, masks: Mapping[str, Tensor], policy: Policy = "sparse", compute: Compute = "auto"
+    ) -> None:
         """Store the masked parameters of this rank, and their optimizer state, sparse.
 
         Args:
             masks: name of a parameter of this rank -> bool tensor of its shape, True where an
                 entry is kept. Read one at a time.
             policy: as for :func:`lightning_axosparse.sparsify`.
+            compute: likewise.
         """
         optimizer = self.optimizers[0] if self.optimizers else None
-        sparsify(self._module, masks, optimizer, policy=policy)
+        sparsify(self._module, masks, optimizer, policy=policy, compute=compute)
         if optimizer is not None:
             restore_masters(optimizer, sparse_parameters(self._module).values())
         self._running.runner.limit.measure_again()

@@ -59,8 +59,9 @@ class PartialStrategy(SingleDeviceStrategy):
     def counted_parameters(self):
         return set(self.held_parameters())
 
-    def sparsify(self, masks, policy):
-        sparsify(self.lightning_module, masks, self.optimizers[0], policy=policy)
+    def sparsify(self, masks, policy, compute):
+        optimizer = self.optimizers[0]
+        sparsify(self.lightning_module, masks, optimizer, policy=policy, compute=compute)
         self.swaps += 1
 
 
@@ -114,6 +115,8 @@ def shapes(model):
         ({"exclude": "head.*"}, r"\['head\.\*'\]"),
         ({"ticket": {}}, "ticket={}"),
         ({"policy": "dense"}, "policy='dense'.*samo"),
+        ({"compute": "fast"}, "compute='fast'.*'sparse'"),
+        ({"compute": "sparse", "policy": "samo"}, 'policy="samo" keeps dense weights'),
     ],
 )
 def test_arguments_out_of_range_are_rejected(settings, message):

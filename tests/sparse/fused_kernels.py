@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_axosparse.sparse import layout as layout_module
-from lightning_axosparse.sparse.formats import FORMATS, layout_of
+from lightning_axosparse.sparse.formats import layout_of
 from lightning_axosparse.sparse.kernels import fused, reference
 
 
-@pytest.mark.parametrize("index_format", FORMATS)
+@pytest.mark.parametrize("index_format", ["coo", "bitmap"])
 @settings(max_examples=6, deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 30), st.sampled_from([1, 7, 130, 257])) | st.just((3, 5000)),
@@ -33,8 +33,6 @@ def test_fused_kernels_agree_with_the_reference(index_format, shape, dtype, kept
             part = values[tile.entries]
             results = [torch.full((tile.numel,), -7.0, dtype=dtype) for _ in range(2)]
             index, blocks = layout.index_in(tile), layout.blocks_in(tile)
-            if index is None:  # gaps of more than a byte
-                continue
             fused.densify(index, blocks, part, results[0])
             reference.densify(layout.positions_in(tile), part, results[1])
             assert torch.equal(*results)

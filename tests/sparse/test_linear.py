@@ -14,8 +14,8 @@ from transformers.pytorch_utils import Conv1D
 from lightning_axosparse import densify, sparsify
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.sparse import layout as layout_module
-from lightning_axosparse.sparse import linear, torch_functions
 from lightning_axosparse.sparse import module as module_module
+from lightning_axosparse.sparse import panels, torch_functions
 from lightning_axosparse.sparse.formats import FORMATS, layout_of
 from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.materialize import DenseForm
@@ -182,8 +182,16 @@ never_dense = pytest.mark.usefixtures("never_whole")
 in_panels = pytest.mark.usefixtures("several_tiles")
 
 
+@pytest.fixture(params=["dense", "sparse"], autouse=True)
+def compute(request, monkeypatch):
+    """How products with a weight that is read here run."""
+    monkeypatch.setattr(DenseForm, "compute", request.param)
+    return request.param
+
+
 def read(values, layout):
-    return torch_functions.read_weight(values, layout, DenseForm(values.dtype))
+    form = DenseForm(values.dtype, compute=DenseForm.compute)
+    return torch_functions.read_weight(values, layout, form)
 
 
 def pair(index_format=None, dtype=torch.float32):
@@ -291,20 +299,21 @@ def test_dtypes(name, dtype, request):
 
 
 @never_dense
-@pytest.mark.parametrize(("n", "panels"), [(3, 4), (40, 2), (100, 1)])
+@pytest.mark.parametrize("compute", ["dense"], indirect=True)
+@pytest.mark.parametrize(("n", "number"), [(3, 4), (40, 2), (100, 1)])
 @pytest.mark.parametrize("name", ["bias", "linear", "linear with the transposed"])
-def test_as_much_is_dense_at_a_time_as_the_activations_take(name, n, panels, monkeypatch):
+def test_as_much_is_dense_at_a_time_as_the_activations_take(name, n, number, monkeypatch):
     taken = []
 
     def take(use, numel, *args):
         taken.append((use, numel))
         return scratch.take(use, numel, *args)
 
-    monkeypatch.setattr(linear, "scratch", SimpleNamespace(take=take))
+    monkeypatch.setattr(panels, "scratch", SimpleNamespace(take=take))
     function, width = FUNCTIONS[name]
     agree(function, torch.randn(n, width), rtol=1e-4, atol=1e-4)
     sizes = [numel for use, numel in taken if use == "tile"]
-    assert len(sizes) == 3 * panels  # forward, and both gradients
+    assert len(sizes) == 3 * number  # forward, and both gradients
     assert sum(sizes) == 3 * ROWS * COLUMNS
     tile = layout_module.block_entries(torch.Size((ROWS, COLUMNS)))
     assert max(sizes) <= max(tile, n * (ROWS + COLUMNS))
@@ -312,9 +321,9 @@ def test_as_much_is_dense_at_a_time_as_the_activations_take(name, n, panels, mon
 
 @never_dense
 def test_a_panel_has_a_most(monkeypatch):
-    monkeypatch.setattr(linear, "PANEL_ENTRIES", 9000)
+    monkeypatch.setattr(panels, "PANEL_ENTRIES", 9000)
     _, layout, _, _ = pair()
-    assert [len(panel.tiles) for panel in linear._panels(layout, 10**6)] == [2, 2]
+    assert [len(panel.tiles) for panel in panels._panels(layout, 10**6)] == [2, 2]
 
 
 @never_dense

@@ -1,7 +1,8 @@
 """Selects the kernels that write a dense tile from its kept entries and read them back.
 
 A kernel module has the functions ``densify`` and ``compress``: ``reference`` runs on every device,
-``fused`` on CUDA where Triton is installed.
+``fused`` on CUDA where Triton is installed, ``segments`` on CPU. The products with kept values,
+which need no dense tile, are in ``products``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from types import ModuleType
 from typing import NamedTuple
 
 from torch import Tensor
+
+SEGMENT = 256
+"""Entries of a segment, so that a byte says where in it a kept entry lies."""
 
 
 class Bits(NamedTuple):
@@ -37,18 +41,21 @@ class Positions(NamedTuple):
     tile_start: int
 
 
-class Gaps(NamedTuple):
-    """The kept entries of a tile as distances from one kept entry to the next.
+class Segments(NamedTuple):
+    """The kept entries of a tile as offsets in segments of its lines.
 
     Attributes:
-        gaps: distances, shape ``(tile.nnz,)``, uint8.
-        before: position in the whole tensor of the last kept entry before each block, int64.
-        tile_start: position of the tile's first entry.
+        counts: kept entries in each segment, int16.
+        offsets: the offset of each kept entry in its segment, shape ``(tile.nnz,)``, uint8.
+        line: entries of a line, which is cut into segments of ``SEGMENT`` entries.
     """
 
-    gaps: Tensor
-    before: Tensor
-    tile_start: int
+    counts: Tensor
+    offsets: Tensor
+    line: int
+
+
+Index = Bits | Positions | Segments
 
 
 class Blocks(NamedTuple):
@@ -67,10 +74,12 @@ class Blocks(NamedTuple):
     first: int
 
 
-def fused_kernels(tensor: Tensor) -> ModuleType | None:
-    """The fused kernels, if they can read and write ``tensor``."""
+def fused_kernels(index: Index, tensor: Tensor) -> ModuleType | None:
+    """The kernels that do without positions, if there are any for ``index`` and ``tensor``."""
+    if isinstance(index, Segments):
+        return import_module(f"{__name__}.segments") if tensor.is_cpu else None
     if tensor.is_cuda and tensor.is_floating_point() and _triton_installed():
-        return import_module("lightning_axosparse.sparse.kernels.fused")
+        return import_module(f"{__name__}.fused")
     return None
 
 

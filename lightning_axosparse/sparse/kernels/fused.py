@@ -1,8 +1,8 @@
 """Densifies and compresses a tile with Triton, in one pass over the dense entries.
 
 One program works on one block of the layout. To densify, it writes every entry of the block once,
-coalesced: from a bitmap it writes the kept value or zero according to the bit; from positions and
-gaps it writes zeros and then, while the block is still in cache, the kept values over them. The
+coalesced: from a bitmap it writes the kept value or zero according to the bit; from positions it
+writes zeros and then, while the block is still in cache, the kept values over them. The
 tests compare the kernels with the reference in Triton's interpreter and compile them for a GPU;
 they have not run on one.
 
@@ -18,39 +18,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_axosparse.sparse.kernels import Bits, Blocks, Gaps, Positions
+from lightning_axosparse.sparse.kernels import Bits, Blocks, Positions
 
 _PLACES, _KEPT = 2048, 1024
 """Entries of a bitmap, and kept entries with an index, that a program handles at a time."""
 
-# What an index counts from: the start of the tensor, or the kept entry before.
-_FROM_START, _FROM_LAST = (tl.constexpr(i) for i in range(2))
 
-
-def densify(index: Bits | Positions | Gaps, blocks: Blocks, values: Tensor, out: Tensor) -> None:
+def densify(index: Bits | Positions, blocks: Blocks, values: Tensor, out: Tensor) -> None:
     """Fill the flat tile ``out`` with ``values`` where an entry is kept and zeros elsewhere."""
     kernel = _densify_bits if isinstance(index, Bits) else _densify_indices
     _launch(kernel, index, blocks, values, out)
 
 
-def compress(index: Bits | Positions | Gaps, blocks: Blocks, dense: Tensor, out: Tensor) -> None:
+def compress(index: Bits | Positions, blocks: Blocks, dense: Tensor, out: Tensor) -> None:
     """Copy the kept entries of the flat tile ``dense`` to ``out``."""
     kernel = _compress_bits if isinstance(index, Bits) else _compress_indices
     _launch(kernel, index, blocks, out, dense)
 
 
 def _launch(
-    kernel: Any, index: Bits | Positions | Gaps, blocks: Blocks, values: Tensor, dense: Tensor
+    kernel: Any, index: Bits | Positions, blocks: Blocks, values: Tensor, dense: Tensor
 ) -> None:
     arguments: tuple[Any, ...] = ()
     match index:
         case Bits(bits):
             arguments = (bits,)
         case Positions(indices, tile_start):
-            unused = blocks.starts  # a pointer is needed; the kernel does not read it
-            arguments = (indices, unused, tile_start, _FROM_START)
-        case Gaps(gaps, before, tile_start):
-            arguments = (gaps, before, tile_start, _FROM_LAST)
+            arguments = (indices, tile_start)
     kernel[(blocks.number,)](
         values,
         dense,
@@ -129,9 +123,7 @@ def _densify_indices(  # type: ignore[no-untyped-def]
     first,
     numel,
     indices,
-    before,
-    offset,
-    how: tl.constexpr,
+    tile_start,
     block,
     CHUNK: tl.constexpr,
 ):
@@ -146,9 +138,9 @@ def _densify_indices(  # type: ignore[no-untyped-def]
     tl.debug_barrier()
     entry = tl.load(starts + program).to(tl.int64) - first
     stop = tl.load(starts + program + 1).to(tl.int64) - first
-    last = _counted_from(before, program, start, offset, how)
     for begin in range(entry, stop, CHUNK):
-        places, last, mask = _following(indices + begin, stop - begin, last, how, CHUNK)
+        mask = tl.arange(0, CHUNK) < stop - begin
+        places = _places(indices + begin, mask, tile_start + start, CHUNK)
         kept = tl.load(values + begin + tl.arange(0, CHUNK), mask=mask)
         tl.store(dense + start + places, kept, mask=mask)
 
@@ -161,9 +153,7 @@ def _compress_indices(  # type: ignore[no-untyped-def]
     first,
     numel,
     indices,
-    before,
-    offset,
-    how: tl.constexpr,
+    tile_start,
     block,
     CHUNK: tl.constexpr,
 ):
@@ -172,33 +162,14 @@ def _compress_indices(  # type: ignore[no-untyped-def]
     start = program * block
     entry = tl.load(starts + program).to(tl.int64) - first
     stop = tl.load(starts + program + 1).to(tl.int64) - first
-    last = _counted_from(before, program, start, offset, how)
     for begin in range(entry, stop, CHUNK):
-        places, last, mask = _following(indices + begin, stop - begin, last, how, CHUNK)
+        mask = tl.arange(0, CHUNK) < stop - begin
+        places = _places(indices + begin, mask, tile_start + start, CHUNK)
         kept = tl.load(dense + start + places, mask=mask)
         tl.store(values + begin + tl.arange(0, CHUNK), kept, mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _counted_from(before, program, start, offset, how: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the position, in the block, from which its first index counts."""
-    if how == _FROM_LAST:
-        place = tl.load(before + program).to(tl.int64) - offset - start
-    else:
-        place = -offset - start
-    return place
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _following(indices, left, last, how: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the next kept entries' positions in the block, what later ones count from, a mask."""
-    entries = tl.arange(0, CHUNK)
-    mask = entries < left
-    index = tl.load(indices + entries, mask=mask, other=0)
-    if how == _FROM_LAST:
-        index = tl.cumsum(index.to(tl.int32), 0)
-        places = last.to(tl.int32) + index
-        last += tl.max(index, 0)
-    else:
-        places = (last + index).to(tl.int32)
-    return places, last, mask
+def _places(indices, mask, start, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the next kept entries' positions in the block that begins at ``start``."""
+    return (tl.load(indices + tl.arange(0, CHUNK), mask=mask, other=0) - start).to(tl.int32)

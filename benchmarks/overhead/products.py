@@ -1,0 +1,78 @@
+"""Measures the three products of a linear layer, on kept values and on panels, against dense.
+
+    python -m benchmarks.overhead.products
+
+One thread, float32, random masks; a layer has 4 x width outputs. Prints a Markdown table: the time
+of the dense product, and the ratios to it of the two ways to multiply by a sparse weight, between
+which ``sparse/kept_products.py`` chooses by this table.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.overhead.interleaved import median_seconds
+from lightning_axosparse.sparse import kept_products, panels
+from lightning_axosparse.sparse.formats import layout_of
+
+Runners = Mapping[str, Callable[[], Any]]
+
+
+def products(width: int, tokens: int, ratio: float) -> dict[str, Runners]:
+    height = 4 * width
+    mask = torch.rand(height, width) > ratio
+    weight = torch.randn(height, width) * mask
+    layout = layout_of(mask, "segments")
+    values = layout.compress(weight)
+    inputs, gradient = torch.randn(tokens, width), torch.randn(tokens, height)
+
+    def runners(name: str, dense: Callable[[], Tensor], *operands: Tensor) -> Runners:
+        ways: dict[str, Any] = {"panels": panels, "kept": kept_products}
+        ran = {way: partial(getattr(module, name), *operands) for way, module in ways.items()}
+        sparse = {way: partial(run, layout) for way, run in ran.items()}
+        return {"dense": dense, **sparse}
+
+    return {
+        "x W^T": runners("times_transposed", lambda: F.linear(inputs, weight), inputs, values),
+        "g W": runners("times", lambda: gradient @ weight, gradient, values),
+        "g^T x": runners("outer", lambda: gradient.t() @ inputs, gradient, inputs),
+    }
+
+
+def row(width: int, tokens: int, ratio: float, trials: int) -> str:
+    torch.manual_seed(0)
+    cells = []
+    for runners in products(width, tokens, ratio).values():
+        seconds = median_seconds(runners, trials)
+        dense = seconds["dense"]
+        shares = " / ".join(f"{seconds[way] / dense:.2f}" for way in ("panels", "kept"))
+        cells.append(f"{dense * 1e3:.2f} ms | {shares}")
+    return f"| {width} | {tokens} | {ratio:.0%} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--widths", type=int, nargs="+", default=[64, 192, 1024, 2048])
+    arguments.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 256, 512, 2048])
+    arguments.add_argument("--ratios", type=float, nargs="+", default=[0.5, 0.7, 0.8, 0.9, 0.95])
+    arguments.add_argument("--trials", type=int, default=9)
+    options = arguments.parse_args()
+    torch.set_num_threads(1)
+    products_ = " | ".join(f"{name}: dense | panels / kept" for name in ("x W^T", "g W", "g^T x"))
+    print(f"| width | tokens | pruned | {products_} |")
+    print("| --: | --: | --: " + 3 * "| --: | --: " + "|")
+    for width in options.widths:
+        for tokens in options.tokens:
+            for ratio in options.ratios:
+                print(row(width, tokens, ratio, options.trials), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""Gives numba functions a vector of float32 numbers that the compiler keeps in registers.
+
+numba has no such type, and it vectorizes no loop over a small array without writing the array back
+to memory at every turn. A vector may be wider than the processor's registers: LLVM splits it.
+Offsets into arrays count entries; nothing checks them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+_FLOAT = ir.FloatType()
+_INDEX = ir.IntType(32)
+_BLOCK = 16
+"""Rows and columns of a matrix that :func:`transpose` moves at once."""
+
+
+class Vector(types.Type):  # type: ignore[misc]
+    """The type of a vector of ``lanes`` float32 numbers."""
+
+    def __init__(self, lanes: int) -> None:
+        self.lanes = lanes
+        super().__init__(f"Vector({lanes})")
+
+    @property
+    def ir(self) -> ir.VectorType:
+        """The type in LLVM."""
+        return ir.VectorType(_FLOAT, self.lanes)
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, vector: Vector) -> None:
+        super().__init__(manager, vector, vector.ir)
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def zeros(_: Any, lanes: Any) -> Any:
+    """Return a vector of zeros; ``lanes`` is a literal."""
+    vector = Vector(lanes.literal_value)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return ir.Constant(vector.ir, None)
+
+    return vector(lanes), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def lanes_of(_: Any, vector: Any) -> Any:
+    """Return how many numbers a vector has."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return context.get_constant(types.intp, vector.lanes)
+
+    return types.intp(vector), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load(_: Any, like: Any, array: Any, offset: Any) -> Any:
+    """Return the numbers of the flat ``array`` from ``offset`` on, as many as ``like`` has."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, array, offset = args
+        return _load(builder, like.ir, _pointer(context, builder, signature.args[1], array, offset))
+
+    return like(like, array, types.intp), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store(_: Any, vector: Any, array: Any, offset: Any) -> Any:
+    """Write ``vector`` to the flat ``array`` from ``offset`` on."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value, array, offset = args
+        _store(builder, value, _pointer(context, builder, signature.args[1], array, offset))
+        return context.get_dummy_value()
+
+    return types.void(vector, array, types.intp), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def item(_: Any, array: Any, offset: Any) -> Any:
+    """Return the number at ``offset`` of the flat ``array``.
+
+    ``array[offset]`` would test at each turn whether the offset counts from the end.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(_pointer(context, builder, signature.args[0], *args))
+
+    return array.dtype(array, types.intp), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def broadcast(_: Any, like: Any, number: Any) -> Any:
+    """Return a vector like ``like`` of which each number is the float32 ``number``."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        undefined = ir.Constant(like.ir, ir.Undefined)
+        single = builder.insert_element(undefined, args[1], ir.Constant(_INDEX, 0))
+        return _shuffle(builder, single, undefined, [0] * like.lanes)
+
+    return like(like, types.float32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def multiply_add(_: Any, left: Any, right: Any, total: Any) -> Any:
+    """Return ``left * right + total``, rounded once."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        left, right, total = args
+        return _fma(builder, left, right, total)
+
+    return total(left, right, total), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def dot(_: Any, left: Any, right: Any) -> Any:
+    """Return the sum of the products of two vectors' numbers."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        total = ir.Constant(ir.VectorType(_FLOAT, _BLOCK), None)
+        for first in range(0, left.lanes, _BLOCK):
+            part = list(range(first, first + _BLOCK))
+            one, other = (_shuffle(builder, vector, vector, part) for vector in args)
+            total = _fma(builder, one, other, total)
+        kind = ir.FunctionType(_FLOAT, [_FLOAT, total.type])
+        name = f"llvm.vector.reduce.fadd.v{_BLOCK}f32"
+        function = cgutils.get_or_insert_function(builder.module, kind, name)
+        return builder.call(function, [ir.Constant(_FLOAT, 0.0), total], fastmath=("reassoc",))
+
+    return types.float32(left, right), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def transpose(_: Any, source: Any, at: Any, stride: Any, target: Any, to: Any, step: Any) -> Any:
+    """Write the transposed of a block of 16 x 16 numbers.
+
+    Args:
+        source: the flat array to read.
+        at: offset of the block.
+        stride: from one of its rows to the next.
+        target: the flat array to write.
+        to: offset of the transposed block.
+        step: from one of its rows to the next.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source, at, stride, target, to, step = args
+        vector = ir.VectorType(_FLOAT, _BLOCK)
+
+        def pointer(which: int, array: Any, offset: Any, row: int, stride: Any) -> Any:
+            there = builder.add(offset, builder.mul(stride, ir.Constant(stride.type, row)))
+            return _pointer(context, builder, signature.args[which], array, there)
+
+        rows = [
+            _load(builder, vector, pointer(0, source, at, row, stride)) for row in range(_BLOCK)
+        ]
+        for row, column in enumerate(_transposed(builder, rows)):
+            _store(builder, column, pointer(3, target, to, row, step))
+        return context.get_dummy_value()
+
+    place = types.intp
+    return types.void(source, place, place, target, place, place), generate
+
+
+def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
+    """Exchange the off-diagonal halves of ever larger blocks, 1 x 1, 2 x 2, up to 8 x 8."""
+    size = 1
+    while size < _BLOCK:
+        for row in range(_BLOCK):
+            if not row & size:
+                upper, lower = rows[row], rows[row | size]
+                lanes = range(_BLOCK)
+                rows[row] = _shuffle(
+                    builder, upper, lower, [i - size + _BLOCK if i & size else i for i in lanes]
+                )
+                rows[row | size] = _shuffle(
+                    builder, upper, lower, [i + _BLOCK if i & size else i + size for i in lanes]
+                )
+        size *= 2
+    return rows
+
+
+def _shuffle(builder: Any, first: Any, second: Any, lanes: list[int]) -> Any:
+    mask = ir.Constant(ir.VectorType(_INDEX, len(lanes)), lanes)
+    return builder.shuffle_vector(first, second, mask)
+
+
+def _fma(builder: Any, left: Any, right: Any, total: Any) -> Any:
+    kind = ir.FunctionType(total.type, [total.type] * 3)
+    name = f"llvm.fma.v{total.type.count}f32"
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    return builder.call(function, [left, right, total])
+
+
+def _pointer(context: Any, builder: Any, kind: Any, array: Any, offset: Any) -> Any:
+    return builder.gep(context.make_array(kind)(context, builder, array).data, [offset])
+
+
+def _load(builder: Any, vector: ir.VectorType, pointer: Any) -> Any:
+    loaded = builder.load(builder.bitcast(pointer, vector.as_pointer()))
+    loaded.align = 4
+    return loaded
+
+
+def _store(builder: Any, vector: Any, pointer: Any) -> None:
+    builder.store(vector, builder.bitcast(pointer, vector.type.as_pointer()), align=4)

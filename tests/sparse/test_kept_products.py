@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+from lightning_axosparse import sparsify
+from lightning_axosparse.sparse import kept_products, panels
+from lightning_axosparse.sparse.formats import FORMATS, layout_of
+from tests.sparse.masking import random_masks, sparse_and_dense
+
+widths = st.sampled_from([64, 96, 255, 256, 257, 600])
+tokens = st.sampled_from([0, 1, 2, 15, 16, 17, 63, 64, 65, 100, 130, 300])
+
+
+def weight(height, width, kept, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(height, width, generator=generator) < kept
+    mask[1::5] = False  # rows of which nothing is kept
+    dense = torch.randn(height, width, generator=generator).where(mask, torch.zeros(()))
+    layout = layout_of(mask, "segments")
+    return dense, layout, layout.compress(dense)
+
+
+def close(found, product, *factors):
+    """Assert that a float32 product of factors is the exact one, but for the rounding of its sums.
+
+    That is bounded by the sum of the absolute values of what is added.
+    """
+    exact = product(*(factor.double() for factor in factors))
+    magnitude = product(*(factor.double().abs() for factor in factors))
+    assert torch.all((found.double() - exact).abs() <= 1e-5 * magnitude)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    height=st.sampled_from([1, 3, 16, 63, 64, 65, 130]),
+    width=widths,
+    n=tokens,
+    kept=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+    biased=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_products_are_those_of_the_dense_weight(height, width, n, kept, biased, seed):
+    dense, layout, values = weight(height, width, kept, seed)
+    inputs, gradient = torch.randn(n, width), torch.randn(n, height)
+    out, back = (torch.randn(size) if biased else None for size in (height, width))
+    found = kept_products.times_transposed(inputs, values, layout, out)
+    close(found, F.linear, inputs, dense, *([out] if biased else []))
+    found = kept_products.times(gradient, values, layout, back)
+    close(found, F.linear, gradient, dense.t(), *([back] if biased else []))
+    found = kept_products.outer(gradient, inputs, layout)
+    close(found, lambda g, x: layout.compress(g.t() @ x), gradient, inputs)
+
+
+def test_operands_of_any_strides():
+    dense, layout, values = weight(65, 96, 0.3)
+    inputs, gradient = torch.randn(96, 40).t(), torch.randn(40, 130)[:, ::2]
+    close(kept_products.times_transposed(inputs, values, layout), F.linear, inputs, dense)
+    close(kept_products.times(gradient, values, layout), torch.mm, gradient, dense)
+    found = kept_products.outer(gradient, inputs, layout)
+    close(found, lambda g, x: layout.compress(g.t() @ x), gradient, inputs)
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of torch's threads."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_the_bits_are_the_same_with_any_number_of_threads(threads, monkeypatch):
+    monkeypatch.setattr(kept_products, "_WORK_OF_A_THREAD", 1)
+    _, layout, values = weight(200, 300, 0.2)
+    inputs, gradient, bias = torch.randn(150, 300), torch.randn(150, 200), torch.randn(200)
+    results = []
+    for number in (1, 2, 3, 5):
+        threads(number)
+        results.append(
+            (
+                kept_products.times_transposed(inputs, values, layout, bias),
+                kept_products.times_transposed(inputs[:1], values, layout, bias),
+                kept_products.times(gradient, values, layout),
+                kept_products.outer(gradient, inputs, layout),
+            )
+        )
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+@pytest.mark.parametrize("n", [2, 16, 17, 70])
+def test_a_tokens_bits_do_not_depend_on_the_tokens_beside_it(n):
+    _, layout, values = weight(70, 300, 0.2)
+    inputs, gradient = torch.randn(150, 300), torch.randn(150, 70)
+    whole = kept_products.times_transposed(inputs, values, layout)
+    assert torch.equal(kept_products.times_transposed(inputs[:n], values, layout), whole[:n])
+    whole = kept_products.times(gradient, values, layout)
+    assert torch.equal(kept_products.times(gradient[:n], values, layout), whole[:n])
+
+
+def test_what_is_chosen():
+    _, layout, values = weight(80, 100, 0.35)
+    chosen = {
+        (name, compute): kept_products.chosen(name, compute, values, layout)
+        for name in ("times_transposed", "times", "outer")
+        for compute in ("auto", "dense", "sparse")
+    }
+    assert {key for key, there in chosen.items() if there} == {
+        ("times_transposed", "auto"),
+        ("times_transposed", "sparse"),
+        ("times", "sparse"),
+        ("outer", "sparse"),
+    } | {(name, "auto") for name in ("times", "outer") if layout.nnz <= 0.3 * 8000}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_are_multiplied_on_panels(dtype):
+    _, layout, values = weight(80, 100, 0.1)
+    assert not kept_products.chosen("times", "sparse", values.to(dtype), layout)
+
+
+@pytest.mark.parametrize("index_format", [name for name in FORMATS if name != "segments"])
+def test_other_formats_are_multiplied_on_panels(index_format):
+    layout = layout_of(torch.rand(80, 100) < 0.1, index_format)
+    assert not kept_products.chosen("times", "sparse", torch.zeros(1), layout)
+
+
+def test_rows_that_share_segments_are_multiplied_on_panels():
+    layout = layout_of(torch.rand(80, 60) < 0.1)
+    assert not kept_products.chosen("times", "sparse", torch.zeros(1), layout)
+
+
+@pytest.fixture
+def no_panels(monkeypatch):
+    def fail(*_):
+        raise AssertionError("a weight was made dense")
+
+    for name in ("times_transposed", "times", "outer"):
+        monkeypatch.setattr(panels, name, fail)
+
+
+LAYERS = {
+    "linear": lambda: nn.Linear(96, 130),
+    "without bias": lambda: nn.Linear(96, 130, bias=False),
+    "Conv1D": lambda: Conv1D(130, 96),
+    "attention": lambda: nn.MultiheadAttention(128, 4, batch_first=True),
+}
+
+
+def output_of(layer, inputs):
+    if isinstance(layer, nn.MultiheadAttention):
+        return layer(inputs, inputs, inputs, need_weights=False)[0]
+    return layer(inputs)
+
+
+@pytest.mark.usefixtures("no_panels")
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_layers_give_a_dense_layers_numbers(name, recompute, monkeypatch):
+    monkeypatch.setattr("lightning_axosparse.sparse.torch_functions.MIN_ENTRIES", 0)
+    layer = LAYERS[name]()
+    masks = random_masks(layer, kept=0.2)
+    results = []
+    for one in sparse_and_dense(layer, masks):
+        inputs = torch.linspace(-1, 1, 2 * 20 * (128 if name == "attention" else 96))
+        inputs = inputs.view(2, 20, -1).sin().requires_grad_()
+        for _ in range(2):  # gradients of micro-batches add up
+            if recompute:
+                output = torch.utils.checkpoint.checkpoint(
+                    output_of, one, inputs, use_reentrant=False
+                )
+            else:
+                output = output_of(one, inputs)
+            output.square().sum().backward()
+        gradients = {
+            key: p.grad if p.grad.dim() == 1 else p.grad[masks[key]]
+            for key, p in one.named_parameters()
+            if key in masks
+        }
+        results.append((output.detach(), inputs.grad, gradients))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+def test_a_choice_that_contradicts_the_policy_is_refused():
+    layer = nn.Linear(96, 130)
+    with pytest.raises(ValueError, match=r'policy="samo" keeps a dense copy.*compute="sparse"'):
+        sparsify(layer, random_masks(layer), policy="samo", compute="sparse")
+    assert layer.weight.shape == (130, 96)
+    assert layer.weight.is_leaf
+
+
+def test_an_unknown_choice_is_refused():
+    with pytest.raises(ValueError, match=r"compute.*'fast'"):
+        sparsify(nn.Linear(96, 130), {}, compute="fast")
+
+
+def test_dense_computes_on_panels(monkeypatch):
+    layer = nn.Linear(96, 130)
+    sparsify(layer, random_masks(layer, kept=0.1), compute="dense")
+    monkeypatch.setattr(kept_products, "times_transposed", None)
+    layer(torch.ones(3, 96))
