@@ -1,0 +1,127 @@
+"""Runs that multiply with the kept values after the draw: one process, any grid, and resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
+from lightning_axosparse.sparse import kept_products
+from tests.parity.cases import CLASSES, FEATURES, Net, Record, difference, fit, trainer
+from tests.ranks import run_ranks
+
+EPOCHS, DRAW, WIDTH = 3, 1, 80
+GRIDS = {"2x1": (2, 1), "1x2": (1, 2), "2x2": (2, 2)}
+
+
+class Wide(Net):
+    """The same module, wide enough for segments of its own in each row."""
+
+    def __init__(self) -> None:
+        super().__init__(outer=True)
+        self.model = nn.Sequential(
+            nn.Linear(FEATURES, WIDTH),
+            nn.GELU(),
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Tanh(),
+            nn.Linear(2 * WIDTH, WIDTH),
+            nn.Linear(WIDTH, CLASSES),
+        )
+
+
+def train(
+    strategy: Any, ranks: int, folder: Path | None, compute: str = "auto", **options: Any
+) -> tuple[Record, int]:
+    """The record of a run, and the products with kept values that this rank computed in it."""
+    calls = [0]
+    outer = kept_products.outer
+
+    def counted(*args: Any) -> torch.Tensor:
+        calls[0] += 1
+        return outer(*args)
+
+    L.seed_everything(0, verbose=False)
+    ticket = EarlyBirdTicket(0.8, draw_by_epoch=DRAW, compute=compute)
+    checkpoints = [] if folder is None else [ModelCheckpoint(folder, "{epoch}", save_top_k=-1)]
+    run = trainer(
+        strategy,
+        ranks,
+        max_epochs=EPOCHS,
+        callbacks=[ticket, *checkpoints],
+        enable_checkpointing=folder is not None,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept_products, "outer", counted)
+        return fit(run, Wide(), **options), calls[0]
+
+
+def train_on(grid: str, folder: Path, **options: Any) -> tuple[Record, int]:
+    stages, replicas = GRIDS[grid]
+    strategy = AxoSparseStrategy(g_inter=stages, microbatches=4 // replicas)
+    return train(strategy, stages * replicas, folder, **options)
+
+
+def on_one_rank(**options: Any) -> tuple[Record, int]:
+    return train(AxoSparseStrategy(g_inter=1, microbatches=4), 1, None, **options)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[Record, int]]]:
+    """What each rank of a grid did, and of the grid that goes on from the middle of "2x1"."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    found = {
+        grid: run_ranks(s * r, train_on, grid, folder / grid) for grid, (s, r) in GRIDS.items()
+    }
+    middle = folder / "2x1" / f"epoch={DRAW}.ckpt"
+    found["resumed"] = run_ranks(2, resume_on, folder / "again", middle)
+    return found
+
+
+def resume_on(folder: Path, checkpoint: Path) -> tuple[Record, int]:
+    return train_on("2x1", folder, ckpt_path=checkpoint)
+
+
+def assert_same_bits(one: Record, other: Record) -> None:
+    assert one.losses == other.losses
+    for name, weight in other.weights.items():
+        assert torch.equal(one.weights[name], weight)
+
+
+def test_dense_products_are_those_of_the_kept_values_but_for_rounding(one_rank: Any) -> None:
+    kept, products = one_rank
+    dense, none = on_one_rank(compute="dense")
+    assert products > 0
+    assert none == 0
+    assert difference(kept, dense) < 5e-6
+    assert kept.losses != dense.losses
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> tuple[Record, int]:
+    return on_one_rank()
+
+
+def test_every_rank_multiplies_with_kept_values(runs: dict[str, list[Any]]) -> None:
+    assert all(products > 0 for ranks in runs.values() for _, products in ranks)
+
+
+def test_a_pipeline_has_the_bits_of_one_rank(one_rank: Any, runs: dict[str, list[Any]]) -> None:
+    assert_same_bits(runs["2x1"][0][0], one_rank[0])
+
+
+def test_two_pipelines_have_the_bits_of_two_replicas(runs: dict[str, list[Any]]) -> None:
+    assert_same_bits(runs["2x2"][0][0], runs["1x2"][0][0])
+
+
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(runs: dict[str, list[Any]]) -> None:
+    whole, _ = runs["2x1"][0]
+    resumed, _ = runs["resumed"][0]
+    assert resumed.losses == whole.losses[-len(resumed.losses) :]
+    for name, weight in whole.weights.items():
+        assert torch.equal(resumed.weights[name], weight)
