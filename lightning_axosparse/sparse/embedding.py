@@ -1,17 +1,24 @@
-"""Looks up rows of a sparse embedding on CPU while one tile of it is dense at a time."""
+"""Looks up rows of a sparse embedding on CPU, without the other rows.
+
+With the index format "segments" the kept entries of a row are found directly; in other formats one
+tile of the weight is dense at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_axosparse.sparse.formats import SegmentLayout
 from lightning_axosparse.sparse.layout import Layout, Tile, row_length
 from lightning_axosparse.sparse.scratch import scratch
 from lightning_axosparse.sparse.weight import SparseWeight
-from lightning_axosparse.support.torch_internals import backward_transformed
+from lightning_axosparse.support.torch_internals import backward_transformed, transformed
 
 
 def embedding(
@@ -75,8 +82,40 @@ class _Lookup(torch.autograd.Function):
         return None, SparseWeight(values, ctx.layout, geometry), None
 
 
+def layer_forward(
+    dense_class: type[nn.Module], names: tuple[str, ...]
+) -> Callable[..., Tensor] | None:
+    """Return the forward of layers that look up their rows without gradients, too.
+
+    A weight that is read without gradients does not call :func:`embedding`
+    (``torch_functions.TrainedWeight``), and would be dense as a whole for each token.
+
+    Args:
+        dense_class: the layer's class while it is dense.
+        names: its parameters that are stored sparse.
+
+    Returns:
+        The forward; None for other layers.
+    """
+    if dense_class.forward is not nn.Embedding.forward or names != ("weight",):
+        return None
+
+    def forward(layer: Any, input: Tensor) -> Tensor:
+        if not torch.is_grad_enabled() and not transformed():
+            options = layer.max_norm, layer.norm_type, layer.scale_grad_by_freq, layer.sparse
+            rows = embedding(input, layer.weight, layer.padding_idx, *options)
+            if rows is not NotImplemented:
+                return rows  # type: ignore[no-any-return]
+        return nn.Embedding.forward(layer, input)
+
+    return forward
+
+
 def take_rows(indices: Tensor, values: Tensor, layout: Layout) -> Tensor:
     """Return the dense rows ``indices`` (shape ``(n,)``) of a weight: shape ``(n, columns)``."""
+    if isinstance(layout, SegmentLayout) and layout.by_rows:
+        taken: Tensor = _segments().take_rows(indices, values, layout.rows)
+        return taken
     result = values.new_empty(len(indices), row_length(layout.shape))
     for tile, found in _tiles_with(indices, layout):
         rows = _scratch_rows(layout, tile, values)
@@ -97,11 +136,22 @@ def add_rows(indices: Tensor, rows: Tensor, layout: Layout, padding: int | None 
     values = rows.new_zeros(layout.nnz)
     if padding is not None:
         rows, indices = rows[indices != padding], indices[indices != padding]
+    if isinstance(layout, SegmentLayout) and layout.by_rows and rows.dtype.itemsize >= 4:
+        added: Tensor = _segments().add_rows(indices, rows, layout.rows)
+        return added
     for tile, found in _tiles_with(indices, layout):
         sums = _scratch_rows(layout, tile, rows).zero_()
         sums.index_add_(0, indices[found] - tile.rows.start, rows[found])
         layout.compress_tile(tile, sums.view(-1), values[tile.entries])
     return values
+
+
+@cache
+def _segments() -> ModuleType:
+    # numba takes half a second to import.
+    from lightning_axosparse.sparse.kernels import segments
+
+    return segments
 
 
 def _tiles_with(indices: Tensor, layout: Layout) -> Iterator[tuple[Tile, Tensor]]:

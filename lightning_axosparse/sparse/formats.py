@@ -22,8 +22,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_axosparse.sparse.kernels import SEGMENT, Bits, Positions, Segments
-from lightning_axosparse.sparse.layout import Layout, Tile, block_entries, index_dtype, row_length
+from lightning_axosparse.sparse.kernels import SEGMENT, Bits, Positions, Rows, Segments
+from lightning_axosparse.sparse.layout import (
+    Layout,
+    Tile,
+    block_entries,
+    block_rows,
+    index_dtype,
+    row_length,
+)
 from lightning_axosparse.sparse.scratch import scratch
 
 _SHORTEST_LINE = 64
@@ -102,6 +109,12 @@ class SegmentLayout(Layout):
         """Return the tile's segments."""
         line = _line_entries(self.shape)
         return Segments(self.counts[self._segments_in(tile)], self.offsets[tile.entries], line)
+
+    @property
+    def rows(self) -> Rows:
+        """The kept entries by row, if each row has segments of its own."""
+        width = row_length(self.shape)
+        return Rows(self.counts, self.offsets, self.starts, block_rows(self.shape), width)
 
     def _segments_in(self, tile: Tile) -> slice:
         line = _line_entries(self.shape)

@@ -55,6 +55,24 @@ class Segments(NamedTuple):
     line: int
 
 
+class Rows(NamedTuple):
+    """The kept entries of a matrix of which each row has segments of its own.
+
+    Attributes:
+        counts: kept entries in each segment, row after row, int16.
+        offsets: the offset of each kept entry in its segment, uint8.
+        starts: kept entries before each block, int32 or int64.
+        in_block: rows of a block.
+        width: columns of the matrix.
+    """
+
+    counts: Tensor
+    offsets: Tensor
+    starts: Tensor
+    in_block: int
+    width: int
+
+
 Index = Bits | Positions | Segments
 
 

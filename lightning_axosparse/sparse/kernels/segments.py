@@ -1,14 +1,15 @@
-"""Densifies and compresses a tile on a CPU, in compiled code that reads its segments once."""
+"""Densifies and compresses tiles and single rows on a CPU, in compiled code that reads segments."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from numba import njit
 from torch import Tensor
 
-from lightning_axosparse.sparse.kernels import SEGMENT, Blocks, Segments
+from lightning_axosparse.sparse.kernels import SEGMENT, Blocks, Rows, Segments
 from lightning_axosparse.sparse.kernels.vectors import item
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -26,6 +27,41 @@ def densify(index: Segments, blocks: Blocks, values: Tensor, out: Tensor) -> Non
 def compress(index: Segments, blocks: Blocks, dense: Tensor, out: Tensor) -> None:
     """Copy the kept entries of the flat tile ``dense`` to ``out``."""
     _gather(*_arrays(index), index.line, _numpy(dense), _numpy(out))
+
+
+def take_rows(numbers: Tensor, values: Tensor, rows: Rows) -> Tensor:
+    """Return some dense rows of a matrix.
+
+    Args:
+        numbers: which rows, shape ``(n,)``, integers.
+        values: the kept values of the matrix.
+        rows: its kept entries.
+
+    Returns:
+        A tensor of shape ``(n, rows.width)``.
+    """
+    result = values.new_zeros(len(numbers), rows.width)
+    _take_rows(numbers.numpy(), *_row_arrays(rows), _numpy(values), _numpy(result).reshape(-1))
+    return result
+
+
+def add_rows(numbers: Tensor, dense: Tensor, rows: Rows) -> Tensor:
+    """Add dense rows to some rows of a zero matrix, and return the kept entries of the sums.
+
+    Args:
+        numbers: which rows to add to, shape ``(n,)``, integers.
+        dense: the rows, shape ``(n, rows.width)``, float32 or float64.
+        rows: the kept entries of the matrix.
+    """
+    values = dense.new_zeros(len(rows.offsets))
+    flat = dense.detach().contiguous().view(-1).numpy()
+    _add_rows(numbers.numpy(), *_row_arrays(rows), flat, values.numpy())
+    return values
+
+
+def _row_arrays(rows: Rows) -> tuple[Any, ...]:
+    arrays = rows.counts.numpy(), rows.offsets.numpy(), rows.starts.numpy()
+    return *arrays, rows.in_block, rows.width
 
 
 def _arrays(index: Segments) -> tuple[Any, Any]:
@@ -58,3 +94,59 @@ def _gather(counts: Any, offsets: Any, line: int, dense: Any, values: Any) -> No
         for k in range(entry, end):
             values[k] = item(dense, begin + item(offsets, k))
         entry = end
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _take_rows(
+    numbers: Any,
+    counts: Any,
+    offsets: Any,
+    starts: Any,
+    in_block: int,
+    width: int,
+    values: Any,
+    dense: Any,
+) -> None:
+    segments = (width + SEGMENT - 1) // SEGMENT
+    for place in range(len(numbers)):
+        row = numbers[place]
+        entry = _first_entry(row, counts, starts, in_block, segments)
+        for segment in range(segments):
+            begin = place * width + segment * SEGMENT
+            end = entry + counts[row * segments + segment]
+            for k in range(entry, end):
+                dense[begin + item(offsets, k)] = item(values, k)
+            entry = end
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _add_rows(
+    numbers: Any,
+    counts: Any,
+    offsets: Any,
+    starts: Any,
+    in_block: int,
+    width: int,
+    dense: Any,
+    values: Any,
+) -> None:
+    segments = (width + SEGMENT - 1) // SEGMENT
+    for place in range(len(numbers)):
+        row = numbers[place]
+        entry = _first_entry(row, counts, starts, in_block, segments)
+        for segment in range(segments):
+            begin = place * width + segment * SEGMENT
+            end = entry + counts[row * segments + segment]
+            for k in range(entry, end):
+                values[k] += item(dense, begin + item(offsets, k))
+            entry = end
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _first_entry(row: int, counts: Any, starts: Any, in_block: int, segments: int) -> Any:
+    """Return the kept entries before a row."""
+    first = row // in_block * in_block
+    entry = np.int64(starts[row // in_block])
+    for segment in range(first * segments, row * segments):
+        entry += counts[segment]
+    return entry
