@@ -20,4 +20,4 @@ def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     from lightning_axosparse.strategy.launcher import launcher
 
-    monkeypatch.setattr(launcher, "_WORKER", (*warm_python(), *launcher._WORKER[1:]))
+    monkeypatch.setattr(launcher, "WORKER", (*warm_python(), *launcher.WORKER[1:]))

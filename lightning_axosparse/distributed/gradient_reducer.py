@@ -108,6 +108,11 @@ class GradientReducer:
         self._sizes: list[list[int]] = []
         self._pool = BlockPool()
 
+    @property
+    def under_way(self) -> list[nn.Parameter]:
+        """The parameters of this batch whose all-reduce nothing has waited for yet."""
+        return list(self._bucket_of)
+
     def remove(self) -> None:
         """Remove the hooks from the parameters."""
         for hook in self._hooks.values():
@@ -142,7 +147,7 @@ class GradientReducer:
     def finish(self) -> None:
         """Start the remaining all-reduces and wait until every gradient is reduced."""
         self.start_rest()
-        self.wait_for(list(self._bucket_of))
+        self.wait_for(self.under_way)
 
     def start_rest(self) -> None:
         """Start the remaining all-reduces.

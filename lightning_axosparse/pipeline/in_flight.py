@@ -64,8 +64,14 @@ class FixedInFlightLimit:
         """Do nothing: the limit is constant."""
 
 
-class _Capacity(NamedTuple):
-    """How many micro-batches fit into the memory of one rank, and why."""
+class Capacity(NamedTuple):
+    """How many micro-batches fit into the memory of one rank, and why.
+
+    Attributes:
+        micro_batches: as many as fit, within the bounds of the limit.
+        kept: bytes that the rank keeps of a micro-batch.
+        free: bytes that it may still take.
+    """
 
     micro_batches: int
     kept: int
@@ -94,7 +100,7 @@ class MemoryInFlightLimit:
         free: Callable[[], int],
         device: torch.device,
         steps: Callable[[], int],
-        gather: Callable[[_Capacity], list[_Capacity]],
+        gather: Callable[[Capacity], list[Capacity]],
     ) -> None:
         self.value, self.largest = stages, 2 * stages
         self.kept = 0
@@ -128,7 +134,7 @@ class MemoryInFlightLimit:
     def _choose(self) -> None:
         free = self._free()
         fitting = min(free // max(1, self.kept), self.largest)
-        capacities = self._gather(_Capacity(max(fitting, self._least), self.kept, free))
+        capacities = self._gather(Capacity(max(fitting, self._least), self.kept, free))
         tightest = min(capacities)
         self.value, self._chosen = tightest.micro_batches, True
         rank_zero_info(

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_axosparse.cli import train as entry
 from lightning_axosparse.cli.train import configuration, printable, train
-from lightning_axosparse.strategy.launcher import launcher
+from lightning_axosparse.strategy.launcher import launcher, mpiexec
 from tests.ranks import PATIENCE
 
 GROUPS = [folder.name for folder in sorted(configuration().iterdir()) if folder.is_dir()]
@@ -151,7 +151,7 @@ def test_a_value_of_no_use_ends_the_command_in_words_before_any_rank_starts(
     def start(*_: object, **__: object) -> None:
         raise AssertionError("a rank was started")
 
-    monkeypatch.setattr(launcher.MPILauncher, "_run", start)
+    monkeypatch.setattr(mpiexec, "start", start)
     path = [f"data.path={text}"] * (not override.startswith("data.path"))
     overrides = [*SMALL, *path, f"hydra.run.dir={tmp_path}", override]
     monkeypatch.setattr(sys, "argv", ["axosparse-train", *overrides])
@@ -176,7 +176,7 @@ def test_multirun_on_two_ranks(text, tmp_path):
     command = (
         "from lightning_axosparse.cli import train\n"
         "from lightning_axosparse.strategy.launcher import launcher\n"
-        f"launcher._WORKER = {launcher._WORKER}\n"
+        f"launcher.WORKER = {launcher.WORKER}\n"
         "train.main()\n"
     )
     overrides = [*SMALL, f"data.path={text}", f"hydra.sweep.dir={tmp_path}/sweep"]

@@ -24,9 +24,9 @@ def reduce_on_ranks() -> dict[str, Any]:
     """All kinds in one job, as starting ranks takes longer than reducing."""
     from lightning_axosparse.distributed.mpi import all_reduce
 
-    smallest, found = all_reduce._MIN_BYTES, {}
+    smallest, found = all_reduce.MIN_BYTES, {}
     for kind in KINDS:
-        all_reduce._MIN_BYTES = smallest if kind == "unused layer" else 1
+        all_reduce.MIN_BYTES = smallest if kind == "unused layer" else 1
         found[kind] = reduce_kind(kind)
     return found
 

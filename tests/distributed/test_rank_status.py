@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import signal
@@ -12,7 +13,6 @@ from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.rank_status import (
     RankStatus,
     blocked,
-    publish,
     read_status,
     this_rank,
 )
@@ -49,9 +49,10 @@ def test_long_words_are_cut() -> None:
 
 
 def publish_and_wait(path: Path | None, line: int) -> None:
-    rank_status._status, rank_status._path = RankStatus(), ""
+    importlib.reload(rank_status)  # A new process has published nothing.
+    this_rank = rank_status.this_rank
     this_rank().batch = 5  # before it is published
-    os.write(line, publish(3, path).encode())
+    os.write(line, rank_status.publish(3, path).encode())
     with this_rank().step("training", 1, 6):
         os.write(line, b"!")
         signal.pause()

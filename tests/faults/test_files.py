@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +41,24 @@ class KilledInWrite(Callback):
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         if trainer.current_epoch != 1 or trainer.global_rank > 0:
             return
-        write = archive._ChecksumWriter.write
+        replacing = archive.replacing
 
-        def write_and_die(file: Any, data: Any) -> int:
-            written = write(file, data)
-            if len(data) > 100_000:
-                file.flush()
-                os.kill(os.getpid(), signal.SIGKILL)
-            return written
+        @contextmanager
+        def replacing_and_dying(path: Any) -> Iterator[Any]:
+            with replacing(path) as file:
+                write = file.write
 
-        archive._ChecksumWriter.write = write_and_die  # type: ignore[method-assign]
+                def write_and_die(data: Any) -> int:
+                    written = write(data)
+                    if len(data) > 100_000:
+                        file.flush()
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return written
+
+                file.write = write_and_die  # type: ignore[method-assign]
+                yield file
+
+        archive.replacing = replacing_and_dying  # type: ignore[attr-defined]
 
 
 def partials(folder: Path) -> list[Path]:

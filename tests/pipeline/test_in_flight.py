@@ -21,9 +21,13 @@ KEPT = 400
 
 
 def limit(free: int, others: list[Any] | None = None, stages: int = 4) -> MemoryInFlightLimit:
-    state = {"steps": 0}
+    state = {"steps": 0, "free": free}
     made = MemoryInFlightLimit(
-        stages, lambda: free, CPU, lambda: state["steps"], lambda room: [room, *(others or [])]
+        stages,
+        lambda: state["free"],
+        CPU,
+        lambda: state["steps"],
+        lambda room: [room, *(others or [])],
     )
     made.state = state  # type: ignore[attr-defined]
     return made
@@ -59,7 +63,7 @@ def test_all_stages_of_a_process_share_its_memory() -> None:
 def test_the_rank_with_the_least_room_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[str] = []
     monkeypatch.setattr(limits, "rank_zero_info", logged.append)
-    made = limit(99 * KEPT, [limits._Capacity(5, 2_000_000, 10_000_000)])
+    made = limit(99 * KEPT, [limits.Capacity(5, 2_000_000, 10_000_000)])
     assert [batch(made) for _ in range(3)] == [4, 5, 5]
     assert logged == [
         "At most 5 micro-batches in flight (of 4 to 8): rank 1 keeps 2.0 MB of each and may take "
@@ -77,7 +81,7 @@ def test_the_optimizer_takes_its_memory_first() -> None:
 def test_it_is_measured_again_where_memory_was_freed() -> None:
     made = limit(0)
     assert [batch(made) for _ in range(2)] == [4, 4]
-    made._free = lambda: 99 * KEPT
+    made.state["free"] = 99 * KEPT  # type: ignore[attr-defined]
     assert batch(made) == 4
     made.measure_again()
     assert [batch(made) for _ in range(2)] == [4, 8]

@@ -19,6 +19,7 @@ from lightning_axosparse.sparse import panels, torch_functions
 from lightning_axosparse.sparse.formats import FORMATS, layout_of
 from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.materialize import DenseForm
+from lightning_axosparse.sparse.parameters import layouts
 from lightning_axosparse.sparse.scratch import scratch
 from lightning_axosparse.sparse.weight import SparseWeight
 from tests.sparse.masking import random_masks, sparse_and_dense
@@ -65,7 +66,7 @@ def layers_agree(module, *shape, **options):
     ours, theirs = differentiate(sparse, *shape, **options), differentiate(dense, *shape, **options)
     torch.testing.assert_close(ours, theirs)
     if dense.weight.grad is not None:
-        kept = sparse._layouts["weight"].compress(dense.weight.grad)
+        kept = layouts(sparse)["weight"].compress(dense.weight.grad)
         torch.testing.assert_close(sparse._parameters["weight"].grad, kept)
 
 
@@ -298,11 +299,9 @@ def test_dtypes(name, dtype, request):
     agree(function, torch.randn(6, width), dtype)
 
 
-@never_dense
-@pytest.mark.parametrize("compute", ["dense"], indirect=True)
-@pytest.mark.parametrize(("n", "number"), [(3, 4), (40, 2), (100, 1)])
-@pytest.mark.parametrize("name", ["bias", "linear", "linear with the transposed"])
-def test_as_much_is_dense_at_a_time_as_the_activations_take(name, n, number, monkeypatch):
+@pytest.fixture
+def taken(monkeypatch):
+    """The use and the size of all scratch memory that products took."""
     taken = []
 
     def take(use, numel, *args):
@@ -310,6 +309,14 @@ def test_as_much_is_dense_at_a_time_as_the_activations_take(name, n, number, mon
         return scratch.take(use, numel, *args)
 
     monkeypatch.setattr(panels, "scratch", SimpleNamespace(take=take))
+    return taken
+
+
+@never_dense
+@pytest.mark.parametrize("compute", ["dense"], indirect=True)
+@pytest.mark.parametrize(("n", "number"), [(3, 4), (40, 2), (100, 1)])
+@pytest.mark.parametrize("name", ["bias", "linear", "linear with the transposed"])
+def test_as_much_is_dense_at_a_time_as_the_activations_take(name, n, number, taken):
     function, width = FUNCTIONS[name]
     agree(function, torch.randn(n, width), rtol=1e-4, atol=1e-4)
     sizes = [numel for use, numel in taken if use == "tile"]
@@ -320,10 +327,14 @@ def test_as_much_is_dense_at_a_time_as_the_activations_take(name, n, number, mon
 
 
 @never_dense
-def test_a_panel_has_a_most(monkeypatch):
+@pytest.mark.parametrize("compute", ["dense"], indirect=True)
+def test_a_panel_has_a_most(taken, monkeypatch):
     monkeypatch.setattr(panels, "PANEL_ENTRIES", 9000)
-    _, layout, _, _ = pair()
-    assert [len(panel.tiles) for panel in panels._panels(layout, 10**6)] == [2, 2]
+    agree(F.linear, torch.randn(100, COLUMNS), rtol=1e-4, atol=1e-4)
+    tiles = [tile.numel for tile in pair()[1].tiles]
+    expected = [sum(tiles[:2]), sum(tiles[2:])]
+    assert len(tiles) == 4
+    assert [numel for use, numel in taken if use == "tile"] == 3 * expected
 
 
 @never_dense

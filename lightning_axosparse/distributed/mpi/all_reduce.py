@@ -42,12 +42,17 @@ _SUMMED_AS = {
     torch.float32: torch.float32,
     torch.float64: torch.float64,
 }
-_MIN_BYTES = 2**18  # MPI reduces smaller tensors in less time
-_CHUNK = 2**16  # elements that are summed over all ranks while they are in the cache
+MIN_BYTES = 2**18
+"""MPI reduces smaller tensors in less time."""
+
+CHUNK = 2**16
+"""Elements that are summed over all ranks while they are in the cache."""
+
+MAX_PENDING = 504
+"""Tensors that a rank may publish before all ranks have gathered the first."""
 
 _PUBLISHED, _REDUCED, _GATHERED = range(3)  # indices of the counters
 _OFFSETS = 8  # index behind the counters, from which on the offsets of published tensors are
-_MAX_PENDING = 504  # tensors that a rank may publish before all ranks have gathered the first
 
 
 class Member(NamedTuple):
@@ -82,7 +87,7 @@ class NodeAllReduce:
 
     def suits(self, tensors: Sequence[Tensor], reduce_op: Any) -> bool:
         """Whether these are to be reduced here: large sums of floating point numbers."""
-        large = all(t.dtype in _SUMMED_AS and t.nbytes >= _MIN_BYTES for t in tensors)
+        large = all(t.dtype in _SUMMED_AS and t.nbytes >= MIN_BYTES for t in tensors)
         return large and reduce_op.op == ReduceOp.SUM
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> MPIWork:
@@ -115,10 +120,10 @@ class NodeAllReduce:
 
     def _publish(self) -> bool:
         number = int(self._counters[_PUBLISHED])
-        if number == self._started or number - self._least(_GATHERED) == _MAX_PENDING:
+        if number == self._started or number - self._least(_GATHERED) == MAX_PENDING:
             return False
         offset = self._own.offset(self._pending[number])
-        self._counters[_OFFSETS + number % _MAX_PENDING] = offset
+        self._counters[_OFFSETS + number % MAX_PENDING] = offset
         self._counters[_PUBLISHED] = number + 1
         return True
 
@@ -126,9 +131,9 @@ class NodeAllReduce:
         number = int(self._counters[_REDUCED])
         if self._least(_PUBLISHED) == number:
             return False
-        mine = self._piece(number, self._rank, self._rank).split(_CHUNK)
+        mine = self._piece(number, self._rank, self._rank).split(CHUNK)
         theirs = [
-            self._piece(number, self._rank, rank).split(_CHUNK)
+            self._piece(number, self._rank, rank).split(CHUNK)
             for rank in range(len(self._members))
             if rank != self._rank
         ]
@@ -161,7 +166,7 @@ class NodeAllReduce:
         tensor, ranks = self._pending[number], len(self._members)
         start, end = (tensor.numel() * cut // ranks * tensor.itemsize for cut in (index, index + 1))
         memory, counters = self._members[rank]
-        offset = int(counters[_OFFSETS + number % _MAX_PENDING])
+        offset = int(counters[_OFFSETS + number % MAX_PENDING])
         return torch.from_numpy(memory[offset + start : offset + end]).view(tensor.dtype)
 
 
@@ -179,7 +184,7 @@ class _NodeWork(MPIWork):
 def node_all_reduce(comm: MPI.Intracomm) -> NodeAllReduce | None:
     """Connect the ranks of ``comm``, all of which call it; None if they share no memory."""
     own = arena() if platform.machine() in _STORES_IN_ORDER else None
-    block = None if own is None else own.block(8 * (_OFFSETS + _MAX_PENDING)).zero_()
+    block = None if own is None else own.block(8 * (_OFFSETS + MAX_PENDING)).zero_()
     mine = None if own is None or block is None else (own.address, own.offset(block))
     members = _members(comm.allgather(mine))
     if not all(comm.allgather(bool(members))):
@@ -200,6 +205,6 @@ def _members(addresses: Sequence[tuple[Address, int] | None]) -> list[Member]:
             memory = opened(address)
         except (OSError, ValueError):
             return []
-        counters = memory[offset:][: 8 * (_OFFSETS + _MAX_PENDING)].view(np.int64)
+        counters = memory[offset:][: 8 * (_OFFSETS + MAX_PENDING)].view(np.int64)
         members.append(Member(memory, counters))
     return members

@@ -35,7 +35,7 @@ def common_store(required: bool) -> Store:
     Raises:
         MisconfigurationException: if it is required and no address connects all ranks.
     """
-    addresses = MPI.COMM_WORLD.bcast(list(_addresses(placement().nodes)))
+    addresses = MPI.COMM_WORLD.bcast(list(host_addresses(placement().nodes)))
     address = _reachable(addresses)
     if address is not None:
         return _tcp_store(address)
@@ -52,8 +52,16 @@ def common_store(required: bool) -> Store:
     return HashStore()
 
 
-def _addresses(nodes: int) -> Iterator[str]:
-    """The addresses of this host that ranks on ``nodes`` nodes may reach, IPv4 first."""
+def host_addresses(nodes: int) -> Iterator[str]:
+    """The addresses of this host that all ranks of a job may reach, IPv4 first.
+
+    Args:
+        nodes: hosts of the job; the ranks of a single one need no network.
+
+    Yields:
+        That of the loopback device on one host; on several all others but link-local ones, which
+        are of no use without the name of an interface.
+    """
     if nodes == 1:
         yield _LOOPBACK
         return

@@ -12,8 +12,9 @@ START_RANKS = (
     "start them with `srun --mpi=pmi2 -K ...`; `srun --mpi=list` shows what this Slurm offers "
     "in the place of pmi2, and `-K` ends all ranks when one fails."
 )
-# Prefixes of the variables that a process manager sets for the ranks it starts.
-_MANAGERS = ("PMI_", "PMIX_", "PALS_", "OMPI_", "MV2_", "JSM_", "I_MPI_PMI")
+
+MANAGERS = ("PMI_", "PMIX_", "PALS_", "OMPI_", "MV2_", "JSM_", "I_MPI_PMI")
+"""Prefixes of the variables that a process manager sets for the ranks it starts."""
 
 
 def unmanaged_tasks() -> int:
@@ -22,7 +23,7 @@ def unmanaged_tasks() -> int:
     Only an MPI built for Slurm's old PMI-1 connects such tasks.
     """
     tasks = int(os.environ.get(TASKS, "1"))
-    managed = any(name.startswith(_MANAGERS) for name in os.environ)
+    managed = any(name.startswith(MANAGERS) for name in os.environ)
     return 0 if managed or tasks == 1 else tasks
 
 

@@ -155,10 +155,11 @@ def mpi_is_cuda_aware() -> bool:
         if setting not in ("0", "1"):
             raise ValueError(f"{_VARIABLE} is {setting!r}. Set it to 0 or 1, or not at all.")
         return setting == "1"
-    return any(_says_cuda_aware(library) for library in _loaded_mpi_libraries())
+    return any(_says_cuda_aware(library) for library in loaded_mpi_libraries())
 
 
-def _loaded_mpi_libraries() -> set[str]:
+def loaded_mpi_libraries() -> set[str]:
+    """The paths of the MPI libraries in this process; none where there is no ``/proc``."""
     maps = Path("/proc/self/maps")
     paths = {line.split()[-1] for line in maps.read_text().splitlines()} if maps.exists() else set()
     return {path for path in paths if Path(path).name.startswith("libmpi")}

@@ -34,9 +34,15 @@ from lightning_axosparse.distributed.rank_status import (
 NOTICE_SECONDS = float(os.environ.get("AXOSPARSE_NOTICE_SECONDS", 30))
 """After how many seconds of a wait a rank prints that it waits."""
 
-_DEADLOCK_SECONDS = NOTICE_SECONDS  # for which all ranks only wait before the job is ended
-_TICK = min(1.0, NOTICE_SECONDS / 10)
-_ANSWER_SECONDS = 5 * _TICK  # for which a rank that ends the job waits for answers
+DEADLOCK_SECONDS = NOTICE_SECONDS
+"""For how many seconds all ranks only wait before the job is ended."""
+
+TICK_SECONDS = min(1.0, NOTICE_SECONDS / 10)
+"""How often a watchdog looks at the other ranks."""
+
+ANSWER_SECONDS = 5 * TICK_SECONDS
+"""For how many seconds a rank that ends the job waits for the answers of the others."""
+
 _QUESTION, _ANSWER = range(2)  # tags
 _ABORT_SECONDS = 5  # after which a rank whose MPI cannot end the job ends itself
 
@@ -107,7 +113,7 @@ class Peer:
 
         A transfer between nodes may take long, and a stopped process only seems to wait.
         """
-        return self._idle if self.is_near and self._silent <= 4 * _TICK else 0.0
+        return self._idle if self.is_near and self._silent <= 4 * TICK_SECONDS else 0.0
 
     def __str__(self) -> str:
         return f"{self.name}: not seen from {_HOST}" if self.status is None else str(self.status)
@@ -176,23 +182,31 @@ class Watchdog:
 
     def _run(self) -> None:
         before = time.monotonic()
-        while not self._over.wait(_TICK):
+        while not self._over.wait(TICK_SECONDS):
             now = time.monotonic()
             # During a longer time this process was stopped; that is no wait.
-            self._tick(min(now - before, 2 * _TICK))
+            reason = self.look(min(now - before, 2 * TICK_SECONDS))
+            if reason:
+                self._end(reason)
             before = now
 
-    def _tick(self, elapsed: float) -> None:
+    def look(self, elapsed: float) -> str:
+        """Look at all ranks, as the thread does every :data:`TICK_SECONDS`.
+
+        Args:
+            elapsed: seconds since it last looked.
+
+        Returns:
+            Why this rank has to end the job; empty if its wait may go on.
+        """
         this_rank().beat += 1
-        self._messages.exchange(ask=self._waited >= 2 * _TICK)
+        self._messages.exchange(ask=self._waited >= 2 * TICK_SECONDS)
         self._count(elapsed)
         if self._another_rank_ends_the_job(elapsed):
-            return
+            return ""
         if self._waited >= NOTICE_SECONDS > self._waited - elapsed:
             _say(f"{this_rank()}, for {self._waited:.0f} s now; timeout={self.timeout:g} s")
-        reason = self._reason() if self._waited else ""
-        if reason:
-            self._end(reason)
+        return self._reason() if self._waited else ""
 
     def _count(self, elapsed: float) -> None:
         """Update for how long this rank has waited, and while it waits each other rank."""
@@ -210,18 +224,18 @@ class Watchdog:
             _report("another rank ends the job")
             self._messages.exchange(ask=True)
         self._since_alarm += elapsed
-        return self._since_alarm < 3 * _ANSWER_SECONDS
+        return self._since_alarm < 3 * ANSWER_SECONDS
 
     def _reason(self) -> str:
         """Why the wait has to end; empty if it may go on."""
         statuses = [peer.status for peer in self._peers if peer.status is not None]
         gone = [peer.status.who for peer in self._peers if peer.status is not None and peer.is_gone]
-        if gone and self._waited >= 2 * _TICK:
+        if gone and self._waited >= 2 * TICK_SECONDS:
             return f"{' and '.join(gone)} ended without a report: killed, or by `os._exit`."
         if any(have_unequal_batches(this_rank(), status) for status in statuses):
             return f"The ranks have unequal numbers of batches. {_CAUSES}"
         idle = 0.0 if this_rank().bulk else self._waited
-        if min(idle, *(peer.idle_seconds for peer in self._peers)) >= _DEADLOCK_SECONDS:
+        if min(idle, *(peer.idle_seconds for peer in self._peers)) >= DEADLOCK_SECONDS:
             return f"All ranks wait for one another, and none can go on. {_CAUSES}"
         if self._waited >= self.timeout:
             return (
@@ -235,10 +249,10 @@ class Watchdog:
         """Ask the others for their status, print and report all of them, and end the job."""
         this_rank().alarm = True
         _report("it ends the job")
-        deadline = time.monotonic() + _ANSWER_SECONDS
+        deadline = time.monotonic() + ANSWER_SECONDS
         while time.monotonic() < deadline and not all(peer.answers for peer in self._peers):
             self._messages.exchange(ask=True)
-            time.sleep(_TICK / 10)
+            time.sleep(TICK_SECONDS / 10)
         silent = [peer.name for peer in self._peers if not peer.answers]
         message = reason
         if silent:

@@ -22,7 +22,8 @@ from lightning_axosparse.strategy.launcher.call import Call, CallFolder, CallRes
 from lightning_axosparse.strategy.launcher.failures import RankMonitor, describe_failure
 from lightning_axosparse.strategy.launcher.pickling import first_unpicklable, load, save
 
-_WORKER = (sys.executable, "-m", "lightning_axosparse.strategy.launcher.worker")
+WORKER = (sys.executable, "-m", "lightning_axosparse.strategy.launcher.worker")
+"""The command that runs a rank, before the folder of its call."""
 
 
 class RankFailedError(RuntimeError):
@@ -114,7 +115,7 @@ class MPILauncher(_Launcher):
     def _run(self, folder: CallFolder) -> None:
         """Run the worker on every rank, until all have ended."""
         outputs = [mpiexec.Output(sys.stdout), mpiexec.Output(sys.stderr)]
-        command = [*_WORKER, str(folder.path)]
+        command = [*WORKER, str(folder.path)]
         self._mpiexec = process = mpiexec.start(self._processes, command, outputs)
         try:
             with RankMonitor(folder, self._processes, process) as monitor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from ipaddress import ip_address
 from typing import Any
@@ -35,6 +38,23 @@ def share(name: str) -> str:
     return found
 
 
+@contextmanager
+def firewall(*shut: str) -> Iterator[None]:
+    """Refuse this process connections to these addresses."""
+    connect = socket.create_connection
+
+    def refuse(address: tuple[str, int], *args: Any, **options: Any) -> socket.socket:
+        if address[0] in shut:
+            raise ConnectionRefusedError
+        return connect(address, *args, **options)
+
+    socket.create_connection = refuse
+    try:
+        yield
+    finally:
+        socket.create_connection = connect
+
+
 def rendezvous() -> dict[str, Any]:
     from mpi4py import MPI
     from torch.distributed import HashStore
@@ -42,21 +62,20 @@ def rendezvous() -> dict[str, Any]:
     from lightning_axosparse.distributed.mpi import rendezvous as module
 
     found: dict[str, Any] = {
-        "one host": list(module._addresses(1)),
-        "two": list(module._addresses(2)),
+        "one host": list(module.host_addresses(1)),
+        "two": list(module.host_addresses(2)),
     }
     found["alone"] = share("alone")
-    module._addresses = lambda nodes: iter(["127.0.0.2", "127.0.0.3", "127.0.0.4"])
-    connects = module._connects
-    shut = "127.0.0.2" if MPI.COMM_WORLD.rank else "127.0.0.3"
-    module._connects = lambda address: address[0] != shut and connects(address)
-    found["third"] = share("third")
-    module._connects = lambda address: False
+    addresses = ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
+    module.host_addresses = lambda nodes: iter(addresses)
+    with firewall("127.0.0.2" if MPI.COMM_WORLD.rank else "127.0.0.3"):
+        found["third"] = share("third")
     warnings: list[str] = []
     module.rank_zero_warn = warnings.append
-    assert isinstance(module.common_store(required=False), HashStore)
-    with pytest.raises(MisconfigurationException) as error:
-        module.common_store(required=True)
+    with firewall(*addresses):
+        assert isinstance(module.common_store(required=False), HashStore)
+        with pytest.raises(MisconfigurationException) as error:
+            module.common_store(required=True)
     return {**found, "warned": warnings, "refused": str(error.value)}
 
 

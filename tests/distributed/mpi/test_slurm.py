@@ -16,7 +16,7 @@ STEP = {"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", slurm.TASKS: "4"}
 @pytest.fixture
 def variables(monkeypatch, request):
     for name in list(os.environ):
-        if name.startswith(("SLURM", *slurm._MANAGERS)):
+        if name.startswith(("SLURM", *slurm.MANAGERS)):
             monkeypatch.delenv(name)
     for name, value in request.param.items():
         monkeypatch.setenv(name, value)

@@ -155,5 +155,5 @@ def test_a_library_without_cuda_is_not_cuda_aware(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("AXOSPARSE_CUDA_AWARE_MPI", raising=False)
     libraries = [str(path) for path in Path(torch.__file__).parent.glob("lib/libtorch_cpu.so")]
     assert libraries
-    monkeypatch.setattr(staging, "_loaded_mpi_libraries", lambda: set(libraries))
+    monkeypatch.setattr(staging, "loaded_mpi_libraries", lambda: set(libraries))
     assert not staging.mpi_is_cuda_aware()

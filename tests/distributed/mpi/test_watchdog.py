@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,52 +60,62 @@ def test_a_new_call_of_the_trainer_has_not_ended_the_loop_of_the_last_one() -> N
     assert not have_unequal_batches(slower, faster)
 
 
-def peer_in(where: RankStatus, is_near: bool = True) -> Peer:
-    peer = Peer(1, "host", "", 0, os.getpid())
-    peer.status, peer.is_near = where, is_near
-    peer._process = os.pidfd_open(os.getpid())
+def near(where: RankStatus, folder: Path) -> Peer:
+    """A rank of this node that has published where it is, and whose process runs."""
+    where.token = 7
+    published = folder / "status"
+    published.write_bytes(bytes(where))
+    peer = Peer(1, "host", str(published), 7, os.getpid())
+    assert peer.is_near
     return peer
 
 
-def watch(
-    where: RankStatus, ticks: int, monkeypatch: Any, timeout: float = 1e9, is_near: bool = True
-) -> str:
-    """Why a rank that waits, beside one that is in ``where``, gives up after so many seconds."""
-    peer = peer_in(where, is_near)
+def far(where: RankStatus) -> Peer:
+    """A rank of another node, that has sent where it is."""
+    peer = Peer(1, "host", "", 0, os.getpid())
+    assert not peer.is_near
+    peer.status = where
+    return peer
+
+
+def watch(peer: Peer, ticks: int, timeout: float = 1e9) -> str:
+    """Why a rank that waits, beside this one, gives up within so many seconds."""
     dog = Watchdog([peer], StatusMessages(MPI.COMM_SELF, []))
     dog.timeout = timeout
-    reasons: list[str] = []
-    monkeypatch.setattr(dog, "_end", reasons.append)
+    reasons = []
     this_rank().begin_wait("something")
     try:
         for _ in range(ticks):
-            where.beat += 1
-            dog._tick(1.0)
+            assert peer.status is not None
+            peer.status.beat += 1
+            reasons.append(dog.look(1.0))
     finally:
         this_rank().end_wait()
-    return reasons[0] if reasons else ""
+    return next(filter(None, reasons), "")
 
 
-def test_a_deadlock_ends_before_the_timeout(monkeypatch: Any) -> None:
-    waits = RankStatus(rank=1, waits=True)
-    assert watch(waits, int(watchdog._DEADLOCK_SECONDS) - 1, monkeypatch) == ""
-    assert "All ranks wait" in watch(waits, int(watchdog._DEADLOCK_SECONDS) + 2, monkeypatch)
+def test_a_deadlock_ends_before_the_timeout(tmp_path: Path) -> None:
+    waits, ticks = near(RankStatus(rank=1, waits=True), tmp_path), int(watchdog.DEADLOCK_SECONDS)
+    assert watch(waits, ticks - 1) == ""
+    waits = near(RankStatus(rank=1, waits=True), tmp_path)
+    assert "All ranks wait" in watch(waits, ticks + 2)
 
 
-def test_what_may_be_a_slow_transfer_is_no_deadlock(monkeypatch: Any) -> None:
-    ticks = 3 * int(watchdog._DEADLOCK_SECONDS)
-    assert watch(RankStatus(rank=1, waits=True, bulk=True), ticks, monkeypatch) == ""
-    assert watch(RankStatus(rank=1, waits=True), ticks, monkeypatch, is_near=False) == ""
+def test_what_may_be_a_slow_transfer_is_no_deadlock(tmp_path: Path) -> None:
+    ticks = 3 * int(watchdog.DEADLOCK_SECONDS)
+    assert watch(near(RankStatus(rank=1, waits=True, bulk=True), tmp_path), ticks) == ""
+    assert watch(far(RankStatus(rank=1, waits=True)), ticks) == ""
 
 
-def test_a_rank_that_computes_is_waited_for_until_the_timeout(monkeypatch: Any) -> None:
-    computes = RankStatus(rank=1)
-    assert watch(computes, 100, monkeypatch) == ""
-    assert "timeout=90 s" in watch(computes, 100, monkeypatch, timeout=90)
+def test_a_rank_that_computes_is_waited_for_until_the_timeout(tmp_path: Path) -> None:
+    assert watch(near(RankStatus(rank=1), tmp_path), 100) == ""
+    reason = watch(near(RankStatus(rank=1), tmp_path), 100, timeout=90)
+    assert "timeout=90 s" in reason
 
 
-def test_a_stopped_rank_does_not_count_as_waiting() -> None:
-    peer = peer_in(RankStatus(rank=1, waits=True))
+def test_a_stopped_rank_does_not_count_as_waiting(tmp_path: Path) -> None:
+    peer = near(RankStatus(rank=1, waits=True), tmp_path)
+    assert peer.status is not None
     for _ in range(100):
         peer.status.beat += 1
         peer.update(1.0)
@@ -114,8 +125,8 @@ def test_a_stopped_rank_does_not_count_as_waiting() -> None:
     assert peer.idle_seconds == 0
 
 
-def test_one_notice_in_a_wait(monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    watch(RankStatus(rank=1), int(watchdog.NOTICE_SECONDS) + 20, monkeypatch)
+def test_one_notice_in_a_wait(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    watch(near(RankStatus(rank=1), tmp_path), int(watchdog.NOTICE_SECONDS) + 20)
     assert capsys.readouterr().err.count("waits for something") == 1
 
 
@@ -124,8 +135,8 @@ def far_apart() -> Any:
     rank = MPI.COMM_WORLD.rank
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watchdog, "read_status", lambda path: (_ for _ in ()).throw(OSError))
-        patch.setattr(watchdog, "_TICK", 0.05)
-        patch.setattr(watchdog, "_ANSWER_SECONDS", 20)
+        patch.setattr(watchdog, "TICK_SECONDS", 0.05)
+        patch.setattr(watchdog, "ANSWER_SECONDS", 20)
         dog = watchdog.watchdog()
         ended: list[str] = []
         patch.setattr(watchdog, "abort", lambda: ended.append("aborted"))

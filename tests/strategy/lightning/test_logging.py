@@ -46,10 +46,18 @@ class Extremes(CatMetric):
         return {"low": values.min(), "high": values.max()}
 
 
-def record(log: MicrobatchLog, size: int, *calls: tuple[Any, dict[str, Any]]) -> None:
+def attached(module: LightningModule) -> MicrobatchLog:
+    log = MicrobatchLog(module, ReductionTracker())
+    log.attach()
+    return log
+
+
+def record(
+    module: Listener, log: MicrobatchLog, size: int, *calls: tuple[Any, dict[str, Any]]
+) -> None:
     with log.microbatch(size):
         for value, options in calls:
-            log._module.log("name", value, **options)
+            module.log("name", value, **options)
 
 
 def without_metrics(history: History) -> list[dict[str, float]]:
@@ -59,10 +67,13 @@ def without_metrics(history: History) -> list[dict[str, float]]:
 
 
 @pytest.fixture
-def log() -> MicrobatchLog:
-    log = MicrobatchLog(Listener(), ReductionTracker())
-    log.attach()
-    return log
+def module() -> Listener:
+    return Listener()
+
+
+@pytest.fixture
+def log(module: Listener) -> MicrobatchLog:
+    return attached(module)
 
 
 @pytest.mark.parametrize("microbatches", [1, 3, 11])
@@ -108,10 +119,10 @@ def test_reductions(microbatches: list[tuple[int, float]]) -> None:
         "max": values.max(),
     }
     for reduction, value in expected.items():
-        log = MicrobatchLog(Listener(), ReductionTracker())
-        log.attach()
+        module = Listener()
+        log = attached(module)
         for size, logged in microbatches:
-            record(log, size, (torch.tensor(logged), {"reduce_fx": reduction}))
+            record(module, log, size, (torch.tensor(logged), {"reduce_fx": reduction}))
         (combined,) = log.combine()
         assert combined.value.dtype == torch.float32
         torch.testing.assert_close(combined.value.double(), value, rtol=1e-5, atol=1e-3)
@@ -168,32 +179,33 @@ def test_advice_is_given_once_a_name(log: MicrobatchLog) -> None:
     assert len([warning for warning in told if "was not computed" in str(warning.message)]) == 2
 
 
-def test_given_batch_sizes_weigh_and_add_up(log: MicrobatchLog) -> None:
-    record(log, 5, (1.0, {"batch_size": 30}))
-    record(log, 5, (2.0, {"batch_size": 10}))
-    record(log, 5, (torch.tensor(torch.nan), {"batch_size": 0}))
+def test_given_batch_sizes_weigh_and_add_up(module: Listener, log: MicrobatchLog) -> None:
+    record(module, log, 5, (1.0, {"batch_size": 30}))
+    record(module, log, 5, (2.0, {"batch_size": 10}))
+    record(module, log, 5, (torch.tensor(torch.nan), {"batch_size": 0}))
     (combined,) = log.combine()
     assert combined.value == 1.25
     assert combined.options["batch_size"] == 40
 
 
-def test_a_name_logged_twice_in_a_step_stays_two_calls(log: MicrobatchLog) -> None:
-    record(log, 1, (1.0, {}), (10.0, {}))
-    record(log, 1, (3.0, {}), (30.0, {}))
+def test_a_name_logged_twice_in_a_step_stays_two_calls(
+    module: Listener, log: MicrobatchLog
+) -> None:
+    record(module, log, 1, (1.0, {}), (10.0, {}))
+    record(module, log, 1, (3.0, {}), (30.0, {}))
     assert [float(combined.value) for combined in log.combine()] == [2.0, 20.0]
 
 
-def test_a_step_that_is_cut_short_leaves_nothing(log: MicrobatchLog) -> None:
+def test_a_step_that_is_cut_short_leaves_nothing(module: Listener, log: MicrobatchLog) -> None:
     with suppress(KeyError), log.microbatch(1):
-        log._module.log("name", 1.0)
+        module.log("name", 1.0)
         raise KeyError
     assert log.combine() == []
-    log._module.log("outside", 2.0)
-    assert log._module.calls == [("outside", 2.0, {})]
+    module.log("outside", 2.0)
+    assert module.calls == [("outside", 2.0, {})]
 
 
-def test_replay_brings_metrics_by_their_path(log: MicrobatchLog) -> None:
-    module = log._module
+def test_replay_brings_metrics_by_their_path(module: Listener, log: MicrobatchLog) -> None:
     with log.microbatch(2):
         module.metric(torch.tensor([1.0, 2.0]))
         module.log("mean", module.metric, prog_bar=True)
@@ -205,18 +217,19 @@ def test_replay_brings_metrics_by_their_path(log: MicrobatchLog) -> None:
         ("scores.mean", 5.0),
     ]
 
-    elsewhere = MicrobatchLog(Listener(), ReductionTracker())
-    elsewhere.replay(values)
-    (_, metric, options), (_, member, _) = elsewhere._module.calls
-    assert metric is elsewhere._module.metric
+    elsewhere = Listener()
+    MicrobatchLog(elsewhere, ReductionTracker()).replay(values)
+    (_, metric, options), (_, member, _) = elsewhere.calls
+    assert metric is elsewhere.metric
     assert metric._forward_cache == 1.5
     assert options["metric_attribute"] == "metric"
     assert options["prog_bar"] is True
-    assert member is elsewhere._module.scores["mean"]
+    assert member is elsewhere.scores["mean"]
 
 
-def test_what_a_metric_returned_is_known_by_its_identity(log: MicrobatchLog) -> None:
-    module = log._module
+def test_what_a_metric_returned_is_known_by_its_identity(
+    module: Listener, log: MicrobatchLog
+) -> None:
     module.extremes = Extremes()
     with log.microbatch(2):
         tensor = module.metric(torch.tensor([1.0, 2.0]))
@@ -233,9 +246,9 @@ def test_what_a_metric_returned_is_known_by_its_identity(log: MicrobatchLog) -> 
     }
 
 
-def test_values_are_detached_copies(log: MicrobatchLog) -> None:
+def test_values_are_detached_copies(module: Listener, log: MicrobatchLog) -> None:
     value = torch.ones((), requires_grad=True)
-    record(log, 1, (value, {"enable_graph": True}))
+    record(module, log, 1, (value, {"enable_graph": True}))
     with torch.no_grad():
         value.mul_(7)
     (combined,) = log.combine()
@@ -245,8 +258,8 @@ def test_values_are_detached_copies(log: MicrobatchLog) -> None:
     assert not combined.value.requires_grad
 
 
-def test_clear_forgets(log: MicrobatchLog) -> None:
-    record(log, 1, (1.0, {}))
+def test_clear_forgets(module: Listener, log: MicrobatchLog) -> None:
+    record(module, log, 1, (1.0, {}))
     log.clear()
     assert log.combine() == []
 
@@ -271,10 +284,15 @@ def test_detach_gives_the_own_log_back() -> None:
     ],
 )
 def test_refused(
-    log: MicrobatchLog, value: Any, options: dict, error: type[Exception], message: str
+    module: Listener,
+    log: MicrobatchLog,
+    value: Any,
+    options: dict,
+    error: type[Exception],
+    message: str,
 ) -> None:
     with pytest.raises(error, match=message):
-        record(log, 1, (value, options))
+        record(module, log, 1, (value, options))
 
 
 class TestAssumptionsAboutLightning:
