@@ -16,6 +16,15 @@ from typing import Any
 import cloudpickle
 
 REPOSITORY = Path(__file__).parents[1]
+WARM_PYTHON = [sys.executable, "-S", "-E", str(REPOSITORY / "tests" / "warm" / "stub.py")]
+"""What :func:`warm_python` returns."""
+
+WARM_RANKS = f"""
+from lightning_axosparse.strategy.launcher import launcher
+launcher.WORKER = (*{WARM_PYTHON}, *launcher.WORKER[1:])
+"""
+"""What makes a Python that is not warm start warm ranks, after :func:`warm_python` was called."""
+
 PATIENCE = 600
 """Seconds until a job counts as hanging; on a busy machine the longest take minutes."""
 
@@ -51,7 +60,7 @@ def run_job(start: list[str], ranks: int, function: Callable[..., Any], *args: A
 
 @cache
 def warm_python() -> list[str]:
-    """The command that runs ``-m MODULE`` in a fork of a process that has done all imports."""
+    """A Python for ``-m MODULE`` or a file: a fork of a process that has done all imports."""
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder)
     address = str(Path(folder) / "warm")
@@ -66,7 +75,7 @@ def warm_python() -> list[str]:
     assert server.stdout is not None
     assert server.stdout.readline() == b"ready\n"
     os.environ["WARM_START"] = address
-    return [sys.executable, "-S", "-E", str(REPOSITORY / "tests" / "warm" / "stub.py")]
+    return WARM_PYTHON
 
 
 def without_transformers() -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import PATIENCE
+from tests.ranks import PATIENCE, warm_python
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -26,7 +25,7 @@ def MyModule():
     return GPT(width=32, depth=3, heads=2, context=16)
 
 def MyData():
-    return TextDataModule(context=16, batch_size=16, max_bytes=6_000, max_held_out=8)
+    return TextDataModule(context=16, batch_size=16, max_bytes=2_000, max_held_out=8)
 """
 
 
@@ -35,7 +34,7 @@ def test_block(name: str, tmp_path: Path) -> None:
     (tmp_path / "my_project.py").write_text(MY_PROJECT)
     (tmp_path / "train.py").write_text(BLOCKS[name])
     done = subprocess.run(
-        [sys.executable, "train.py"],
+        [*warm_python(), "train.py"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -14,8 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_axosparse.cli import train as entry
 from lightning_axosparse.cli.train import configuration, printable, train
-from lightning_axosparse.strategy.launcher import launcher, mpiexec
-from tests.ranks import PATIENCE
+from lightning_axosparse.strategy.launcher import mpiexec
+from tests.ranks import PATIENCE, warm_python
 
 GROUPS = [folder.name for folder in sorted(configuration().iterdir()) if folder.is_dir()]
 CHOICES = [
@@ -171,19 +171,13 @@ def test_the_whole_error_is_raised_where_hydra_is_asked_for_it(
         entry.main()
 
 
-@pytest.mark.usefixtures("warm_ranks")
 def test_multirun_on_two_ranks(text, tmp_path):
-    command = (
-        "from lightning_axosparse.cli import train\n"
-        "from lightning_axosparse.strategy.launcher import launcher\n"
-        f"launcher.WORKER = {launcher.WORKER}\n"
-        "train.main()\n"
-    )
     overrides = [*SMALL, f"data.path={text}", f"hydra.sweep.dir={tmp_path}/sweep"]
     sweep = ["-m", "pruning.ratio=0.5,0.9", *overrides]
-    subprocess.run(
-        [sys.executable, "-c", command, *sweep], check=True, cwd=tmp_path, timeout=PATIENCE
-    )
+    script = tmp_path / "sweep.py"
+    script.write_text("from lightning_axosparse.cli import train\ntrain.main()\n")
+    command = [*warm_python(), str(script), *sweep]
+    subprocess.run(command, check=True, cwd=tmp_path, timeout=PATIENCE)
     for job, ratio in enumerate([0.5, 0.9]):
         folder = tmp_path / "sweep" / str(job)
         report = json.loads((folder / "report.json").read_text())

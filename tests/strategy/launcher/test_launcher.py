@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader
 from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.mpi.environment import placement
 from lightning_axosparse.strategy.launcher.launcher import MPILauncher, RankFailedError
-from tests.ranks import PATIENCE
+from tests.ranks import PATIENCE, WARM_RANKS, warm_python
 
 
 class Ranks(SingleDeviceStrategy):
@@ -184,6 +184,7 @@ def session(ranks: int, folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_call_has_the_effects_of_one_in_this_process(tmp_path):
     here = session(0, tmp_path / "here")
     there = session(2, tmp_path / "there")
@@ -214,6 +215,7 @@ class Breaking(BoringModel):
         MPI.COMM_WORLD.Barrier()
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_rank_that_raises(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     trainer = Trainer(strategy=Ranks(2), accelerator="auto", logger=False, barebones=True)
@@ -319,9 +321,11 @@ def test_from_a_script_without_a_file(how, tmp_path):
 
 
 def test_from_a_notebook(tmp_path):
-    cells = [nbformat.v4.new_code_cell(cell) for cell in SCRIPT.replace("RANKS", "2").split("\n\n")]
+    parts = [WARM_RANKS, *SCRIPT.replace("RANKS", "2").split("\n\n")]
+    cells = [nbformat.v4.new_code_cell(part) for part in parts]
     notebook = nbformat.v4.new_notebook(cells=cells)
     path = os.pathsep.join(path for path in sys.path if path)
+    warm_python()
     NotebookClient(notebook, timeout=PATIENCE).execute(env={**os.environ, "PYTHONPATH": path})
     shown = "".join(out["text"] for out in cells[-1].outputs if out.get("name") == "stdout")
     assert shown.count("a rank of Mine") == 2
