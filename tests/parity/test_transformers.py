@@ -27,7 +27,7 @@ from lightning_axosparse import AxoSparseStrategy
 from tests.parity.cases import Record, difference, recorded, trainer
 from tests.ranks import run_ranks
 
-VOCABULARY, STEPS, WIDTH, LAYERS = 23, 20, 16, 4
+VOCABULARY, STEPS, WIDTH, LAYERS = 23, 8, 16, 4
 
 
 class Texts(Dataset):
