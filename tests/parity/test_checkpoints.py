@@ -11,11 +11,12 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
-from tests.parity.cases import BATCH, EPOCHS, Net, Record, loader, trainer
+from tests.parity.cases import BATCH, Net, Record, loader, trainer
 from tests.ranks import run_ranks
 
+STOP, END = 2, 4  # epochs before the stop, and of the whole run
 GRIDS = {"1x1": (1, 1), "2x1": (2, 2), "2x2": (2, 4), "4x1": (4, 4)}
-TICKETS = {"dense": None, "sparse": 1, "sparse later": EPOCHS + 1}
+TICKETS = {"dense": None, "sparse": 1, "sparse later": STOP + 1}
 """When the ticket is drawn: never, before the stop, after it."""
 
 
@@ -65,13 +66,13 @@ def train(
 
 def stop(grid: str, folder: Path) -> None:
     for name, ticket in TICKETS.items():
-        train(grid, ticket, EPOCHS, folder / grid / name, None)
+        train(grid, ticket, STOP, folder / grid / name, None)
 
 
 def resume(grid: str, folder: Path) -> dict[tuple[str, str], Any]:
     return {
         (name, origin): train(
-            grid, ticket, EPOCHS + 2, folder / "on", folder / origin / name / "stop.ckpt"
+            grid, ticket, END, folder / "on", folder / origin / name / "stop.ckpt"
         )
         for name, ticket in TICKETS.items()
         for origin in GRIDS
@@ -96,10 +97,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("through")
-    return {
-        name: train("1x1", ticket, EPOCHS + 2, path / name, None)
-        for name, ticket in TICKETS.items()
-    }
+    return {name: train("1x1", ticket, END, path / name, None) for name, ticket in TICKETS.items()}
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -126,7 +124,7 @@ def test_the_file_is_what_one_process_writes(folder: Path) -> None:
     L.seed_everything(0, verbose=False)
     run = trainer(
         "auto",
-        max_epochs=EPOCHS,
+        max_epochs=STOP,
         precision="64-true",
         callbacks=[ModelCheckpoint(folder / "plain", filename="stop", save_top_k=-1)],
         enable_checkpointing=True,
@@ -159,7 +157,7 @@ def test_the_file_is_what_one_process_writes(folder: Path) -> None:
 
 def test_a_plain_checkpoint_resumes_on_a_grid_and_back(folder: Path) -> None:
     L.seed_everything(0, verbose=False)
-    run = trainer("auto", max_epochs=EPOCHS + 2, precision="64-true")
+    run = trainer("auto", max_epochs=END, precision="64-true")
     module = double()
     run.fit(
         module,
@@ -168,6 +166,6 @@ def test_a_plain_checkpoint_resumes_on_a_grid_and_back(folder: Path) -> None:
         ckpt_path=folder / "4x1" / "dense" / "stop.ckpt",
         weights_only=False,
     )
-    record, _ = train("1x1", None, EPOCHS + 2, folder / "on", folder / "plain" / "stop.ckpt")
+    record, _ = train("1x1", None, END, folder / "on", folder / "plain" / "stop.ckpt")
     for key, weight in module.state_dict().items():
         assert torch.allclose(record.weights[key], weight, rtol=0, atol=1e-12)
