@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_axosparse.examples.key_value_cache import KeyValueCache
 from lightning_axosparse.examples.text import VOCABULARY
 from lightning_axosparse.support.arguments import (
     COUNT,
@@ -19,10 +21,21 @@ from lightning_axosparse.support.arguments import (
     NOT_NEGATIVE,
     SEED,
     TEXT,
+    Kind,
     checked,
 )
 
 TextBatch = tuple[Tensor, Tensor]
+
+TOKENS = Kind(
+    "an int64 tensor (batch, time) that is not empty",
+    lambda value: (
+        isinstance(value, Tensor)
+        and value.dtype == torch.int64
+        and value.dim() == 2
+        and value.numel() > 0
+    ),
+)
 
 
 class Embedding(nn.Module):
@@ -34,9 +47,9 @@ class Embedding(nn.Module):
         self.positions = nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Add the embeddings of tokens and positions."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+    def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
+        """Add the embeddings of tokens and positions; ``start`` is the first token's position."""
+        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         embedded: Tensor = self.dropout(self.tokens(tokens) + self.positions(positions))
         return embedded
 
@@ -51,13 +64,16 @@ class Attention(nn.Module):
         self.queries_keys_values = nn.Linear(width, 3 * width)
         self.output = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Attend from every position to itself and to earlier positions."""
+    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """Attend from every position to itself and to earlier positions, those of ``cache`` too."""
         split = self.queries_keys_values(x).unflatten(-1, (3, self.heads, -1))
         queries, keys, values = split.permute(2, 0, 3, 1, 4)
+        if cache is not None:
+            keys, values = cache.extend(keys, values)
         dropout = self.dropout if self.training else 0.0
+        first = queries.shape[2] == keys.shape[2]  # otherwise one token follows, and sees all
         mixed = F.scaled_dot_product_attention(
-            queries, keys, values, dropout_p=dropout, is_causal=True
+            queries, keys, values, dropout_p=dropout, is_causal=first
         )
         attended: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return attended
@@ -76,9 +92,9 @@ class Block(nn.Module):
         )
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """Add the attention's output, then the perceptron's."""
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        x = x + self.dropout(self.attention(self.attention_norm(x), cache))
         output: Tensor = x + self.dropout(self.perceptron(self.perceptron_norm(x)))
         return output
 
@@ -213,8 +229,75 @@ class GPT(L.LightningModule):
             "lr_scheduler": {"scheduler": schedule, "interval": "step"},
         }
 
-    @checked(ValueError, prompt=TEXT, n=INDEX, temperature=NOT_NEGATIVE, seed=SEED | NONE)
+    def empty_caches(self) -> list[KeyValueCache]:
+        """Return a cache for each block, to decode with."""
+        _, *blocks, _ = self.model
+        return [KeyValueCache(self.context) for _ in blocks]
+
     @torch.no_grad()
+    def decode(self, tokens: Tensor, caches: Sequence[KeyValueCache]) -> Tensor:
+        """Compute the logits of the token that follows ``tokens``, and remember these.
+
+        Args:
+            tokens: int64 (batch, time), the tokens that come after those in ``caches``; one a
+                sequence, unless the caches are empty.
+            caches: one for each block; the keys and values of ``tokens`` are added to them.
+
+        Returns:
+            A tensor (batch, vocabulary), equal to the last logits of all tokens so far.
+
+        Raises:
+            ValueError: if several tokens a sequence follow earlier ones at once.
+            IndexError: if all tokens so far are more than the context.
+        """
+        embedding, *blocks, head = self.model
+        x = embedding(tokens, caches[0].length)
+        for block, cache in zip(blocks, caches, strict=True):
+            x = block(x, cache)
+        logits: Tensor = head(x[:, -1])
+        return logits
+
+    @checked(ValueError, tokens=TOKENS, n=INDEX, temperature=NOT_NEGATIVE, seed=SEED | NONE)
+    def generate_tokens(
+        self, tokens: Tensor, n: int, temperature: float = 0.8, seed: int | None = None
+    ) -> Tensor:
+        """Continue a batch of sequences by ``n`` tokens each.
+
+        Keys and values of earlier tokens are kept, so each token is computed once, as long as all
+        fit into the context. Beyond it the context slides: every token gets another position at
+        every step, and nothing that was computed before holds.
+
+        Args:
+            tokens: int64 (batch, time), sequences to start from, not empty; on the model's device.
+            n: number of tokens to add.
+            temperature: 0 takes the likeliest token each time, 1 samples from the model's
+                distribution.
+            seed: makes sampling repeatable.
+
+        Returns:
+            The sequences and their continuations: int64 (batch, time + n).
+
+        Raises:
+            ValueError: if an argument is out of range.
+        """
+        generator = torch.Generator()
+        if seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(seed)
+        training = self.training
+        self.eval()
+        caches = self.empty_caches()
+        for _ in range(n):
+            if caches[0].full:
+                caches = self.empty_caches()
+            unseen = tokens[:, -self.context :][:, caches[0].length :]
+            sampled = sample(self.decode(unseen, caches), temperature, generator)
+            tokens = torch.cat([tokens, sampled.to(tokens.device)], dim=1)
+        self.train(training)
+        return tokens
+
+    @checked(ValueError, prompt=TEXT)
     def generate(
         self, prompt: str, n: int, temperature: float = 0.8, seed: int | None = None
     ) -> str:
@@ -233,21 +316,20 @@ class GPT(L.LightningModule):
         Raises:
             ValueError: if an argument is out of range.
         """
-        generator = torch.Generator()
-        if seed is None:
-            generator.seed()
-        else:
-            generator.manual_seed(seed)
-        training = self.training
-        self.eval()
-        tokens = torch.tensor(list(prompt.encode()), device=self.device)[None]
-        for _ in range(n):
-            logits = self(tokens[:, -self.context :])[0, -1].float().cpu()
-            if temperature == 0:
-                sampled = logits.argmax()[None]
-            else:
-                probabilities = (logits / temperature).softmax(0)
-                sampled = torch.multinomial(probabilities, 1, generator=generator)
-            tokens = torch.cat([tokens, sampled.to(self.device)[None]], dim=1)
-        self.train(training)
-        return bytes(tokens[0].tolist()).decode(errors="replace")
+        tokens = torch.tensor([list(prompt.encode())], device=self.device)
+        [generated] = self.generate_tokens(tokens, n, temperature, seed).tolist()
+        return bytes(generated).decode(errors="replace")
+
+
+def sample(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
+    """Choose a token for each sequence: (batch, vocabulary) -> int64 (batch, 1), on CPU.
+
+    Args:
+        logits: of the next tokens, on any device.
+        temperature: 0 takes the likeliest token, 1 samples from the model's distribution.
+        generator: draws the samples; on CPU.
+    """
+    logits = logits.float().cpu()
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)

@@ -113,6 +113,59 @@ def test_generate_is_repeatable_and_goes_beyond_the_context():
     assert model.training
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_decoding_gives_the_logits_of_the_whole_forward_pass(dtype):
+    model = GPT(**TINY).to(dtype).eval()
+    tokens = torch.randint(256, (3, 16))
+    for prompt in (1, 5, 16):
+        caches = model.empty_caches()
+        decoded = [model.decode(tokens[:, :prompt], caches)]
+        decoded += [model.decode(tokens[:, i : i + 1], caches) for i in range(prompt, 16)]
+        torch.testing.assert_close(torch.stack(decoded, 1), model(tokens)[:, prompt - 1 :])
+
+
+def test_decoding_takes_several_tokens_only_at_first_and_no_more_than_the_context():
+    model = GPT(**TINY).eval()
+    caches = model.empty_caches()
+    model.decode(torch.zeros(1, 3, dtype=torch.int64), caches)
+    with pytest.raises(ValueError, match="2 tokens after 3 do not fit"):
+        model.decode(torch.zeros(1, 2, dtype=torch.int64), caches)
+    with pytest.raises(IndexError):
+        model.decode(torch.zeros(1, 17, dtype=torch.int64), model.empty_caches())
+
+
+@pytest.mark.parametrize("prompt", [1, 10, 16, 21])
+def test_tokens_are_those_of_whole_forward_passes_over_the_last_context(prompt):
+    model = GPT(**TINY).double()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter)  # large: positions and earlier tokens matter
+    tokens = expected = torch.randint(256, (2, prompt))
+    model.eval()
+    for _ in range(20):
+        following = model(expected[:, -16:])[:, -1].argmax(-1, keepdim=True)
+        expected = torch.cat([expected, following], dim=1)
+    assert torch.equal(model.generate_tokens(tokens, 20, temperature=0), expected)
+    assert len(expected[:, prompt:].unique()) > 5
+
+
+def test_a_batch_is_sampled_sequence_by_sequence():
+    model = GPT(**TINY)
+    tokens = torch.zeros(4, 2, dtype=torch.int64)
+    sampled = model.generate_tokens(tokens, 12, temperature=1, seed=3)
+    assert torch.equal(sampled, model.generate_tokens(tokens, 12, temperature=1, seed=3))
+    assert len({tuple(row) for row in sampled.tolist()}) == 4
+    assert torch.equal(model.generate_tokens(tokens, 0), tokens)
+
+
+def test_generation_computes_each_token_once_within_the_context():
+    model = GPT(**TINY)
+    computed = []
+    model.model[0].register_forward_pre_hook(lambda _, args: computed.append(args[0].shape[1]))
+    model.generate_tokens(torch.zeros(1, 10, dtype=torch.int64), 8)
+    assert computed == [10, 1, 1, 1, 1, 1, 1, 16]
+
+
 def test_invalid_arguments_are_rejected():
     with pytest.raises(ValueError, match="heads=5 must divide width=32"):
         GPT(width=32, heads=5)

@@ -87,6 +87,10 @@ def ticket(masks: Any = MASKS, pruning_ratio: Any = 0.5, **others: Any) -> Ticke
     return Ticket(masks, pruning_ratio, **others)
 
 
+def generated_tokens(**others: Any) -> torch.Tensor:
+    return gpt().generate_tokens(**{"tokens": torch.tensor([[1]]), "n": 1, **others})
+
+
 def generated(**others: Any) -> str:
     return gpt().generate(**{"prompt": "a", "n": 1, **others})
 
@@ -188,6 +192,16 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             **dict.fromkeys(["width", "depth", "heads", "context", "vocabulary"], NO_COUNT),
             **dict.fromkeys(["dropout", "warmup"], NO_FRACTION),
             **dict.fromkeys(["learning_rate", "weight_decay"], NO_RATE),
+        },
+    ),
+    (
+        generated_tokens,
+        ValueError,
+        {
+            "tokens": [
+                *[None, 1, [[1]], "a"],
+                *[torch.tensor([1]), torch.tensor([[1.0]]), torch.ones(2, 0, dtype=torch.int64)],
+            ]
         },
     ),
     (
