@@ -25,7 +25,7 @@ from torch.nn.utils import prune
 from lightning_axosparse import sparsify
 from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.pruning.bitmask import MaskBits
-from lightning_axosparse.pruning.magnitude import magnitude_masks, prunable
+from lightning_axosparse.pruning.magnitude import Scope, magnitude_masks, prunable
 from lightning_axosparse.sparse.state_size import state_bytes
 
 VARIANTS = (
@@ -87,9 +87,9 @@ def prune_before_training(model: GPT, kind: str, ratio: float) -> None:
     callback.on_train_epoch_end(trainer, model)
 
 
-def masks_of(model: GPT, ratio: float) -> dict[str, torch.Tensor]:
+def masks_of(model: GPT, ratio: float, scope: Scope = "global") -> dict[str, torch.Tensor]:
     parameters, sizes = dict(model.named_parameters()), prunable(model)
-    return magnitude_masks(parameters, set(sizes), sizes, ratio)
+    return magnitude_masks(parameters, set(sizes), sizes, ratio, scope)
 
 
 def train(model: GPT, optimizer: torch.optim.Optimizer) -> None:

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.inference.models import models, stored_bytes
+from benchmarks.memory.step import masks_of
+from lightning_axosparse.examples.gpt import GPT
+
+NAMES = ["float32", "bfloat16", "int8", "80% pruned", "90% pruned", "95% pruned"]
+
+
+@pytest.fixture
+def small() -> dict[str, GPT]:
+    return models(width=64, layers=2, scope="layer")
+
+
+def test_every_row_runs_on_a_small_model():
+    options = ["--width", "32", "--layers", "1", "--tokens", "3", "--trials", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.inference", *options, "--batch", "1", "2"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()]
+    assert [row[:2] for row in rows[2:]] == [[batch, name] for batch in "12" for name in NAMES]
+    for row in rows[2:]:
+        speedups = dict(zip(NAMES, map(float, row[4:]), strict=False))
+        assert all(speedup > 0 for speedup in speedups.values())
+        assert speedups.get(row[1], 1) == 1
+
+
+def test_stored_bytes_are_those_of_weights_and_positions(small):
+    entries = sum(parameter.numel() for parameter in small["float32"].parameters())
+    matrices = sum(p.numel() for p in small["float32"].parameters() if p.dim() > 1)
+    embedding = 10_000 * 64
+    stored = {name: stored_bytes(model) for name, model in small.items()}
+    assert stored["float32"] == 4 * entries
+    assert stored["bfloat16"] == 2 * entries
+    # Besides the head, int8 has the embedding that was tied to it, in float32.
+    assert stored["int8"] == pytest.approx(entries + 4 * embedding, rel=0.05)
+    for name, kept in (("80% pruned", 0.2), ("90% pruned", 0.1), ("95% pruned", 0.05)):
+        values = 4 * kept * matrices
+        assert values < stored[name] < 2 * values  # positions, in less than four bytes each
+
+
+def test_pruned_models_decode_as_masked_dense_ones_and_int8_nearly_as_dense(small):
+    dense, prompts = small["float32"].eval(), torch.randint(10_000, (4, 1))
+    expected = dense.decode(prompts, dense.empty_caches())
+    quantized = small["int8"].eval()
+    got = quantized.decode(prompts, quantized.empty_caches())
+    assert 0 < float((got - expected).norm() / expected.norm()) < 0.05
+    masks = masks_of(dense, 0.9, "layer")
+    with torch.no_grad():
+        for name, mask in masks.items():
+            dense.get_parameter(name).mul_(mask)
+    pruned = small["90% pruned"].eval()
+    torch.testing.assert_close(
+        pruned.decode(prompts, pruned.empty_caches()), dense.decode(prompts, dense.empty_caches())
+    )
