@@ -151,6 +151,8 @@ def layer_forward(
         if operands is None:
             return dense_forward(layer, inputs)
         inputs, bias, _ = operands
+        if not torch.is_grad_enabled():  # a node of autograd takes as long as a token's product
+            return _multiply(inputs, values, layout, form.copy, form.compute, by_rows, bias)
         product: Tensor = _LayerProduct.apply(inputs, values, bias, layout, form, by_rows)  # type: ignore[no-untyped-call]
         return product
 

@@ -135,6 +135,7 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             "exclude": NO_PATTERNS,
             "ticket": NO_TEXT,
             "policy": NO_WORD,
+            "compute": NO_WORD,
         },
     ),
     (
@@ -171,6 +172,7 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             "optimizer": [[torch.optim.SGD(model().parameters(), 0.1)], 1, "x"],
             "index_format": NO_WORD[1:],
             "policy": ["auto", *NO_WORD],
+            "compute": ["samo", *NO_WORD],
         },
     ),
     (densified, ValueError, {"module": [1, "x", []], "optimizer": [[], 1, "x"]}),

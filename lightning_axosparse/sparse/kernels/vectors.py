@@ -101,9 +101,7 @@ def broadcast(_: Any, like: Any, number: Any) -> Any:
     """Return a vector like ``like`` of which each number is the float32 ``number``."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        undefined = ir.Constant(like.ir, ir.Undefined)
-        single = builder.insert_element(undefined, args[1], ir.Constant(_INDEX, 0))
-        return _shuffle(builder, single, undefined, [0] * like.lanes)
+        return _splat(builder, args[1], like.lanes)
 
     return like(like, types.float32), generate
 
@@ -135,6 +133,72 @@ def dot(_: Any, left: Any, right: Any) -> Any:
         return builder.call(function, [ir.Constant(_FLOAT, 0.0), total], fastmath=("reassoc",))
 
     return types.float32(left, right), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def add_sparse_products(
+    _: Any, total: Any, values: Any, offsets: Any, entry: Any, end: Any, inputs: Any, at: Any
+) -> Any:
+    """Add products of kept values, as many as there are lanes at most, to the lanes of ``total``.
+
+    Args:
+        total: a vector.
+        values: the flat array of kept values.
+        offsets: the flat array of their uint8 offsets.
+        entry: the first kept value.
+        end: the one after the last; if that is beyond the lanes, it is not reached.
+        inputs: the flat array of the other factors.
+        at: where offsets count from in ``inputs``.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        total, values, offsets, entry, end, inputs, at = args
+        kinds, lanes, place = signature.args, total.type.count, entry.type
+        numbers = ir.Constant(ir.VectorType(place, lanes), list(range(lanes)))
+        left = _splat(builder, builder.sub(end, entry), lanes)
+        mask = builder.icmp_signed("<", numbers, left)
+
+        def load(kind: Any, array: Any) -> Any:
+            pointer = _pointer(context, builder, kind, array, entry)
+            vector = ir.VectorType(pointer.type.pointee, lanes)
+            element = "f32" if vector.element == _FLOAT else "i8"
+            name = f"llvm.masked.load.v{lanes}{element}.p0"
+            empty = ir.Constant(vector, None)
+            arguments = [vector.as_pointer(), _INDEX, mask.type, vector]
+            function = cgutils.get_or_insert_function(
+                builder.module, ir.FunctionType(vector, arguments), name
+            )
+            cast = builder.bitcast(pointer, vector.as_pointer())
+            return builder.call(function, [cast, ir.Constant(_INDEX, 1), mask, empty])
+
+        factors = load(kinds[1], values)
+        places = builder.zext(load(kinds[2], offsets), ir.VectorType(place, lanes))
+        first = builder.ptrtoint(_pointer(context, builder, kinds[5], inputs, at), place)
+        size = _splat(builder, ir.Constant(place, 4), lanes)
+        addresses = builder.add(_splat(builder, first, lanes), builder.mul(places, size))
+        pointers = builder.inttoptr(addresses, ir.VectorType(_FLOAT.as_pointer(), lanes))
+        name = f"llvm.masked.gather.v{lanes}f32.v{lanes}p0"
+        kind = ir.FunctionType(total.type, [pointers.type, _INDEX, mask.type, total.type])
+        function = cgutils.get_or_insert_function(builder.module, kind, name)
+        empty = ir.Constant(total.type, None)
+        found = builder.call(function, [pointers, ir.Constant(_INDEX, 4), mask, empty])
+        return _fma(builder, factors, found, total)
+
+    place = types.intp
+    return total(total, values, offsets, place, place, inputs, place), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def total_of(_: Any, vector: Any) -> Any:
+    """Return the sum of a vector's numbers."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_FLOAT, [_FLOAT, args[0].type])
+        name = f"llvm.vector.reduce.fadd.v{vector.lanes}f32"
+        function = cgutils.get_or_insert_function(builder.module, kind, name)
+        return builder.call(function, [ir.Constant(_FLOAT, 0.0), args[0]], fastmath=("reassoc",))
+
+    return types.float32(vector), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -185,6 +249,12 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
                 )
         size *= 2
     return rows
+
+
+def _splat(builder: Any, number: Any, lanes: int) -> Any:
+    undefined = ir.Constant(ir.VectorType(number.type, lanes), ir.Undefined)
+    single = builder.insert_element(undefined, number, ir.Constant(_INDEX, 0))
+    return _shuffle(builder, single, undefined, [0] * lanes)
 
 
 def _shuffle(builder: Any, first: Any, second: Any, lanes: list[int]) -> Any:
