@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +16,11 @@ from lightning_axosparse.sparse import layout
 def table(main, monkeypatch, capsys, *arguments):
     monkeypatch.setattr("sys.argv", ["benchmark", "--tiny", *arguments])
     main()
-    lines = capsys.readouterr().out.splitlines()[2:]
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    return cells(capsys.readouterr().out)
+
+
+def cells(text):
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[2:]]
 
 
 def test_steps_of_a_small_model(monkeypatch, capsys):
@@ -29,6 +36,18 @@ def test_steps_of_a_small_model(monkeypatch, capsys):
 def test_kernels_of_a_small_weight(monkeypatch, capsys):
     rows = table(kernels.main, monkeypatch, capsys, "--trials", "1")
     assert [row[2] for row in rows] == 4 * ["coo", "segments", "bitmap"]
+
+
+def test_products_of_a_small_weight():
+    """In a process of its own: Triton asks whether to interpret when it is first imported."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "benchmarks.gpu.products", "--tiny", "--trials", "1"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=root)
+    assert done.returncode == 0, done.stderr
+    found = [(row[0], row[1]) for row in cells(done.stdout)]
+    assert found == list(product(["80%", "90%", "95%"], ["1", "4", "16", "64"]))
 
 
 def test_training_keeps_to_plain_lightnings_losses(monkeypatch, capsys):
