@@ -41,6 +41,7 @@ def embedding(
     if (
         not stored
         or type(input) is not Tensor
+        or not input.is_cpu
         or max_norm is not None
         or scale_grad_by_freq
         or sparse

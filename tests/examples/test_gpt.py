@@ -6,8 +6,10 @@ import lightning as L
 import pytest
 import torch
 
+from lightning_axosparse import load_sparse, save_safetensors, sparsify
 from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.examples.text import TextDataModule
+from lightning_axosparse.sparse.layout import Layout
 
 TINY = {"width": 32, "depth": 2, "heads": 2, "context": 16}
 
@@ -173,3 +175,25 @@ def test_invalid_arguments_are_rejected():
         GPT(**TINY).generate("", 1)
     with pytest.raises(ValueError, match="temperature=-1"):
         GPT(**TINY).generate("a", 1, temperature=-1)
+
+
+def test_a_loaded_pruned_model_generates_without_a_dense_weight(tmp_path, monkeypatch):
+    def network():
+        return GPT(width=64, depth=2, heads=2, context=16)
+
+    model = network()
+    masks = {
+        name: torch.rand(weight.shape) < 0.2
+        for name, weight in model.named_parameters()
+        if weight.dim() > 1
+    }
+    sparsify(model, masks)
+    save_safetensors(model, tmp_path / "sparse.safetensors")
+    expected = model.generate("a", 12, temperature=0)
+    with torch.device("meta"):
+        loaded = network()
+    load_sparse(loaded, tmp_path / "sparse.safetensors")
+    loaded.to("cpu")  # Lightning's modules remember the device of their construction
+    for name in ("densify_tile", "compress_tile"):
+        monkeypatch.setattr(Layout, name, None)
+    assert loaded.generate("a", 12, temperature=0) == expected
