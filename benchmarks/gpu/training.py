@@ -109,7 +109,7 @@ def main() -> None:
     kept_all = True
     print("| row | before the draw | after it | bound |\n| --- | --: | --: | --: |")
     for name, settings, policy, precision, bound in ROWS:
-        ticket = EarlyBirdTicket(0.5, draw_by_epoch=1, policy=policy)  # type: ignore[arg-type]
+        ticket = EarlyBirdTicket(0.5, every="1 epoch", draw_by="1 epoch", policy=policy)  # type: ignore[arg-type]
         strategy = AxoSparseStrategy(**{"g_inter": 1, **settings})
         found = losses(strategy, accelerator, precision, ticket)
         drawn = drawn or found[BATCHES:]

@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -14,6 +15,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from lightning_axosparse.callbacks.moments import (
+    WHEN,
+    Moment,
+    Progress,
+    When,
+    total_steps,
+    validate_end,
+)
 from lightning_axosparse.callbacks.trainer_info import callbacks_of
 from lightning_axosparse.distributed.process_groups import all_gather, broadcast_from_first, gather
 from lightning_axosparse.pruning.bitmask import MaskBits
@@ -25,7 +34,6 @@ from lightning_axosparse.sparse.materialize import COMPUTES, POLICIES, Compute, 
 from lightning_axosparse.sparse.parameters import layouts
 from lightning_axosparse.strategy.validation import unless_made_later, validate_beside_pruning
 from lightning_axosparse.support.arguments import (
-    COUNT,
     NONE,
     PATH,
     PATTERNS,
@@ -52,26 +60,34 @@ _STRATEGY_API = (
 class EarlyBirdTicket(Callback):
     """Finds an early-bird ticket while training, then stores the pruned weights sparse.
 
-    At the end of each training epoch the callback computes the masks that prune the weights of
-    smallest magnitude, over all stages of the pipeline, and compares them with the masks of earlier
-    epochs (You et al., ICLR 2020). When the last ``window`` masks agree, it draws the ticket, once
-    and identically on all ranks, and the strategy replaces the pruned weights, their gradients and
-    their optimizer state by the kept entries (SAMO; Singh & Bhatele, IPDPS 2023). The largest
-    distance to the window is logged as ``mask_distance``.
+    At regular intervals the callback computes the masks that prune the weights of smallest
+    magnitude, over all stages of the pipeline, and compares them with earlier masks (You et al.,
+    ICLR 2020). When the last ``window`` masks agree, it draws the ticket, once and identically on
+    all ranks, and the strategy replaces the pruned weights, their gradients and their optimizer
+    state by the kept entries (SAMO; Singh & Bhatele, IPDPS 2023). The largest distance to the
+    window is logged as ``mask_distance``.
+
+    ``every``, ``draw_after`` and ``draw_by`` are optimizer steps (an int), a share of the run (a
+    float), or epochs (such as "3 epochs"). Masks that are due after the last batch of an epoch are
+    computed when the epoch has been validated.
 
     Args:
         pruning_ratio: fraction of the weights to prune, in (0, 1). Weights are all parameters with
             at least two dimensions.
         scope: "global": one magnitude threshold for the whole model; "layer": the same ratio in
             every parameter.
-        distance: "overlap": fraction of the kept weights that changed, meaningful at every ratio;
+        every: how often masks are computed and compared. Masks change less over shorter intervals,
+            so it goes together with ``threshold``.
+        draw_after: draw not before this, even if the masks agree; None: as soon as they agree.
+        draw_by: draw at this time at the latest, even if the masks still change; None: only when
+            they agree.
+        distance: "relative": fraction of the kept weights that changed, divided by that of
+            independent random masks, so it means the same at every ratio; "overlap": not divided;
             "hamming": fraction of all mask entries that changed, as in the paper.
         threshold: the ticket is drawn when the distance of the newest mask to every other mask of
-            the window is smaller than this. The paper uses 0.1; both distances are equal at ratio
-            0.5.
-        window: number of epochs whose masks must agree, at least 2; the paper uses 5.
-        draw_by_epoch: draw after this many epochs at the latest, even if the masks still change;
-            None: only when the masks agree.
+            the window is smaller than this.
+        window: number of masks that must agree, at least 2; the paper uses 5, one an epoch, with
+            the hamming distance and a threshold of 0.1.
         exclude: patterns (as in :mod:`fnmatch`) of parameter names to leave dense, such as
             ``"*.embedding.weight"``.
         ticket: a ticket, or the file of one, to use from the start of fit, without a search.
@@ -84,7 +100,8 @@ class EarlyBirdTicket(Callback):
     Attributes:
         ticket: the ticket once it is drawn or given, else None. Every rank has the whole ticket, at
             one bit per weight.
-        distances: the largest distance to the window at the end of each epoch, from the second on.
+        distances: number of optimizer steps -> the largest distance of the masks after them to
+            the window, from the second masks on.
 
     Raises:
         MisconfigurationException: if an argument is out of range.
@@ -94,10 +111,12 @@ class EarlyBirdTicket(Callback):
         MisconfigurationException,
         pruning_ratio=number("a number in (0, 1)", lambda ratio: 0 < ratio < 1),
         scope=one_of("global", "layer"),
+        every=WHEN,
+        draw_after=WHEN | NONE,
+        draw_by=WHEN | NONE,
         distance=one_of(*DISTANCES),
         threshold=number("a number in (0, 1]", lambda threshold: 0 < threshold <= 1),
         window=whole(2),
-        draw_by_epoch=COUNT | NONE,
         exclude=PATTERNS,
         ticket=instance_of("a Ticket", Ticket) | PATH | NONE,
         policy=one_of("auto", *POLICIES),
@@ -107,10 +126,12 @@ class EarlyBirdTicket(Callback):
         self,
         pruning_ratio: float = 0.8,
         scope: Scope = "global",
-        distance: Distance = "overlap",
-        threshold: float = 0.1,
+        every: When = 1 / 32,
+        draw_after: When | None = 0.2,
+        draw_by: When | None = 0.4,
+        distance: Distance = "relative",
+        threshold: float = 0.5,
         window: int = 5,
-        draw_by_epoch: int | None = None,
         exclude: Sequence[str] = (),
         ticket: Ticket | str | os.PathLike[str] | None = None,
         policy: Literal["auto", "sparse", "samo"] = "auto",
@@ -125,15 +146,15 @@ class EarlyBirdTicket(Callback):
         self.compute = compute
         self.pruning_ratio = pruning_ratio
         self.scope = scope
+        self.every, self.draw_after, self.draw_by = every, draw_after, draw_by
         self.distance = distance
         self.threshold = threshold
-        self.draw_by_epoch = draw_by_epoch
         self.exclude = tuple(exclude)
         self.ticket = Ticket.load(ticket) if isinstance(ticket, str | os.PathLike) else ticket
-        self.distances: list[float] = []
+        self.distances: dict[int, float] = {}
         self._window: deque[MaskBits] = deque(maxlen=window)
-        self._compared: int | None = None
-        """Epochs whose masks have been compared; None outside of training."""
+        self._looked: Progress | None = None
+        """Up to where masks that were due have been compared; None outside of training."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Validate the run on every rank, before any weight changes."""
@@ -155,6 +176,8 @@ class EarlyBirdTicket(Callback):
                 "EarlyBirdTicket needs strategy='axosparse' (AxoSparseStrategy); "
                 f"{type(trainer.strategy).__name__} cannot store weights sparse."
             )
+        if self.ticket is None and float in map(type, (self.every, self.draw_after, self.draw_by)):
+            validate_end(trainer)
         with unless_made_later(trainer.lightning_module):
             _validate_model(trainer.lightning_module, self.exclude, self.ticket)
 
@@ -167,51 +190,73 @@ class EarlyBirdTicket(Callback):
             self._prune(trainer, self.ticket)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End the epoch before this one if the checkpoint was written after its last batch.
+        """Compare masks that were due where the checkpoint of a resumed run was written.
 
-        Lightning resumes such a checkpoint at the next epoch without ``on_train_epoch_end``.
+        It may have been written before this callback's own hook, at the last batch of an epoch, at
+        which Lightning does not resume.
         """
-        resumed, self._compared = self._compared, trainer.current_epoch
-        if resumed is not None and resumed < trainer.current_epoch:
-            self._end_epoch(trainer, pl_module, trainer.current_epoch - 1)
+        now = Progress(trainer.global_step, trainer.current_epoch)
+        self._looked = self._looked or now
+        self._look(trainer, pl_module, now)
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Compare masks if they are due inside an epoch."""
+        if not trainer.is_last_batch:
+            now = Progress(trainer.global_step, trainer.current_epoch)
+            self._look(trainer, pl_module, now, on_step=True)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare this epoch's masks with the window, and draw the ticket if they agree."""
-        self._end_epoch(trainer, pl_module, trainer.current_epoch)
-        self._compared = trainer.current_epoch + 1
+        """Compare masks if they are due at the end of an epoch, which has been validated."""
+        self._look(trainer, pl_module, Progress(trainer.global_step, trainer.current_epoch + 1))
 
-    def _end_epoch(self, trainer: Trainer, pl_module: LightningModule, epoch: int) -> None:
+    def _look(
+        self, trainer: Trainer, module: LightningModule, now: Progress, on_step: bool = False
+    ) -> None:
+        """If that is due, compare the masks with the window, and draw the ticket if they agree."""
+        looked, self._looked = self._looked, now
         if self.ticket is not None:
             return
-        masks = self._masks(trainer, pl_module)
+        assert looked is not None
+        total = partial(total_steps, trainer)
+        late = self.draw_by is not None and Moment.of(self.draw_by, total).reached(now)
+        if not late and not Moment.of(self.every, total).again_since(looked, now):
+            return
+        masks = self._masks(trainer, module)
         distances = self._distances_to_window(trainer, masks)
         self._window.append(masks)
         if distances:
-            self.distances.append(max(distances))
-            pl_module.log("mask_distance", self.distances[-1], sync_dist=True)
-        settled = len(self._window) == self._window.maxlen and max(distances) < self.threshold
-        late = self.draw_by_epoch is not None and epoch + 1 >= self.draw_by_epoch
-        if settled or late:
-            self._draw(trainer, pl_module, masks, epoch)
+            self.distances[now.steps] = max(distances)
+            module.log("mask_distance", max(distances), on_step=on_step, on_epoch=not on_step)
+        early = self.draw_after is not None and not Moment.of(self.draw_after, total).reached(now)
+        full = len(self._window) == self._window.maxlen
+        if late or (full and not early and max(distances) < self.threshold):
+            self._draw(trainer, module, masks)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warn if no ticket was drawn."""
-        self._compared = None
+        self._looked = None
         if self.ticket is None:
-            last = f"{self.distances[-1]:.3f}" if self.distances else "none"
+            last = f"{[*self.distances.values()][-1]:.3f}" if self.distances else "none"
             rank_zero_warn(
-                f"No ticket was drawn in {trainer.current_epoch} epochs: the masks have not "
+                f"No ticket was drawn in {trainer.global_step} optimizer steps: the masks have not "
                 f"settled (last mask_distance: {last}, threshold: {self.threshold}, window: "
-                f"{self._window.maxlen}). The weights are dense. Set draw_by_epoch, a larger "
-                "threshold or a smaller window, or train longer."
+                f"{self._window.maxlen}). The weights are dense. Set draw_by, a larger threshold, "
+                "a shorter interval (every) or a smaller window, or train longer."
             )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ticket and the distances; :meth:`on_save_checkpoint` adds the window."""
         return {
-            "compared": self._compared,
+            "looked": self._looked and [self._looked.steps, self._looked.epochs],
             "ticket": None if self.ticket is None else self.ticket.state_dict(),
-            "distances": list(self.distances),
+            "distances": dict(self.distances),
             "window": [],
         }
 
@@ -239,8 +284,8 @@ class EarlyBirdTicket(Callback):
                     "without `ticket=`, or start a new run from the weights alone."
                 )
             self.ticket = ticket
-        self._compared = state_dict.get("compared")
-        self.distances = list(state_dict["distances"])
+        self._looked = state_dict["looked"] and Progress(*state_dict["looked"])
+        self.distances = dict(state_dict["distances"])
         self._window.clear()
         self._window.extend(MaskBits.from_state_dict(state) for state in state_dict["window"])
 
@@ -269,7 +314,7 @@ class EarlyBirdTicket(Callback):
         found = [distance(masks, other, counted, strategy.inter_group) for other in others]
         return broadcast_from_first(found, strategy.data_group)
 
-    def _draw(self, trainer: Trainer, module: LightningModule, masks: MaskBits, epoch: int) -> None:
+    def _draw(self, trainer: Trainer, module: LightningModule, masks: MaskBits) -> None:
         """Make the masks of the first replica the ticket of all ranks, and prune by it."""
         strategy: Any = trainer.strategy
         part = _part(masks, strategy.counted_parameters())
@@ -278,10 +323,9 @@ class EarlyBirdTicket(Callback):
             MaskBits.merged(parts).only(prunable(module, self.exclude)),
             pruning_ratio=self.pruning_ratio,
             scope=self.scope,
-            epoch=epoch,
             step=trainer.global_step,
             distance=self.distance,
-            distances=tuple(self.distances),
+            distances=self.distances,
         )
         self._window.clear()
         self._prune(trainer, self.ticket)

@@ -58,6 +58,8 @@ class PipelineTimeline(L.Callback):
         self.folder = None if folder is None else Path(folder)
         self.steps: list[RecordedStep] = []
         self._recorded: dict[Period, tuple[int, list[Placed]]] = {}
+        self._period: Period = "dense"
+        """How weights are stored in the batch that is being recorded."""
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -68,6 +70,7 @@ class PipelineTimeline(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._chosen(trainer, batch_idx):
+            self._period = period_of(trainer)
             clock.record()
 
     @override
@@ -82,7 +85,7 @@ class PipelineTimeline(L.Callback):
         if self._chosen(trainer, batch_idx):
             grid = grid_of(trainer)
             placed = place(clock.recorded(), grid.replica, grid.stage)
-            self._recorded[period_of(trainer)] = trainer.current_epoch, placed
+            self._recorded[self._period] = trainer.current_epoch, placed
 
     @override
     def on_exception(

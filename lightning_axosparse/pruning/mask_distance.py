@@ -4,7 +4,9 @@ The early-bird paper (You et al., ICLR 2020) takes the fraction of mask entries 
 0.1 as the threshold, for channels pruned by up to 0.7. At higher ratios this distance says little:
 two independent random masks that keep 5% differ in 9.5% of their entries and would pass. The
 overlap distance divides by the kept entries instead, so it ranges from 0 (equal masks) to 1 (no
-kept entry in common) at every ratio; at ratio 0.5 the two distances are equal.
+kept entry in common) at every ratio; at ratio 0.5 the two distances are equal. Of the entries that
+independent masks keep, a fraction as large as the pruning ratio differs: the relative distance
+divides by it, so one threshold tells masks that settle from independent ones at every ratio.
 """
 
 from __future__ import annotations
@@ -40,6 +42,19 @@ def overlap_distance(
     return differing / kept if kept else 0.0
 
 
+def relative_distance(
+    one: Masks, other: Masks, counted: Collection[str], group: ProcessGroup | None = None
+) -> float:
+    """Return the :func:`overlap_distance`, divided by that of independent random masks.
+
+    It is 0 for equal masks and 1, in the mean, for independent ones that keep as many entries.
+    Arguments as for :func:`overlap_distance`.
+    """
+    differing, kept, entries = _counts(one, other, counted, group)
+    expected = kept * (1 - kept / (2 * entries)) if entries else 0.0
+    return differing / expected if expected else 0.0
+
+
 def hamming_distance(
     one: Masks, other: Masks, counted: Collection[str], group: ProcessGroup | None = None
 ) -> float:
@@ -51,9 +66,13 @@ def hamming_distance(
     return differing / entries if entries else 0.0
 
 
-Distance = Literal["overlap", "hamming"]
+Distance = Literal["relative", "overlap", "hamming"]
 DISTANCES: dict[Distance, Callable[[Masks, Masks, Collection[str], ProcessGroup | None], float]]
-DISTANCES = {"overlap": overlap_distance, "hamming": hamming_distance}
+DISTANCES = {
+    "relative": relative_distance,
+    "overlap": overlap_distance,
+    "hamming": hamming_distance,
+}
 
 
 def _counts(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ from lightning_axosparse.support.arguments import (
     INDEX,
     MASKS,
     NONE,
+    NOT_NEGATIVE,
     PATH,
+    Kind,
     check,
     checked,
-    list_of,
     one_of,
 )
 from lightning_axosparse.support.checksum import verified, with_checksum
@@ -31,13 +32,19 @@ _FIELDS = {
     "masks": MASKS,
     "pruning_ratio": FRACTION,
     "scope": one_of("global", "layer"),
-    "epoch": INDEX | NONE,
     "step": INDEX | NONE,
-    "distance": one_of("overlap", "hamming"),
-    "distances": list_of("a list of numbers from 0 to 1", FRACTION),
+    "distance": one_of("relative", "overlap", "hamming"),
+    "distances": Kind(
+        "a mapping of optimizer steps to distances",
+        lambda value: (
+            isinstance(value, Mapping)
+            and all(INDEX.fits(step) for step in value)
+            and all(NOT_NEGATIVE.fits(distance) for distance in value.values())
+        ),
+    ),
 }
 _KIND = "lightning_axosparse.Ticket/"
-_FORMAT = f"{_KIND}2"
+_FORMAT = f"{_KIND}3"
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,11 +56,10 @@ class Ticket:
             may be given; each mask is stored at one bit per entry and unpacked (on CPU) when read.
         pruning_ratio: the fraction of entries that was to be pruned.
         scope: "global" if all parameters had one magnitude threshold, "layer" if each had its own.
-        epoch: index of the epoch at whose end the ticket was drawn; None if it was made by hand.
-        step: number of optimizer steps before the draw, or None.
-        distance: how ``distances`` were measured: "overlap" or "hamming".
-        distances: the largest mask distance to the window at the end of each epoch, from the second
-            epoch to the draw.
+        step: number of optimizer steps before the draw; None if the ticket was made by hand.
+        distance: how ``distances`` were measured: "relative", "overlap" or "hamming".
+        distances: number of optimizer steps -> the largest distance of the masks after them to
+            those of the window, up to the draw.
 
     Raises:
         ValueError: if a field has the wrong type or is out of range.
@@ -62,17 +68,16 @@ class Ticket:
     masks: Mapping[str, Tensor]
     pruning_ratio: float
     scope: str = "global"
-    epoch: int | None = None
     step: int | None = None
-    distance: str = "overlap"
-    distances: tuple[float, ...] = ()
+    distance: str = "relative"
+    distances: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, value in check(ValueError, vars(self), _FIELDS).items():
             object.__setattr__(self, name, value)
         if not isinstance(self.masks, MaskBits):
             object.__setattr__(self, "masks", MaskBits(self.masks))
-        object.__setattr__(self, "distances", tuple(self.distances))
+        object.__setattr__(self, "distances", dict(self.distances))
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
@@ -146,7 +151,7 @@ class Ticket:
         return (
             f"Ticket({len(self.masks)} parameters, {self.sparsity:.1%} of "
             f"{sum(shape.numel() for shape in self.shapes.values())} entries pruned, "
-            f"scope={self.scope!r}, epoch={self.epoch}, step={self.step})"
+            f"scope={self.scope!r}, step={self.step})"
         )
 
     @property

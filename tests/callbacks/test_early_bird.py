@@ -29,6 +29,9 @@ class Model(LightningModule):
         self.log("loss", loss)
         return loss
 
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", nn.functional.mse_loss(self.model(batch[0]), batch[1]))
+
     def configure_optimizers(self):
         return self.optimizer(self.parameters(), self.lr)
 
@@ -70,11 +73,25 @@ def seeded_model(**settings):
     return Model(**settings)
 
 
-def fit(callback, epochs, model=None, strategy=None, ckpt_path=None, folder=None, callbacks=()):
+def fit(
+    callback,
+    epochs,
+    model=None,
+    strategy=None,
+    ckpt_path=None,
+    folder=None,
+    callbacks=(),
+    validated=False,
+    same_batches=False,
+    **options,
+):
     """Train a small model; return it with its trainer."""
     model = model or seeded_model()
     seed_everything(2, verbose=False)
-    data = TensorDataset(torch.randn(32, 6), torch.randn(32, 2))
+    inputs, targets = torch.randn(32, 6), torch.randn(32, 2)
+    if same_batches:
+        inputs, targets = inputs[:8].repeat(4, 1), targets[:8].repeat(4, 1)
+    data = TensorDataset(inputs, targets)
     trainer = Trainer(
         max_epochs=epochs,
         strategy=strategy or PartialStrategy(),
@@ -85,13 +102,18 @@ def fit(callback, epochs, model=None, strategy=None, ckpt_path=None, folder=None
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+        **options,
     )
-    trainer.fit(model, DataLoader(data, batch_size=8), ckpt_path=ckpt_path)
+    loader = DataLoader(data, batch_size=8)
+    trainer.fit(model, loader, loader if validated else None, ckpt_path=ckpt_path)
     return model, trainer
 
 
 def search(**settings):
-    return EarlyBirdTicket(**{"pruning_ratio": 0.5, "window": 3, "threshold": 0.1, **settings})
+    by_epochs = {"every": "1 epoch", "draw_after": None, "draw_by": None, "distance": "overlap"}
+    small = {"pruning_ratio": 0.5, "window": 3, "threshold": 0.1}
+    return EarlyBirdTicket(**{**by_epochs, **small, **settings})
 
 
 def shapes(model):
@@ -107,11 +129,11 @@ def shapes(model):
         ({"distance": "jaccard"}, "distance='jaccard'"),
         ({"threshold": 0.0}, "threshold=0.0"),
         ({"window": 1}, "window=1"),
-        ({"draw_by_epoch": 0}, "draw_by_epoch=0"),
+        ({"draw_by": 0}, "draw_by=0"),
         ({"pruning_ratio": "0.8"}, "pruning_ratio='0.8'"),
         ({"threshold": None}, "threshold=None"),
         ({"window": 2.5}, "window=2.5"),
-        ({"draw_by_epoch": "2"}, "draw_by_epoch='2'"),
+        ({"draw_by": "2"}, "draw_by='2'.*'3 epochs'"),
         ({"exclude": "head.*"}, r"\['head\.\*'\]"),
         ({"ticket": {}}, "ticket={}"),
         ({"policy": "dense"}, "policy='dense'.*samo"),
@@ -127,10 +149,8 @@ def test_arguments_out_of_range_are_rejected(settings, message):
 def test_the_ticket_is_drawn_when_the_window_is_full_and_the_masks_have_settled():
     callback = search()
     model, trainer = fit(callback, 6, seeded_model(lr=0.0))
-    assert callback.ticket.epoch == 2
     assert callback.ticket.step == 12
-    assert callback.ticket.distances == (0.0, 0.0)
-    assert callback.distances == [0.0, 0.0]
+    assert callback.ticket.distances == callback.distances == {8: 0.0, 12: 0.0}
     assert trainer.strategy.swaps == 1
     entries = 6 * 16 + 16 * 8 + 8 * 2
     kept = sum(int(mask.sum()) for mask in callback.ticket.masks.values())
@@ -158,25 +178,99 @@ def test_changing_masks_draw_no_ticket_and_their_distance_is_logged():
             seen.append(float(trainer.callback_metrics["mask_distance"]))
 
     callback = search(threshold=1e-6)
-    with pytest.warns(UserWarning, match=r"No ticket.*5 epochs.*draw_by_epoch"):
+    with pytest.warns(UserWarning, match=r"No ticket.*20 optimizer steps.*draw_by"):
         model, _ = fit(callback, 5, seeded_model(lr=0.1), callbacks=[Recorder()])
     assert callback.ticket is None
-    assert len(callback.distances) == 4
-    assert max(callback.distances) > 0
-    assert seen == [pytest.approx(callback.distances[-1])]
+    assert list(callback.distances) == [8, 12, 16, 20]
+    assert max(callback.distances.values()) > 0
+    assert seen == [pytest.approx(callback.distances[20])]
     assert shapes(model)["model.0.weight"] == (16, 6)
 
 
 @pytest.mark.parametrize("epoch", [1, 4])
-def test_draw_by_epoch(epoch):
-    callback = search(threshold=1e-6, draw_by_epoch=epoch)
+def test_draw_by_epochs(epoch):
+    callback = search(threshold=1e-6, draw_by=f"{epoch} epochs")
     fit(callback, 5, seeded_model(lr=0.1))
-    assert callback.ticket.epoch == epoch - 1
+    assert callback.ticket.step == 4 * epoch
     assert len(callback.ticket.distances) == epoch - 1
 
 
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"every": 3}, [6, 9, 12, 15, 18]),
+        ({"every": 0.15}, [6, 9, 12, 15, 18]),
+        ({"every": 3, "draw_by": 10}, [6, 9, 10]),
+        ({"every": 3, "draw_by": 0.5}, [6, 9, 10]),
+        ({"every": 7, "draw_by": "2 epochs"}, [8]),
+        ({"every": 3, "threshold": 1.0, "draw_after": 0.45}, [6, 9]),
+        ({"every": 3, "threshold": 1.0, "draw_after": "3 epochs"}, [6, 9, 12]),
+        ({"every": 1 / 32, "threshold": 1.0}, [2, 3]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:No ticket")
+def test_masks_are_compared_and_drawn_when_it_is_time(settings, steps):
+    callback = search(**{"threshold": 1e-6, "draw_after": 0.05, **settings})
+    fit(callback, 5, seeded_model(lr=0.1))
+    assert list(callback.distances) == steps
+    drawn = "draw_by" in settings or "threshold" in settings
+    assert (callback.ticket.step if drawn else callback.ticket) == (steps[-1] if drawn else None)
+
+
+def test_with_accumulation_masks_are_compared_once_a_step():
+    callback = search(every=1, threshold=1e-6, draw_by=5)
+    fit(callback, 5, seeded_model(lr=0.1), accumulate_grad_batches=2)
+    assert list(callback.distances) == [2, 3, 4, 5]
+    assert callback.ticket.step == 5
+
+
+class Seen(Callback):
+    """Notes whether the weights are dense in the middle of an epoch and in validation."""
+
+    def __init__(self, callback):
+        self.callback, self.validated, self.trained = callback, [], []
+
+    def on_train_batch_end(self, trainer, *args):
+        self.trained.append(self.callback.ticket is None)
+
+    def on_validation_start(self, trainer, pl_module):
+        self.validated.append(self.callback.ticket is None)
+
+
+def test_an_epoch_at_whose_end_the_ticket_is_drawn_is_validated_dense():
+    for draw_by, trained in ((4, [True] * 4 + [False] * 4), (6, [True] * 5 + [False] * 3)):
+        callback = search(draw_by=draw_by)
+        seen = Seen(callback)
+        fit(callback, 2, validated=True, callbacks=[seen])
+        assert seen.trained == trained
+        assert seen.validated == [True, False]
+
+
+def test_by_default_a_ticket_is_drawn_between_a_fifth_and_two_fifths_of_any_run():
+    for ratio in (0.3, 0.98):
+        for epochs in (5, 40):
+            callback = EarlyBirdTicket(ratio)
+            fit(callback, epochs, seeded_model(lr=0.1))
+            assert 0.2 <= callback.ticket.step / (4 * epochs) <= 0.4
+
+
+@pytest.mark.parametrize("when", ["every", "draw_after", "draw_by"])
+def test_a_share_of_a_run_without_an_end_is_refused_before_it_starts(when):
+    callback = search(**{when: 0.5})
+    with pytest.raises(MisconfigurationException, match=r"max_steps.*every=500"):
+        fit(callback, -1, max_time={"seconds": 30})
+    search(every=500, draw_by="3 epochs").validate_fit(endless())
+
+
+def endless():
+    trainer = Trainer(max_epochs=-1, strategy=PartialStrategy(), logger=False)
+    trainer.state.fn = "fit"
+    trainer.strategy.connect(seeded_model())
+    return trainer
+
+
 def test_training_goes_on_with_the_kept_weights():
-    model, trainer = fit(search(draw_by_epoch=2), 4, seeded_model(lr=0.1))
+    model, trainer = fit(search(draw_by="2 epochs"), 4, seeded_model(lr=0.1))
     assert trainer.global_step == 16
     weight = model.state_dict()["model.0.weight"]
     mask = trainer.callbacks[0].ticket.masks["model.0.weight"]
@@ -238,7 +332,7 @@ class SavedAfterStep(SavedAt):
 
 @pytest.mark.parametrize("saved_at", [0, 1, 2, 3, 4])
 def test_a_resumed_run_draws_the_same_ticket(saved_at, tmp_path):
-    settings = {"threshold": 0.02, "draw_by_epoch": 4}
+    settings = {"threshold": 0.02, "draw_by": "4 epochs"}
     whole, resumed = search(**settings), search(**settings)
     path = tmp_path / "a.ckpt"
     expected, _ = fit(whole, 6, callbacks=[SavedAt(saved_at, path)])
@@ -254,14 +348,14 @@ def test_a_resumed_run_draws_the_same_ticket(saved_at, tmp_path):
 
 @pytest.mark.parametrize("saved_at", [4, 8, 12, 16, 20])
 def test_a_run_resumed_from_the_last_batch_of_an_epoch_draws_the_same_ticket(saved_at, tmp_path):
-    settings = {"threshold": 0.02, "draw_by_epoch": 4}
+    settings = {"threshold": 0.02, "draw_by": "4 epochs"}
     whole, resumed = search(**settings), search(**settings)
     path = tmp_path / "a.ckpt"
     expected, _ = fit(whole, 6, callbacks=[SavedAfterStep(saved_at, path)])
     checkpoint = torch.load(path, weights_only=True)
     assert (checkpoint["callbacks"]["EarlyBirdTicket"]["ticket"] is not None) == (saved_at > 16)
     model, trainer = fit(resumed, 6, ckpt_path=path)
-    assert (whole.ticket.epoch, whole.ticket.step) == (3, 16)
+    assert whole.ticket.step == 16
     assert resumed.ticket == whole.ticket
     assert resumed.distances == whole.distances
     assert trainer.strategy.swaps == 1
@@ -269,9 +363,28 @@ def test_a_run_resumed_from_the_last_batch_of_an_epoch_draws_the_same_ticket(sav
         assert torch.equal(model.state_dict()[name], tensor)
 
 
+@pytest.mark.parametrize("saved_at", [2, 3, 5, 6, 8, 9])
+def test_a_run_resumed_inside_an_epoch_draws_the_same_ticket(saved_at, tmp_path):
+    settings = {"threshold": 1e-6, "every": 3, "draw_by": 9}
+    whole, path = search(**settings), tmp_path / "a.ckpt"
+    # Lightning does not resume the order of batches inside an epoch.
+    expected, _ = fit(whole, 4, callbacks=[SavedAfterStep(saved_at, path)], same_batches=True)
+    for origin in ("after", "before"):
+        if origin == "before":  # The search's own hook at this step has yet to run.
+            first = SavedAfterStep(saved_at, path)
+            fit(first, 4, callbacks=[search(**settings)], same_batches=True)
+        resumed = search(**settings)
+        model, _ = fit(resumed, 4, ckpt_path=path, same_batches=True)
+        assert resumed.ticket == whole.ticket
+        assert list(resumed.distances) == [6, 9]
+        assert resumed.distances == whole.distances
+        for name, tensor in expected.state_dict().items():
+            assert torch.equal(model.state_dict()[name], tensor)
+
+
 def test_a_checkpoint_with_another_ticket_is_rejected(ticket, tmp_path):
     path = tmp_path / "a.ckpt"
-    fit(search(draw_by_epoch=1), 2, callbacks=[SavedAt(1, path)])
+    fit(search(draw_by="1 epoch"), 2, callbacks=[SavedAt(1, path)])
     with pytest.raises(MisconfigurationException, match="another ticket"):
         fit(EarlyBirdTicket(ticket=ticket), 3, ckpt_path=path)
 
@@ -320,10 +433,10 @@ def on_two_stages_and_two_replicas(folder):
 
     init_process_group("cpu")
     rank, world = dist.get_rank(), dist.group.WORLD
-    staged = search(threshold=0.02, draw_by_epoch=4)
+    staged = search(threshold=0.02, draw_by="4 epochs")
     saved = SavedAt(1, f"{folder}/{rank}.ckpt")
     fit(staged, 5, strategy=PartialStrategy(2, rank, inter_group=world), callbacks=[saved])
-    replicated, model = search(draw_by_epoch=2), seeded_model()
+    replicated, model = search(draw_by="2 epochs"), seeded_model()
     with torch.no_grad():
         model.model[0].weight.mul_(1 + rank)  # replicas that differ must still agree
     fit(replicated, 3, model, strategy=PartialStrategy(data_group=world))
@@ -332,15 +445,15 @@ def on_two_stages_and_two_replicas(folder):
 
 
 def test_stages_and_replicas_draw_one_ticket(tmp_path):
-    alone = search(threshold=0.02, draw_by_epoch=4)
+    alone = search(threshold=0.02, draw_by="4 epochs")
     fit(alone, 5)
-    replica = search(draw_by_epoch=2)
+    replica = search(draw_by="2 epochs")
     fit(replica, 3)
     for staged, replicated in run_ranks(2, on_two_stages_and_two_replicas, str(tmp_path)):
         assert staged.ticket == alone.ticket
         assert staged.distances == alone.distances
         assert replicated.ticket == replica.ticket
-    resumed = search(threshold=0.02, draw_by_epoch=4)
+    resumed = search(threshold=0.02, draw_by="4 epochs")
     fit(resumed, 5, ckpt_path=tmp_path / "0.ckpt")
     assert resumed.ticket == alone.ticket
     assert resumed.distances == alone.distances

@@ -39,7 +39,11 @@ def train(
 
     g_inter, ranks = GRIDS[grid]
     L.seed_everything(0, verbose=False)
-    draw = [] if ticket is None else [EarlyBirdTicket(0.6, draw_by_epoch=ticket)]
+    draw = (
+        []
+        if ticket is None
+        else [EarlyBirdTicket(0.6, every="1 epoch", draw_by=f"{ticket} epochs")]
+    )
     run = trainer(
         AxoSparseStrategy(g_inter=g_inter, microbatches=2),
         ranks,

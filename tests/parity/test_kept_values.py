@@ -47,7 +47,7 @@ def train(
         return outer(*args)
 
     L.seed_everything(0, verbose=False)
-    ticket = EarlyBirdTicket(0.8, draw_by_epoch=DRAW, compute=compute)
+    ticket = EarlyBirdTicket(0.8, every="1 epoch", draw_by=f"{DRAW} epochs", compute=compute)
     checkpoints = [] if folder is None else [ModelCheckpoint(folder, "{epoch}", save_top_k=-1)]
     run = trainer(
         strategy,

@@ -27,7 +27,7 @@ def train(grid: str, folder: Path, resume: Path | None = None) -> tuple[Record, 
     from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 
     L.seed_everything(0, verbose=False)
-    draw = EarlyBirdTicket(0.6, draw_by_epoch=2)
+    draw = EarlyBirdTicket(0.6, every="1 epoch", draw_by="2 epochs")
     saving = ModelCheckpoint(
         folder / grid, "{step}", save_top_k=-1, every_n_train_steps=BATCHES, monitor=None
     )
@@ -54,7 +54,7 @@ def on_ranks(folder: Path) -> dict[str, Any]:
 
 def test_the_draw_comes_where_it_would_have_come(tmp_path: Path) -> None:
     record, expected = train("one", tmp_path)
-    assert (expected.ticket.epoch, expected.ticket.step) == (1, 2 * BATCHES)
+    assert expected.ticket.step == 2 * BATCHES
     results = {"loopback": {"through": train("loopback", tmp_path)}}
     for rank, runs in enumerate(run_ranks(2, on_ranks, tmp_path)):
         results[f"rank {rank}"] = runs

@@ -43,7 +43,10 @@ def train(row: str, ranks: int, folder: Path, epochs: int, resume: Path | None =
         max_epochs=epochs,
         precision=precision,
         enable_checkpointing=True,
-        callbacks=[EarlyBirdTicket(0.6, draw_by_epoch=2), ModelCheckpoint(folder, filename="stop")],
+        callbacks=[
+            EarlyBirdTicket(0.6, every="1 epoch", draw_by="2 epochs"),
+            ModelCheckpoint(folder, filename="stop"),
+        ],
     )
     model = module(outer=True, tied=True)
     run.fit(model, loader(1), ckpt_path=resume, weights_only=False)

@@ -9,6 +9,7 @@ from lightning_axosparse.pruning.mask_distance import (
     DISTANCES,
     hamming_distance,
     overlap_distance,
+    relative_distance,
 )
 from tests.pruning.stages import make_parameters, on_stage
 from tests.ranks import run_ranks
@@ -50,6 +51,16 @@ def test_overlap_tells_independent_masks_from_settled_ones_where_hamming_does_no
     assert overlap_distance(one, other, {"w"}) > 0.9
 
 
+@pytest.mark.parametrize("ratio", [0.3, 0.5, 0.8, 0.98])
+def test_independent_masks_are_one_apart_by_the_relative_distance_at_every_ratio(ratio):
+    torch.manual_seed(0)
+    one, other = ({"w": torch.rand(1000, 1000) >= ratio} for _ in range(2))
+    assert relative_distance(one, other, {"w"}) == pytest.approx(1, rel=0.02)
+    assert relative_distance(one, one, {"w"}) == relative_distance({}, {}, set()) == 0
+    half = {"w": torch.where(torch.arange(1000) < 500, one["w"], other["w"])}
+    assert relative_distance(one, half, {"w"}) == pytest.approx(0.5, rel=0.02)
+
+
 def distances_of_a_stage():
     import torch.distributed as dist
 
@@ -67,5 +78,5 @@ def distances_of_a_stage():
 def test_stages_measure_the_distances_of_one_process():
     one, other = random_masks(0, 0.3)
     expected = [distance(one, other, one.keys()) for distance in DISTANCES.values()]
-    assert all(0 < distance < 1 for distance in expected)
+    assert all(0 < distance < 1.5 for distance in expected)
     assert run_ranks(3, distances_of_a_stage) == [expected] * 3

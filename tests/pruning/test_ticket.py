@@ -12,7 +12,7 @@ from lightning_axosparse.pruning import Ticket
 @pytest.fixture
 def ticket():
     masks = {"a.weight": torch.eye(4, dtype=torch.bool), "b.weight": torch.ones(2, 2, dtype=bool)}
-    return Ticket(masks, 0.6, epoch=4, step=100, distances=[0.3, 0.05])
+    return Ticket(masks, 0.6, step=100, distances={90: 0.3, 100: 0.05})
 
 
 def test_a_mask_that_is_not_bool_is_rejected():
@@ -25,17 +25,17 @@ def test_properties_and_repr(ticket):
     assert ticket.layer_sparsity() == {"a.weight": 0.75, "b.weight": 0.0}
     assert ticket.sparsity == pytest.approx(0.6)
     assert ticket.shapes == {"a.weight": (4, 4), "b.weight": (2, 2)}
-    assert ticket.distances == (0.3, 0.05)
+    assert ticket.distances == {90: 0.3, 100: 0.05}
     assert repr(ticket) == (
-        "Ticket(2 parameters, 60.0% of 20 entries pruned, scope='global', epoch=4, step=100)"
+        "Ticket(2 parameters, 60.0% of 20 entries pruned, scope='global', step=100)"
     )
     assert list(ticket.part(["b.weight", "bias"])) == ["b.weight"]
 
 
 def test_tickets_are_equal_if_their_fields_are(ticket):
-    same = Ticket(dict(ticket.masks), 0.6, epoch=4, step=100, distances=(0.3, 0.05))
+    same = Ticket(dict(ticket.masks), 0.6, step=100, distances={90: 0.3, 100: 0.05})
     assert ticket == same == copy.deepcopy(ticket)
-    assert ticket != Ticket(dict(ticket.masks), 0.6, epoch=5, step=100, distances=(0.3, 0.05))
+    assert ticket != Ticket(dict(ticket.masks), 0.6, step=101, distances={90: 0.3, 100: 0.05})
     assert ticket != Ticket({"a.weight": ticket.masks["a.weight"]}, 0.6)
 
 

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
-from tests.parity.cases import CLASSES, FEATURES, Net, difference, fit, loader, trainer
+from tests.parity.cases import BATCHES, CLASSES, FEATURES, Net, difference, fit, loader, trainer
 from tests.ranks import PATIENCE
 
 
@@ -158,20 +158,20 @@ def test_fit_validate_test_and_predict_return_as_usual() -> None:
 @pytest.mark.usefixtures("warm_ranks")
 def test_a_ticket_comes_back_with_the_callback_and_the_module_dense() -> None:
     L.seed_everything(0, verbose=False)
-    ticket = EarlyBirdTicket(0.75, draw_by_epoch=2)
+    ticket = EarlyBirdTicket(0.75, every="1 epoch", draw_by="2 epochs")
     run, module = trainer(AxoSparseStrategy(g_inter=2, regrid=1), 2, callbacks=[ticket]), Net()
     fit(run, module)
     assert isinstance(run.strategy, AxoSparseStrategy)
     assert run.strategy.regridded is not None
     assert run.strategy.regridded.epoch == 2
     assert ticket.ticket is not None
-    assert ticket.ticket.epoch == 1
+    assert ticket.ticket.step == 2 * BATCHES
     for name, mask in ticket.ticket.masks.items():
         weight: Tensor = module.get_parameter(name)
         assert weight.shape == mask.shape
         assert torch.equal(weight != 0, mask)
     L.seed_everything(0, verbose=False)
-    alone = EarlyBirdTicket(0.75, draw_by_epoch=2)
+    alone = EarlyBirdTicket(0.75, every="1 epoch", draw_by="2 epochs")
     other = Net()
     fit(trainer(AxoSparseStrategy(), callbacks=[alone]), other)
     assert alone.ticket == ticket.ticket
@@ -201,7 +201,7 @@ def test_layers_made_in_configure_model_are_dealt_pruned_and_brought_home() -> N
     trained = []
     for strategy, devices in ((AxoSparseStrategy(), 1), (AxoSparseStrategy(g_inter=2), 2)):
         L.seed_everything(0, verbose=False)
-        ticket = EarlyBirdTicket(0.75, draw_by_epoch=2, exclude=["model.5.*"])
+        ticket = EarlyBirdTicket(0.75, every="1 epoch", draw_by="2 epochs", exclude=["model.5.*"])
         module = MadeLater()
         run = trainer(strategy, devices, callbacks=[ticket], precision="64-true")
         trained.append(fit(run, module))

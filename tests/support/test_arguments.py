@@ -46,6 +46,7 @@ OBJECTS = [[], {}, b"x", object(), torch.tensor([1, 2]), nn.Linear(2, 2)]
 NO_COUNT = [*NUMBERS, *OBJECTS, 0, HUGE]
 NO_INDEX = [*NUMBERS, *OBJECTS, None, HUGE]
 NO_FRACTION = [None, True, NAN, -1, 2, "0.5", torch.tensor(0.5), *OBJECTS]
+NO_WHEN = [True, NAN, INFINITE, -1, 0, 0.0, 1.5, "3", "0 epochs", "3 steps", "", *OBJECTS]
 NO_RATE = [None, NAN, INFINITE, -1, "time"]
 NO_WORD = [None, True, 1, "no such", "", np.array(["a", "b"]), *OBJECTS]
 NO_BOOL = [None, 0, 1, "yes", np.array([True, False]), *OBJECTS]
@@ -131,7 +132,9 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             "distance": NO_WORD,
             "threshold": [0, *NO_FRACTION],
             "window": [None, 1, *NO_COUNT],
-            "draw_by_epoch": NO_COUNT,
+            "every": [None, *NO_WHEN],
+            "draw_after": NO_WHEN,
+            "draw_by": NO_WHEN,
             "exclude": NO_PATTERNS,
             "ticket": NO_TEXT,
             "policy": NO_WORD,
@@ -155,10 +158,9 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             "masks": [None, [], MASKS["0.weight"], "x"],
             "pruning_ratio": NO_FRACTION,
             "scope": NO_WORD,
-            "epoch": NO_INDEX[:-2],
             "step": NO_INDEX[:-2],
             "distance": NO_WORD,
-            "distances": [None, 0.5, [NAN], ["x"], "x"],
+            "distances": [None, 0.5, [0.5], {1: NAN}, {1.5: 0.5}, {-1: 0.5}, {1: "x"}, "x"],
         },
     ),
     (Ticket.load, ValueError, {"path": [None, *NO_TEXT]}),
@@ -278,22 +280,25 @@ def test_what_fits_is_taken_with_numpys_numbers_as_pythons(tmp_path: Path) -> No
         np.float32(0.8),
         threshold=np.float64(0.1),
         window=np.int64(2),
-        draw_by_epoch=np.int16(3),
+        every=np.float64(0.25),
+        draw_by=np.int16(3),
         exclude=np.array(["head.*"]),
     )
     assert callback.pruning_ratio == pytest.approx(0.8)
     assert callback.exclude == ("head.*",)
     EarlyBirdTicket(pruning_ratio=np.float64(0.5), threshold=1, exclude={"a", "b"})
     assert PipelineTimeline(np.int64(2), folder=tmp_path).folder == tmp_path
-    kept = Ticket(MASKS, np.float64(0.5), epoch=np.int64(1), distances=(np.float32(0.25),))
+    kept = Ticket(
+        MASKS, np.float64(0.5), step=np.int64(1), distances={np.int64(1): np.float32(0.25)}
+    )
     assert Ticket.from_state_dict(kept.state_dict()) == kept
-    assert kept.distances == (0.25,)
+    assert kept.distances == {1: 0.25}
 
 
 def test_numbers_of_any_size_are_taken_at_once() -> None:
     for value in (10**9, 2**31 - 1):
         AxoSparseStrategy(g_inter=value, microbatches=value, in_flight=value, recompute=value)
-        EarlyBirdTicket(window=value, draw_by_epoch=value)
+        EarlyBirdTicket(window=value, every=value, draw_by=value)
     with pytest.raises(MisconfigurationException, match=r"regrid=7 .*g_inter=1000000000"):
         AxoSparseStrategy(g_inter=10**9, regrid=7)
 

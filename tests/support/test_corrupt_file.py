@@ -47,7 +47,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     dense = model()
     apply_masks(dense, masks)
     state = {name: tensor.clone() for name, tensor in dense.state_dict().items()}
-    ticket = Ticket(masks, 0.7, epoch=3, step=40, distances=(0.3, 0.05))
+    ticket = Ticket(masks, 0.7, step=40, distances={30: 0.3, 40: 0.05})
     ticket.save(folder / "a.ticket")
     checkpoint = {"state_dict": state, "callbacks": {"EarlyBird": {"ticket": ticket.state_dict()}}}
     CompactCheckpointIO().save_checkpoint(checkpoint, folder / "compact.ckpt")
@@ -185,7 +185,7 @@ def test_a_run_does_not_resume_from_a_damaged_checkpoint(
     tmp_path: Path, plugins: list[Any]
 ) -> None:
     path = tmp_path / "a.ckpt"
-    draw = EarlyBirdTicket(0.6, draw_by_epoch=1)
+    draw = EarlyBirdTicket(0.6, every="1 epoch", draw_by="1 epoch")
     run = trainer(
         AxoSparseStrategy(),
         callbacks=[draw, ModelCheckpoint(tmp_path, "a")],

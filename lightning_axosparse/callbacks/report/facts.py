@@ -25,8 +25,8 @@ class Work:
         steps: batches trained on.
         seconds: wall time of these batches.
         activities: seconds of each activity in these batches.
-        state: bytes of the model state at the end of the period: "weights", "indices",
-            "gradients" and "optimizer".
+        state: bytes of the model state at the end of the period's last epoch, or after its first
+            batch if no epoch ends in it: "weights", "indices", "gradients" and "optimizer".
         reduced_bytes: bytes of gradients in the all-reduce of one optimizer step.
         in_flight: the in-flight limit at the end of the period; 0 without a pipeline.
         peak_in_flight: stage -> most micro-batches in flight at any time of the period.
@@ -99,13 +99,12 @@ class TicketDraw:
     Attributes:
         pruning_ratio: fraction of all entries that was to be pruned.
         sparsity: name -> fraction pruned of each weight.
-        epochs: number of epochs after which it was drawn; None if it was there from the start.
-        step: number of optimizer steps after which it was drawn, or None.
+        step: number of optimizer steps after which it was drawn; None if it was there from the
+            start.
     """
 
     pruning_ratio: float
     sparsity: Mapping[str, float]
-    epochs: int | None = None
     step: int | None = None
 
 
@@ -117,7 +116,7 @@ class RunFacts:
         ranks: what each rank measured, in rank order.
         steps: optimizer steps at the end of each batch, in the order of ``losses``.
         validations: the validation losses, in order of time.
-        distances: number of epochs -> the mask distance after them.
+        distances: number of optimizer steps -> the mask distance after them.
         threshold: the distance below which a ticket may be drawn.
         draw: the pruning; None if no ticket was drawn.
         test_loss: None if the run was not tested.

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from lightning_axosparse.callbacks.gantt import RecordedStep, plot_gantt
 from lightning_axosparse.callbacks.report.facts import RunFacts
@@ -50,9 +49,8 @@ def _mask_distance(facts: RunFacts) -> Figure:
     if facts.threshold is not None:
         axes.axhline(facts.threshold, color="grey", linestyle=":", label="threshold")
     if facts.draw:
-        _mark_ticket(axes, facts.draw.epochs)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set(xlabel="epochs", ylabel="distance", title="Distance to the masks of earlier epochs")
+        _mark_ticket(axes, facts.draw.step)
+    axes.set(xlabel="optimizer step", ylabel="distance", title="Distance to earlier masks")
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False)
     return figure

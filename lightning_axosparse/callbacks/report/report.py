@@ -46,15 +46,17 @@ class _Measurements:
 
 @dataclass(frozen=True)
 class _Instant:
-    """The time, the clock's totals and the change of grid, if any, at one moment."""
+    """The time, the clock's totals, the period and the change of grid, if any, at one moment."""
 
     seconds: float
+    period: Period
     totals: Mapping[Activity, float]
     regridded: Regridded | None
 
     @classmethod
     def now(cls, trainer: L.Trainer) -> _Instant:
-        return cls(time.perf_counter(), dict(clock.totals), _regridded(trainer))
+        totals = dict(clock.totals)
+        return cls(time.perf_counter(), period_of(trainer), totals, _regridded(trainer))
 
 
 class TrainingReport(L.Callback):
@@ -108,7 +110,7 @@ class TrainingReport(L.Callback):
     ) -> None:
         now, start = _Instant.now(trainer), self._started
         assert start is not None
-        work = self._measured.work.setdefault(period_of(trainer), Work())
+        work = self._measured.work.setdefault(start.period, Work())
         work.steps += 1
         work.seconds += now.seconds - start.seconds
         if now.regridded is not None and start.regridded is None:
@@ -121,7 +123,7 @@ class TrainingReport(L.Callback):
         self._measured.steps.append(trainer.global_step)
         for stage, held in getattr(trainer.strategy, "peak_in_flight", {}).items():
             work.peak_in_flight[stage] = max(held, work.peak_in_flight.get(stage, 0))
-        if trainer.is_last_batch:
+        if period_of(trainer) == start.period and (trainer.is_last_batch or work.steps == 1):
             work.state = asdict(state_bytes(pl_module, trainer.optimizers[0]))
             work.reduced_bytes = getattr(trainer.strategy, "reduced_bytes", 0)
             work.in_flight = getattr(trainer.strategy, "in_flight", 0)
@@ -147,7 +149,7 @@ class TrainingReport(L.Callback):
         self.facts.regrid = _regridded(trainer)
         search = ticket_callback(trainer)
         if search is not None:
-            self.facts.distances = dict(enumerate(search.distances, start=2))
+            self.facts.distances = dict(search.distances)
             self.facts.threshold = search.threshold
             if search.ticket is not None:
                 self.facts.draw = _draw(search.ticket, measured.work)
@@ -180,6 +182,4 @@ def _regridded(trainer: L.Trainer) -> Regridded | None:
 
 def _draw(ticket: Ticket, work: Mapping[Period, Work]) -> TicketDraw:
     draw = TicketDraw(ticket.pruning_ratio, ticket.layer_sparsity())
-    if "dense" in work and ticket.epoch is not None:
-        return replace(draw, epochs=ticket.epoch + 1, step=ticket.step)
-    return draw
+    return replace(draw, step=ticket.step) if "dense" in work else draw

@@ -93,10 +93,13 @@ def _quality(facts: RunFacts) -> Section:
 
 
 def _ticket(facts: RunFacts) -> Section:
-    rows = [(f"mask distance after {e} epochs", f"{d:.4f}") for e, d in facts.distances.items()]
+    rows = [
+        (f"mask distance after {step} optimizer steps", f"{distance:.4f}")
+        for step, distance in facts.distances.items()
+    ]
     if facts.draw:
-        drawn = f"after {facts.draw.epochs} epochs, {facts.draw.step} optimizer steps"
-        rows.append(("drawn", "before this training" if facts.draw.epochs is None else drawn))
+        drawn = f"after {facts.draw.step} optimizer steps"
+        rows.append(("drawn", "before this training" if facts.draw.step is None else drawn))
         rows.append(("pruning ratio", f"{facts.draw.pruning_ratio:.2f}"))
     elif rows:
         rows.append(("drawn", "never"))

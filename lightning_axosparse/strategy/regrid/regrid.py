@@ -103,8 +103,8 @@ class Regrid:
         if self._phase == "no ticket":
             rank_zero_warn(
                 f"regrid={self._stages!r} changed nothing, because no ticket was drawn. Is an "
-                "EarlyBirdTicket among the Trainer's callbacks, with a draw_by_epoch that the run "
-                "reaches?"
+                "EarlyBirdTicket among the Trainer's callbacks, with a draw_by that comes before "
+                "its last epoch?"
             )
 
     def begin_epoch(self, epoch: int, optimizers: Sequence[Optimizer]) -> Regridded | None:

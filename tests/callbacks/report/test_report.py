@@ -58,7 +58,7 @@ def run(data, folder, *callbacks, test=False, **options) -> tuple[GPT, TrainingR
 
 
 def test_one_rank_before_and_after_the_draw(data, tmp_path):
-    search = EarlyBirdTicket(pruning_ratio=0.75, window=2, draw_by_epoch=2)
+    search = EarlyBirdTicket(pruning_ratio=0.75, window=2, every="1 epoch", draw_by="2 epochs")
     model, report, losses = run(
         data,
         tmp_path,
@@ -74,8 +74,9 @@ def test_one_rank_before_and_after_the_draw(data, tmp_path):
     assert [v.period for v in facts.validations] == ["dense", "dense", "sparse"]
     assert facts.dense_validation.epoch == 1
     assert facts.final_validation.epoch == 2
-    assert (facts.draw.epochs, facts.draw.step) == (2, 2 * BATCHES)
-    assert facts.distances == {2: search.distances[0]}
+    assert facts.draw.step == 2 * BATCHES
+    assert facts.distances == search.distances
+    assert list(facts.distances) == [2 * BATCHES]
     [rank] = facts.ranks
     assert {period: work.steps for period, work in rank.work.items()} == {"dense": 6, "sparse": 3}
     assert all(work.reduced_bytes == 0 for work in rank.work.values())
@@ -105,7 +106,7 @@ def test_one_rank_before_and_after_the_draw(data, tmp_path):
 
 @pytest.mark.usefixtures("warm_ranks")
 def test_two_replicas_reduce_the_kept_entries_alone(data, tmp_path):
-    search = EarlyBirdTicket(pruning_ratio=0.75, window=2, draw_by_epoch=1)
+    search = EarlyBirdTicket(pruning_ratio=0.75, window=2, every="1 epoch", draw_by="1 epoch")
     timeline = PipelineTimeline()
     model, report, losses = run(
         data, tmp_path, search, timeline, test=True, devices=2, strategy=AxoSparseStrategy()
@@ -131,10 +132,10 @@ def test_a_ticket_that_was_given_leaves_no_dense_period(data, tmp_path):
         for name, parameter in model.named_parameters()
         if parameter.dim() > 1
     }
-    search = EarlyBirdTicket(ticket=Ticket(masks, 0.5, epoch=3, step=7))
+    search = EarlyBirdTicket(ticket=Ticket(masks, 0.5, step=7))
     _, report, _ = run(data, tmp_path, search, devices=1, strategy=AxoSparseStrategy())
     assert list(report.facts.ranks[0].work) == ["sparse"]
-    assert report.facts.draw.epochs is None
+    assert report.facts.draw.step is None
     assert report.facts.dense_validation is None
 
 

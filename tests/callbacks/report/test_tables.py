@@ -53,8 +53,8 @@ def test_time_of_each_rank_and_period(facts):
 
 
 def test_ticket_and_sparsity(facts):
-    assert ("mask distance after 2 epochs", "0.0500") in rows(facts, "Early-bird")
-    assert ("drawn", "after 1 epochs, 1 optimizer steps") in rows(facts, "Early-bird")
+    assert ("mask distance after 2 optimizer steps", "0.0500") in rows(facts, "Early-bird")
+    assert ("drawn", "after 1 optimizer steps") in rows(facts, "Early-bird")
     assert rows(facts, "Sparsity") == [("model.0.weight", "75.0 %"), ("model.1.weight", "85.0 %")]
 
 

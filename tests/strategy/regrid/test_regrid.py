@@ -39,7 +39,11 @@ def grids_and_warnings() -> list[tuple[list[int], list[str]]]:
     """The number of stages in each of three epochs, and what is warned of ``regrid``."""
     found = []
     for epoch in DRAWN_BY:
-        callbacks = [] if epoch is None else [EarlyBirdTicket(0.5, draw_by_epoch=epoch)]
+        callbacks = (
+            []
+            if epoch is None
+            else [EarlyBirdTicket(0.5, every="1 epoch", draw_by=f"{epoch} epochs")]
+        )
         run = trainer(AxoSparseStrategy(g_inter=2, regrid=1), 2, callbacks=callbacks)
         module = CountsStages()
         with warnings.catch_warnings(record=True) as caught:
