@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_axosparse.checkpoint.sparse_encoding import EncodedTensor
 from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.examples.text import TextDataModule
-from lightning_axosparse.pruning.magnitude import magnitude_masks, prunable
+from lightning_axosparse.pruning.mask_rule import MaskRule
 
 RATIOS = (0.5, 0.8, 0.9, 0.95, 0.99)
 STEPS = 60
@@ -63,7 +63,7 @@ def main() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         weights = {n: p.detach().to(dtype) for n, p in model.named_parameters()}
         for ratio in RATIOS:
-            masks = magnitude_masks(weights, set(weights), prunable(model), ratio)
+            masks = MaskRule(ratio, "magnitude").masks(model, weights=weights)
             drawn = {n: torch.rand(m.shape) >= ratio for n, m in masks.items()}
             for kind, chosen in (("magnitude", masks), ("random", drawn)):
                 ratios = " | ".join(f"{ratio:.3f}" for ratio in row(weights, chosen))

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.gpu.timing import median_seconds
 from lightning_axosparse import sparsify
 from lightning_axosparse.examples.gpt import GPT, Block
-from lightning_axosparse.pruning.magnitude import prunable
+from lightning_axosparse.pruning.prunable import prunable
 from lightning_axosparse.sparse.materialize import POLICIES, Policy
 from lightning_axosparse.sparse.state_size import state_bytes
 

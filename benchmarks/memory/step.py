@@ -25,7 +25,8 @@ from torch.nn.utils import prune
 from lightning_axosparse import sparsify
 from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.pruning.bitmask import MaskBits
-from lightning_axosparse.pruning.magnitude import Scope, magnitude_masks, prunable
+from lightning_axosparse.pruning.densities import Scope
+from lightning_axosparse.pruning.mask_rule import MaskRule
 from lightning_axosparse.sparse.state_size import state_bytes
 
 VARIANTS = (
@@ -88,8 +89,7 @@ def prune_before_training(model: GPT, kind: str, ratio: float) -> None:
 
 
 def masks_of(model: GPT, ratio: float, scope: Scope = "global") -> dict[str, torch.Tensor]:
-    parameters, sizes = dict(model.named_parameters()), prunable(model)
-    return magnitude_masks(parameters, set(sizes), sizes, ratio, scope)
+    return MaskRule(ratio, "magnitude", scope).masks(model)
 
 
 def train(model: GPT, optimizer: torch.optim.Optimizer) -> None:

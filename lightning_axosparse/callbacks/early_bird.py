@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Collection, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -26,17 +26,27 @@ from lightning_axosparse.callbacks.moments import (
 from lightning_axosparse.callbacks.trainer_info import callbacks_of
 from lightning_axosparse.distributed.process_groups import all_gather, broadcast_from_first, gather
 from lightning_axosparse.pruning.bitmask import MaskBits
-from lightning_axosparse.pruning.magnitude import Scope, magnitude_masks, prunable
+from lightning_axosparse.pruning.densities import SCOPES, Scope, Share
 from lightning_axosparse.pruning.mask_distance import DISTANCES, Distance
+from lightning_axosparse.pruning.mask_rule import MaskRule
+from lightning_axosparse.pruning.prunable import Prune, few
+from lightning_axosparse.pruning.scores import SCORES, Score
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.sparse.elementwise import validate_elementwise_optimizers
 from lightning_axosparse.sparse.materialize import COMPUTES, POLICIES, Compute, best_policy
 from lightning_axosparse.sparse.parameters import layouts
-from lightning_axosparse.strategy.validation import unless_made_later, validate_beside_pruning
+from lightning_axosparse.strategy.validation import (
+    optimizers_before_setup,
+    unless_made_later,
+    validate_beside_pruning,
+)
 from lightning_axosparse.support.arguments import (
+    DENSITIES,
+    FRACTION,
+    FUNCTION,
     NONE,
     PATH,
-    PATTERNS,
+    PRUNED,
     checked,
     instance_of,
     number,
@@ -60,22 +70,36 @@ _STRATEGY_API = (
 class EarlyBirdTicket(Callback):
     """Finds an early-bird ticket while training, then stores the pruned weights sparse.
 
-    At regular intervals the callback computes the masks that prune the weights of smallest
-    magnitude, over all stages of the pipeline, and compares them with earlier masks (You et al.,
-    ICLR 2020). When the last ``window`` masks agree, it draws the ticket, once and identically on
-    all ranks, and the strategy replaces the pruned weights, their gradients and their optimizer
-    state by the kept entries (SAMO; Singh & Bhatele, IPDPS 2023). The largest distance to the
-    window is logged as ``mask_distance``.
+    At regular intervals the callback computes the masks that keep the entries of highest score,
+    over all stages of the pipeline, and compares them with earlier ones (You et al., ICLR 2020).
+    When the last ``window`` masks agree, it draws the ticket, once and identically on all ranks,
+    and the strategy replaces the pruned weights, their gradients and their optimizer state by the
+    kept entries (SAMO; Singh & Bhatele, IPDPS 2023). The largest distance to the window is logged
+    as ``mask_distance``.
 
     ``every``, ``draw_after`` and ``draw_by`` are optimizer steps (an int), a share of the run (a
     float), or epochs (such as "3 epochs"). Masks that are due after the last batch of an epoch are
     computed when the epoch has been validated.
 
     Args:
-        pruning_ratio: fraction of the weights to prune, in (0, 1). Weights are all parameters with
-            at least two dimensions.
-        scope: "global": one magnitude threshold for the whole model; "layer": the same ratio in
-            every parameter.
+        pruning_ratio: fraction of the entries of all pruned weights to prune, in (0, 1).
+        score: "saliency": magnitude times the root of the optimizer's second moment (Optimal Brain
+            Damage), for Adam and its kin, RMSprop, Adadelta and Adagrad; "magnitude"; "auto":
+            saliency where the optimizer has a second moment, else magnitude. Or a function of a
+            weight and its optimizer state that returns a tensor of the weight's shape; it is called
+            several times and has to return the same.
+        scope: "global": all weights are ranked together; "layer": the same ratio in every weight;
+            "uniform-stage": the same ratio in every stage; "erk": by the dimensions of each weight;
+            or a mapping of patterns of names to the fractions that these weights keep, while the
+            others are ranked together (:func:`lightning_axosparse.pruning.densities.shares`).
+        floor: where weights are ranked together, each keeps at least this fraction, in [0, 1], of
+            what it would keep if all kept the same fraction. So no layer becomes empty; weights at
+            their floor are named when the ticket is drawn.
+        prune: what is pruned: a table of kinds ("weight", "embedding", "head", "norm", "bias",
+            "other") and patterns of names (as in :mod:`fnmatch`), such as ``{"embedding": False,
+            "*.lora_*": False}``, or a function ``(name, parameter) -> bool``. By default all
+            weights, embeddings and heads, no norms and biases
+            (:func:`lightning_axosparse.pruning.prunable.prunable`).
         every: how often masks are computed and compared. Masks change less over shorter intervals,
             so it goes together with ``threshold``.
         draw_after: draw not before this, even if the masks agree; None: as soon as they agree.
@@ -88,8 +112,6 @@ class EarlyBirdTicket(Callback):
             the window is smaller than this.
         window: number of masks that must agree, at least 2; the paper uses 5, one an epoch, with
             the hamming distance and a threshold of 0.1.
-        exclude: patterns (as in :mod:`fnmatch`) of parameter names to leave dense, such as
-            ``"*.embedding.weight"``.
         ticket: a ticket, or the file of one, to use from the start of fit, without a search.
         policy: "sparse" materializes dense weights at every use and needs the least memory; "samo"
             keeps them in the dtype of the products and updates them once per optimizer step (SAMO);
@@ -110,14 +132,16 @@ class EarlyBirdTicket(Callback):
     @checked(
         MisconfigurationException,
         pruning_ratio=number("a number in (0, 1)", lambda ratio: 0 < ratio < 1),
-        scope=one_of("global", "layer"),
+        score=one_of("auto", *SCORES) | FUNCTION,
+        scope=one_of(*SCOPES) | DENSITIES,
+        floor=FRACTION,
+        prune=PRUNED | FUNCTION | NONE,
         every=WHEN,
         draw_after=WHEN | NONE,
         draw_by=WHEN | NONE,
         distance=one_of(*DISTANCES),
         threshold=number("a number in (0, 1]", lambda threshold: 0 < threshold <= 1),
         window=whole(2),
-        exclude=PATTERNS,
         ticket=instance_of("a Ticket", Ticket) | PATH | NONE,
         policy=one_of("auto", *POLICIES),
         compute=one_of(*COMPUTES),
@@ -125,14 +149,16 @@ class EarlyBirdTicket(Callback):
     def __init__(
         self,
         pruning_ratio: float = 0.8,
+        score: Literal["auto", "magnitude", "saliency"] | Score = "auto",
         scope: Scope = "global",
+        floor: float = 0.05,
+        prune: Prune | None = None,
         every: When = 1 / 32,
         draw_after: When | None = 0.2,
         draw_by: When | None = 0.4,
         distance: Distance = "relative",
         threshold: float = 0.5,
         window: int = 5,
-        exclude: Sequence[str] = (),
         ticket: Ticket | str | os.PathLike[str] | None = None,
         policy: Literal["auto", "sparse", "samo"] = "auto",
         compute: Compute = "auto",
@@ -145,11 +171,16 @@ class EarlyBirdTicket(Callback):
         self.policy = policy
         self.compute = compute
         self.pruning_ratio = pruning_ratio
-        self.scope = scope
+        self._rule = MaskRule(
+            pruning_ratio,
+            score,
+            dict(scope) if isinstance(scope, Mapping) else scope,
+            floor,
+            dict(prune) if isinstance(prune, Mapping) else prune,
+        )
         self.every, self.draw_after, self.draw_by = every, draw_after, draw_by
         self.distance = distance
         self.threshold = threshold
-        self.exclude = tuple(exclude)
         self.ticket = Ticket.load(ticket) if isinstance(ticket, str | os.PathLike) else ticket
         self.distances: dict[int, float] = {}
         self._window: deque[MaskBits] = deque(maxlen=window)
@@ -165,7 +196,8 @@ class EarlyBirdTicket(Callback):
 
         Raises:
             MisconfigurationException: if the strategy cannot prune, the module does not match
-                ``exclude`` or ``ticket``, or another callback needs dense weights.
+                ``prune``, ``scope`` or ``ticket``, the optimizer has no second moment for
+                ``score="saliency"``, or another callback needs dense weights.
         """
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -179,11 +211,18 @@ class EarlyBirdTicket(Callback):
         if self.ticket is None and float in map(type, (self.every, self.draw_after, self.draw_by)):
             validate_end(trainer)
         with unless_made_later(trainer.lightning_module):
-            _validate_model(trainer.lightning_module, self.exclude, self.ticket)
+            self._validate_model(trainer.lightning_module)
+            if trainer.strategy.launcher is not None and self.ticket is None:
+                optimizers = optimizers_before_setup(trainer.lightning_module)
+                with _misconfigured():
+                    self._rule.resolved(trainer.lightning_module, optimizers)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prune by the ticket if there is one: given by the user, or drawn before a resume."""
-        _validate_model(pl_module, self.exclude, self.ticket)
+        self._validate_model(pl_module)
+        if self.ticket is None:
+            with _misconfigured():
+                self._rule = self._rule.resolved(pl_module, trainer.optimizers)
         for optimizer in trainer.optimizers:
             validate_elementwise_optimizers(optimizer)
         if self.ticket is not None:
@@ -290,17 +329,14 @@ class EarlyBirdTicket(Callback):
         self._window.extend(MaskBits.from_state_dict(state) for state in state_dict["window"])
 
     def _masks(self, trainer: Trainer, module: LightningModule) -> MaskBits:
-        """Compute the magnitude masks of the parameters on this rank."""
+        """Compute the masks of the parameters that this rank counts."""
         strategy: Any = trainer.strategy
-        masks = magnitude_masks(
-            strategy.held_parameters(),
-            strategy.counted_parameters(),
-            prunable(module, self.exclude),
-            self.pruning_ratio,
-            self.scope,
-            strategy.inter_group,
+        counted = strategy.counted_parameters()
+        weights = {n: p for n, p in strategy.held_parameters().items() if n in counted}
+        stages = strategy.parameter_stages()
+        return MaskBits(
+            self._rule.masks(module, trainer.optimizers, weights, stages, strategy.inter_group)
         )
-        return MaskBits(masks)
 
     def _distances_to_window(self, trainer: Trainer, masks: MaskBits) -> list[float]:
         """Return the distances of ``masks`` to the window's masks, but the oldest of a full window.
@@ -320,9 +356,10 @@ class EarlyBirdTicket(Callback):
         part = _part(masks, strategy.counted_parameters())
         parts = all_gather(broadcast_from_first(part, strategy.data_group), strategy.inter_group)
         self.ticket = Ticket(
-            MaskBits.merged(parts).only(prunable(module, self.exclude)),
+            MaskBits.merged(parts).only(self._rule.sizes(module)),
             pruning_ratio=self.pruning_ratio,
-            scope=self.scope,
+            score=self._rule.score_name,
+            scope=self._rule.scope if isinstance(self._rule.scope, str) else "given",
             step=trainer.global_step,
             distance=self.distance,
             distances=self.distances,
@@ -330,6 +367,18 @@ class EarlyBirdTicket(Callback):
         self._window.clear()
         self._prune(trainer, self.ticket)
         rank_zero_info(f"Early-bird ticket drawn: {self.ticket}")
+        self._warn_of_floors(self._rule.shares(module, strategy.parameter_stages()))
+
+    def _warn_of_floors(self, shares: Sequence[Share]) -> None:
+        assert self.ticket is not None
+        kept = {name: int(mask.sum()) for name, mask in self.ticket.masks.items()}
+        low = [name for share in shares if len(share.sizes) > 1 for name in share.at_floor(kept)]
+        if low:
+            rank_zero_warn(
+                f"The ticket keeps of {few(low)} no more than floor={self._rule.floor} asks for: "
+                "their other scores were too low. If these weights matter, set a higher floor, "
+                "another scope or score, or leave them dense with prune={'PATTERN': False}."
+            )
 
     def _prune(self, trainer: Trainer, ticket: Ticket) -> None:
         strategy: Any = trainer.strategy
@@ -340,6 +389,23 @@ class EarlyBirdTicket(Callback):
             passes = strategy.microbatches * trainer.accumulate_grad_batches
             policy = best_policy(str(trainer.precision).startswith(("16", "bf16")), passes)
         strategy.sparsify(ticket.part(strategy.held_parameters()), policy, self.compute)
+
+    def _validate_model(self, module: nn.Module) -> None:
+        """Check that the ticket, or the rule by which one is searched, fits the model."""
+        if self.ticket is not None:
+            _validate_ticket(self.ticket, module)
+        else:
+            with _misconfigured():
+                self._rule.shares(module)
+
+
+@contextmanager
+def _misconfigured() -> Iterator[None]:
+    """Raise what is wrong with the rule as a misconfiguration."""
+    try:
+        yield
+    except ValueError as error:
+        raise MisconfigurationException(str(error)) from error
 
 
 def ticket_callback(trainer: Trainer) -> EarlyBirdTicket | None:
@@ -358,24 +424,6 @@ def _part(masks: MaskBits, counted: Collection[str]) -> MaskBits:
     return masks.only(name for name in masks if name in counted)
 
 
-def _validate_model(module: nn.Module, exclude: Sequence[str], ticket: Ticket | None) -> None:
-    """Validate that every pattern matches, and that the ticket, if given, is one of the model."""
-    names = [name for name, _ in module.named_parameters()]
-    for pattern in exclude:
-        _check(
-            any(fnmatchcase(name, pattern) for name in names),
-            f"exclude pattern '{pattern}' matches no parameter. There are: {_few(names)}.",
-        )
-    if ticket is not None:
-        _validate_ticket(ticket, module)
-    else:
-        _check(
-            bool(prunable(module, exclude)),
-            "There is nothing to prune: no floating parameter with two or more dimensions is left "
-            f"after exclude={tuple(exclude)}.",
-        )
-
-
 def _validate_ticket(ticket: Ticket, module: nn.Module) -> None:
     """Validate that the parameters of ``module``, dense or sparse, have the ticket's shapes."""
     shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
@@ -383,8 +431,8 @@ def _validate_ticket(ticket: Ticket, module: nn.Module) -> None:
     unknown = [name for name in ticket.shapes if name not in shapes]
     _check(
         not unknown,
-        f"The ticket prunes parameters that the model does not have: {_few(unknown)}. The model "
-        f"has: {_few(list(shapes))}.",
+        f"The ticket prunes parameters that the model does not have: {few(unknown)}. The model "
+        f"has: {few(list(shapes))}.",
     )
     for name, shape in ticket.shapes.items():
         _check(
@@ -392,10 +440,6 @@ def _validate_ticket(ticket: Ticket, module: nn.Module) -> None:
             f"The ticket's mask of '{name}' has shape {tuple(shape)}, the parameter "
             f"{tuple(shapes[name])}: it was drawn from another model.",
         )
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _check(right: bool, message: str) -> None:

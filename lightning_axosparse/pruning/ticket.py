@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_axosparse.pruning.bitmask import MaskBits
+from lightning_axosparse.pruning.densities import SCOPES
 from lightning_axosparse.support import archive
 from lightning_axosparse.support.arguments import (
     FRACTION,
@@ -20,6 +21,7 @@ from lightning_axosparse.support.arguments import (
     NONE,
     NOT_NEGATIVE,
     PATH,
+    TEXT,
     Kind,
     check,
     checked,
@@ -31,7 +33,8 @@ from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
 _FIELDS = {
     "masks": MASKS,
     "pruning_ratio": FRACTION,
-    "scope": one_of("global", "layer"),
+    "score": TEXT | NONE,
+    "scope": one_of(*SCOPES, "given"),
     "step": INDEX | NONE,
     "distance": one_of("relative", "overlap", "hamming"),
     "distances": Kind(
@@ -55,7 +58,10 @@ class Ticket:
         masks: parameter name -> bool tensor of its shape, True where an entry is kept. Any mapping
             may be given; each mask is stored at one bit per entry and unpacked (on CPU) when read.
         pruning_ratio: the fraction of entries that was to be pruned.
-        scope: "global" if all parameters had one magnitude threshold, "layer" if each had its own.
+        score: by what the entries were ranked: "magnitude", "saliency" or the name of a function;
+            None if the ticket was made by hand.
+        scope: how the weights shared what is kept, as for ``EarlyBirdTicket``; "given" if densities
+            were.
         step: number of optimizer steps before the draw; None if the ticket was made by hand.
         distance: how ``distances`` were measured: "relative", "overlap" or "hamming".
         distances: number of optimizer steps -> the largest distance of the masks after them to
@@ -67,6 +73,7 @@ class Ticket:
 
     masks: Mapping[str, Tensor]
     pruning_ratio: float
+    score: str | None = None
     scope: str = "global"
     step: int | None = None
     distance: str = "relative"
@@ -151,7 +158,7 @@ class Ticket:
         return (
             f"Ticket({len(self.masks)} parameters, {self.sparsity:.1%} of "
             f"{sum(shape.numel() for shape in self.shapes.values())} entries pruned, "
-            f"scope={self.scope!r}, step={self.step})"
+            f"score={self.score!r}, scope={self.scope!r}, step={self.step})"
         )
 
     @property

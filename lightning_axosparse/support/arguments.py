@@ -100,6 +100,21 @@ LAYERS = Kind(
 )
 MODULE = instance_of("an nn.Module", nn.Module)
 OPTIMIZER = instance_of("a torch Optimizer", Optimizer)
+PRUNED = Kind(
+    "a table such as {'embedding': False, '*.head.weight': True}",
+    lambda value: (
+        isinstance(value, Mapping)
+        and all(isinstance(key, str) and type(chosen) is bool for key, chosen in value.items())
+    ),
+)
+DENSITIES = Kind(
+    "fractions to keep by patterns of names, such as {'*.attention.*': 0.3}",
+    lambda value: (
+        isinstance(value, Mapping)
+        and len(value) > 0
+        and all(isinstance(key, str) and FRACTION.fits(kept) for key, kept in value.items())
+    ),
+)
 MASKS = instance_of("a mapping of parameter names to bool tensors", Mapping)
 
 

@@ -5,13 +5,13 @@ from torch import nn
 from torch.nn.utils import prune
 
 from benchmarks.memory import step
-from lightning_axosparse.pruning.magnitude import magnitude_masks, prunable
+from lightning_axosparse.pruning.mask_rule import MaskRule
 
 
 def test_the_masks_are_those_that_pytorchs_method_would_find():
     ours, theirs = (nn.Sequential(nn.Linear(9, 8), nn.Linear(8, 7)) for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
-    masks = magnitude_masks(dict(ours.named_parameters()), prunable(ours), prunable(ours), 0.75)
+    masks = MaskRule(0.75, "magnitude").masks(ours)
     for model, method in ((ours, step.method_of(masks)), (theirs, prune.L1Unstructured)):
         layers = [(layer, "weight") for layer in model]
         prune.global_unstructured(layers, pruning_method=method, amount=0.75)

@@ -59,6 +59,10 @@ class PartialStrategy(SingleDeviceStrategy):
         parameters = list(self.lightning_module.named_parameters())
         return dict(parameters[self.stage :: self.stages])
 
+    def parameter_stages(self):
+        names = [name for name, _ in self.lightning_module.named_parameters()]
+        return {name: number % self.stages for number, name in enumerate(names)}
+
     def counted_parameters(self):
         return set(self.held_parameters())
 
@@ -134,7 +138,9 @@ def shapes(model):
         ({"threshold": None}, "threshold=None"),
         ({"window": 2.5}, "window=2.5"),
         ({"draw_by": "2"}, "draw_by='2'.*'3 epochs'"),
-        ({"exclude": "head.*"}, r"\['head\.\*'\]"),
+        ({"prune": "head.*"}, "prune='head"),
+        ({"score": "lamp"}, "score='lamp'.*saliency"),
+        ({"floor": 1.5}, "floor=1.5"),
         ({"ticket": {}}, "ticket={}"),
         ({"policy": "dense"}, "policy='dense'.*samo"),
         ({"compute": "fast"}, "compute='fast'.*'sparse'"),
@@ -280,7 +286,7 @@ def test_training_goes_on_with_the_kept_weights():
 
 
 def test_layer_scope_hamming_distance_and_exclusion():
-    callback = search(scope="layer", distance="hamming", exclude=["model.3.*"])
+    callback = search(scope="layer", distance="hamming", prune={"model.3.*": False})
     fit(callback, 3, seeded_model(lr=0.0))
     assert callback.ticket.layer_sparsity() == {"model.0.weight": 0.5, "model.4.weight": 0.5}
     assert (callback.ticket.scope, callback.ticket.distance) == ("layer", "hamming")
@@ -392,8 +398,11 @@ def test_a_checkpoint_with_another_ticket_is_rejected(ticket, tmp_path):
 @pytest.mark.parametrize(
     ("callback", "message"),
     [
-        (EarlyBirdTicket(exclude=["no.such"]), r"'no\.such'.*model\.0\.weight"),
-        (EarlyBirdTicket(exclude=["*"]), "nothing to prune"),
+        (EarlyBirdTicket(prune={"no.such": False}), r"'no\.such'.*embedding.*model\.0\.weight"),
+        (EarlyBirdTicket(prune={"*": False}), "nothing to prune"),
+        (EarlyBirdTicket(scope={"no.such": 0.5}), r"'no\.such'.*model\.0\.weight"),
+        (EarlyBirdTicket(0.9, scope={"*": 0.5}), "densities in scope"),
+        (EarlyBirdTicket(score="saliency"), "SGD does not estimate.*score='magnitude'"),
         (
             EarlyBirdTicket(ticket=Ticket({"x.weight": torch.ones(2, 2, dtype=bool)}, 0.5)),
             r"x\.weight.*model\.0\.weight",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 
+from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 from tests.parity.cases import Net, Record, difference, fit, trainer
 from tests.ranks import run_ranks
 
@@ -17,18 +21,33 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "3x1": (3, {"g_inter": 3}),
 }
 
+
+def momentum(weight: Tensor, state: Mapping[str, Any]) -> Tensor:
+    """A score of both signs."""
+    return -weight * state["exp_avg"]
+
+
 SEARCHES: dict[str, dict[str, Any]] = {
     "inside an epoch": {"every": 4, "window": 2, "threshold": 1.0, "draw_after": 7},
-    "at the latest": {"every": 1, "threshold": 1e-6, "draw_by": 10},
-    "at the end of an epoch": {"every": "1 epoch", "draw_by": "2 epochs"},
+    "magnitude, at the end of an epoch": {
+        "score": "magnitude",
+        "floor": 0.0,
+        "every": "1 epoch",
+        "draw_by": "2 epochs",
+    },
+    "a function, high floors": {"score": momentum, "floor": 0.5, "draw_by": 8},
+    "erk": {"scope": "erk", "draw_by": 8},
+    "densities, biases": {
+        "scope": {"model.2.weight": 0.4, "model.5.weight": 0.4},
+        "prune": {"bias": True, "model.0.*": False},
+        "draw_by": 8,
+    },
 }
 
 
 def train(search: str, ranks: int, grid: dict[str, Any]) -> tuple[Record, Any]:
-    from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
-
     L.seed_everything(0, verbose=False)
-    draw = EarlyBirdTicket(0.6, **{"draw_by": None, **SEARCHES[search]})
+    draw = EarlyBirdTicket(0.6, **{"draw_by": None, "threshold": 1e-6, **SEARCHES[search]})
     strategy = AxoSparseStrategy(microbatches=2, **grid)
     run = trainer(strategy, ranks, callbacks=[draw], precision="64-true")
     return fit(run, Net(outer=True, tied=True).double()), draw
@@ -45,7 +64,11 @@ def alone() -> dict[str, tuple[Record, Any]]:
 
 def test_the_searches_end_where_they_are_meant_to(alone: dict[str, Any]) -> None:
     drawn = {search: draw.ticket.step for search, (_, draw) in alone.items()}
-    assert drawn == {"inside an epoch": 8, "at the latest": 10, "at the end of an epoch": 12}
+    assert drawn == {s: 12 if "end of an epoch" in s else 8 for s in SEARCHES}
+    scores = [draw.ticket.score for _, draw in alone.values()]
+    assert scores == ["saliency", "magnitude", "momentum", "saliency", "saliency"]
+    masks = [repr(draw.ticket.state_dict()["masks"]) for _, draw in alone.values()]
+    assert len(set(masks)) == len(masks)
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -60,3 +83,48 @@ def test_every_grid_draws_the_ticket_of_one_process(grid: str, alone: dict[str, 
             for name, mask in searched.ticket.masks.items():
                 assert torch.equal(draw.ticket.masks[name], mask), name
             assert difference(record, expected) <= 1e-12, search
+
+
+def uniform_stages(strategy: dict[str, Any], ranks: int) -> Any:
+    L.seed_everything(0, verbose=False)
+    draw = EarlyBirdTicket(0.6, scope="uniform-stage", draw_by=4)
+    run = trainer(AxoSparseStrategy(**strategy), ranks, callbacks=[draw], precision="64-true")
+    fit(run, Net().double())
+    return draw.ticket
+
+
+def test_every_stage_keeps_the_same_share_if_asked_for() -> None:
+    stages = {"g_inter": 2, "balance": [2, 4]}
+    expected = uniform_stages({**stages, "transport": "loopback"}, 1)
+    for ticket in run_ranks(2, uniform_stages, stages, 2):
+        assert ticket == expected
+    kept = {name: int(mask.sum()) for name, mask in expected.masks.items()}
+    entries = {name: mask.numel() for name, mask in expected.masks.items()}
+    assert kept.keys() == {"model.0.weight", "model.2.weight", "model.4.weight", "model.5.weight"}
+    assert kept["model.0.weight"] == entries["model.0.weight"] - round(
+        0.6 * entries["model.0.weight"]
+    )
+    whole = sum(entries.values()) - round(0.6 * sum(entries.values()))
+    assert abs(sum(kept.values()) - whole) <= 1
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "matches no weight": {"scope": {"no.such": 0.5}},
+    "'heads' matches no parameter": {"prune": {"heads": False}},
+    "densities in scope": {"scope": {"*": 0.9}},
+    "SGD does not estimate": {"score": "saliency"},
+}
+
+
+class Plain(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_be_searched_is_refused_before_any_rank_starts(words: str) -> None:
+    """Ranks would raise another error, RankFailedError."""
+    draw = EarlyBirdTicket(0.6, **REFUSED[words])
+    run = trainer(AxoSparseStrategy(g_inter=2), 2, callbacks=[draw])
+    with pytest.raises(MisconfigurationException, match=words):
+        fit(run, Plain())

@@ -27,7 +27,7 @@ def test_properties_and_repr(ticket):
     assert ticket.shapes == {"a.weight": (4, 4), "b.weight": (2, 2)}
     assert ticket.distances == {90: 0.3, 100: 0.05}
     assert repr(ticket) == (
-        "Ticket(2 parameters, 60.0% of 20 entries pruned, scope='global', step=100)"
+        "Ticket(2 parameters, 60.0% of 20 entries pruned, score=None, scope='global', step=100)"
     )
     assert list(ticket.part(["b.weight", "bias"])) == ["b.weight"]
 

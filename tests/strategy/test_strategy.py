@@ -201,7 +201,9 @@ def test_layers_made_in_configure_model_are_dealt_pruned_and_brought_home() -> N
     trained = []
     for strategy, devices in ((AxoSparseStrategy(), 1), (AxoSparseStrategy(g_inter=2), 2)):
         L.seed_everything(0, verbose=False)
-        ticket = EarlyBirdTicket(0.75, every="1 epoch", draw_by="2 epochs", exclude=["model.5.*"])
+        ticket = EarlyBirdTicket(
+            0.75, every="1 epoch", draw_by="2 epochs", prune={"model.5.*": False}
+        )
         module = MadeLater()
         run = trainer(strategy, devices, callbacks=[ticket], precision="64-true")
         trained.append(fit(run, module))
@@ -213,7 +215,7 @@ def test_layers_made_in_configure_model_are_dealt_pruned_and_brought_home() -> N
 def test_what_configure_model_makes_is_refused_once_it_is_there() -> None:
     with pytest.raises(MisconfigurationException, match=r"in `configure_model`\. Give g_inter"):
         fit(trainer(AxoSparseStrategy(g_inter="auto"), 2), MadeLater())
-    wrong = EarlyBirdTicket(exclude=["no.such"])
+    wrong = EarlyBirdTicket(prune={"no.such": False})
     with pytest.raises(MisconfigurationException, match=r"'no\.such' matches no parameter"):
         fit(trainer(AxoSparseStrategy(), callbacks=[wrong]), MadeLater())
     loopback = AxoSparseStrategy(g_inter=8, transport="loopback")
@@ -222,7 +224,9 @@ def test_what_configure_model_makes_is_refused_once_it_is_there() -> None:
 
 
 def test_a_ticket_that_cannot_be_is_refused_before_any_rank_starts() -> None:
-    run = trainer(AxoSparseStrategy(g_inter=2), 2, callbacks=[EarlyBirdTicket(exclude=["no.such"])])
+    run = trainer(
+        AxoSparseStrategy(g_inter=2), 2, callbacks=[EarlyBirdTicket(prune={"no.such": False})]
+    )
     with pytest.raises(MisconfigurationException, match=r"'no\.such' matches no parameter"):
         fit(run, Net())
 

@@ -128,14 +128,16 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
         MisconfigurationException,
         {
             "pruning_ratio": [0, 0.0, 1, 1.0, *NO_FRACTION],
-            "scope": NO_WORD,
+            "scope": [*NO_WORD, {"*": 2}, {"*": None}, {1: 0.5}],
             "distance": NO_WORD,
             "threshold": [0, *NO_FRACTION],
             "window": [None, 1, *NO_COUNT],
             "every": [None, *NO_WHEN],
             "draw_after": NO_WHEN,
             "draw_by": NO_WHEN,
-            "exclude": NO_PATTERNS,
+            "score": [None, True, 1, "lamp", "", []],
+            "floor": NO_FRACTION,
+            "prune": [True, 1, "head.*", ["head.*"], {"head": 1}, {"head": None}, {1: True}],
             "ticket": NO_TEXT,
             "policy": NO_WORD,
             "compute": NO_WORD,
@@ -157,6 +159,7 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
         {
             "masks": [None, [], MASKS["0.weight"], "x"],
             "pruning_ratio": NO_FRACTION,
+            "score": [True, 1, "", []],
             "scope": NO_WORD,
             "step": NO_INDEX[:-2],
             "distance": NO_WORD,
@@ -282,11 +285,10 @@ def test_what_fits_is_taken_with_numpys_numbers_as_pythons(tmp_path: Path) -> No
         window=np.int64(2),
         every=np.float64(0.25),
         draw_by=np.int16(3),
-        exclude=np.array(["head.*"]),
+        scope={"head.*": np.float64(0.5)},
     )
     assert callback.pruning_ratio == pytest.approx(0.8)
-    assert callback.exclude == ("head.*",)
-    EarlyBirdTicket(pruning_ratio=np.float64(0.5), threshold=1, exclude={"a", "b"})
+    EarlyBirdTicket(pruning_ratio=np.float64(0.5), threshold=1, prune={"a": np.bool_(False)})
     assert PipelineTimeline(np.int64(2), folder=tmp_path).folder == tmp_path
     kept = Ticket(
         MASKS, np.float64(0.5), step=np.int64(1), distances={np.int64(1): np.float32(0.25)}

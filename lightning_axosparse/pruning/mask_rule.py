@@ -1,0 +1,126 @@
+"""Says which entries of a model's weights are kept, and computes their masks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from lightning_axosparse.pruning.densities import Scope, Share, shares
+from lightning_axosparse.pruning.prunable import Prune, few, prunable
+from lightning_axosparse.pruning.scores import SCORES, Score, Scores, State, has_second_moment
+from lightning_axosparse.pruning.selection import highest
+
+
+@dataclass(frozen=True)
+class MaskRule:
+    """A rule for masks: the entries of highest score are kept.
+
+    Attributes:
+        ratio: fraction of the entries of all pruned weights to prune, in [0, 1).
+        score: "magnitude", "saliency", or a function of a weight and its optimizer state
+            (:mod:`lightning_axosparse.pruning.scores`); "auto": saliency where the optimizer has a
+            second moment of all pruned weights, else magnitude.
+        scope: how the weights share what is kept
+            (:func:`lightning_axosparse.pruning.densities.shares`).
+        floor: where several weights are ranked together, each keeps at least this fraction, in
+            [0, 1], of what it would keep if all kept the same fraction.
+        prune: which parameters are pruned (:func:`lightning_axosparse.pruning.prunable.prunable`).
+    """
+
+    ratio: float
+    score: str | Score = "auto"
+    scope: Scope = "global"
+    floor: float = 0.0
+    prune: Prune | None = None
+
+    def sizes(self, module: nn.Module) -> dict[str, torch.Size]:
+        """Return the weights that are pruned, with their shapes."""
+        return prunable(module, self.prune)
+
+    def shares(self, module: nn.Module, stages: Mapping[str, int] | None = None) -> list[Share]:
+        """Return which weights are ranked together, and how many of their entries are kept.
+
+        Args:
+            module: the whole model.
+            stages: name -> the pipeline stage of each weight; None: there is one stage.
+
+        Raises:
+            ValueError: if the rule does not fit the model, or contradicts itself.
+        """
+        sizes = self.sizes(module)
+        if not sizes:
+            raise ValueError(f"There is nothing to prune: prune={self.prune} leaves all dense.")
+        return shares(sizes, self.ratio, self.scope, self.floor, stages)
+
+    def resolved(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> MaskRule:
+        """Return the rule with "auto" replaced by the score that it stands for.
+
+        Raises:
+            ValueError: if the score needs a second moment that the optimizer does not have.
+        """
+        if self.score not in ("auto", "saliency"):
+            return self
+        without = [type(o).__name__ for o in optimizers if not has_second_moment(o)]
+        sizes = self.sizes(module)
+        frozen = [n for n, p in module.named_parameters() if n in sizes and not p.requires_grad]
+        if self.score == "auto":
+            return replace(self, score="magnitude" if without or frozen else "saliency")
+        if without:
+            raise ValueError(
+                "score='saliency' needs the optimizer's second moment of gradients, which "
+                f"{', '.join(without)} does not estimate. Use AdamW, Adam, NAdam, RAdam, RMSprop, "
+                "Adadelta or Adagrad, or set score='magnitude'."
+            )
+        if frozen:
+            raise ValueError(
+                f"score='saliency' needs gradients, but these weights are frozen: {few(frozen)}. "
+                "Leave them dense with prune={'PATTERN': False}, or set score='magnitude'."
+            )
+        return self
+
+    def masks(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer] = (),
+        weights: Mapping[str, Tensor] | None = None,
+        stages: Mapping[str, int] | None = None,
+        group: ProcessGroup | None = None,
+    ) -> dict[str, Tensor]:
+        """Compute the masks of the weights that this rank counts, as one process would.
+
+        Args:
+            module: the whole model.
+            optimizers: those that train it, for scores that need their state.
+            weights: name -> parameters that this rank counts, of which some may not be pruned; each
+                is counted by exactly one rank of ``group``. None: all of the module.
+            stages: name -> the pipeline stage of each weight; None: there is one stage.
+            group: the ranks whose stages make up the model; None if this rank has the whole model.
+
+        Returns:
+            name -> bool tensor of the weight's shape, True where an entry is kept.
+
+        Raises:
+            ValueError: on every rank, if the rule does not fit the model, or a score is NaN or
+                cannot be computed.
+        """
+        rule = self.resolved(module, optimizers)
+        counted: Mapping[str, Tensor] = weights or dict(module.named_parameters())
+        counted = {name: counted[name] for name in rule.sizes(module) if name in counted}
+        score = SCORES[rule.score] if isinstance(rule.score, str) else rule.score
+        states: dict[str, State] = {
+            name: next((o.state[weight] for o in optimizers if weight in o.state), {})
+            for name, weight in counted.items()
+        }
+        return highest(Scores(score, counted, states), rule.shares(module, stages), group)
+
+    @property
+    def score_name(self) -> str:
+        """The name of the score."""
+        if isinstance(self.score, str):
+            return self.score
+        return getattr(self.score, "__name__", type(self.score).__name__)

@@ -1,0 +1,111 @@
+"""Scores the entries of weights: those of highest score are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_axosparse.sparse.elementwise import trial_copy
+
+State = Mapping[str, Any]
+"""What ``optimizer.state[parameter]`` holds; empty before its first step."""
+
+Score = Callable[[Tensor, State], Tensor]
+"""The scores of a weight's entries, of its shape, by the weight and its optimizer state."""
+
+_SECOND_MOMENTS = ("exp_avg_sq", "square_avg", "sum")
+"""Their names in the state of Adam and its kin, of RMSprop and Adadelta, and of Adagrad."""
+
+
+def magnitude(weight: Tensor, state: State) -> Tensor:
+    """Return ``|w|``."""
+    return weight.abs()
+
+
+def saliency(weight: Tensor, state: State) -> Tensor:
+    """Return ``|w| sqrt(v)``, where v is the optimizer's estimate of the squared gradient.
+
+    Its square estimates how much the loss grows when the entry becomes zero, with a diagonal Fisher
+    matrix for the Hessian (Optimal Brain Damage; LeCun, Denker & Solla, NeurIPS 1989).
+
+    Raises:
+        ValueError: if the state has no second moment.
+    """
+    moment = _second_moment(weight, state)
+    if moment is None:
+        raise ValueError(
+            "it has no second moment of gradients, because it has not been trained. Leave it dense "
+            "with prune={...: False}, or set score='magnitude'"
+        )
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return weight.abs() * moment.to(weight.device, wide).sqrt()
+
+
+SCORES: dict[str, Score] = {"magnitude": magnitude, "saliency": saliency}
+
+
+class Scores(Mapping[str, Tensor]):
+    """The scores of weights by name, each computed whenever it is read: no copy is kept.
+
+    Args:
+        score: computes them; the same each time it is called with the same tensors.
+        weights: name -> weight.
+        states: name -> the weight's optimizer state.
+    """
+
+    def __init__(
+        self, score: Score, weights: Mapping[str, Tensor], states: Mapping[str, State]
+    ) -> None:
+        self._score, self._weights, self._states = score, weights, states
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return the scores of a weight, without a graph.
+
+        Raises:
+            ValueError: if there are none, or none for each entry.
+        """
+        weight = self._weights[name].detach()
+        with torch.no_grad():
+            try:
+                scores = self._score(weight, self._states[name])
+            except ValueError as error:
+                raise ValueError(f"The weight '{name}' cannot be scored: {error}.") from error
+        if not isinstance(scores, Tensor) or scores.shape != weight.shape:
+            found = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            raise ValueError(
+                f"The score function returned {found} for the weight '{name}'. It must return a "
+                f"tensor of the weight's shape, {tuple(weight.shape)}."
+            )
+        return scores
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+def has_second_moment(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer estimates squared gradients, as :func:`saliency` needs.
+
+    A copy of the optimizer takes a trial step; the optimizer itself does not change.
+    """
+    group = optimizer.param_groups[0]
+    device = next((p.device for p in group["params"] if not p.is_meta), torch.device("cpu"))
+    parameter = nn.Parameter(torch.ones(2, 2, device=device))
+    trial = trial_copy(optimizer, group, [parameter])
+    parameter.grad = torch.ones_like(parameter)
+    try:
+        type(trial).step(trial)
+    except Exception:  # Such an optimizer is refused where weights become sparse.
+        return False
+    return _second_moment(parameter, trial.state[parameter]) is not None
+
+
+def _second_moment(weight: Tensor, state: State) -> Tensor | None:
+    found = (state.get(name) for name in _SECOND_MOMENTS)
+    return next((m for m in found if isinstance(m, Tensor) and m.shape == weight.shape), None)

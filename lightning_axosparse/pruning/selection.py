@@ -1,0 +1,184 @@
+"""Computes masks that keep the entries of highest score, over all stages of a pipeline.
+
+Scores never leave their rank: a radix select finds the exact threshold from histograms that are
+summed over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_axosparse.distributed.process_groups import all_gather, all_sum
+from lightning_axosparse.pruning.densities import Share
+
+_DIGIT = 16
+"""Bits of a score that one pass of the radix select resolves."""
+
+
+def highest(
+    scores: Mapping[str, Tensor], shares: Sequence[Share], group: ProcessGroup | None = None
+) -> dict[str, Tensor]:
+    """Compute the masks that keep the entries of highest score, as one process would.
+
+    Of entries with equal scores the first in module order are pruned first, so each share keeps
+    exactly as many entries as it says.
+
+    Args:
+        scores: name -> scores of the weights that this rank counts, of the weights' shapes. Each
+            weight is counted by exactly one rank of ``group``. They are read several times.
+        shares: which weights are ranked together, and how many of their entries are kept; the same
+            on all ranks.
+        group: the ranks whose stages make up the model; None if this rank has the whole model.
+
+    Returns:
+        name -> bool tensor, True where an entry is kept, for each weight in ``scores``.
+
+    Raises:
+        ValueError: on every rank, if a score is NaN or cannot be computed (the message names the
+            weight), or if a weight is not counted by exactly one rank.
+    """
+    double = _validate(scores, shares, group)
+    masks: dict[str, Tensor] = {}
+    for share in shares:
+        masks.update(_of_share(_Keys(scores, share, double), group))
+    shapes = {name: size for share in shares for name, size in share.sizes.items()}
+    return {name: masks[name].view(shapes[name]) for name in scores}
+
+
+class _Keys(Mapping[str, Tensor]):
+    """The scores of the weights of one share on this rank, as integers of the same order.
+
+    The highest entries of each weight, as many as the share's floor, have the largest integer.
+
+    Args:
+        scores: name -> scores of the weights of this rank.
+        share: weights that are ranked together.
+        double: whether the integers have 64 bits, not 32.
+    """
+
+    def __init__(self, scores: Mapping[str, Tensor], share: Share, double: bool) -> None:
+        self.share, self.double = share, double
+        self._scores = scores
+        self._names = [name for name in share.sizes if name in scores]
+        self._floors: dict[str, tuple[int, int]] = {}
+        for name in self:
+            least = share.least(name)
+            if least:
+                alone = {name: self[name]}
+                self._floors[name] = _select(alone, alone[name].numel() - least, double, None)
+
+    def __getitem__(self, name: str) -> Tensor:
+        scores = self._scores[name].detach().reshape(-1)
+        # Zeros of both signs are equal.
+        if self.double:
+            bits = (scores.to(torch.float64) + 0.0).view(torch.int64)
+        else:
+            bits = (scores.to(torch.float32) + 0.0).view(torch.int32)
+        largest = torch.iinfo(bits.dtype).max
+        keys = torch.where(bits < 0, bits ^ largest, bits)
+        if name in self._floors:
+            keys[_above(keys, *self._floors[name])] = largest
+        return keys
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _validate(
+    scores: Mapping[str, Tensor], shares: Sequence[Share], group: ProcessGroup | None
+) -> bool:
+    """Validate the scores of all ranks; return whether any of them are float64."""
+    double, problems = False, []
+    for name in scores:
+        try:
+            values = scores[name]
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        double |= values.dtype == torch.float64
+        if values.isnan().any():
+            problems.append(
+                f"Scores are NaN in {name}, so its entries cannot be ranked. If training has "
+                "diverged, look at the learning rate or the precision."
+            )
+    gathered = all_gather((double, problems, list(scores)), group)
+    found = list(dict.fromkeys(problem for _, problems, _ in gathered for problem in problems))
+    if found:
+        raise ValueError("\n".join(found))
+    counted = Counter(name for _, _, names in gathered for name in names)
+    wrong = [name for share in shares for name in share.sizes if counted[name] != 1]
+    if wrong:
+        raise ValueError(f"Not counted by exactly one rank: {', '.join(wrong)}.")
+    return any(double for double, _, _ in gathered)
+
+
+def _of_share(keys: _Keys, group: ProcessGroup | None) -> dict[str, Tensor]:
+    """Compute the flat masks of a share; collective, unless it has one weight."""
+    share = keys.share
+    if len(share.sizes) == 1:
+        group = None
+        if not keys:
+            return {}
+    pruned = share.entries - share.kept
+    if pruned == 0:
+        return {name: torch.ones_like(keys[name], dtype=torch.bool) for name in keys}
+    threshold, ties = _select(keys, pruned, keys.double, group)
+    before = _ties_before(keys, threshold, group)
+    return {name: _above(keys[name], threshold, ties - before[name]) for name in keys}
+
+
+def _select(
+    keys: Mapping[str, Tensor], k: int, double: bool, group: ProcessGroup | None
+) -> tuple[int, int]:
+    """Return the ``k``-th smallest key, and how many entries equal to it to prune.
+
+    A radix select from the most significant digit on, which has the sign: each pass counts the next
+    digit of the keys that begin with the digits found so far.
+    """
+    prefix: int | None = None
+    for shift in range((64 if double else 32) - _DIGIT, -1, -_DIGIT):
+        histogram = torch.zeros(2**_DIGIT, dtype=torch.int64)
+        for name in keys:
+            histogram += _histogram(keys[name], prefix, shift)
+        cumulated = all_sum(histogram, group).cumsum(0)
+        digit = int(torch.searchsorted(cumulated, k))
+        k -= int(cumulated[digit - 1]) if digit else 0
+        prefix = digit - 2 ** (_DIGIT - 1) if prefix is None else (prefix << _DIGIT) | digit
+    assert prefix is not None
+    return prefix, k
+
+
+def _histogram(keys: Tensor, prefix: int | None, shift: int) -> Tensor:
+    """Count each digit at bit ``shift`` of the keys that begin with ``prefix``; on CPU."""
+    if prefix is None:
+        digits = (keys >> shift) + 2 ** (_DIGIT - 1)
+    else:
+        digits = (keys[keys >> (shift + _DIGIT) == prefix] >> shift) & (2**_DIGIT - 1)
+    return torch.bincount(digits, minlength=2**_DIGIT).cpu()
+
+
+def _ties_before(keys: _Keys, threshold: int, group: ProcessGroup | None) -> dict[str, int]:
+    """Count, for each name, the entries equal to the threshold in the weights before it."""
+    names = list(keys.share.sizes)
+    counts = torch.zeros(len(names), dtype=torch.int64)
+    for position, name in enumerate(names):
+        if name in keys:
+            counts[position] = (keys[name] == threshold).sum()
+    before = all_sum(counts, group).cumsum(0) - counts
+    return dict(zip(names, before.tolist(), strict=True))
+
+
+def _above(keys: Tensor, threshold: int, ties: int) -> Tensor:
+    """Return True for each entry above the threshold, or equal to it but not of the first ties."""
+    kept = keys >= threshold
+    if ties > 0:
+        kept[(keys == threshold).nonzero()[:ties, 0]] = False
+    return kept

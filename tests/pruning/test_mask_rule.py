@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_axosparse.pruning.mask_rule import MaskRule
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+
+
+def trained(model, make):
+    optimizer = make(model.parameters())
+    model(torch.randn(5, 6)).square().mean().backward()
+    optimizer.step()
+    return optimizer
+
+
+def flat(model, tensors):
+    return torch.cat([tensors[n].reshape(-1) for n, p in model.named_parameters() if p.dim() > 1])
+
+
+def test_auto_is_saliency_where_the_optimizer_has_a_second_moment(model):
+    adam = trained(model, torch.optim.Adam)
+    rule = MaskRule(0.5).resolved(model, [adam])
+    assert rule.score == "saliency"
+    scores = {
+        n: p.detach().abs() * adam.state[p]["exp_avg_sq"].sqrt()
+        for n, p in model.named_parameters()
+    }
+    masks = flat(model, rule.masks(model, [adam]))
+    values = flat(model, scores)
+    assert int(masks.sum()) == 40
+    assert values[masks].min() >= values[~masks].max()
+    assert MaskRule(0.5).resolved(model, [torch.optim.SGD(model.parameters(), 0.1)]) == MaskRule(
+        0.5, "magnitude"
+    )
+
+
+def test_saliency_is_refused_with_the_reason_and_auto_does_without(model):
+    sgd = trained(model, lambda p: torch.optim.SGD(p, 0.1))
+    with pytest.raises(ValueError, match=r"SGD does not estimate.*AdamW.*score='magnitude'"):
+        MaskRule(0.5, "saliency").resolved(model, [sgd])
+    model[0].weight.requires_grad_(False)
+    adam = torch.optim.Adam(model.parameters())
+    with pytest.raises(ValueError, match=r"frozen: 0\.weight.*prune"):
+        MaskRule(0.5, "saliency").resolved(model, [adam])
+    assert MaskRule(0.5).resolved(model, [adam]).score == "magnitude"
+    dense = MaskRule(0.5, "saliency", prune={"0.weight": False})
+    assert dense.resolved(model, [adam]) == dense
+
+
+def test_a_function_gets_the_weight_and_its_state(model):
+    sgd = trained(model, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9))
+
+    def movement(weight, state):
+        return -weight * state["momentum_buffer"]
+
+    rule = MaskRule(0.75, movement).resolved(model, [sgd])
+    assert rule.score_name == "movement"
+    masks = flat(model, rule.masks(model, [sgd]))
+    values = flat(model, {n: -p.detach() * p.grad for n, p in model.named_parameters()})
+    assert int(masks.sum()) == 20
+    assert values[masks].min() >= values[~masks].max()
+
+
+def test_weights_that_were_not_trained_are_named(model):
+    with pytest.raises(ValueError, match=r"'0\.weight' cannot be scored"):
+        MaskRule(0.5, "saliency").masks(model, [torch.optim.Adam(model.parameters())])
+
+
+def test_nothing_to_prune_is_refused(model):
+    with pytest.raises(ValueError, match="nothing to prune"):
+        MaskRule(0.5, prune={"*": False}).shares(model)
