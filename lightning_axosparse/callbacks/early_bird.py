@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -46,6 +46,7 @@ from lightning_axosparse.support.arguments import (
     FUNCTION,
     NONE,
     PATH,
+    POSITIVE,
     PRUNED,
     checked,
     instance_of,
@@ -63,6 +64,8 @@ _STRATEGY_API = (
     "held_parameters",
     "counted_parameters",
     "microbatches",
+    "parameter_stages",
+    "learning_rate_factor",
     "sparsify",
 )
 
@@ -112,6 +115,11 @@ class EarlyBirdTicket(Callback):
             the window is smaller than this.
         window: number of masks that must agree, at least 2; the paper uses 5, one an epoch, with
             the hamming distance and a threshold of 0.1.
+        learning_rate_factor: what the learning rates are multiplied by from the draw on, whatever
+            scheduler sets them: a number, or a function of the optimizer steps since the draw, such
+            as ``lambda step: min(2.0, step / 50)`` for a new warm-up. Schedulers and their monitors
+            do not see it; it is logged as ``learning_rate_factor``. A ticket that is given changes
+            no rates.
         ticket: a ticket, or the file of one, to use from the start of fit, without a search.
         policy: "sparse" materializes dense weights at every use and needs the least memory; "samo"
             keeps them in the dtype of the products and updates them once per optimizer step (SAMO);
@@ -142,6 +150,7 @@ class EarlyBirdTicket(Callback):
         distance=one_of(*DISTANCES),
         threshold=number("a number in (0, 1]", lambda threshold: 0 < threshold <= 1),
         window=whole(2),
+        learning_rate_factor=POSITIVE | FUNCTION,
         ticket=instance_of("a Ticket", Ticket) | PATH | NONE,
         policy=one_of("auto", *POLICIES),
         compute=one_of(*COMPUTES),
@@ -159,6 +168,7 @@ class EarlyBirdTicket(Callback):
         distance: Distance = "relative",
         threshold: float = 0.5,
         window: int = 5,
+        learning_rate_factor: float | Callable[[int], float] = 1.0,
         ticket: Ticket | str | os.PathLike[str] | None = None,
         policy: Literal["auto", "sparse", "samo"] = "auto",
         compute: Compute = "auto",
@@ -182,10 +192,13 @@ class EarlyBirdTicket(Callback):
         self.distance = distance
         self.threshold = threshold
         self.ticket = Ticket.load(ticket) if isinstance(ticket, str | os.PathLike) else ticket
+        self.learning_rate_factor = learning_rate_factor
         self.distances: dict[int, float] = {}
         self._window: deque[MaskBits] = deque(maxlen=window)
         self._looked: Progress | None = None
         """Up to where masks that were due have been compared; None outside of training."""
+        self._drawn_at: int | None = None
+        """Optimizer steps of this run before the draw; None if it has not drawn a ticket."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Validate the run on every rank, before any weight changes."""
@@ -235,8 +248,22 @@ class EarlyBirdTicket(Callback):
         which Lightning does not resume.
         """
         now = Progress(trainer.global_step, trainer.current_epoch)
+        if self._drawn_at is not None and now.steps < self._drawn_at:
+            self._drawn_at = None  # Another run drew the ticket.
         self._looked = self._looked or now
         self._look(trainer, pl_module, now)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Scale the learning rates if the ticket was drawn in this run."""
+        factor = self.learning_rate_factor
+        if self._drawn_at is not None and factor != 1:
+            if callable(factor):
+                factor = factor(trainer.global_step - self._drawn_at)
+            strategy: Any = trainer.strategy
+            strategy.learning_rate_factor = factor
+            pl_module.log("learning_rate_factor", factor, on_step=True, on_epoch=False)
 
     def on_train_batch_end(
         self,
@@ -294,6 +321,7 @@ class EarlyBirdTicket(Callback):
         """Return the ticket and the distances; :meth:`on_save_checkpoint` adds the window."""
         return {
             "looked": self._looked and [self._looked.steps, self._looked.epochs],
+            "drawn_at": self._drawn_at,
             "ticket": None if self.ticket is None else self.ticket.state_dict(),
             "distances": dict(self.distances),
             "window": [],
@@ -324,6 +352,7 @@ class EarlyBirdTicket(Callback):
                 )
             self.ticket = ticket
         self._looked = state_dict["looked"] and Progress(*state_dict["looked"])
+        self._drawn_at = state_dict["drawn_at"]
         self.distances = dict(state_dict["distances"])
         self._window.clear()
         self._window.extend(MaskBits.from_state_dict(state) for state in state_dict["window"])
@@ -364,6 +393,7 @@ class EarlyBirdTicket(Callback):
             distance=self.distance,
             distances=self.distances,
         )
+        self._drawn_at = trainer.global_step
         self._window.clear()
         self._prune(trainer, self.ticket)
         rank_zero_info(f"Early-bird ticket drawn: {self.ticket}")

@@ -48,6 +48,7 @@ from lightning_axosparse.sparse.optimizer_state import dense_shapes, restore_mas
 from lightning_axosparse.sparse.parameters import sparse_parameters
 from lightning_axosparse.strategy.auto_grid import choose_grid
 from lightning_axosparse.strategy.batch_splitting import BatchSplitter
+from lightning_axosparse.strategy.learning_rate import scaled_rates
 from lightning_axosparse.strategy.lightning.device import move_optimizers
 from lightning_axosparse.strategy.lightning.loop_check import LoopCheck
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
@@ -174,6 +175,8 @@ class AxoSparseStrategy(MPIStrategy):
     """
 
     strategy_name = "axosparse"
+    learning_rate_factor: float = 1.0
+    """What optimizer steps multiply the learning rates by; every run starts with 1."""
 
     @checked(
         MisconfigurationException,
@@ -321,6 +324,7 @@ class AxoSparseStrategy(MPIStrategy):
         runner = self._start_runner(trainer, stage_module, rule, steps_in_parts=offload is not None)
         regrid = self._plan_regrid(trainer, partition, stage_module, runner, rule)
         self._session = _Session(stage_module, runner, offload, regrid)
+        self.learning_rate_factor = 1.0
 
     def teardown(self) -> None:
         """Gather the module, whole and dense, on every rank, and undo what setup changed."""
@@ -493,7 +497,7 @@ class AxoSparseStrategy(MPIStrategy):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Step the optimizer, and time the step without the closure."""
+        """Step the optimizer with its scaled rates, and time the step without the closure."""
         closed = time()
 
         def timed_closure() -> Any:
@@ -502,7 +506,8 @@ class AxoSparseStrategy(MPIStrategy):
             closed = time()
             return result
 
-        result = super().optimizer_step(optimizer, timed_closure, model, **kwargs)
+        with scaled_rates(optimizer, self.learning_rate_factor):
+            result = super().optimizer_step(optimizer, timed_closure, model, **kwargs)
         clock.add("optimizer", closed, time(), self.grid.stage)
         return result
 

@@ -40,6 +40,7 @@ class PartialStrategy(SingleDeviceStrategy):
     """Trains on one device; reports every ``stages``-th parameter as those on this rank."""
 
     microbatches = 1
+    learning_rate_factor = 1.0
 
     def __init__(self, stages=1, stage=0, inter_group=None, data_group=None):
         super().__init__(torch.device("cpu"))
@@ -141,6 +142,7 @@ def shapes(model):
         ({"prune": "head.*"}, "prune='head"),
         ({"score": "lamp"}, "score='lamp'.*saliency"),
         ({"floor": 1.5}, "floor=1.5"),
+        ({"learning_rate_factor": 0}, "learning_rate_factor=0"),
         ({"ticket": {}}, "ticket={}"),
         ({"policy": "dense"}, "policy='dense'.*samo"),
         ({"compute": "fast"}, "compute='fast'.*'sparse'"),
@@ -283,6 +285,39 @@ def test_training_goes_on_with_the_kept_weights():
     assert weight.shape == (16, 6)
     assert not weight[~mask].any()
     assert weight[mask].all()
+
+
+class Factors(Callback):
+    """Notes by what the strategy multiplies the rates in each step, and what is logged of it."""
+
+    def __init__(self):
+        self.used, self.logged = [], []
+
+    def on_train_batch_end(self, trainer, *args):
+        self.used.append(trainer.strategy.learning_rate_factor)
+        self.logged.append(float(trainer.callback_metrics.get("learning_rate_factor", 1)))
+
+
+@pytest.mark.parametrize(
+    ("factor", "after"),
+    [(2.5, [2.5] * 5), (lambda step: 1 + step, [1, 2, 3, 4, 5]), (1.0, [1] * 5)],
+)
+def test_the_learning_rate_factor_begins_at_the_draw_and_is_logged(factor, after):
+    seen = Factors()
+    fit(search(draw_by=3, learning_rate_factor=factor), 2, callbacks=[seen])
+    assert seen.used == [1, 1, 1, *after]
+    assert seen.logged == seen.used
+
+
+def test_a_resumed_run_goes_on_with_its_factor_and_another_run_has_none(tmp_path):
+    path, seen, again = tmp_path / "a.ckpt", Factors(), Factors()
+    settings = {"draw_by": 3, "learning_rate_factor": lambda step: 1 + step}
+    callback = search(**settings)
+    fit(callback, 2, callbacks=[SavedAfterStep(5, path)])
+    fit(search(**settings), 2, ckpt_path=path, callbacks=[seen])
+    assert seen.used == [3, 4, 5]
+    fit(callback, 1, callbacks=[again])
+    assert again.used == [1] * 4
 
 
 def test_layer_scope_hamming_distance_and_exclusion():

@@ -18,6 +18,7 @@ from tests.ranks import run_ranks
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "2x1": (2, {"g_inter": 2}),
     "loopback": (1, {"g_inter": 3, "transport": "loopback"}),
+    "offloaded": (1, {"offload_optimizer": True, "offload_bucket": 100}),
     "3x1": (3, {"g_inter": 3}),
 }
 
@@ -36,7 +37,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
         "draw_by": "2 epochs",
     },
     "a function, high floors": {"score": momentum, "floor": 0.5, "draw_by": 8},
-    "erk": {"scope": "erk", "draw_by": 8},
+    "erk, doubled rates": {"scope": "erk", "draw_by": 8, "learning_rate_factor": 2.0},
     "densities, biases": {
         "scope": {"model.2.weight": 0.4, "model.5.weight": 0.4},
         "prune": {"bias": True, "model.0.*": False},
@@ -128,3 +129,33 @@ def test_what_cannot_be_searched_is_refused_before_any_rank_starts(words: str) -
     run = trainer(AxoSparseStrategy(g_inter=2), 2, callbacks=[draw])
     with pytest.raises(MisconfigurationException, match=words):
         fit(run, Plain())
+
+
+class Scheduled(Net):
+    """Its rates are doubled by a scheduler after some steps."""
+
+    def __init__(self, doubled_at: int) -> None:
+        super().__init__()
+        self.doubled_at = doubled_at
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+        def rate(step: int) -> float:
+            return 0.9**step * (2 if step >= self.doubled_at else 1)
+
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def test_a_factor_of_two_is_the_run_whose_scheduler_doubles_its_rates() -> None:
+    runs = []
+    for doubled_at, factor in ((8, 1.0), (100, 2.0), (100, lambda step: 2.0)):
+        L.seed_everything(0, verbose=False)
+        draw = EarlyBirdTicket(0.6, threshold=1e-6, draw_by=8, learning_rate_factor=factor)
+        run = trainer(AxoSparseStrategy(), callbacks=[draw], precision="64-true")
+        runs.append(fit(run, Scheduled(doubled_at).double()))
+    for other in runs[1:]:
+        assert other.losses == runs[0].losses
+        assert other.rates[-1] == runs[0].rates[-1] / 2
+        assert all(torch.equal(w, other.weights[name]) for name, w in runs[0].weights.items())

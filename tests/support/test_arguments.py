@@ -135,6 +135,7 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             "every": [None, *NO_WHEN],
             "draw_after": NO_WHEN,
             "draw_by": NO_WHEN,
+            "learning_rate_factor": [True, 0, *NO_RATE, *OBJECTS[:-1]],
             "score": [None, True, 1, "lamp", "", []],
             "floor": NO_FRACTION,
             "prune": [True, 1, "head.*", ["head.*"], {"head": 1}, {"head": None}, {1: True}],
