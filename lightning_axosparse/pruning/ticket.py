@@ -9,18 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_axosparse.pruning.bitmask import MaskBits
-from lightning_axosparse.pruning.densities import SCOPES
+from lightning_axosparse.pruning.densities import SCOPES, Scope
+from lightning_axosparse.pruning.mask_distance import overlap_distance
+from lightning_axosparse.pruning.mask_rule import MaskRule
+from lightning_axosparse.pruning.prunable import Prune
 from lightning_axosparse.support import archive
 from lightning_axosparse.support.arguments import (
     FRACTION,
     INDEX,
     MASKS,
+    MODULE,
     NONE,
     NOT_NEGATIVE,
     PATH,
+    SEED,
     TEXT,
     Kind,
     check,
@@ -85,6 +90,92 @@ class Ticket:
         if not isinstance(self.masks, MaskBits):
             object.__setattr__(self, "masks", MaskBits(self.masks))
         object.__setattr__(self, "distances", dict(self.distances))
+
+    @classmethod
+    @checked(ValueError, module=MODULE)
+    def from_zeros(cls, module: nn.Module) -> Ticket:
+        """Return the ticket of a model that was pruned elsewhere: what is zero stays zero.
+
+        Of a layer with a mask of ``torch.nn.utils.prune`` the mask counts; the ticket has the name
+        that the weight gets back from ``prune.remove``, which has to be called before training.
+
+        Args:
+            module: the model. Its weights with two or more dimensions count, where they have zeros.
+
+        Raises:
+            ValueError: if there are no zeros.
+        """
+        masks = {
+            name: parameter.detach() != 0
+            for name, parameter in module.named_parameters()
+            if parameter.dim() >= 2 and parameter.is_floating_point()
+        }
+        for name, mask in module.named_buffers():
+            weight = name.removesuffix("_mask")
+            if masks.pop(f"{weight}_orig", None) is not None:
+                masks[weight] = mask.bool()
+        masks = {name: mask for name, mask in masks.items() if not mask.all()}
+        if not masks:
+            raise ValueError(
+                "No weight of the module has a zero, so there is no ticket to take from it. Was it "
+                "pruned? If it is stored sparse, take the ticket that it was pruned by."
+            )
+        entries = sum(mask.numel() for mask in masks.values())
+        return cls(masks, 1 - sum(int(mask.sum()) for mask in masks.values()) / entries)
+
+    @classmethod
+    def magnitude(
+        cls,
+        module: nn.Module,
+        pruning_ratio: float,
+        scope: Scope = "global",
+        floor: float = 0.0,
+        prune: Prune | None = None,
+    ) -> Ticket:
+        """Return the ticket of the largest weights that a dense model has now.
+
+        Args:
+            module: the model.
+            pruning_ratio: fraction of the entries to prune, in [0, 1).
+            scope: as for ``EarlyBirdTicket``, but for "uniform-stage", which is "global" here.
+            floor: as for ``EarlyBirdTicket``.
+            prune: as for ``EarlyBirdTicket``.
+
+        Raises:
+            ValueError: if the arguments do not fit the model, or a weight is NaN.
+        """
+        rule = MaskRule(pruning_ratio, "magnitude", scope, floor, prune)
+        known = scope if isinstance(scope, str) else "given"
+        return cls(rule.masks(module), pruning_ratio, rule.score_name, known)
+
+    @checked(ValueError, seed=SEED)
+    def random(self, seed: int) -> Ticket:
+        """Return a ticket that keeps as many entries of each weight as this one, at random.
+
+        It is what a ticket is compared with, to tell its entries from its densities.
+
+        Args:
+            seed: makes it repeatable.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        masks = {}
+        for name, mask in self.masks.items():
+            order = torch.randperm(mask.numel(), generator=generator)
+            masks[name] = (order < int(mask.sum())).view(mask.shape)
+        return Ticket(masks, self.pruning_ratio, "random", self.scope)
+
+    def overlap(self, other: Ticket) -> float:
+        """Return the fraction of the kept entries that two tickets of one model have in common.
+
+        Raises:
+            ValueError: if they are tickets of different weights.
+        """
+        if self.shapes != other.shapes:
+            raise ValueError(
+                "The tickets prune different weights, or weights of different shapes: "
+                f"{', '.join(sorted(self.shapes.keys() ^ other.shapes.keys())) or 'same names'}."
+            )
+        return 1 - overlap_distance(self.masks, other.masks, self.masks.keys())
 
     @property
     def shapes(self) -> dict[str, torch.Size]:

@@ -5,6 +5,8 @@ import pickle
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.utils import prune
 
 from lightning_axosparse.pruning import Ticket
 
@@ -56,3 +58,56 @@ def test_files_that_are_no_tickets_are_rejected(tmp_path):
     torch.save({"state_dict": {}}, tmp_path / "model.ckpt")
     with pytest.raises(ValueError, match=r"model\.ckpt.*not a ticket"):
         Ticket.load(tmp_path / "model.ckpt")
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.Linear(30, 10))
+
+
+def test_the_zeros_of_a_model_are_a_ticket():
+    model = network()
+    with torch.no_grad():
+        model[0].weight[:6] = 0
+        model[2].bias.zero_()
+    ticket = Ticket.from_zeros(model)
+    assert ticket.layer_sparsity() == {"0.weight": pytest.approx(0.2)}
+    assert ticket.pruning_ratio == pytest.approx(0.2)
+    assert torch.equal(ticket.masks["0.weight"], model[0].weight != 0)
+    with pytest.raises(ValueError, match="No weight of the module has a zero"):
+        Ticket.from_zeros(network())
+
+
+def test_masks_of_torchs_pruning_are_a_ticket():
+    model = network()
+    prune.l1_unstructured(model[0], "weight", amount=0.75)
+    ticket = Ticket.from_zeros(model)
+    assert torch.equal(ticket.masks["0.weight"], model[0].weight_mask.bool())
+    prune.remove(model[0], "weight")
+    assert Ticket.from_zeros(model) == ticket
+
+
+def test_the_ticket_of_the_largest_weights():
+    model = network()
+    ticket = Ticket.magnitude(model, 0.75, "layer", prune={"head": False})
+    assert ticket.layer_sparsity() == {"0.weight": 0.75}
+    assert (ticket.score, ticket.scope) == ("magnitude", "layer")
+    weight, mask = model[0].weight.detach().abs(), ticket.masks["0.weight"]
+    assert weight[mask].min() > weight[~mask].max()
+    assert Ticket.magnitude(model, 0.5, {"0.*": 0.5, "2.*": 0.5}).scope == "given"
+    with pytest.raises(ValueError, match="'x' matches no weight"):
+        Ticket.magnitude(model, 0.5, {"x": 0.5})
+
+
+def test_a_random_ticket_keeps_as_much_of_each_weight():
+    ticket = Ticket.magnitude(network(), 0.6)
+    one, again, other = (ticket.random(seed) for seed in (1, 1, 2))
+    assert one == again != other
+    assert one.layer_sparsity() == ticket.layer_sparsity()
+    assert one.score == "random"
+    assert ticket.overlap(ticket) == 1
+    assert ticket.overlap(one) == one.overlap(ticket)
+    densities = [1 - sparsity for sparsity in ticket.layer_sparsity().values()]
+    assert min(densities) - 0.1 < ticket.overlap(one) < max(densities) + 0.1
+    with pytest.raises(ValueError, match=r"different weights.*2\.weight"):
+        ticket.overlap(Ticket.magnitude(network(), 0.5, prune={"head": False}))
