@@ -163,7 +163,7 @@ class EarlyBirdTicket(Callback):
         floor: float = 0.05,
         prune: Prune | None = None,
         every: When = 1 / 32,
-        draw_after: When | None = 0.2,
+        draw_after: When | None = 0.25,
         draw_by: When | None = 0.4,
         distance: Distance = "relative",
         threshold: float = 0.5,
