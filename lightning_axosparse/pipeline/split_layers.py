@@ -305,20 +305,21 @@ class SplitLayers:
 
     def _split(self, layer: Any, operation: Operation, x: Any) -> Tensor | None:
         """Call a layer so that its backward pass is split; None where that is not possible."""
-        parameters = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
-        if not (_differentiable(x) and operation.accepts(x) and all(map(_trained, parameters))):
+        weight, bias = layer.weight, layer.bias
+        if not (_differentiable(x) and operation.accepts(x) and _trained(weight)):
+            return None
+        if bias is not None and not _trained(bias):
             return None
         # In a backward pass layers are called to recompute what was not saved.
         if self._destination is not None or saved_tensors_are_hooked() or transformed():
             return None
-        cast = [_autocast(tensor, x.device.type) for tensor in (x, *parameters)]
-        if any(tensor.dtype != cast[0].dtype for tensor in cast):
+        call = _Call(self, operation, (weight,) if bias is None else (weight, bias))
+        if torch.is_autocast_enabled(x.device.type):
+            x, weight, bias = map(_autocast, (x, weight, bias))
+        if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
             return None
-        self.parameters.update(parameters)
-        call = _Call(self, operation, parameters)
-        x, weight, *bias = cast
-        rest = bias[0] if bias else None, call
-        output: Tensor = _SplitCall.apply(x, weight, *rest)  # type: ignore[no-untyped-call]
+        self.parameters.update(call.parameters)
+        output: Tensor = _SplitCall.apply(x, weight, bias, call)  # type: ignore[no-untyped-call]
         return output
 
 
@@ -385,7 +386,13 @@ def _not_compiled(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _differentiable(x: Any) -> bool:
-    return type(x) is Tensor and x.requires_grad and torch.is_grad_enabled() and x.numel() > 0
+    return (
+        type(x) is Tensor
+        and x.requires_grad
+        and torch.is_grad_enabled()
+        and x.numel() > 0
+        and not x.is_complex()
+    )
 
 
 def _trained(parameter: nn.Parameter) -> bool:
@@ -393,8 +400,7 @@ def _trained(parameter: nn.Parameter) -> bool:
     return (
         type(parameter) is nn.Parameter
         and parameter.requires_grad
-        and parameter.is_floating_point()
-        and all(_is_the_reducers(hook) for hook in gradient_hooks(parameter))
+        and all(map(_is_the_reducers, gradient_hooks(parameter)))
     )
 
 
@@ -402,8 +408,8 @@ def _is_the_reducers(hook: Callable[..., Any]) -> bool:
     return isinstance(getattr(hook, "__self__", None), GradientReducer)
 
 
-def _autocast(tensor: Tensor, device: str) -> Tensor:
-    """A tensor as autocast gives it to a product."""
-    if not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:
+def _autocast(tensor: Tensor | None) -> Tensor | None:
+    """A tensor as autocast, which is enabled, gives it to a product."""
+    if tensor is None or tensor.dtype == torch.float64:
         return tensor
-    return tensor.to(torch.get_autocast_dtype(device))
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))

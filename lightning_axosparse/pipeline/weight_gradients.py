@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Protocol
@@ -56,17 +57,21 @@ class WeightGradientQueue:
     def __init__(self, on_final: Callable[[nn.Parameter], None]) -> None:
         self._on_final = on_final
         self._products: dict[tuple[int, nn.Parameter], list[WeightProduct]] = {}
+        self._left: Counter[int] = Counter()
         self._scratch = Scratch()
         self._backwards_ended = False
 
     def add(self, microbatch: int, product: WeightProduct) -> None:
         """Queue a product of a micro-batch's backward pass."""
         key = microbatch, product.parameters[0]
-        self._products.setdefault(key, []).append(product)
+        if key not in self._products:
+            self._products[key] = []
+            self._left[microbatch] += 1
+        self._products[key].append(product)
 
     def holds(self, microbatch: int) -> bool:
         """Whether a product of this micro-batch is still to be computed."""
-        return any(number == microbatch for number, _ in self._products)
+        return self._left[microbatch] > 0
 
     def bytes_of(self, microbatch: int) -> int:
         """Bytes of memory that are kept for this micro-batch."""
@@ -92,6 +97,7 @@ class WeightGradientQueue:
         """Compute the first products in the queue: those of one layer and one micro-batch."""
         key = next(iter(self._products))
         products = self._products.pop(key)
+        self._left[key[0]] -= 1
         parameters = products[0].parameters
         with torch.no_grad():
             for parameter, term in zip(parameters, self._sum(products), strict=True):

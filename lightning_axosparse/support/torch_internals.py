@@ -63,7 +63,7 @@ def mutated_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str,
 def gradient_hooks(tensor: Tensor) -> list[Callable[..., Any]]:
     """Return what is called with a leaf's gradient, before and after it is accumulated."""
     before, after = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
-    return [*(before or {}).values(), *(after or {}).values()]
+    return [hook for hooks in (before, after) if hooks for hook in hooks.values()]
 
 
 def saved_tensors_are_hooked() -> bool:
