@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from lightning_axosparse.pipeline.message import Gradients
-from lightning_axosparse.pipeline.schedule import SCHEDULES
+from lightning_axosparse.pipeline.schedule import Schedule
 from lightning_axosparse.planning.simulate import simulate
 from lightning_axosparse.support.trace import clock
 
@@ -51,34 +50,33 @@ class Alone:
     """A runner that times the passes of a stage that never waits.
 
     Args:
-        step: runs one step of the stage over a :class:`ReadyLink`.
+        step: runs one step of the stage over a :class:`ReadyLink`, with deferred weight gradients.
+        microbatches: micro-batches of a step.
     """
 
-    def __init__(self, step: Callable[[], None]) -> None:
-        self._step = step
-        self._seconds: list[tuple[float, float]] = []
+    def __init__(self, step: Callable[[], None], microbatches: int) -> None:
+        self._step, self._microbatches = step, microbatches
+        self._seconds: list[tuple[float, float, float]] = []
 
     def __call__(self, trial: int) -> None:
         clock.record()
         self._step()
         spans = clock.recorded()
-        forward, backward = (
-            fmean(span.end - span.start for span in spans if span.activity == activity)
-            for activity in ("forward", "backward")
+        forward, inputs, weights = (
+            sum(span.end - span.start for span in spans if span.activity == activity)
+            / self._microbatches
+            for activity in ("forward", "backward", "weight gradient")
         )
-        self._seconds.append((forward, backward))
+        self._seconds.append((forward, inputs + weights, weights))
 
-    def predict(self, schedule: str, limit: int, microbatches: int) -> list[float]:
+    def predict(self, schedule: type[Schedule], limit: int) -> list[float]:
         """Return the simulated seconds of a step over ideal links in each trial; collective."""
         stages = MPI.COMM_WORLD.size
         everyone = MPI.COMM_WORLD.allgather(self._seconds[1:])  # the first was to warm up
-        return [
-            simulate(
-                [
-                    SCHEDULES[schedule](stage, stages, microbatches, limit)
-                    for stage in range(stages)
-                ],
-                *zip(*passes, strict=True),
-            ).makespan
-            for passes in zip(*everyone, strict=True)
-        ]
+        found = []
+        for passes in zip(*everyone, strict=True):
+            forward, backward, weights = zip(*passes, strict=True)
+            order = [schedule(i, stages, self._microbatches, limit) for i in range(stages)]
+            step = simulate(order, forward, backward, weight_gradient=weights)
+            found.append(step.makespan)
+        return found

@@ -31,8 +31,10 @@ from lightning_axosparse.distributed.mpi.staging import HostStaging
 from lightning_axosparse.examples.gpt import Block
 from lightning_axosparse.pipeline import engine
 from lightning_axosparse.pipeline.engine import StageRun
-from lightning_axosparse.pipeline.p2p import ChannelLink
-from lightning_axosparse.pipeline.schedule import SCHEDULES
+from lightning_axosparse.pipeline.p2p import ChannelLink, Link
+from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES, Schedule
+from lightning_axosparse.pipeline.split_layers import SplitLayers
+from lightning_axosparse.pipeline.weight_gradients import WeightGradientQueue
 
 WIDTH, HEADS, BLOCKS, MICROBATCHES = 256, 8, 8, 8
 
@@ -57,10 +59,12 @@ class Passes:
     def __init__(
         self,
         layers: nn.Module,
+        split: SplitLayers,
         inputs: Sequence[Tensor] | None,
         targets: Sequence[Tensor] | None,
     ) -> None:
         self._layers, self._inputs, self._targets = layers, inputs, targets
+        self._split, self._queue = split, WeightGradientQueue(lambda parameter: None)
 
     def forward(self, microbatch: int, received: Any) -> Any:
         output = self._layers(received if self._inputs is None else self._inputs[microbatch])
@@ -69,25 +73,41 @@ class Passes:
         return loss_of(output, self._targets[microbatch]) / MICROBATCHES
 
     def backward(self, microbatch: int, output: Any, gradients: Any) -> float:
-        torch.autograd.backward([output], gradients and gradients.tensors)
+        incoming = gradients and gradients.tensors
+        with self._split.deferring(self._queue, microbatch, incoming or []):
+            torch.autograd.backward([output], incoming)
+        if microbatch == MICROBATCHES - 1:
+            self._queue.end_backwards()
         return 1.0
+
+    def make_weight_gradient(self, microbatch: int) -> bool:
+        if self._queue.holds(microbatch):
+            self._queue.compute_next()
+        return not self._queue.holds(microbatch)
 
 
 class Ours:
-    """One stage in the message-driven engine, or in its static 1F1B."""
+    """One stage in the message-driven engine, or in a static order of it."""
 
-    def __init__(self, layers: nn.Module, schedule: str, limit: int, link: ChannelLink) -> None:
+    def __init__(self, layers: nn.Module, schedule: type[Schedule], limit: int, link: Link) -> None:
         self._layers, self._schedule, self._limit, self._link = layers, schedule, limit, link
+        self._split = SplitLayers(layers)
+        if schedule.defers_weight_gradients:
+            self._split.install()
 
     def __call__(self, x: Tensor, y: Tensor) -> None:
         stage, stages = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
         inputs, targets = x.chunk(MICROBATCHES), y.chunk(MICROBATCHES)
 
         passes = Passes(
-            self._layers, inputs if stage == 0 else None, targets if stage == stages - 1 else None
+            self._layers,
+            self._split,
+            inputs if stage == 0 else None,
+            targets if stage == stages - 1 else None,
         )
-        decides = SCHEDULES[self._schedule](stage, stages, MICROBATCHES, self._limit)
-        engine.run([StageRun(stage, stages, decides, self._link, passes)])
+        decides = self._schedule(stage, stages, MICROBATCHES, self._limit)
+        with self._split.batch():
+            engine.run([StageRun(stage, stages, decides, self._link, passes)])
 
 
 class ApartStaging(HostStaging):
@@ -134,10 +154,15 @@ def main() -> None:
     boxes = connect_stages(world.rank, world.size, 0, MICROBATCHES, staging)
     link = ChannelLink(*boxes, torch.device("cpu"))
     twice = 2 * world.size
+    choices = {
+        "1F1B, ours": (SCHEDULES["1f1b"], world.size),
+        "message-driven": (SCHEDULES["message-driven"], twice),
+        "ZB-H1, ours": (DEFERRING_SCHEDULES["zb-h1"], world.size),
+        "message-driven, deferred": (DEFERRING_SCHEDULES["message-driven"], twice),
+    }
     steps = {
         "torch 1F1B, gloo": Torch(copy.deepcopy(mine)),
-        "1F1B, ours": Ours(copy.deepcopy(mine), "1f1b", world.size, link),
-        "message-driven": Ours(copy.deepcopy(mine), "message-driven", twice, link),
+        **{name: Ours(copy.deepcopy(mine), *choice, link) for name, choice in choices.items()},
     }
     modules = [steps["torch 1F1B, gloo"]._schedule._stage.submod]
     modules += [step._layers for step in list(steps.values())[1:]]
@@ -154,19 +179,20 @@ def main() -> None:
         return lambda trial: step(x, y)
 
     ready = ReadyLink(x[: options.samples])
-    lone = Ours(copy.deepcopy(mine), "1f1b", world.size, ready)
-    alone = Alone(lambda: lone(x, y))
+    lone = Ours(copy.deepcopy(mine), *choices["message-driven, deferred"], ready)
+    alone = Alone(lambda: lone(x, y), MICROBATCHES)
     runners = {name: runner(step) for name, step in steps.items()}
     seconds = trials(runners | {"alone": alone}, options.trials)
     del seconds["alone"]
-    predicted = {
-        "1F1B, ours": alone.predict("1f1b", world.size, MICROBATCHES),
-        "message-driven": alone.predict("message-driven", twice, MICROBATCHES),
-    }
+    predicted = {name: alone.predict(*choice) for name, choice in choices.items()}
     if world.rank == 0:
         kilobytes = options.samples * options.tokens * WIDTH * 4 / 1e3
         crowded = world.size > len(os.sched_getaffinity(0))
-        bars = {"message-driven": 0.97 if crowded else 0.92 if kilobytes >= 500 else 1.0}
+        large = kilobytes >= 500
+        bars = {
+            "message-driven": 0.97 if crowded else 0.92 if large else 1.0,
+            "message-driven, deferred": 0.94 if crowded or large else 0.92,
+        }
         case = f"8 GPT blocks, {world.size} ranks, {kilobytes:.0f} kB"
         head()
         for name, ratio in ratios(seconds, "torch 1F1B, gloo").items():

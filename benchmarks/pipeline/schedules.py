@@ -28,19 +28,25 @@ from lightning_axosparse.distributed.mpi.staging import HostStaging
 from lightning_axosparse.pipeline import engine
 from lightning_axosparse.pipeline.engine import StageRun
 from lightning_axosparse.pipeline.p2p import ChannelLink
-from lightning_axosparse.pipeline.schedule import SCHEDULES
+from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES, Schedule
 from lightning_axosparse.planning.simulate import Wire, simulate
 from lightning_axosparse.support.trace import Span, clock
 
 FORWARD, BACKWARD = 0.010, 0.020
+WEIGHT = 0.5  # the part of a backward pass that makes weight gradients
 MICROBATCHES = 16
 NOISE = 0.01  # difference of two runs of the same passes on an idle machine
-STILL = dict.fromkeys(("limit P", "limit 2P", "limit M"), 1 + NOISE)
+STILL = dict.fromkeys(("limit P", "limit 2P", "limit M"), 1 + NOISE) | {"deferred 2P": 0.90}
 
 
-def moving(bar: float) -> dict[str, float]:
-    """Return the bars of a case with jitter or latency: ``bar`` with slack, near 1 without."""
-    return {"limit P": 1.03, "limit 2P": bar}
+def moving(bar: float, deferred: float) -> dict[str, float]:
+    """Return the bars of a case with jitter or latency: near 1 without slack.
+
+    Args:
+        bar: of the message-driven schedule with slack.
+        deferred: of the same, with weight gradients deferred.
+    """
+    return {"limit P": 1.03, "limit 2P": bar, "deferred 2P": deferred}
 
 
 class Case(NamedTuple):
@@ -54,12 +60,12 @@ class Case(NamedTuple):
 
 CASES = [
     Case("no jitter, no latency", 0.0, 0.0, STILL),
-    Case("jitter, sigma 0.3", 0.3, 0.0, moving(0.92)),
-    Case("jitter, sigma 0.6", 0.6, 0.0, moving(0.89)),
-    Case("jitter, sigma 1.0", 1.0, 0.0, moving(0.87)),
-    Case("latency 0.5 forward", 0.0, 0.5, moving(0.86)),
-    Case("latency 1 forward", 0.0, 1.0, moving(0.76)),
-    Case("latency 2 forward", 0.0, 2.0, moving(0.65)),
+    Case("jitter, sigma 0.3", 0.3, 0.0, moving(0.92, 0.80)),
+    Case("jitter, sigma 0.6", 0.6, 0.0, moving(0.89, 0.76)),
+    Case("jitter, sigma 1.0", 1.0, 0.0, moving(0.87, 0.73)),
+    Case("latency 0.5 forward", 0.0, 0.5, moving(0.86, 0.76)),
+    Case("latency 1 forward", 0.0, 1.0, moving(0.76, 0.67)),
+    Case("latency 2 forward", 0.0, 2.0, moving(0.65, 0.60)),
 ]
 
 
@@ -99,10 +105,19 @@ def delays(sigma: float, trial: int, stages: int) -> np.ndarray:
 
 
 class SleepingPasses:
-    """Passes that take so many seconds for each micro-batch."""
+    """Passes that take so many seconds for each micro-batch.
 
-    def __init__(self, forward: np.ndarray, backward: np.ndarray) -> None:
+    Args:
+        forward: seconds of the forward passes.
+        backward: seconds of the backward passes, with or without weight gradients.
+        weight_gradient: seconds of deferred weight gradients.
+    """
+
+    def __init__(
+        self, forward: np.ndarray, backward: np.ndarray, weight_gradient: np.ndarray
+    ) -> None:
         self._forward, self._backward = forward, backward
+        self._weight_gradient = weight_gradient
         self._message = torch.zeros(64, requires_grad=True)
 
     def forward(self, microbatch: int, received: Any) -> Any:
@@ -112,6 +127,17 @@ class SleepingPasses:
     def backward(self, microbatch: int, output: Any, gradients: Any) -> float:
         time.sleep(self._backward[microbatch])
         return 1.0
+
+    def make_weight_gradient(self, microbatch: int) -> bool:
+        time.sleep(self._weight_gradient[microbatch])
+        return True
+
+
+class Choice(NamedTuple):
+    """A schedule and its in-flight limit."""
+
+    schedule: type[Schedule]
+    limit: int
 
 
 class SleepingStage:
@@ -128,21 +154,22 @@ class SleepingStage:
         mailboxes = connect_stages(self.stage, self.stages, 0, 2 * self.stages, HostStaging())
         self._link = SlowLink(*mailboxes, torch.device("cpu"))
 
-    def step(self, schedule: str, limit: int, case: Case, trial: int) -> None:
-        """Run the passes of one step in the order of ``schedule``."""
+    def step(self, choice: Choice, case: Case, trial: int) -> None:
+        """Run the passes of one step in the order of the schedule."""
         _Ripe.latency = case.latency * FORWARD
         forward, backward = delays(case.sigma, trial, self.stages)[:, self.stage]
-        decides = SCHEDULES[schedule](self.stage, self.stages, MICROBATCHES, limit)
-        passes = SleepingPasses(forward, backward)
+        decides = choice.schedule(self.stage, self.stages, MICROBATCHES, choice.limit)
+        deferred = backward * WEIGHT * choice.schedule.defers_weight_gradients
+        passes = SleepingPasses(forward, backward - deferred, deferred)
         engine.run([StageRun(self.stage, self.stages, decides, self._link, passes)])
 
-    def runner(self, schedule: str, limit: int, case: Case) -> Runner:
-        return lambda trial: self.step(schedule, limit, case, trial)
+    def runner(self, choice: Choice, case: Case) -> Runner:
+        return lambda trial: self.step(choice, case, trial)
 
-    def recorded_runner(self, schedule: str, limit: int, case: Case) -> Runner:
+    def recorded_runner(self, choice: Choice, case: Case) -> Runner:
         def run(trial: int) -> None:
             clock.record()
-            self.step(schedule, limit, case, trial)
+            self.step(choice, case, trial)
             self.recorded.append(clock.recorded())
 
         return run
@@ -172,45 +199,52 @@ def overhead(ranks: list[list[Span]]) -> Overhead:
     return Overhead(fmean(passes), fmean(messages))
 
 
-def simulated(schedule: str, limit: int, case: Case, trial: int, costs: Overhead) -> float:
+def simulated(choice: Choice, case: Case, trial: int, costs: Overhead) -> float:
     """Return the seconds of the simulated step."""
     stages = MPI.COMM_WORLD.size
-    forward, backward = delays(case.sigma, trial, stages) + costs.a_pass
-    stage = SCHEDULES[schedule]
+    forward, backward = delays(case.sigma, trial, stages)
+    weight = backward * WEIGHT + costs.a_pass
+    extra = costs.a_pass * (1 + choice.schedule.defers_weight_gradients)
     return simulate(
-        [stage(index, stages, MICROBATCHES, limit) for index in range(stages)],
-        forward,
-        backward,
+        [choice.schedule(index, stages, MICROBATCHES, choice.limit) for index in range(stages)],
+        forward + costs.a_pass,
+        backward + extra,
         # The latency counts from the time of sending, so it includes the transfer.
         Wire(latency=max(case.latency * FORWARD, costs.a_message)),
+        weight_gradient=weight,
     ).makespan
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--trials", type=int, default=7)
-    count = arguments.parse_args().trials
+    arguments.add_argument("--cases", type=int, default=len(CASES), help="only so many, the first")
+    options = arguments.parse_args()
+    count = options.trials
     world = MPI.COMM_WORLD
     mine, stages = SleepingStage(), world.size
     runners = {
-        "1F1B": ("1f1b", stages),
-        "limit P": ("message-driven", stages),
-        "limit 2P": ("message-driven", 2 * stages),
-        "limit M": ("message-driven", MICROBATCHES),
+        "1F1B": Choice(SCHEDULES["1f1b"], stages),
+        "limit P": Choice(SCHEDULES["message-driven"], stages),
+        "limit 2P": Choice(SCHEDULES["message-driven"], 2 * stages),
+        "limit M": Choice(SCHEDULES["message-driven"], MICROBATCHES),
+        "ZB-H1": Choice(DEFERRING_SCHEDULES["zb-h1"], stages),
+        "deferred P": Choice(DEFERRING_SCHEDULES["message-driven"], stages),
+        "deferred 2P": Choice(DEFERRING_SCHEDULES["message-driven"], 2 * stages),
     }
     if world.rank == 0:
         head()
-    for case in CASES:
-        run = {name: mine.runner(*choice, case) for name, choice in runners.items()}
+    for case in CASES[: options.cases]:
+        run = {name: mine.runner(choice, case) for name, choice in runners.items()}
         if case is CASES[0]:
-            run["1F1B"] = mine.recorded_runner(*runners["1F1B"], case)
+            run["1F1B"] = mine.recorded_runner(runners["1F1B"], case)
         seconds = trials(run, count)
         if case is CASES[0]:
             steps = zip(*world.allgather(mine.recorded), strict=True)
             costs = Overhead(*map(fmean, zip(*map(overhead, steps), strict=True)))
         if world.rank == 0:
             for name, ratio in ratios(seconds, "1F1B").items():
-                guess = median(simulated(*runners[name], case, n, costs) for n in range(count))
+                guess = median(simulated(runners[name], case, n, costs) for n in range(count))
                 row(case.name, name, median(seconds[name]), ratio, case.bars.get(name), guess)
     if world.rank == 0:
         a_pass, a_message = (cost * 1e3 for cost in costs)

@@ -14,12 +14,14 @@ if TYPE_CHECKING:
 COLOURS: dict[Activity, str] = {
     "forward": "#4c78a8",
     "backward": "#f58518",
+    "weight gradient": "#e45756",
     "wait": "#e4e4e4",
     "all-reduce": "#54a24b",
     "optimizer": "#b279a2",
     "densify": "#9ecae9",
     "compress": "#ffd8a8",
 }
+_PASSES: set[Activity] = {"forward", "backward", "weight gradient"}
 _INNER: set[Activity] = {"densify", "compress"}
 
 
@@ -55,10 +57,10 @@ def place(spans: Sequence[Span], replica: int, stage: int) -> list[Placed]:
     """Assign one rank's spans to its replica and to stages.
 
     A span without a micro-batch (all-reduce, densify, ...) has no stage of its own: it gets the
-    stage of the forward or backward pass that encloses it, else the rank's ``stage``. The two
-    differ if one process runs several stages.
+    stage of the pass that encloses it, else the rank's ``stage``. The two differ if one process
+    runs several stages.
     """
-    passes = [span for span in spans if span.activity in ("forward", "backward")]
+    passes = [span for span in spans if span.activity in _PASSES]
 
     def stage_of(span: Span) -> int:
         if span.microbatch is not None:

@@ -8,7 +8,7 @@ so its gradient has no other entries, and this module needs no code for sparsity
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -105,6 +105,7 @@ class GradientReducer:
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
+        self._deferred: Collection[nn.Parameter] = ()
         self._sizes: list[list[int]] = []
         self._pool = BlockPool()
 
@@ -122,6 +123,7 @@ class GradientReducer:
         self,
         factor: float = 1.0,
         earlier: MutableMapping[nn.Parameter, Tensor | None] | None = None,
+        deferred: Collection[nn.Parameter] = (),
     ) -> None:
         """Prepare for the last backward pass of a step: what it accumulates is final.
 
@@ -129,8 +131,9 @@ class GradientReducer:
             factor: number by which this batch's gradients are multiplied.
             earlier: gradients of earlier batches to add to them; each is replaced by None when it
                 has been added.
+            deferred: parameters whose gradients are final only when :meth:`mark_final` says so.
         """
-        self.reduced_bytes = 0
+        self.reduced_bytes, self._deferred = 0, deferred
         self._terms = replace(
             self._terms, factor=factor, earlier={} if earlier is None else earlier
         )
@@ -141,7 +144,7 @@ class GradientReducer:
             self._sizes, self._pool = sizes, BlockPool()
         # Parameters may be unfrozen at any time, and a frozen one takes no hook.
         for parameter in self._bucket_of.keys() - self._hooks.keys():
-            hook = parameter.register_post_accumulate_grad_hook(self._on_final)
+            hook = parameter.register_post_accumulate_grad_hook(self._on_accumulated)
             self._hooks[parameter] = hook
 
     def finish(self) -> None:
@@ -174,7 +177,12 @@ class GradientReducer:
                     for reduced in bucket.parameters:
                         del self._bucket_of[reduced]
 
-    def _on_final(self, parameter: nn.Parameter) -> None:
+    def _on_accumulated(self, parameter: nn.Parameter) -> None:
+        if parameter not in self._deferred:
+            self.mark_final(parameter)
+
+    def mark_final(self, parameter: nn.Parameter) -> None:
+        """Start what all-reduces can start, now that the gradient of a parameter is final."""
         bucket = self._bucket_of.get(parameter)
         if bucket is None:
             return

@@ -18,7 +18,7 @@ from lightning_axosparse.distributed.grid import Grid
 
 _AWAITED_BYTES = 200  # of the description of what a rank waits for
 
-Pass = Literal["forward", "backward"]
+Pass = Literal["forward", "backward", "weight gradient"]
 
 
 class RanksStuckError(RuntimeError):
@@ -39,7 +39,7 @@ class RankStatus(ctypes.Structure):
         batch: index of the batch of the last step.
         in_step: whether that step is running.
         microbatch: index of the micro-batch of the last pass in this batch; -1 before the first.
-        backward: whether that was a backward pass.
+        kind: of that pass.
         ended: whether this rank has ended the loop, or is between two batches and waits there for
             all others.
         stops: whether ``trainer.should_stop`` was set when it ended.
@@ -66,7 +66,6 @@ class RankStatus(ctypes.Structure):
         ("progress", ctypes.c_int64),
         ("beat", ctypes.c_int64),
         ("in_step", ctypes.c_bool),
-        ("backward", ctypes.c_bool),
         ("ended", ctypes.c_bool),
         ("stops", ctypes.c_bool),
         ("waits", ctypes.c_bool),
@@ -74,6 +73,7 @@ class RankStatus(ctypes.Structure):
         ("alarm", ctypes.c_bool),
         ("reported", ctypes.c_bool),
         ("finished", ctypes.c_bool),
+        ("kind", ctypes.c_char * 16),
         ("loop", ctypes.c_char * 16),
         ("host", ctypes.c_char * 64),
         ("awaited", ctypes.c_char * _AWAITED_BYTES),
@@ -88,7 +88,7 @@ class RankStatus(ctypes.Structure):
     def step(self, loop: str, epoch: int, batch: int) -> Iterator[None]:
         """Record that a step of a loop runs inside the context."""
         self.loop, self.epoch, self.batch = loop.encode(), epoch, batch
-        self.microbatch, self.backward, self.ended = -1, False, False
+        self.microbatch, self.ended = -1, False
         self.in_step = True
         yield
         self.in_step = False
@@ -105,8 +105,8 @@ class RankStatus(ctypes.Structure):
         return int(self.batch) + 1
 
     def begin_pass(self, kind: Pass, microbatch: int) -> None:
-        """Record that a forward or backward pass begins."""
-        self.microbatch, self.backward = microbatch, kind == "backward"
+        """Record that a pass begins."""
+        self.microbatch, self.kind = microbatch, kind.encode()
 
     def begin_wait(self, awaited: str, bulk: bool = False) -> None:
         """Record that this rank waits for something, until :meth:`end_wait`."""
@@ -147,8 +147,7 @@ class RankStatus(ctypes.Structure):
             return f"after {batch}"
         if self.microbatch < 0:
             return f"in {batch}, before its first micro-batch"
-        kind = "backward" if self.backward else "forward"
-        return f"in {batch}, micro-batch {self.microbatch}, {kind} pass"
+        return f"in {batch}, micro-batch {self.microbatch}, {self.kind.decode()} pass"
 
     @property
     def doing(self) -> str:

@@ -13,6 +13,7 @@ from lightning_axosparse.pipeline.p2p import Link
 from lightning_axosparse.pipeline.reductions import ReductionTracker
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.schedule import ForwardOnly, Op, Schedule
+from lightning_axosparse.pipeline.split_layers import SplitLayers
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.pipeline.stage_step import (
     Batch,
@@ -40,6 +41,13 @@ class ForwardBackward(Forward, Protocol):
             The factor to send to the previous stage.
         """
 
+    def make_weight_gradient(self, microbatch: int, /) -> bool:
+        """Make one of the weight gradients that backward passes have left to the schedule.
+
+        Returns:
+            Whether those of this micro-batch are complete.
+        """
+
 
 class StageRun:
     """The state of one stage in one batch.
@@ -57,7 +65,7 @@ class StageRun:
     ) -> None:
         self.stage, self.schedule, self.passes = stage, schedule, passes
         self.peak_in_flight = 0
-        """Most micro-batches that the stage has held between forward and backward."""
+        """Most micro-batches that the stage has held, or that waited for weight gradients."""
         self._first, self._last = stage == 0, stage == stages - 1
         self._link = link
         self._activations_used = self._gradients_used = 0
@@ -87,7 +95,8 @@ class StageRun:
         """Send the output of a forward pass on, and keep what its backward pass needs."""
         if self.schedule.held:
             self._held[microbatch] = received, output
-            self.peak_in_flight = max(self.peak_in_flight, len(self._held))
+            kept = len(self._held) + self.schedule.pending
+            self.peak_in_flight = max(self.peak_in_flight, kept)
         if not self._last:
             self._link.send_activation(output)
 
@@ -102,6 +111,11 @@ class StageRun:
         if not self._first:
             leaves = [None if t is None else t.grad for t in tensors(received)]
             self._link.send_gradient(Gradients(leaves, factor))
+
+    def make_weight_gradient(self, microbatch: int) -> None:
+        """Make one of the weight gradients that backward passes have left."""
+        if cast(ForwardBackward, self.passes).make_weight_gradient(microbatch):
+            self.schedule.end_weight_gradients()
 
     def awaited(self) -> str:
         """The messages without which this stage cannot continue, in words."""
@@ -131,8 +145,10 @@ def run(stages: Sequence[StageRun]) -> None:
                 stage.send_activation(microbatch, received, output)
                 # Held no longer than the backward pass needs them.
                 del received, output
-            else:
+            elif kind == "backward":
                 stage.backward(microbatch)
+            else:
+                stage.make_weight_gradient(microbatch)
     for stage in stages:
         stage.end()
 
@@ -166,6 +182,7 @@ class Pipeline:
         limit: most micro-batches that a stage may hold.
         rng: random numbers of the pipeline.
         tracker: follows the reductions in steps of the last stage.
+        split: the layers whose weight gradients a schedule may defer; installed if it does.
     """
 
     def __init__(
@@ -176,12 +193,13 @@ class Pipeline:
         limit: InFlightLimit,
         rng: PipelineRNG,
         tracker: ReductionTracker,
+        split: SplitLayers,
     ) -> None:
         self.limit = limit
         self.peak_in_flight: dict[int, int] = {}
         """Most micro-batches that each stage of this process held in its last training batch."""
         self._layers, self._links, self._schedule = layers, links, schedule
-        self._rng, self._tracker = rng, tracker
+        self._rng, self._tracker, self._split = rng, tracker, split
         self._stages = len(layers.parts)
 
     def train(self, batch: TrainingBatch) -> TrainingStageStep | None:
@@ -193,11 +211,13 @@ class Pipeline:
         self.limit.begin_batch()
         first, shared = min(self._links), (batch, self._layers, self._rng, self._tracker)
         steps = {
-            stage: TrainingStageStep(stage, *shared, self.limit, is_first_here=stage == first)
+            stage: TrainingStageStep(
+                stage, *shared, self.limit, self._split, is_first_here=stage == first
+            )
             for stage in self._links
         }
         runs = self._runs(steps, self._schedule, len(batch.microbatches))
-        with self._rng.batch():
+        with self._rng.batch(), self._split.batch():
             run(runs)
         self.peak_in_flight = {each.stage: each.peak_in_flight for each in runs}
         return steps.get(self._stages - 1)

@@ -38,6 +38,14 @@ class InFlightLimit(Protocol):
             received: what the pass was given by the previous stage.
         """
 
+    def measured_pending(self, stage: int, size: int) -> None:
+        """Take in what a stage keeps of a micro-batch that waits for its weight gradients.
+
+        Args:
+            stage: index of the stage.
+            size: in bytes.
+        """
+
     def measure_again(self) -> None:
         """Choose again, because memory was freed."""
 
@@ -59,6 +67,9 @@ class FixedInFlightLimit:
     def measured(self, stage: int, received: Any) -> AbstractContextManager[None]:
         """Measure nothing."""
         return nullcontext()
+
+    def measured_pending(self, stage: int, size: int) -> None:
+        """Do nothing: the limit is constant."""
 
     def measure_again(self) -> None:
         """Do nothing: the limit is constant."""
@@ -123,6 +134,11 @@ class MemoryInFlightLimit:
     def measured(self, stage: int, received: Any) -> AbstractContextManager[None]:
         """Measure what the stage keeps of its first micro-batch."""
         return nullcontext() if stage in self._kept else self._measure(stage, received)
+
+    def measured_pending(self, stage: int, size: int) -> None:
+        """Count a micro-batch as what it keeps until its weight gradients, if that is more."""
+        self._kept[stage] = max(self._kept.get(stage, 0), size)
+        self.kept = sum(self._kept.values())
 
     @contextmanager
     def _measure(self, stage: int, received: Any) -> Iterator[None]:

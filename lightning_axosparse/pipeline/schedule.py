@@ -6,9 +6,19 @@ What a stage of ``S`` stages does with what it may run (``held`` = forwards - ba
     schedule         held < warm-up and   otherwise          when the message for it is missing
                      forwards remain
     message-driven   prefers forward      prefers backward   runs the other, if there is slack
+    filling          the same             the same           runs the other, else a weight gradient
     1f1b             forward              backward           waits
     gpipe            forward              forward, until     waits
                                           all are done
+    zb-h1            forward              backward           waits; a weight gradient comes first
+                                                             while more than ``stage`` are pending
+
+A backward pass computes two gradients: that of the stage's input, for which the previous stage
+waits, and those of its weights, for which nobody does. The schedules that defer weight gradients
+make passes of their own of the latter, as the zero-bubble schedules of Qi et al. (ICLR 2024) do;
+those order them statically. RRFP (arXiv 2605.18750) orders them by arrival, too. A micro-batch is
+``pending`` from its backward pass until its weight gradients are complete, keeps about as much
+memory meanwhile as one that is held, and counts against the in-flight limit in the same way.
 
 The preference of the message-driven schedule is 1F1B's and not AxoNN's backward-first: at the same
 memory, draining backwards first starves the later stages. What makes it faster than 1F1B is slack,
@@ -20,13 +30,13 @@ warm-up: one that runs when the missing activation comes delays all later stages
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
-PassKind = Literal["forward", "backward"]
+PassKind = Literal["forward", "backward", "weight gradient"]
 
 
 class Op(NamedTuple):
-    """One pass of one micro-batch through one stage."""
+    """One pass of one micro-batch through one stage; of weight gradients, a part of them."""
 
     kind: PassKind
     microbatch: int
@@ -39,8 +49,11 @@ class Schedule(ABC):
         stage: index of the stage, counted from the input.
         stages: number of stages in the pipeline.
         microbatches: micro-batches in this batch.
-        in_flight: most micro-batches that may have gone forward and not yet back on this stage.
+        in_flight: most micro-batches that may be held or pending on this stage.
     """
+
+    defers_weight_gradients: ClassVar[bool] = False
+    """Whether weight gradients are passes of their own and not parts of backward passes."""
 
     def __init__(self, stage: int, stages: int, microbatches: int, in_flight: int) -> None:
         self.microbatches = microbatches
@@ -48,6 +61,8 @@ class Schedule(ABC):
         self.warm_up = min(stages - stage, in_flight)
         self.forwards = 0
         self.backwards = 0
+        self.weight_gradients = 0
+        """Micro-batches whose weight gradients are complete, where these are deferred."""
 
     @property
     def held(self) -> int:
@@ -55,9 +70,14 @@ class Schedule(ABC):
         return self.forwards - self.backwards
 
     @property
+    def pending(self) -> int:
+        """Micro-batches that have gone back and whose weight gradients are not complete."""
+        return self.backwards - self.weight_gradients if self.defers_weight_gradients else 0
+
+    @property
     def finished(self) -> bool:
-        """Whether every micro-batch has gone forward and back."""
-        return self.backwards == self.microbatches
+        """Whether every micro-batch has gone forward and back, with its weight gradients."""
+        return self.backwards == self.microbatches and not self.pending
 
     def start_next(self, activations: int, gradients: int) -> Op | None:
         """Choose the next pass and count it as started.
@@ -69,18 +89,24 @@ class Schedule(ABC):
                 micro-batches.
 
         Returns:
-            The pass to run now, or None when the stage has to wait for a message.
+            The pass to run now, or None when the stage has to wait for a message. Weight gradients
+            are those of the oldest pending micro-batch, until :meth:`end_weight_gradients`.
         """
         can_forward = self.forwards < min(self.microbatches, activations)
         can_backward = self.backwards < min(self.forwards, gradients)
-        kind = self._choose(can_forward and self.held < self.in_flight, can_backward)
+        has_room = self.held + self.pending < self.in_flight
+        kind = self._choose(can_forward and has_room, can_backward)
         if kind == "forward":
             self.forwards += 1
             return Op("forward", self.forwards - 1)
         if kind == "backward":
             self.backwards += 1
             return Op("backward", self.backwards - 1)
-        return None
+        return None if kind is None else Op(kind, self.weight_gradients)
+
+    def end_weight_gradients(self) -> None:
+        """Count the weight gradients of the oldest pending micro-batch as complete."""
+        self.weight_gradients += 1
 
     @abstractmethod
     def _choose(self, can_forward: bool, can_backward: bool) -> PassKind | None:
@@ -106,6 +132,16 @@ class MessageDriven(Schedule):
         return None
 
 
+class BubbleFilling(MessageDriven):
+    """Message-driven, and makes weight gradients where it would wait."""
+
+    defers_weight_gradients = True
+
+    def _choose(self, can_forward: bool, can_backward: bool) -> PassKind | None:
+        kind = super()._choose(can_forward, can_backward)
+        return "weight gradient" if kind is None and self.pending else kind
+
+
 class OneForwardOneBackward(Schedule):
     """The static 1F1B order of PipeDream-flush (Narayanan et al., SC 2021), for comparison."""
 
@@ -113,6 +149,22 @@ class OneForwardOneBackward(Schedule):
         if self._warming_up:
             return "forward" if can_forward else None
         return "backward" if can_backward else None
+
+
+class ZeroBubbleH1(OneForwardOneBackward):
+    """The static order of ZB-H1 (Qi et al., ICLR 2024) in 1F1B's memory, for comparison."""
+
+    defers_weight_gradients = True
+
+    def __init__(self, stage: int, stages: int, microbatches: int, in_flight: int) -> None:
+        super().__init__(stage, stages, microbatches, in_flight)
+        self._most_pending = min(stage, in_flight - self.warm_up)
+
+    def _choose(self, can_forward: bool, can_backward: bool) -> PassKind | None:
+        most_pending = self._most_pending if self.backwards < self.microbatches else 0
+        if self.pending > most_pending:
+            return "weight gradient"
+        return super()._choose(can_forward, can_backward)
 
 
 class GPipe(Schedule):
@@ -153,3 +205,9 @@ SCHEDULES: dict[str, type[Schedule]] = {
     "gpipe": GPipe,
 }
 """The training schedules by the name that ``AxoSparseStrategy(schedule=...)`` takes."""
+
+DEFERRING_SCHEDULES: dict[str, type[Schedule]] = {
+    "message-driven": BubbleFilling,
+    "zb-h1": ZeroBubbleH1,
+}
+"""Those that defer weight gradients, by the same names."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.batch_fingerprint import BatchFingerprint
 from lightning_axosparse.pipeline.in_flight import InFlightLimit
@@ -21,7 +21,9 @@ from lightning_axosparse.pipeline.outputs import Scalar
 from lightning_axosparse.pipeline.reductions import Reductions, ReductionTracker
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.side_outputs import Activation
+from lightning_axosparse.pipeline.split_layers import SplitLayers
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers, StageEdge, Visit
+from lightning_axosparse.pipeline.weight_gradients import WeightGradientQueue
 from lightning_axosparse.pipeline.weighting import Weighting
 
 
@@ -43,12 +45,16 @@ class LossBackward(Protocol):
     def differentiate(self, loss: Tensor) -> None:
         """Differentiate the weighted loss of a micro-batch."""
 
-    def begin_last(self, factor: float) -> None:
+    def begin_last(self, factor: float, deferred: Collection[nn.Parameter] = ()) -> None:
         """Prepare for the last backward pass of this process, which makes gradients final.
 
         Args:
             factor: what the gradients of the whole batch are still to be multiplied by.
+            deferred: parameters whose gradients are final only when :meth:`mark_final` says so.
         """
+
+    def mark_final(self, parameter: nn.Parameter) -> None:
+        """Take in that the gradient of one of those parameters is final."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +198,7 @@ class TrainingStageStep(StageStep):
         rng: PipelineRNG,
         tracker: ReductionTracker,
         limit: InFlightLimit,
+        split: SplitLayers,
         is_first_here: bool,
     ) -> None:
         super().__init__(stage, batch, layers, rng, tracker)
@@ -200,6 +207,7 @@ class TrainingStageStep(StageStep):
         self._weights, self._backward = batch.weights, batch.backward
         self._received = batch.received
         self._limit, self._is_first_here = limit, is_first_here
+        self._split, self._queue = split, WeightGradientQueue(batch.backward.mark_final)
 
     def backward(self, microbatch: int, output: Any, gradients: Gradients | None) -> float:
         """Differentiate a micro-batch's loss, or what this stage sent of it.
@@ -218,14 +226,35 @@ class TrainingStageStep(StageStep):
         if is_last_pass and self._is_last:
             factor = self._weights.factor()
         if is_last_pass and self._is_first_here:
-            self._backward.begin_last(factor)
-        if gradients is not None:
-            _differentiate(output, gradients)
-        # The loss of a micro-batch that counts for nothing, such as one of padding, may be NaN.
-        elif weight := self._weights.weight(microbatch):
-            self._backward.differentiate(loss_of(output) * weight)
-        self._visits.pop(microbatch).validate_unused(self._layers.names)
+            self._backward.begin_last(factor, self._split.parameters)
+        visit = self._visits.pop(microbatch)
+        received = [] if gradients is None else gradients.tensors
+        borrowed = [*received, *tensors(visit.received)]
+        with self._split.deferring(self._queue, microbatch, borrowed):
+            if gradients is not None:
+                _differentiate(output, gradients)
+            # The loss of a micro-batch that counts for nothing, such as padding, may be NaN.
+            elif weight := self._weights.weight(microbatch):
+                self._backward.differentiate(loss_of(output) * weight)
+        visit.validate_unused(self._layers.names)
+        if microbatch == 0:
+            self._limit.measured_pending(self._stage, self._queue.bytes_of(microbatch))
+        if is_last_pass:
+            self._queue.end_backwards()
         return factor
+
+    def make_weight_gradient(self, microbatch: int) -> bool:
+        """Make one of the weight gradients that backward passes have left.
+
+        Args:
+            microbatch: the oldest one that waits for some.
+
+        Returns:
+            Whether those of this micro-batch are complete.
+        """
+        if self._queue.holds(microbatch):
+            self._queue.compute_next()
+        return not self._queue.holds(microbatch)
 
     def _measured(self, received: Activation | None) -> AbstractContextManager[None]:
         return self._limit.measured(self._stage, received)

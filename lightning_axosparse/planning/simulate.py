@@ -14,7 +14,7 @@ from itertools import count
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_axosparse.pipeline.schedule import Op, Schedule
+from lightning_axosparse.pipeline.schedule import Op, PassKind, Schedule
 from lightning_axosparse.support.trace import Activity, Span
 
 _INSTANT = 1e-9
@@ -72,6 +72,9 @@ def simulate(
     message_bytes: float = 0.0,
     all_reduce: ArrayLike = 0.0,
     optimizer: ArrayLike = 0.0,
+    *,
+    weight_gradient: ArrayLike = 0.0,
+    products: int = 1,
 ) -> Simulation:
     """Simulate one step of one replica.
 
@@ -79,15 +82,21 @@ def simulate(
         schedules: a new schedule for each stage, first stage first.
         forward: seconds of a forward pass: one number, one per stage ``(stages,)``, or one per
             stage and micro-batch ``(stages, microbatches)``.
-        backward: seconds of a backward pass, likewise.
+        backward: seconds of a backward pass with its weight gradients, likewise.
         wires: the link between neighbouring stages: one for all, or a list of ``stages - 1``.
         message_bytes: bytes of an activation, and of its gradient.
-        all_reduce: seconds of the data-parallel all-reduce after a stage's last backward pass: one
-            number or one per stage.
+        all_reduce: seconds of the data-parallel all-reduce after a stage's last pass: one number or
+            one per stage.
         optimizer: seconds of the optimizer step after that, likewise.
+        weight_gradient: seconds of the weight gradients of a micro-batch, which are part of
+            ``backward``: a number or an array as for ``forward``. A schedule that defers them
+            makes passes of their own of them.
+        products: weight gradients of a micro-batch, each as long as the others; between two of them
+            a stage takes in what has arrived.
 
     Raises:
-        ValueError: if a shape does not match the number of stages and micro-batches.
+        ValueError: if a shape does not match the number of stages and micro-batches, or weight
+            gradients take longer than the backward pass that they are part of.
     """
     stages, microbatches = len(schedules), schedules[0].microbatches
     links = [wires] * (stages - 1) if isinstance(wires, Wire) else list(wires)
@@ -95,15 +104,20 @@ def simulate(
         raise ValueError(
             f"{len(links)} wires for {stages} stages: give one Wire for all, or {stages - 1}."
         )
-    events = _EventLoop(
-        schedules,
-        {
-            "forward": _matrix("forward", forward, stages, microbatches),
-            "backward": _matrix("backward", backward, stages, microbatches),
-        },
-        links,
-        message_bytes,
-    )
+    passes: dict[PassKind, Seconds] = {
+        "forward": _matrix("forward", forward, stages, microbatches),
+        "backward": _matrix("backward", backward, stages, microbatches),
+    }
+    if any(schedule.defers_weight_gradients for schedule in schedules):
+        deferred = _matrix("weight_gradient", weight_gradient, stages, microbatches)
+        if (deferred > passes["backward"]).any():
+            raise ValueError(
+                "weight_gradient is longer than backward, which includes it: give backward the "
+                "seconds of both."
+            )
+        passes["backward"] = passes["backward"] - deferred
+        passes["weight gradient"] = deferred / products
+    events = _EventLoop(schedules, passes, products, links, message_bytes)
     events.run()
     end = events.idle_since.copy()
     tail: list[tuple[Activity, ArrayLike]] = [("all-reduce", all_reduce), ("optimizer", optimizer)]
@@ -148,7 +162,8 @@ class _EventLoop:
     def __init__(
         self,
         schedules: Sequence[Schedule],
-        seconds: dict[str, Seconds],
+        seconds: dict[PassKind, Seconds],
+        products: int,
         wires: Sequence[Wire],
         message_bytes: float,
     ) -> None:
@@ -156,10 +171,11 @@ class _EventLoop:
         self.spans: list[Span] = []
         self.busy = np.zeros(stages)
         self.idle_since = np.zeros(stages)
-        self._schedules, self._seconds = schedules, seconds
+        self._schedules, self._seconds, self._products = schedules, seconds, products
+        self._products_made = [0] * stages
         self._wires, self._message_bytes = wires, message_bytes
         self._running = [False] * stages
-        self._arrived = {
+        self._arrived: dict[PassKind, list[int]] = {
             "forward": [microbatches] + [0] * (stages - 1),
             "backward": [0] * (stages - 1) + [microbatches],
         }
@@ -196,7 +212,8 @@ class _EventLoop:
         if op is None:
             return
         seconds = float(self._seconds[op.kind][stage, op.microbatch])
-        if (wire := self._wire(stage, _receiver(stage, op))) is not None:
+        receiver = _receiver(stage, op)
+        if receiver is not None and (wire := self._wire(stage, receiver)) is not None:
             seconds += wire.overhead
         waited_since = float(self.idle_since[stage])
         if self._now - waited_since > self._instant:
@@ -210,6 +227,9 @@ class _EventLoop:
         self._running[stage] = False
         self.idle_since[stage] = self._now
         receiver = _receiver(stage, op)
+        if receiver is None:
+            self._end_product(stage)
+            return
         if (wire := self._wire(stage, receiver)) is None:
             return
         start = max(self._now, self._wire_free.get((stage, receiver), 0.0))
@@ -217,7 +237,12 @@ class _EventLoop:
         self._wire_free[stage, receiver] = left
         self._at(left + wire.latency, lambda: self._arrive(receiver, op.kind))
 
-    def _arrive(self, receiver: int, kind: str) -> None:
+    def _end_product(self, stage: int) -> None:
+        self._products_made[stage] += 1
+        if self._products_made[stage] % self._products == 0:
+            self._schedules[stage].end_weight_gradients()
+
+    def _arrive(self, receiver: int, kind: PassKind) -> None:
         self._arrived[kind][receiver] += 1
 
     def _wire(self, sender: int, receiver: int) -> Wire | None:
@@ -225,5 +250,8 @@ class _EventLoop:
         return self._wires[min(sender, receiver)] if 0 <= receiver < len(self._schedules) else None
 
 
-def _receiver(stage: int, op: Op) -> int:
+def _receiver(stage: int, op: Op) -> int | None:
+    """The stage that what a pass computes is sent to, which may be none of the pipeline's."""
+    if op.kind == "weight gradient":
+        return None
     return stage + 1 if op.kind == "forward" else stage - 1

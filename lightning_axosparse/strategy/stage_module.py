@@ -17,6 +17,7 @@ from lightning_axosparse.pipeline.checkpointing import ActivationCheckpointing
 from lightning_axosparse.pipeline.p2p import ChannelLink, Link, LoopbackLink
 from lightning_axosparse.pipeline.partition import Partition
 from lightning_axosparse.pipeline.sharding import Sharding
+from lightning_axosparse.pipeline.split_layers import SplitLayers
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.sparse import densify
 from lightning_axosparse.sparse.parameter_state import forget
@@ -38,11 +39,13 @@ class StageModule:
         stages: the stages of this rank: one, or all with the loopback transport.
         device: device of this rank.
         recompute: activation checkpointing of the layers; None for none.
+        splits_backward: whether weight gradients may be made apart from backward passes.
 
     Attributes:
         grid: the grid of ranks.
         sharding: which tensors each stage keeps.
         layers: the partitioned layers.
+        split: the layers whose weight gradients may be made apart from backward passes.
         optimizer_groups: the parameter names of each parameter group of each optimizer, over all
             stages.
         reducer: sums gradients over the ranks that keep the same parameters; None in a job of one.
@@ -56,11 +59,13 @@ class StageModule:
         stages: range,
         device: torch.device,
         recompute: ActivationCheckpointing | None,
+        splits_backward: bool,
     ) -> None:
         self.module, self.stages, self.device = module, stages, device
         self.groups, self.grid = groups, groups.grid
         self.sharding = Sharding(module, partition.names, partition.parts)
-        self._recompute = recompute
+        self._recompute, self._splits_backward = recompute, splits_backward
+        self.split = SplitLayers(module)
         self._example_input = module.example_input_array
         self.optimizer_groups: list[list[list[str]]] = []
         self.reducer: GradientReducer | None = None
@@ -164,6 +169,8 @@ class StageModule:
 
     def _attach(self) -> None:
         """Let the layers compute as stages, and the gradients be reduced."""
+        if self._splits_backward:
+            self.split.install()
         self.layers.install(self.stages)
         # Lightning's model summary would send it through layers of other stages.
         if len(self.stages) <= self.last_stage:
@@ -177,6 +184,7 @@ class StageModule:
             self.reducer.remove()
             self.reducer = None
         self.layers.uninstall()
+        self.split.uninstall()
         self.module.example_input_array = self._example_input
 
     def _shared_by_stages(self) -> set[frozenset[int]]:

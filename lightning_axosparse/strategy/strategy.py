@@ -40,7 +40,7 @@ from lightning_axosparse.pipeline.loss_weights import (
 )
 from lightning_axosparse.pipeline.partition import UNPARTITIONED, Partition, partition_layers
 from lightning_axosparse.pipeline.profile import profile_example, validate_example_input
-from lightning_axosparse.pipeline.schedule import SCHEDULES
+from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES, Schedule
 from lightning_axosparse.planning.grid_comparison import default_microbatches
 from lightning_axosparse.sparse import sparsify
 from lightning_axosparse.sparse.materialize import Compute, Policy
@@ -66,6 +66,8 @@ from lightning_axosparse.strategy.validation import (
     validate_optimizers,
     validate_regrid_module,
     validate_regrid_stages,
+    validate_split_module,
+    validate_weight_gradients,
 )
 from lightning_axosparse.support.arguments import (
     BOOL,
@@ -134,7 +136,13 @@ class AxoSparseStrategy(MPIStrategy):
             what memory allows after the first step, and again after a ticket was drawn: from
             ``g_inter``, which is what 1F1B holds, to ``2 * g_inter``, which hides jitter and
             latency. Losses and weights do not depend on it.
-        schedule: "message-driven", or for comparison "1f1b" or "gpipe".
+        schedule: "message-driven", or for comparison "1f1b", "gpipe" or "zb-h1".
+        weight_gradients: "together" makes all gradients of a layer in its backward pass. "deferred"
+            makes those of weights where the stage would wait for a message, so the previous stage
+            gets its gradient earlier: for linear layers, Hugging Face's ``Conv1D`` and
+            convolutions whose weights are dense, and in "message-driven" and "zb-h1". Gradients
+            are the same to the bit, and complete before anything of Lightning reads them. None
+            takes "deferred" for "zb-h1" and "together" for all others.
         transport: "mpi" gives each stage a rank; "loopback" runs all stages of a replica in one
             process, through the same schedule, for notebooks, debuggers and tests.
         split_batch: splits a batch into micro-batches, ``(batch, microbatches) -> list``, such as
@@ -185,7 +193,8 @@ class AxoSparseStrategy(MPIStrategy):
         pipeline=TEXT | NONE,
         balance=one_of("parameters", "time") | LAYERS,
         in_flight=COUNT | NONE,
-        schedule=one_of(*SCHEDULES),
+        schedule=one_of(*(SCHEDULES | DEFERRING_SCHEDULES)),
+        weight_gradients=one_of("deferred", "together") | NONE,
         transport=one_of("mpi", "loopback"),
         split_batch=FUNCTION | NONE,
         microbatch_loss=one_of("auto", "mean", "sum"),
@@ -208,7 +217,8 @@ class AxoSparseStrategy(MPIStrategy):
         pipeline: str | None = None,
         balance: Literal["parameters", "time"] | Sequence[int] = "parameters",
         in_flight: int | None = None,
-        schedule: Literal["message-driven", "1f1b", "gpipe"] = "message-driven",
+        schedule: Literal["message-driven", "1f1b", "gpipe", "zb-h1"] = "message-driven",
+        weight_gradients: Literal["deferred", "together"] | None = None,
         transport: Literal["mpi", "loopback"] = "mpi",
         split_batch: Callable[[Any, int], list[Any]] | None = None,
         microbatch_loss: MicrobatchLoss = "auto",
@@ -226,6 +236,7 @@ class AxoSparseStrategy(MPIStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         validate_arguments(g_inter, in_flight, schedule, transport, balance, regrid)
+        validate_weight_gradients(weight_gradients, schedule, recompute)
         super().__init__(
             g_inter if transport == "mpi" and g_inter != "auto" else 1,
             timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout),
@@ -238,6 +249,7 @@ class AxoSparseStrategy(MPIStrategy):
         self._chooses_grid = g_inter == "auto"
         self.g_inter = 1 if g_inter == "auto" else g_inter
         self.schedule = schedule
+        self._weight_gradients = weight_gradients
         self.transport = transport
         self._microbatches, self._in_flight = microbatches, in_flight
         self._container_path, self._balance = pipeline, balance
@@ -253,6 +265,16 @@ class AxoSparseStrategy(MPIStrategy):
     def microbatches(self) -> int:
         """Micro-batches per batch and replica."""
         return self._microbatches or default_microbatches(self.g_inter)
+
+    @property
+    def _defers(self) -> bool:
+        """Whether weight gradients are passes of their own."""
+        return self._weight_gradients == "deferred" or self.schedule not in SCHEDULES
+
+    @property
+    def _schedule_class(self) -> type[Schedule]:
+        """The class of the training schedule."""
+        return (DEFERRING_SCHEDULES if self._defers else SCHEDULES)[self.schedule]
 
     # Validation, before any rank is started
 
@@ -293,6 +315,8 @@ class AxoSparseStrategy(MPIStrategy):
         self.connect(self._module)
         if trainer.state.fn == TrainerFn.FITTING:
             validate_module(self._module)
+            if self._defers:
+                validate_split_module(self._module)
             if self.launcher is not None:
                 self._validate_optimizers(optimizers_before_setup(self._module))
         if self.g_inter > 1:
@@ -381,7 +405,13 @@ class AxoSparseStrategy(MPIStrategy):
         if self._recompute is not None:
             recompute = ActivationCheckpointing(self._recompute, self.root_device)
         stage_module = StageModule(
-            self._module, partition, self._groups, stages, self.root_device, recompute
+            self._module,
+            partition,
+            self._groups,
+            stages,
+            self.root_device,
+            recompute,
+            self._schedule_class.defers_weight_gradients,
         )
         stage_module.shard(self.optimizers)
         self._undo.callback(lambda: stage_module.unshard(self.optimizers))
@@ -424,7 +454,7 @@ class AxoSparseStrategy(MPIStrategy):
         runner = StepRunner(
             trainer,
             self.precision_plugin,
-            SCHEDULES[self.schedule],
+            self._schedule_class,
             BatchSplitter(trainer, self.microbatches, self._split_batch),
             self._loss_rule,
             steps_in_parts,

@@ -83,7 +83,15 @@ class OpenPipeline:
             undo.callback(restore_precision, precision)
             pipeline_precision(precision, groups.inter, groups.world, counted.__contains__)
             links = stage_module.links(limit.largest)
-            self.pipeline = Pipeline(stage_module.layers, links, schedule, limit, rng, self.tracker)
+            self.pipeline = Pipeline(
+                stage_module.layers,
+                links,
+                schedule,
+                limit,
+                rng,
+                self.tracker,
+                stage_module.split,
+            )
             self.metrics = PipelinedMetrics(
                 module,
                 groups.inter,
@@ -140,17 +148,23 @@ class BatchGradients:
         loss = loss / self._trainer.accumulate_grad_batches
         self._module.backward(scale_loss(self._precision, loss))
 
-    def begin_last(self, factor: float) -> None:
+    def begin_last(self, factor: float, deferred: Collection[nn.Parameter] = ()) -> None:
         """From now on, all-reduce gradients as soon as they are final.
 
         Args:
             factor: what the gradients of the whole batch are to be multiplied by.
+            deferred: parameters whose gradients are final only when :meth:`mark_final` says so.
         """
         self._factor = factor
         if self._reducer is not None:
             # What `zero_grad` is going to clear is not reduced.
             adds = not starts_accumulation(self._trainer)
-            self._reducer.arm(factor, self._stashed.earlier if adds else None)
+            self._reducer.arm(factor, self._stashed.earlier if adds else None, deferred)
+
+    def mark_final(self, parameter: nn.Parameter) -> None:
+        """All-reduce with the gradient of this parameter, which was deferred."""
+        if self._reducer is not None:
+            self._reducer.mark_final(parameter)
 
     def finish(self, parameters: Collection[nn.Parameter], waits: bool) -> None:
         """All-reduce the other gradients, and rescale those of this rank alone.

@@ -20,6 +20,7 @@ from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
 from lightning_axosparse.distributed.grid import divisors
+from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES
 from lightning_axosparse.strategy.lightning.hooks import overrides
 
 # The strategy's arguments
@@ -73,6 +74,36 @@ def validate_arguments(
         validate_regrid_stages(regrid, g_inter)
 
 
+def validate_weight_gradients(
+    weight_gradients: str | None, schedule: str, recompute: int | str | None
+) -> None:
+    """Check that weight gradients can be made when the arguments say.
+
+    Raises:
+        MisconfigurationException: with the values, and what to give instead.
+    """
+    if weight_gradients == "deferred" and schedule not in DEFERRING_SCHEDULES:
+        raise MisconfigurationException(
+            f"weight_gradients='deferred' needs a schedule that makes weight gradients by "
+            f"themselves, which {schedule!r} does not: choose from {sorted(DEFERRING_SCHEDULES)}, "
+            "or leave weight_gradients out."
+        )
+    if weight_gradients == "together" and schedule not in SCHEDULES:
+        raise MisconfigurationException(
+            f"schedule={schedule!r} makes weight gradients by themselves, so "
+            "weight_gradients='together' contradicts it. Leave one of them out."
+        )
+    defers = weight_gradients == "deferred" or schedule not in SCHEDULES
+    if defers and recompute is not None:
+        given = (
+            f"schedule={schedule!r}" if weight_gradients is None else "weight_gradients='deferred'"
+        )
+        raise MisconfigurationException(
+            f"{given} keeps the inputs of layers for longer than recompute={recompute!r}, which "
+            "computes them again for their backward pass alone. Leave one of them out."
+        )
+
+
 def validate_regrid_stages(regrid: int | Literal["auto"] | None, g_inter: int) -> None:
     """Check that pipelines of ``g_inter`` stages can be shortened to ``regrid`` stages.
 
@@ -105,6 +136,20 @@ def validate_module(module: LightningModule) -> None:
             " loss from `training_step` instead and leave `automatic_optimization` alone; where two"
             " optimizers were wanted, give one several parameter groups:"
             " `AdamW([{'params': a, 'lr': 1e-3}, {'params': b, 'lr': 1e-4}])`."
+        )
+
+
+def validate_split_module(module: LightningModule) -> None:
+    """Check that backward passes of a module may leave out weight gradients.
+
+    Raises:
+        MisconfigurationException: if the module overrides ``backward``.
+    """
+    if overrides(module, "backward"):
+        raise MisconfigurationException(
+            f"{type(module).__name__} overrides `backward`, which may read gradients that "
+            "weight_gradients='deferred' and schedule='zb-h1' make only after it. Leave these "
+            "arguments out, or `backward`."
         )
 
 

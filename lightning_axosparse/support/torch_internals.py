@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils import _pytree
@@ -57,6 +58,22 @@ def mutated_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str,
     return tree_leaves(
         [passed.get(a.name) for a in schema.arguments if a.alias_info and a.alias_info.is_write]
     )
+
+
+def gradient_hooks(tensor: Tensor) -> list[Callable[..., Any]]:
+    """Return what is called with a leaf's gradient, before and after it is accumulated."""
+    before, after = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    return [hook for hooks in (before, after) if hooks for hook in hooks.values()]
+
+
+def saved_tensors_are_hooked() -> bool:
+    """Return whether ``saved_tensors_hooks`` replace what autograd saves, as in checkpointing."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether ``torch.compile(module)`` or ``module.compile()`` made this module."""
+    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
 
 
 def forward_mode() -> bool:

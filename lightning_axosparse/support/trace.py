@@ -9,7 +9,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-Activity = Literal["forward", "backward", "wait", "all-reduce", "optimizer", "densify", "compress"]
+Activity = Literal[
+    "forward",
+    "backward",
+    "weight gradient",
+    "wait",
+    "all-reduce",
+    "optimizer",
+    "densify",
+    "compress",
+]
 
 
 @dataclass(frozen=True)

@@ -145,3 +145,32 @@ def overlap() -> list[int]:
     layers(torch.randn(8, 64)).sum().backward()
     reducer.finish()
     return started
+
+
+def test_deferred_gradients_are_reduced_when_they_are_said_to_be_final() -> None:
+    weight = 4 * 64 * 64
+    assert run_ranks(1, overlap_deferred)[0] == [0, weight, weight, 4 * weight]
+
+
+def overlap_deferred() -> list[int]:
+    """What is being reduced after backward, after each of two gradients became final, after all."""
+    import torch.distributed as dist
+
+    from lightning_axosparse.distributed import gradient_reducer
+    from lightning_axosparse.distributed.mpi.backend import init_process_group
+
+    init_process_group("cpu")
+    layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    weights = list(layers.parameters())
+    gradient_reducer.BUCKET_BYTES = 1
+    reducer = gradient_reducer.GradientReducer(
+        [gradient_reducer.ReductionGroup(dist.group.WORLD, weights)], 1
+    )
+    reducer.arm(deferred=set(weights))
+    layers(torch.randn(8, 64)).sum().backward()
+    started = [reducer.reduced_bytes]
+    for place in (3, 1):  # That of the third layer is not final, and all ranks keep one order.
+        reducer.mark_final(weights[place])
+        started.append(reducer.reduced_bytes)
+    reducer.finish()
+    return [*started, reducer.reduced_bytes]

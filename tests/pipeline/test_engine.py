@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,9 +21,12 @@ from lightning_axosparse.pipeline.p2p import LoopbackLink
 from lightning_axosparse.pipeline.partition import balance
 from lightning_axosparse.pipeline.reductions import ReductionTracker
 from lightning_axosparse.pipeline.rng import PipelineRNG
-from lightning_axosparse.pipeline.schedule import SCHEDULES
+from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES
+from lightning_axosparse.pipeline.split_layers import SplitLayers
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.pipeline.stage_step import Batch, TrainingBatch
+
+EVERY = SCHEDULES | {f"{name}, deferred": kind for name, kind in DEFERRING_SCHEDULES.items()}
 
 
 def pipeline(
@@ -35,11 +39,14 @@ def pipeline(
     parts = balance([1] * len(layers), stages)
     names = [f"layers.{i}" for i in range(len(layers))]
     dealt = PipelinedLayers(names, list(layers), parts, checkpointing)
+    split = SplitLayers(layers)
+    if EVERY[schedule].defers_weight_gradients:
+        split.install()
     dealt.install(range(stages))
     links = dict(enumerate(LoopbackLink.chain(stages)))
     randomness = PipelineRNG(0, stages, torch.device("cpu"))
     limit, tracker = FixedInFlightLimit(in_flight), ReductionTracker()
-    return Pipeline(dealt, links, SCHEDULES[schedule], limit, randomness, tracker), dealt
+    return Pipeline(dealt, links, EVERY[schedule], limit, randomness, tracker, split), dealt
 
 
 class NoLog:
@@ -55,7 +62,10 @@ class Plainly:
     def differentiate(self, loss: Tensor) -> None:
         loss.backward()
 
-    def begin_last(self, factor: float) -> None:
+    def begin_last(self, factor: float, deferred: Any = ()) -> None:
+        pass
+
+    def mark_final(self, parameter: nn.Parameter) -> None:
         pass
 
 
@@ -101,7 +111,7 @@ class Tuples(nn.Module):
         return x, mask, None, {"sum": extra["sum"] + x.sum(-1)}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", EVERY)
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 8), (4, 2), (3, 1), (5, 5)])
 def test_gradients_are_bit_identical(schedule: str, stages: int, microbatches: int) -> None:
     torch.manual_seed(0)
@@ -280,3 +290,73 @@ def test_randomness_agrees_outside_the_layers_and_differs_inside() -> None:
     assert len({tuple(m.tolist()) for m in masks}) == 8, "one mask a layer and micro-batch"
     assert all(torch.equal(a, b) for a, b in zip(run(), masks, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(first, outside, strict=True))
+
+
+@pytest.mark.parametrize("schedule", [name for name in EVERY if name.endswith("deferred")])
+@pytest.mark.parametrize("limit", [1, 2, 5])
+def test_micro_batches_that_wait_for_weight_gradients_are_in_flight(
+    schedule: str, limit: int
+) -> None:
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    pipe, dealt = pipeline(model, 4, schedule, in_flight=limit)
+    train(pipe, lambda b: model(b).mean(), torch.randn(8, 6), 8)
+    dealt.uninstall()
+    assert max(pipe.peak_in_flight.values()) == min(limit, 8 if "driven" in schedule else 4)
+
+
+class Finals(Plainly):
+    """Notes the gradients that are said to be final."""
+
+    def __init__(self) -> None:
+        self.deferred: set[nn.Parameter] = set()
+        self.final: dict[nn.Parameter, Tensor] = {}
+
+    def begin_last(self, factor: float, deferred: Any = ()) -> None:
+        self.deferred = set(deferred)
+
+    def mark_final(self, parameter: nn.Parameter) -> None:
+        assert parameter not in self.final
+        self.final[parameter] = parameter.grad.clone()
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_deferred_gradients_are_final_when_they_are_said_to_be(stages: int) -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(*(nn.Sequential(nn.GELU(), nn.Linear(6, 6)) for _ in range(4)))
+    pipe, dealt = pipeline(model, stages, "message-driven, deferred", in_flight=6)
+    finals = Finals()
+    batch = training(lambda b: model(b * b.requires_grad_()).pow(2).mean(), torch.randn(8, 6), 8)
+    pipe.train(replace(batch, backward=finals))
+    dealt.uninstall()
+    assert finals.deferred == set(model.parameters())
+    assert finals.final.keys() == finals.deferred
+    for parameter, gradient in finals.final.items():
+        assert torch.equal(parameter.grad, gradient)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_recomputed_layers_leave_no_weight_gradient(every: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.GELU()) for _ in range(4)))
+    reference = copy.deepcopy(model)
+    batch = torch.randn(8, 6)
+    for part in split(batch, 4):
+        (reference(part.batch).pow(2).mean() * part.weight).backward()
+    checkpointing = ActivationCheckpointing(every, torch.device("cpu"))
+    pipe, dealt = pipeline(model, 2, "message-driven, deferred", checkpointing=checkpointing)
+    train(pipe, lambda b: model(b).pow(2).mean(), batch, 4)
+    dealt.uninstall()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_layers_that_are_split_themselves_get_their_forward_back() -> None:
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    split_layers = SplitLayers(model)
+    split_layers.install()
+    dealt = PipelinedLayers(["a", "b", "c", "d"], list(model), balance([1] * 4, 2))
+    dealt.install(range(2))
+    dealt.uninstall()
+    assert all("forward" in vars(layer) for layer in model)
+    split_layers.uninstall()
+    assert all("forward" not in vars(layer) for layer in model)

@@ -87,6 +87,17 @@ def test_it_is_measured_again_where_memory_was_freed() -> None:
     assert [batch(made) for _ in range(2)] == [4, 8]
 
 
+@pytest.mark.parametrize(("pending", "expected"), [(KEPT // 2, 8), (2 * KEPT, 6)])
+def test_a_micro_batch_counts_as_what_it_keeps_until_its_weight_gradients(
+    pending: int, expected: int
+) -> None:
+    made = limit(12 * KEPT)
+    batch(made)
+    made.measured_pending(0, pending)
+    assert made.kept == max(KEPT, pending)
+    assert batch(made) == expected
+
+
 class Prune(L.Callback):
     """Prunes at the second epoch, and notes the limit and the peak of every batch."""
 

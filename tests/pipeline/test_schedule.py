@@ -5,25 +5,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_axosparse.pipeline.schedule import (
+    DEFERRING_SCHEDULES,
     SCHEDULES,
+    BubbleFilling,
     ForwardOnly,
     MessageDriven,
     Op,
     Schedule,
+    ZeroBubbleH1,
 )
+
+EVERY = sorted({*SCHEDULES.values(), *DEFERRING_SCHEDULES.values()}, key=lambda kind: kind.__name__)
 
 shapes = st.tuples(st.integers(1, 6), st.integers(1, 12), st.integers(1, 14))
 
 
 def drive(kind: type[Schedule], stages: int, microbatches: int, limit: int, seed: int) -> list:
-    """Run a pipeline whose messages arrive, and whose stages act, in a random order."""
+    """Run a pipeline whose messages arrive, and whose stages act, in a random order.
+
+    Weight gradients of a micro-batch are one to three, and count as one pass, their last.
+    """
     rng = random.Random(seed)
     schedules = [kind(stage, stages, microbatches, limit) for stage in range(stages)]
     activations = [microbatches] + [0] * (stages - 1)
     gradients = [0] * (stages - 1) + [microbatches]
     on_the_way: list[tuple[list[int], int]] = []
     history: list[list[Op]] = [[] for _ in range(stages)]
-    peak = [0] * stages
+    peak, products = [0] * stages, [0] * stages
     while not all(schedule.finished for schedule in schedules):
         acted = False
         for stage in rng.sample(range(stages), stages):
@@ -31,8 +39,15 @@ def drive(kind: type[Schedule], stages: int, microbatches: int, limit: int, seed
             if op is None:
                 continue
             acted = True
+            if op.kind == "weight gradient":
+                products[stage] = products[stage] or rng.randint(1, 3)
+                products[stage] -= 1
+                if products[stage] == 0:
+                    schedules[stage].end_weight_gradients()
+                    history[stage].append(op)
+                continue
             history[stage].append(op)
-            peak[stage] = max(peak[stage], schedules[stage].held)
+            peak[stage] = max(peak[stage], schedules[stage].held + schedules[stage].pending)
             neighbour = stage + 1 if op.kind == "forward" else stage - 1
             if 0 <= neighbour < stages:
                 arrivals = activations if op.kind == "forward" else gradients
@@ -46,26 +61,29 @@ def drive(kind: type[Schedule], stages: int, microbatches: int, limit: int, seed
     return list(zip(history, peak, strict=True))
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("schedule", EVERY)
 @given(shape=shapes, seed=st.integers(0, 10_000))
-def test_every_microbatch_goes_forward_and_back_once_whatever_order_messages_come_in(
-    name: str, shape: tuple[int, int, int], seed: int
+def test_every_pass_of_every_microbatch_runs_once_whatever_order_messages_come_in(
+    schedule: type[Schedule], shape: tuple[int, int, int], seed: int
 ) -> None:
     stages, microbatches, limit = shape
-    for history, _ in drive(SCHEDULES[name], stages, microbatches, limit, seed):
-        for kind in ("forward", "backward"):
+    kinds = ["forward", "backward", "weight gradient"][: 2 + schedule.defers_weight_gradients]
+    for history, _ in drive(schedule, stages, microbatches, limit, seed):
+        assert len(history) == len(kinds) * microbatches
+        for kind in kinds:
             order = [op.microbatch for op in history if op.kind == kind]
             assert order == list(range(microbatches))
         for microbatch in range(microbatches):
-            forward = history.index(Op("forward", microbatch))
-            assert forward < history.index(Op("backward", microbatch))
+            places = [history.index(Op(kind, microbatch)) for kind in kinds]
+            assert places == sorted(places)
 
 
 @given(shape=shapes, seed=st.integers(0, 10_000))
 def test_no_stage_holds_more_than_the_limit(shape: tuple[int, int, int], seed: int) -> None:
     stages, microbatches, limit = shape
-    for _, peak in drive(MessageDriven, stages, microbatches, limit, seed):
-        assert peak <= limit
+    for schedule in (MessageDriven, BubbleFilling, ZeroBubbleH1):
+        for _, peak in drive(schedule, stages, microbatches, limit, seed):
+            assert peak <= limit
     for stage, (_, peak) in enumerate(drive(SCHEDULES["1f1b"], stages, microbatches, 99, seed)):
         assert peak == min(stages - stage, microbatches)
     for _, peak in drive(SCHEDULES["gpipe"], stages, microbatches, limit, seed):
@@ -119,4 +137,64 @@ def test_message_driven_goes_ahead_where_1f1b_waits_for_a_late_gradient() -> Non
         Op("forward", 0),
         Op("forward", 1),
         None,
+    ]
+
+
+@given(shape=shapes, seed=st.integers(0, 10_000))
+def test_weight_gradients_wait_until_nothing_else_may_run(
+    shape: tuple[int, int, int], seed: int
+) -> None:
+    stages, microbatches, limit = shape
+    rng = random.Random(seed)
+    stage = rng.randrange(stages)
+    filling = BubbleFilling(stage, stages, microbatches, limit)
+    plain = MessageDriven(stage, stages, microbatches, limit)
+    activations = gradients = 0
+    while not filling.finished:
+        activations += rng.randint(0, 2)
+        gradients += rng.randint(0, 2)
+        plain.forwards, plain.backwards = filling.forwards, filling.backwards
+        plain.in_flight = limit - filling.pending
+        expected = plain.start_next(activations, gradients)
+        pending = filling.pending
+        op = filling.start_next(activations, gradients)
+        if expected is not None or not pending:
+            assert op == expected
+            continue
+        assert op == Op("weight gradient", filling.weight_gradients)
+        filling.end_weight_gradients()
+
+
+def test_weight_gradients_make_room_for_the_next_forward() -> None:
+    schedule = BubbleFilling(0, 2, 5, 3)
+    assert [schedule.start_next(5, 1) for _ in range(4)] == [
+        Op("forward", 0),
+        Op("forward", 1),
+        Op("backward", 0),
+        Op("forward", 2),
+    ]
+    # Two micro-batches are held and one is pending, and no gradient is there.
+    assert schedule.start_next(5, 1) == Op("weight gradient", 0)
+    assert schedule.start_next(5, 1) == Op("weight gradient", 0), "it has a second product"
+    assert schedule.start_next(5, 2) == Op("backward", 1), "a gradient comes before a third"
+    schedule.end_weight_gradients()
+    assert schedule.start_next(5, 2) == Op("forward", 3)
+    assert schedule.start_next(5, 2) == Op("weight gradient", 1)
+
+
+def test_zb_h1_in_the_order_of_its_paper() -> None:
+    """Figure 1 of Qi et al. for four stages: one weight gradient more is postponed each stage."""
+    orders = []
+    for stage in range(4):
+        schedule, order = ZeroBubbleH1(stage, 4, 5, 4), ""
+        while (op := schedule.start_next(5, 5)) is not None:
+            order += {"forward": "F", "backward": "B", "weight gradient": "W"}[op.kind]
+            if op.kind == "weight gradient":
+                schedule.end_weight_gradients()
+        orders.append(order)
+    assert orders == [
+        "FFFFBWFBWBWBWBW",
+        "FFFBFBWFBWBWBWW",
+        "FFBFBFBWFBWBWWW",
+        "FBFBFBFBWFBWWWW",
     ]

@@ -26,6 +26,7 @@ from lightning_axosparse.strategy.validation import (
     validate_regrid_module,
     validate_world_size,
 )
+from lightning_axosparse.support.trace import clock
 from tests.parity.cases import Net
 from tests.parity.cases import fit as fit_net
 from tests.parity.cases import trainer as net_trainer
@@ -50,6 +51,52 @@ from tests.strategy.lightning.harness import CutStrategy, alone
 def test_arguments_of_a_regrid(options: dict[str, Any], message: str) -> None:
     with pytest.raises(MisconfigurationException, match=message):
         AxoSparseStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weight_gradients": "later"}, "weight_gradients='later' must be"),
+        ({"weight_gradients": "deferred", "schedule": "1f1b"}, "'1f1b' does not.*zb-h1"),
+        ({"weight_gradients": "together", "schedule": "zb-h1"}, "schedule='zb-h1'.*contradicts"),
+        ({"weight_gradients": "deferred", "recompute": 2}, "'deferred' keeps.*recompute=2"),
+        ({"schedule": "zb-h1", "recompute": "sqrt"}, "schedule='zb-h1' keeps.*recompute='sqrt'"),
+        ({"schedule": "zb-h1", "in_flight": 3}, "in_flight=3 belongs"),
+    ],
+)
+def test_arguments_of_weight_gradients(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        AxoSparseStrategy(g_inter=2, **options)
+
+
+class OwnBackward(Net):
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+
+@pytest.mark.parametrize("options", [{"weight_gradients": "deferred"}, {"schedule": "zb-h1"}])
+def test_a_module_that_overrides_backward_cannot_defer(options: dict[str, Any]) -> None:
+    strategy = AxoSparseStrategy(g_inter=2, transport="loopback", **options)
+    with pytest.raises(MisconfigurationException, match="OwnBackward overrides `backward`"):
+        fit_net(net_trainer(strategy), OwnBackward())
+
+
+@pytest.mark.parametrize(
+    ("options", "defers"),
+    [
+        ({}, False),
+        ({"weight_gradients": "deferred"}, True),
+        ({"weight_gradients": "together"}, False),
+        ({"g_inter": 1, "weight_gradients": "deferred"}, True),
+        ({"schedule": "1f1b"}, False),
+        ({"schedule": "zb-h1"}, True),
+    ],
+)
+def test_what_defers_weight_gradients(options: dict[str, Any], defers: bool) -> None:
+    strategy = AxoSparseStrategy(**{"g_inter": 2, "transport": "loopback", **options})
+    clock.totals.clear()
+    fit_net(net_trainer(strategy, max_epochs=1), Net())
+    assert (clock.totals["weight gradient"] > 0) == defers
 
 
 @pytest.mark.parametrize(

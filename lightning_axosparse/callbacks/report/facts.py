@@ -50,7 +50,7 @@ class Work:
         spent = {name: self.activities.get(name, 0.0) for name in _ACTIVITIES}
         swapping = spent["densify"] + spent["compress"]
         seconds: dict[TimePart, float] = {
-            "compute": spent["forward"] + spent["backward"] - swapping,
+            "compute": sum(spent[name] for name in _COMPUTE) - swapping,
             "waiting": spent["wait"],
             "all-reduce": spent["all-reduce"],
             "optimizer": spent["optimizer"],
@@ -60,9 +60,9 @@ class Work:
         return {part: value / max(1, self.steps) for part, value in seconds.items()}
 
 
+_COMPUTE: tuple[Activity, ...] = ("forward", "backward", "weight gradient")
 _ACTIVITIES: tuple[Activity, ...] = (
-    "forward",
-    "backward",
+    *_COMPUTE,
     "wait",
     "all-reduce",
     "optimizer",

@@ -1,0 +1,415 @@
+"""Splits the backward pass of layers whose product is known: weights' gradients can be made later.
+
+The gradient of a layer's input takes one product, those of its weight and bias take another. A
+split layer computes the first in the backward pass, and queues the second where the pass is one of
+the engine's. Nothing else changes: the split happens where autograd would have called the same
+operators, so it walks no graph twice.
+
+Ordinary, by the layer's own ``forward``:
+
+    layers      of other classes, or compiled; whose parameters stand elsewhere in the module, too
+    calls       without gradients, or whose input needs none; inside ``torch.func`` transforms;
+                where what autograd saves is replaced, as by activation checkpointing
+    parameters  that are frozen, or whose gradient is hooked by the user
+
+A split layer that the user's own code differentiates (``torch.autograd.grad`` in a step), or that
+is differentiated twice, makes all its gradients at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_axosparse.distributed.gradient_reducer import GradientReducer
+from lightning_axosparse.pipeline.weight_gradients import Scratch, WeightGradientQueue
+from lightning_axosparse.support.torch_internals import (
+    backward_transformed,
+    gradient_hooks,
+    is_compiled,
+    saved_tensors_are_hooked,
+    storage_id,
+    transformed,
+)
+
+
+class Operation(Protocol):
+    """The product of an input and a weight, and its gradients."""
+
+    def accepts(self, x: Tensor) -> bool:
+        """Whether the product of this input is the one that the layer's ``forward`` computes."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute the layer's output."""
+
+    def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """Compute the gradient of the input from that of the output."""
+
+    def parameter_gradients(
+        self,
+        gradient: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        has_bias: bool,
+        scratch: Scratch | None = None,
+    ) -> list[Tensor]:
+        """Compute the gradients of the weight and of the bias, if there is one.
+
+        Args:
+            gradient: that of the output.
+            x: the input.
+            weight: the weight, which may have another dtype.
+            has_bias: whether the bias has a gradient.
+            scratch: memory for the weight's gradient; None for new memory, which keeps a graph.
+        """
+
+
+@dataclass(frozen=True)
+class MatrixProduct:
+    """``x W^T + b`` of ``nn.Linear``, or ``x W + b`` of Hugging Face's ``Conv1D``.
+
+    Attributes:
+        transposes: whether the weight has the shape ``(outputs, inputs)``.
+    """
+
+    transposes: bool
+
+    def accepts(self, x: Tensor) -> bool:
+        """Whether the input is a contiguous batch of vectors."""
+        return x.dim() > 1 and x.is_contiguous()
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply as the layer does."""
+        if self.transposes:
+            return functional.linear(x, weight, bias)
+        assert bias is not None
+        flat = torch.addmm(bias, x.view(-1, x.shape[-1]), weight)
+        return flat.view(*x.shape[:-1], weight.shape[1])
+
+    def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """Multiply the output's gradient by the weight."""
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        return flat.mm(weight if self.transposes else weight.t()).view(x.shape)
+
+    def parameter_gradients(
+        self,
+        gradient: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        has_bias: bool,
+        scratch: Scratch | None = None,
+    ) -> list[Tensor]:
+        """Multiply the output's gradient by the input, and sum it."""
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        left, right = flat, x.reshape(-1, x.shape[-1])
+        if not self.transposes:
+            left, right = right, left
+        if scratch is None:
+            product = left.t().mm(right)
+        else:
+            product = scratch.empty(weight.shape, x.dtype, x.device)
+            torch.mm(left.t(), right, out=product)
+        return [product, flat.sum(0)] if has_bias else [product]
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution over one to three dimensions, with its arguments."""
+
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    groups: int
+
+    def accepts(self, x: Tensor) -> bool:
+        """Whether the input is a batch."""
+        return x.dim() == 2 + len(self.stride)
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Convolve as the layer does."""
+        convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[len(self.stride) - 1]
+        return convolve(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+
+    def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """Convolve the output's gradient with the weight."""
+        return self._backward(gradient, x, weight, [True, False, False])[0]
+
+    def parameter_gradients(
+        self,
+        gradient: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        has_bias: bool,
+        scratch: Scratch | None = None,
+    ) -> list[Tensor]:
+        """Convolve the input with the output's gradient; the operator takes no memory for it."""
+        wanted = [False, True, has_bias]
+        return self._backward(gradient, x, weight.to(x.dtype), wanted)[1 : 2 + has_bias]
+
+    def _backward(
+        self, gradient: Tensor, x: Tensor, weight: Tensor, wanted: list[bool]
+    ) -> list[Tensor]:
+        return list(
+            torch.ops.aten.convolution_backward(
+                gradient,
+                x,
+                weight,
+                [weight.shape[0]],
+                self.stride,
+                self.padding,
+                self.dilation,
+                False,
+                [0] * len(self.stride),
+                self.groups,
+                wanted,
+            )
+        )
+
+
+_CONV1D = "transformers.pytorch_utils", "Conv1D.forward"
+"""Hugging Face's forward, by name, because importing transformers takes seconds."""
+
+
+def _operation(layer: nn.Module) -> Operation | None:
+    """The product that a layer computes; None if it is not known."""
+    forward = type(layer).forward
+    if forward is nn.Linear.forward:
+        return MatrixProduct(transposes=True)
+    # Importing transformers takes seconds.
+    if (forward.__module__, forward.__qualname__) == (
+        "transformers.pytorch_utils",
+        "Conv1D.forward",
+    ):
+        return MatrixProduct(transposes=False)
+    if type(layer) in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+        assert isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+        if layer.padding_mode == "zeros" and not isinstance(layer.padding, str):
+            return Convolution(layer.stride, layer.padding, layer.dilation, layer.groups)
+    return None
+
+
+class _Destination(NamedTuple):
+    """Where the products of the running backward pass are queued."""
+
+    queue: WeightGradientQueue
+    microbatch: int
+    borrowed: Collection[int]
+
+
+class SplitLayers:
+    """The layers of a module whose backward pass is split.
+
+    Args:
+        module: the whole module, in which a parameter may stand in several places.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parameters: set[nn.Parameter] = set()
+        """The parameters of all calls in this batch whose products are queued in backward."""
+        self._module = module
+        self._layers: list[nn.Module] = []
+        self._enabled = False
+        self._destination: _Destination | None = None
+
+    def install(self) -> None:
+        """Split the layers of the module that this rank holds."""
+        # A module that stands in several places counts once: it is the same layer.
+        owners = Counter(p for m in self._module.modules() for p in m.parameters(recurse=False))
+        for layer in _not_compiled(self._module):
+            operation = _operation(layer)
+            if operation is None or "forward" in vars(layer):
+                continue
+            own = dict(layer.named_parameters(recurse=False))
+            alone = all(owners[p] == 1 and not p.is_meta for p in own.values())
+            # What computes its weight, as weight norms do, has another parameter in its place.
+            if alone and list(own) in (["weight"], ["weight", "bias"]):
+                layer.forward = self._forward(layer, operation)
+                self._layers.append(layer)
+
+    def uninstall(self) -> None:
+        """Give the layers their own ``forward`` back."""
+        for layer in self._layers:
+            del layer.forward
+        self._layers.clear()
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Split the layers that are called inside the context, for one batch."""
+        self.parameters = set()
+        self._enabled = True
+        try:
+            yield
+        finally:
+            self._enabled = False
+
+    @contextmanager
+    def deferring(
+        self, queue: WeightGradientQueue, microbatch: int, borrowed: Sequence[Tensor | None]
+    ) -> Iterator[None]:
+        """Queue the products of the backward pass that runs inside the context.
+
+        Args:
+            queue: that of the stage.
+            microbatch: the micro-batch of the pass.
+            borrowed: tensors whose memory is others' and should be free after the pass.
+        """
+        storages = {storage_id(t.untyped_storage()) for t in borrowed if t is not None}
+        self._destination = _Destination(queue, microbatch, storages)
+        try:
+            yield
+        finally:
+            self._destination = None
+
+    def queue(self, call: _Call, gradient: Tensor, x: Tensor) -> bool:
+        """Queue the product of a call's parameters, if this is a backward pass of the engine.
+
+        Args:
+            call: the call.
+            gradient: that of its output.
+            x: its input.
+
+        Returns:
+            Whether it was.
+        """
+        destination = self._destination
+        if destination is None or backward_transformed(gradient):
+            return False
+
+        def kept(tensor: Tensor) -> Tensor:
+            borrowed = storage_id(tensor.untyped_storage()) in destination.borrowed
+            return tensor.clone() if borrowed else tensor
+
+        product = _Product(call.operation, call.parameters, kept(gradient), kept(x))
+        destination.queue.add(destination.microbatch, product)
+        return True
+
+    def _forward(self, layer: nn.Module, operation: Operation) -> Callable[..., Any]:
+        kind = type(layer)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            # `sparsify` changes the class.
+            if type(layer) is kind and len(args) == 1 and not kwargs and self._enabled:
+                output = self._split(layer, operation, args[0])
+                if output is not None:
+                    return output
+            return type(layer).forward(layer, *args, **kwargs)
+
+        return forward
+
+    def _split(self, layer: Any, operation: Operation, x: Any) -> Tensor | None:
+        """Call a layer so that its backward pass is split; None where that is not possible."""
+        weight, bias = layer.weight, layer.bias
+        if not (_differentiable(x) and operation.accepts(x) and _trained(weight)):
+            return None
+        if bias is not None and not _trained(bias):
+            return None
+        # In a backward pass layers are called to recompute what was not saved.
+        if self._destination is not None or saved_tensors_are_hooked() or transformed():
+            return None
+        call = _Call(self, operation, (weight,) if bias is None else (weight, bias))
+        if torch.is_autocast_enabled(x.device.type):
+            x, weight, bias = map(_autocast, (x, weight, bias))
+        if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
+            return None
+        self.parameters.update(call.parameters)
+        output: Tensor = _SplitCall.apply(x, weight, bias, call)  # type: ignore[no-untyped-call]
+        return output
+
+
+class _Call(NamedTuple):
+    """A call of a split layer."""
+
+    layers: SplitLayers
+    operation: Operation
+    parameters: Sequence[nn.Parameter]
+
+
+@dataclass(frozen=True)
+class _Product:
+    """What a call adds to its parameters' gradients."""
+
+    operation: Operation
+    parameters: Sequence[nn.Parameter]
+    gradient: Tensor
+    x: Tensor
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        return self.gradient, self.x
+
+    def compute(self, scratch: Scratch) -> Sequence[Tensor]:
+        weight, *bias = self.parameters
+        return self.operation.parameter_gradients(
+            self.gradient, self.x, weight, bool(bias), scratch
+        )
+
+
+class _SplitCall(torch.autograd.Function):
+    """A call of a layer. Its parameters get no gradient from a pass that queues their product."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.call = call
+        return call.operation.forward(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        operation, has_bias = ctx.call.operation, ctx.needs_input_grad[2]
+        of_input = None
+        if ctx.needs_input_grad[0]:
+            of_input = operation.input_gradient(gradient, x, weight)
+        if ctx.call.layers.queue(ctx.call, gradient, x):
+            return of_input, None, None, None
+        of_weight, *of_bias = operation.parameter_gradients(gradient, x, weight, has_bias)
+        return of_input, of_weight, of_bias[0] if has_bias else None, None
+
+
+def _not_compiled(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules in a module that are in no compiled one, each once."""
+    seen: set[nn.Module] = set()
+    waiting = [module]
+    while waiting:
+        module = waiting.pop()
+        if module not in seen and not is_compiled(module):
+            seen.add(module)
+            waiting.extend(module.children())
+            yield module
+
+
+def _differentiable(x: Any) -> bool:
+    return (
+        type(x) is Tensor
+        and x.requires_grad
+        and torch.is_grad_enabled()
+        and x.numel() > 0
+        and not x.is_complex()
+    )
+
+
+def _trained(parameter: nn.Parameter) -> bool:
+    """Whether a parameter gets a gradient that no code of the user sees on its way."""
+    return (
+        type(parameter) is nn.Parameter
+        and parameter.requires_grad
+        and all(map(_is_the_reducers, gradient_hooks(parameter)))
+    )
+
+
+def _is_the_reducers(hook: Callable[..., Any]) -> bool:
+    return isinstance(getattr(hook, "__self__", None), GradientReducer)
+
+
+def _autocast(tensor: Tensor | None) -> Tensor | None:
+    """A tensor as autocast, which is enabled, gives it to a product."""
+    if tensor is None or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))

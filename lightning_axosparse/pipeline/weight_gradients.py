@@ -1,0 +1,125 @@
+"""Queues the products that make the gradients of weights, until a stage has time for them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_axosparse.support.torch_internals import storage_id
+
+
+class Scratch:
+    """Memory for one tensor at a time, because new memory takes longer than adding a gradient."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an uninitialized tensor, valid until the next one of its dtype and device."""
+        size, buffer = prod(shape), self._buffers.get((dtype, device))
+        if buffer is None or buffer.numel() < size:
+            buffer = torch.empty(size, dtype=dtype, device=device)
+            self._buffers[dtype, device] = buffer
+        return buffer[:size].view(*shape)
+
+
+class WeightProduct(Protocol):
+    """What one call of a layer adds to the gradients of its parameters."""
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """The parameters, first the weight."""
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """What is kept until the product is computed."""
+
+    def compute(self, scratch: Scratch) -> Sequence[Tensor]:
+        """Compute the term of each parameter; they may be in scratch memory."""
+
+
+class WeightGradientQueue:
+    """The products of one stage's weights in one batch that have still to be computed.
+
+    The terms of a parameter are added in the order of the micro-batches, those of one micro-batch
+    after they were summed, so gradients are those of autograd to the bit.
+
+    Args:
+        on_final: called with a parameter whose gradient of the batch is complete, once all
+            backward passes have ended.
+    """
+
+    def __init__(self, on_final: Callable[[nn.Parameter], None]) -> None:
+        self._on_final = on_final
+        self._products: dict[tuple[int, nn.Parameter], list[WeightProduct]] = {}
+        self._left: Counter[int] = Counter()
+        self._scratch = Scratch()
+        self._backwards_ended = False
+
+    def add(self, microbatch: int, product: WeightProduct) -> None:
+        """Queue a product of a micro-batch's backward pass."""
+        key = microbatch, product.parameters[0]
+        if key not in self._products:
+            self._products[key] = []
+            self._left[microbatch] += 1
+        self._products[key].append(product)
+
+    def holds(self, microbatch: int) -> bool:
+        """Whether a product of this micro-batch is still to be computed."""
+        return self._left[microbatch] > 0
+
+    def bytes_of(self, microbatch: int) -> int:
+        """Bytes of memory that are kept for this micro-batch."""
+        storages = {
+            storage_id(tensor.untyped_storage()): tensor.untyped_storage().nbytes()
+            for (number, _), products in self._products.items()
+            if number == microbatch
+            for product in products
+            for tensor in product.tensors
+        }
+        return sum(storages.values())
+
+    def end_backwards(self) -> None:
+        """Compute weight by weight from now on, in the order of the last backward pass.
+
+        So the all-reduce of the first gradients runs beside the products of the others.
+        """
+        last = {weight: place for place, (_, weight) in enumerate(self._products)}
+        ordered = sorted(self._products.items(), key=lambda item: last[item[0][1]])
+        self._products, self._backwards_ended = dict(ordered), True
+
+    def compute_next(self) -> None:
+        """Compute the first products in the queue: those of one layer and one micro-batch."""
+        key = next(iter(self._products))
+        products = self._products.pop(key)
+        self._left[key[0]] -= 1
+        parameters = products[0].parameters
+        with torch.no_grad():
+            for parameter, term in zip(parameters, self._sum(products), strict=True):
+                _accumulate(parameter, term)
+        following = next(iter(self._products), None)
+        if self._backwards_ended and (following is None or following[1] is not key[1]):
+            for parameter in parameters:
+                self._on_final(parameter)
+
+    def _sum(self, products: Sequence[WeightProduct]) -> Sequence[Tensor]:
+        first, *others = products
+        total = first.compute(self._scratch)
+        for other in others:
+            # The next product may take the same scratch memory.
+            total = [term.clone() for term in total]
+            for term, more in zip(total, other.compute(self._scratch), strict=True):
+                term += more
+        return total
+
+
+def _accumulate(parameter: nn.Parameter, term: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = torch.empty_like(parameter).copy_(term)
+    else:
+        parameter.grad.add_(term)
