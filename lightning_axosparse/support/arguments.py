@@ -194,11 +194,15 @@ def validate_mask(name: str, mask: object) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert numpy's numbers and arrays, also in lists, tuples and dicts."""
+    """Convert numpy's numbers and arrays, also in lists and tuples; in dicts, its numbers."""
     if isinstance(value, (np.generic, np.ndarray)):
         return value.tolist()
     if isinstance(value, (list, tuple)):
         return [_plain(entry) for entry in value]
     if isinstance(value, dict):
-        return {_plain(key): _plain(entry) for key, entry in value.items()}
+        return {_number(key): _number(entry) for key, entry in value.items()}
     return value
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value

@@ -16,7 +16,7 @@ from lightning_axosparse.callbacks.report.report import TrainingReport
 from tests.parity.cases import Net, difference, fit, loader, trainer
 from tests.ranks import run_ranks
 
-EPOCHS, DRAW = 4, 2
+EPOCHS, DRAW = 3, 1
 REPORTED = "2x1 -> 1x2"
 LAST = f"epoch={EPOCHS - 1}.ckpt"
 # Row: (ranks, g_inter, regrid, stages in the end, module, optimizer, trainer).

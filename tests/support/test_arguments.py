@@ -107,6 +107,7 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             "balance": [None, True, 3, "size", [], {}, [1.5], [0, 2], [True], {3, 5}, b"x"],
             "in_flight": NO_COUNT,
             "schedule": NO_WORD,
+            "weight_gradients": NO_WORD[1:],
             "transport": NO_WORD,
             "split_batch": [True, 1, "x", [], {}],
             "microbatch_loss": [None, True, 1, "average", []],
