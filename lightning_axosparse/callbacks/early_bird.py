@@ -121,7 +121,7 @@ class EarlyBirdTicket(Callback):
             do not see it; it is logged as ``learning_rate_factor``. A ticket that is given changes
             no rates.
         ticket: a ticket, or the file of one, to use from the start of fit, without a search.
-        policy: "sparse" materializes dense weights at every use and needs the least memory; "samo"
+        policy: "sparse" keeps no dense weights in memory and needs the least of it; "samo"
             keeps them in the dtype of the products and updates them once per optimizer step (SAMO);
             "auto" selects "samo" in 16 bits with several micro-batches per step, else "sparse".
         compute: how pruned linear layers multiply on CPU in float32: with the kept values

@@ -72,7 +72,7 @@ def sparsify(
             compressed.
         index_format: how the positions of kept entries are stored: "coo", "segments" or "bitmap"
             (``sparse/formats.py``); None selects the fastest on the parameter's device.
-        policy: "sparse": the dense weight is made, in parts, at every use; "samo": it stays in
+        policy: "sparse": no dense weight stays in memory (see ``compute``); "samo": it stays in
             memory, in the dtype that products run in, and is filled once per optimizer step. With
             both, the kept values of a weight of less than 32 bits are float32.
         compute: how linear layers multiply on CPU in float32, with the policy "sparse" and the

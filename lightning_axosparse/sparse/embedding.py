@@ -7,14 +7,13 @@ tile of the weight is dense at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_axosparse.sparse.formats import SegmentLayout
+from lightning_axosparse.sparse.kernels import kernel_module
 from lightning_axosparse.sparse.layout import Layout, Tile, row_length
 from lightning_axosparse.sparse.scratch import scratch
 from lightning_axosparse.sparse.weight import SparseWeight
@@ -114,8 +113,8 @@ def layer_forward(
 
 def take_rows(indices: Tensor, values: Tensor, layout: Layout) -> Tensor:
     """Return the dense rows ``indices`` (shape ``(n,)``) of a weight: shape ``(n, columns)``."""
-    if isinstance(layout, SegmentLayout) and layout.by_rows:
-        taken: Tensor = _segments().take_rows(indices, values, layout.rows)
+    if isinstance(layout, SegmentLayout) and layout.has_row_segments:
+        taken: Tensor = kernel_module("segments").take_rows(indices, values, layout.rows)
         return taken
     result = values.new_empty(len(indices), row_length(layout.shape))
     for tile, found in _tiles_with(indices, layout):
@@ -137,22 +136,14 @@ def add_rows(indices: Tensor, rows: Tensor, layout: Layout, padding: int | None 
     values = rows.new_zeros(layout.nnz)
     if padding is not None:
         rows, indices = rows[indices != padding], indices[indices != padding]
-    if isinstance(layout, SegmentLayout) and layout.by_rows and rows.dtype.itemsize >= 4:
-        added: Tensor = _segments().add_rows(indices, rows, layout.rows)
+    if isinstance(layout, SegmentLayout) and layout.has_row_segments and rows.dtype.itemsize >= 4:
+        added: Tensor = kernel_module("segments").add_rows(indices, rows, layout.rows)
         return added
     for tile, found in _tiles_with(indices, layout):
         sums = _scratch_rows(layout, tile, rows).zero_()
         sums.index_add_(0, indices[found] - tile.rows.start, rows[found])
         layout.compress_tile(tile, sums.view(-1), values[tile.entries])
     return values
-
-
-@cache
-def _segments() -> ModuleType:
-    # numba takes half a second to import.
-    from lightning_axosparse.sparse.kernels import segments
-
-    return segments
 
 
 def _tiles_with(indices: Tensor, layout: Layout) -> Iterator[tuple[Tile, Tensor]]:

@@ -93,7 +93,7 @@ class SegmentLayout(Layout):
         }
 
     @property
-    def by_rows(self) -> bool:
+    def has_row_segments(self) -> bool:
         """Whether each row has segments of its own, as products with kept values need."""
         return _line_entries(self.shape) == row_length(self.shape)
 

@@ -6,17 +6,18 @@ the panels of ``panels.py`` and against a dense weight.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
-from types import ModuleType
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from lightning_axosparse.sparse.formats import SegmentLayout
+from lightning_axosparse.sparse.kernels import LANES, ROWS, kernel_module
 from lightning_axosparse.sparse.layout import Layout, block_rows, row_length
 from lightning_axosparse.sparse.materialize import Compute
 from lightning_axosparse.sparse.scratch import scratch
@@ -27,12 +28,6 @@ MOST_KEPT = {"times_transposed": 0.5, "times": 0.3, "outer": 0.3}
 Panels take longer than a dense weight, too, by what it takes to fill them. Other sizes of weights
 and numbers of tokens change the ratio of the two ways, but not which one is faster.
 """
-
-_LANES = 128
-"""The most tokens of a group."""
-
-_ROWS = 64
-"""Rows of the weight that are multiplied together."""
 
 _WORK_OF_A_THREAD = 2**20
 """Fewer multiplications are not worth another thread."""
@@ -49,7 +44,7 @@ def chosen(
         operand: the kept values or another operand, of the dtype in which the product runs.
         layout: the kept entries.
     """
-    if compute == "dense" or not isinstance(layout, SegmentLayout) or not layout.by_rows:
+    if compute == "dense" or not isinstance(layout, SegmentLayout) or not layout.has_row_segments:
         return False
     if not operand.is_cpu or operand.dtype != torch.float32:
         return False
@@ -80,9 +75,9 @@ def times_transposed(
         rows, start = (first, last), _entries_before(layout, first)
         shared = (source, tokens, *weight, width, rows, start, shift, target, height)
         if tokens == 1:
-            _loops().one_times_transposed(*shared)
+            kernel_module("products").one_times_transposed(*shared)
         else:
-            _loops().times_transposed(*shared, _packed(width))
+            kernel_module("products").times_transposed(*shared, _packed(width))
 
     _in_threads(part, height, block_rows(layout.shape), tokens * layout.nnz)
     return result
@@ -110,9 +105,11 @@ def times(
     def part(first: int, last: int) -> None:
         tokens = (first, last)
         packed = _packed(width)
-        _loops().times(source, tokens, *weight, height, width, shift, target, packed)
+        kernel_module("products").times(
+            source, tokens, *weight, height, width, shift, target, packed
+        )
 
-    _in_threads(part, inputs.shape[0], _ROWS, inputs.shape[0] * layout.nnz)
+    _in_threads(part, inputs.shape[0], ROWS, inputs.shape[0] * layout.nnz)
     return result
 
 
@@ -134,18 +131,12 @@ def outer(left: Tensor, right: Tensor, layout: SegmentLayout) -> Tensor:
 
     def part(first: int, last: int) -> None:
         rows, start, packed = (first, last), _entries_before(layout, first), _packed(width)
-        _loops().outer(*sources, tokens, *index, height, width, rows, start, target, packed)
+        kernel_module("products").outer(
+            *sources, tokens, *index, height, width, rows, start, target, packed
+        )
 
     _in_threads(part, height, block_rows(layout.shape), tokens * layout.nnz)
     return result
-
-
-@cache
-def _loops() -> ModuleType:
-    # numba takes half a second to import.
-    from lightning_axosparse.sparse.kernels import products
-
-    return products
 
 
 def _index(layout: SegmentLayout) -> tuple[Any, Any]:
@@ -162,7 +153,7 @@ def _bias(bias: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _packed(width: int) -> Any:
-    size = (width + _ROWS) * _LANES
+    size = (width + ROWS) * LANES
     return scratch.take("packed", size, torch.float32, torch.device("cpu")).numpy()
 
 
@@ -188,6 +179,10 @@ def _edges(size: int, multiple: int, parts: int) -> Sequence[int]:
     return [min(pieces * part // parts * multiple, size) for part in range(parts + 1)]
 
 
-@cache
+@cache  # One pool for the process, as torch has one.
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(thread_name_prefix="axosparse-product")
+
+
+# A forked process has the pool's threads no more.
+os.register_at_fork(after_in_child=_threads.cache_clear)

@@ -28,15 +28,15 @@ Each of the three products of a path runs in the first of these ways that fits (
 way            when                                          how
 =============  ============================================  =====================================
 resident copy  there is one of this dtype (policy "samo")    torch's product with the copy
-kept values    on CPU, in float32, where ``kept_products``   compiled loops over kept values
-               says that it is faster; always and never
-               with ``compute`` "sparse" and "dense"
+kept values    on CPU in float32, with ``compute="sparse"``  compiled loops over kept values
+               or, with "auto", if so few entries are kept
+               that it is faster (``kept_products``)
 panels         otherwise                                     torch's product with panels of the
                                                              weight, made dense one after another
 =============  ============================================  =====================================
 
-Which way runs follows from the weight, its kept entries, the number of tokens and ``compute``
-alone: it is the same on all ranks, and after a checkpoint is loaded.
+Which way runs follows from the dtype, the device, the share of kept entries, the policy and
+``compute`` alone: it is the same on all ranks, and after a checkpoint is loaded.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Decides in which dtype a sparse weight is made dense, and keeps the dense copy of policy "samo".
+"""Decides how a sparse weight takes part in operators, and keeps the dense copy of policy "samo".
 
 With the policy "samo" (SAMO; Singh & Bhatele, IPDPS 2023) the dense weight stays in memory, in the
-dtype that products run in, and is filled once per optimizer step. With the policy "sparse" the
-dense weight is made, in parts, at every use.
+dtype that products run in, and is filled once per optimizer step. With the policy "sparse" an
+operator multiplies with the kept values, or with a dense weight that is made, in parts, at every
+use.
 """
 
 from __future__ import annotations

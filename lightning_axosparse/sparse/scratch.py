@@ -1,4 +1,4 @@
-"""Reuses one buffer per thread for dense tiles and positions that a single function needs.
+"""Reuses one buffer per thread for tiles, positions and operands that a single function needs.
 
 New memory causes page faults, which took longer than the scatter when a weight was made dense on
 CPU. A tensor in scratch memory must not leave the function that took it: pass it only to operators

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -204,3 +207,25 @@ def test_dense_computes_on_panels(monkeypatch):
     sparsify(layer, random_masks(layer, kept=0.1), compute="dense")
     monkeypatch.setattr(kept_products, "times_transposed", None)
     layer(torch.ones(3, 96))
+
+
+IN_A_FORK = """
+import os, torch
+from lightning_axosparse.sparse import kept_products
+from lightning_axosparse.sparse.formats import layout_of
+
+torch.set_num_threads(2)
+layout = layout_of(torch.rand(256, 256) < 0.8)
+values, inputs = torch.randn(layout.nnz), torch.randn(64, 256)
+expected = kept_products.times_transposed(inputs, values, layout)
+child = os.fork()
+if child == 0:
+    same = kept_products.times_transposed(inputs, values, layout).equal(expected)
+    os._exit(0 if same else 3)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_process_has_threads_of_its_own():
+    done = subprocess.run([sys.executable, "-c", IN_A_FORK], timeout=120, check=False)
+    assert done.returncode == 0

@@ -18,6 +18,12 @@ from torch import Tensor
 SEGMENT = 256
 """Entries of a segment, so that a byte says where in it a kept entry lies."""
 
+ROWS = 64
+"""Rows of a weight that ``products`` multiplies with one segment before the next."""
+
+LANES = 128
+"""The most tokens that ``products`` multiplies together."""
+
 
 class Bits(NamedTuple):
     """The kept entries of a tile as one bit per entry.
@@ -95,10 +101,16 @@ class Blocks(NamedTuple):
 def fused_kernels(index: Index, tensor: Tensor) -> ModuleType | None:
     """The kernels that do without positions, if there are any for ``index`` and ``tensor``."""
     if isinstance(index, Segments):
-        return import_module(f"{__name__}.segments") if tensor.is_cpu else None
+        return kernel_module("segments") if tensor.is_cpu else None
     if tensor.is_cuda and tensor.is_floating_point() and _triton_installed():
-        return import_module(f"{__name__}.fused")
+        return kernel_module("fused")
     return None
+
+
+@cache
+def kernel_module(name: str) -> ModuleType:
+    """Import a module of this package at its first use: numba and Triton take time to import."""
+    return import_module(f"{__name__}.{name}")
 
 
 @cache

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from lightning_axosparse.sparse.kernels import SEGMENT
+from lightning_axosparse.sparse.kernels import LANES, ROWS, SEGMENT
 from lightning_axosparse.sparse.kernels.vectors import (
     add_sparse_products,
     broadcast,
@@ -33,9 +33,6 @@ from lightning_axosparse.sparse.kernels.vectors import (
     transpose,
     zeros,
 )
-
-_ROWS = 64
-"""Rows of the weight that are multiplied with one segment before the next."""
 
 _compiled = njit(nogil=True, cache=True, error_model="numpy")
 
@@ -69,7 +66,7 @@ def times_transposed(
         bias: one number for each row of the weight, or none.
         outputs: ``tokens`` rows of ``height`` numbers, to write.
         height: rows of the whole weight.
-        packed: memory for ``128 * (width + 64)`` numbers.
+        packed: memory for ``LANES * (width + ROWS)`` numbers.
     """
     token = 0
     while token < tokens:
@@ -101,10 +98,10 @@ def _times_transposed(
     group = min(lanes, tokens - token)
     segments = (width + SEGMENT - 1) // SEGMENT
     sums = packed[width * lanes :]
-    entries = np.empty(_ROWS, np.intp)
+    entries = np.empty(ROWS, np.intp)
     _pack(inputs, token * width, width, group, width, packed, lanes)
-    for top in range(rows[0], rows[1], _ROWS):
-        number = min(_ROWS, rows[1] - top)
+    for top in range(rows[0], rows[1], ROWS):
+        number = min(ROWS, rows[1] - top)
         start = _begin(counts, top, number, segments, start, entries)
         for row in range(number):
             store(broadcast(zero, bias[top + row] if len(bias) else 0.0), sums, row * lanes)
@@ -148,7 +145,7 @@ def times(
         width: columns of the weight.
         bias: one number for each column of the weight, or none.
         outputs: rows of ``width`` numbers, to write.
-        packed: memory for ``128 * (width + 64)`` numbers.
+        packed: memory for ``LANES * (width + ROWS)`` numbers.
     """
     token = tokens[0]
     while token < tokens[1]:
@@ -178,12 +175,12 @@ def _times(
     group = min(lanes, tokens - token)
     segments = (width + SEGMENT - 1) // SEGMENT
     factors = packed[width * lanes :]
-    entries = np.empty(_ROWS, np.intp)
+    entries = np.empty(ROWS, np.intp)
     for column in range(width):
         store(broadcast(zero, bias[column] if len(bias) else 0.0), packed, column * lanes)
     start = 0
-    for top in range(0, height, _ROWS):
-        number = min(_ROWS, height - top)
+    for top in range(0, height, ROWS):
+        number = min(ROWS, height - top)
         start = _begin(counts, top, number, segments, start, entries)
         _pack(inputs, token * height + top, height, group, number, factors, lanes)
         for segment in range(segments):
@@ -229,13 +226,13 @@ def outer(
         rows: the first row of the weight to compute, and the one after the last.
         start: the kept entries before the first row.
         products: one number for each kept entry; they are added to it.
-        packed: memory for ``128 * (width + 64)`` numbers.
+        packed: memory for ``LANES * (width + ROWS)`` numbers.
     """
     token = 0
     while token < tokens:
         part = (left, right, token, tokens, counts, offsets, height, width, rows, start, products)
         if tokens - token > 64:
-            token += _outer(zeros(128), *part, packed)
+            token += _outer(zeros(LANES), *part, packed)
         elif tokens - token > 16:
             token += _outer(zeros(64), *part, packed)
         else:
@@ -262,10 +259,10 @@ def _outer(
     group = min(lanes, tokens - token)
     segments = (width + SEGMENT - 1) // SEGMENT
     factors = packed[width * lanes :]
-    entries = np.empty(_ROWS, np.intp)
+    entries = np.empty(ROWS, np.intp)
     _pack(right, token * width, width, group, width, packed, lanes)
-    for top in range(rows[0], rows[1], _ROWS):
-        number = min(_ROWS, rows[1] - top)
+    for top in range(rows[0], rows[1], ROWS):
+        number = min(ROWS, rows[1] - top)
         start = _begin(counts, top, number, segments, start, entries)
         _pack(left, token * height + top, height, group, number, factors, lanes)
         for segment in range(segments):
