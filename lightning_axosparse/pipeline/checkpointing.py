@@ -62,10 +62,19 @@ class _Earlier:
 
 @dataclass(frozen=True)
 class _Kept:
-    """An input, and its version when the layer was called."""
+    """An input, and its version when the layer was called.
+
+    The tensor shares the input's memory; a reference to the input itself would make it look as if
+    the step still needed it (see ``derived_values``).
+    """
 
     tensor: Tensor
+    requires_grad: bool
     version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Kept:
+        return cls(tensor.detach(), tensor.requires_grad, version_of(tensor))
 
     def again(self, name: str) -> Tensor:
         """The input as a leaf of a new graph."""
@@ -75,7 +84,7 @@ class _Kept:
                 "place after the layer was called, so the layer cannot be recomputed. Change a "
                 "copy, or leave recompute out."
             )
-        return self.tensor.detach().requires_grad_(self.tensor.requires_grad)
+        return self.tensor.detach().requires_grad_(self.requires_grad)
 
 
 class _GlobalState:
@@ -187,7 +196,7 @@ class Segment:
             # The second pass could not compute a tensor that was changed in place since.
             if output is not None and output[0]() is tensor and output[1] == version_of(tensor):
                 return _Earlier(index)
-        return _Kept(tensor, version_of(tensor))
+        return _Kept.of(tensor)
 
     def _pack(self, tensor: Tensor) -> int:
         self._shapes.append(tensor.shape)

@@ -1,4 +1,4 @@
-"""Assigns consecutive layers of a container to pipeline stages."""
+"""Assigns consecutive layers of a module to pipeline stages."""
 
 from __future__ import annotations
 
@@ -69,66 +69,93 @@ UNPARTITIONED = Partition([], [], [range(0)], [], "parameters")
 
 
 def partition_layers(
-    module: nn.Module, container: str | None, sizes: Sequence[int] | None, stages: int
+    module: nn.Module,
+    pipeline: str | Sequence[str] | None,
+    sizes: Sequence[int] | None,
+    stages: int,
 ) -> Partition:
-    """Partition the layers of a module's container into stages.
+    """Partition the layers of a module into stages.
 
     Args:
         module: the user's module.
-        container: attribute path of the container; None for the only candidate.
+        pipeline: as for :func:`find_layers`.
         sizes: layers of each stage; None balances by parameters.
         stages: number of stages.
 
     Raises:
-        MisconfigurationException: if there is no such container or not enough layers.
+        MisconfigurationException: if there are no such layers, or not enough.
     """
-    path, found = find_container(module, container, stages)
-    names = [f"{path}.{key}" for key, _ in found.named_children()]
-    layers = list(found.children())
+    found = find_layers(module, pipeline, stages)
+    names, layers = list(found), list(found.values())
     counts = count_parameters(layers)
     parts = balance(counts, stages) if sizes is None else parts_of_sizes(sizes, len(layers), stages)
     return Partition(names, layers, parts, counts, "parameters", given=sizes is not None)
 
 
-def find_container(module: nn.Module, path: str | None, stages: int) -> tuple[str, nn.Module]:
-    """Find the ``nn.Sequential`` or ``nn.ModuleList`` whose layers are partitioned into stages.
+def find_layers(
+    module: nn.Module, pipeline: str | Sequence[str] | None, stages: int
+) -> dict[str, nn.Module]:
+    """Find the layers that are partitioned into stages.
 
     Args:
         module: the user's module.
-        path: attribute path of the container, or None for the only candidate: an outermost
-            container that holds parameters in at least two layers.
+        pipeline: attribute path of the ``nn.Sequential`` or ``nn.ModuleList`` that holds the
+            layers; several of them, and of other modules, each of which is a layer, in the order in
+            which a step calls them; or None for the only candidate: an outermost container that
+            holds parameters in at least two layers.
         stages: number of stages to fill, each with at least one layer.
 
     Returns:
-        The attribute path and the container.
+        The layers by name, in order.
 
     Raises:
-        MisconfigurationException: if the path names no container, if none or several are
-            candidates, or if there are fewer layers than stages.
+        MisconfigurationException: if a path names nothing, if none or several are candidates, if a
+            layer stands there twice, or if there are fewer layers than stages.
     """
-    candidates = _candidates(module)
-    if path is None:
+    if pipeline is None:
+        candidates = _candidates(module)
         if len(candidates) != 1:
-            raise MisconfigurationException(_ambiguous(candidates))
-        path = next(iter(candidates))
-    container = dict(module.named_modules()).get(path)
-    if not isinstance(container, (nn.Sequential, nn.ModuleList)):
-        found = "nothing" if container is None else type(container).__name__
+            raise MisconfigurationException(_ambiguous(module, candidates, stages))
+        pipeline = next(iter(candidates))
+    paths = [pipeline] if isinstance(pipeline, str) else list(pipeline)
+    found = [layer for path in paths for layer in _layers_at(module, path)]
+    if isinstance(pipeline, str) and [name for name, _ in found] == paths:
+        raise MisconfigurationException(_no_container(module, pipeline, type(found[0][1]).__name__))
+    where = ", ".join(map(repr, paths))
+    if any(a != b and a.startswith(f"{b}.") for a in paths for b in paths):
         raise MisconfigurationException(
-            f"pipeline={path!r} must name an nn.Sequential or nn.ModuleList of the module, but "
-            f"there is {found}. Candidates: {_listed(candidates)}."
+            f"pipeline=[{where}] names a module and a part of it. Name the parts alone."
         )
-    if len(container) < stages:
+    if len(found) < stages:
         raise MisconfigurationException(
-            f"g_inter={stages} stages need at least as many layers, but {path!r} has "
-            f"{len(container)}. Choose g_inter <= {len(container)}."
+            f"g_inter={stages} stages need at least as many layers, but {where} has {len(found)}. "
+            f"Choose g_inter <= {len(found)}."
         )
-    if len({id(layer) for layer in container}) < len(container):
+    if len({id(layer) for _, layer in found}) < len(found):
         raise MisconfigurationException(
-            f"{path!r} holds one layer object several times. Stages own whole layers, so give each "
+            f"{where} holds one layer object several times. Stages own whole layers, so give each "
             "position its own layer; parameters may be shared between them."
         )
-    return path, container
+    return dict(found)
+
+
+def _layers_at(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    """The layers of the container at an attribute path, or the module there as the only one."""
+    found = dict(module.named_modules()).get(path)
+    if found is None or not path:
+        raise MisconfigurationException(_no_container(module, path, "nothing"))
+    if isinstance(found, (nn.Sequential, nn.ModuleList)):
+        inside = found.named_modules(remove_duplicate=False)
+        return [(f"{path}.{key}", layer) for key, layer in inside if key and "." not in key]
+    return [(path, found)]
+
+
+def _no_container(module: nn.Module, path: str, found: str) -> str:
+    return (
+        f"pipeline={path!r} must name an nn.Sequential or nn.ModuleList of the module, but there "
+        f"is {found}. Candidates: {_listed(_candidates(module))}. A list may name other modules, "
+        "too: pipeline=['stem', 'layers']."
+    )
 
 
 def _candidates(module: nn.Module) -> dict[str, nn.Module]:
@@ -147,16 +174,25 @@ def _listed(candidates: dict[str, nn.Module]) -> str:
     return ", ".join(rows) or "none"
 
 
-def _ambiguous(candidates: dict[str, nn.Module]) -> str:
+def _ambiguous(module: nn.Module, candidates: dict[str, nn.Module], stages: int) -> str:
     if not candidates:
         return (
             "No nn.Sequential or nn.ModuleList with at least two layers that hold parameters was "
             "found, so there is nothing to partition into stages. Put the layers of the network "
             "into one, or use g_inter=1."
         )
+    total = sum(count_parameters([module]))
+
+    def most_on_a_stage(path: str) -> float:
+        counts = count_parameters(list(candidates[path].children()))
+        parts = balance(counts, min(stages, len(counts)))
+        return total - sum(counts) + max(sum(counts[layer] for layer in part) for part in parts)
+
     return (
         f"Several containers could be pipelined: {_listed(candidates)}. Name one: "
-        f"AxoSparseStrategy(pipeline={next(iter(candidates))!r}, ...)."
+        f"AxoSparseStrategy(pipeline={min(candidates, key=most_on_a_stage)!r}, ...) leaves the "
+        "least parameters to a stage. Or name several, in the order in which a step calls them: "
+        f"pipeline={list(candidates)}."
     )
 
 

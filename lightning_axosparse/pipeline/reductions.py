@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.parameter import Parameter
-from torch.overrides import TorchFunctionMode
 
+from lightning_axosparse.pipeline.pausable_mode import PausableMode
 from lightning_axosparse.sparse.weight import SparseWeight
-from lightning_axosparse.support.torch_internals import current_function_mode, tree_leaves
+from lightning_axosparse.support.torch_internals import tree_leaves
 
 ReductionKind = Literal["mean", "sum", "statistic", "constant"]
 
@@ -97,7 +97,7 @@ class Reduction:
 Reductions = tuple[Reduction, ...]
 
 
-class ReductionTracker(TorchFunctionMode):
+class ReductionTracker(PausableMode):
     """Tracks the reductions in a step; to be entered by :meth:`microbatch`.
 
     It costs a microsecond for each torch function that is called outside the layers. Inside
@@ -111,7 +111,6 @@ class ReductionTracker(TorchFunctionMode):
         super().__init__()
         self._buffers = {id(buffer): buffer for buffer in buffers}
         self._samples = 0
-        self._paused = False
         # The tensor is kept, so that no other one gets its id.
         self._found: dict[int, tuple[Tensor, Reductions]] = {}
         self._numbers: dict[float, tuple[float, Reductions]] = {}
@@ -132,21 +131,6 @@ class ReductionTracker(TorchFunctionMode):
         self._singles = {id(tensor): tensor for tensor in _of_single_samples(batch, samples)}
         with self:
             yield
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not track inside the context: the values that layers compute are no losses."""
-        before, self._paused = self._paused, True
-        # A mode that is entered costs a microsecond for each torch function.
-        leaves = current_function_mode() is self
-        if leaves:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
-            if leaves:
-                self.__enter__()  # type: ignore[no-untyped-call]
-            self._paused = before
 
     def of(self, value: Any) -> Reductions:
         """The reductions that a tensor, or a number taken from one, came from."""
@@ -189,7 +173,7 @@ class ReductionTracker(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        if self._paused or torch.compiler.is_compiling():
+        if self._is_paused or torch.compiler.is_compiling():
             return output
         outputs = output if isinstance(output, (tuple, list)) else (output,)
         found = [each for each in outputs if isinstance(each, Tensor)]

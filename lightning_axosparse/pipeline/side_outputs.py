@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,13 +21,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from lightning_axosparse.pipeline.derived_values import Place
 from lightning_axosparse.pipeline.forward_hooks import PLAIN, call_hook, nodes
-from lightning_axosparse.support.torch_internals import (
-    tree_leaves,
-    tree_map,
-    tree_map_only,
-    version_of,
-)
+from lightning_axosparse.pipeline.placeholder import Unsent, fill
+from lightning_axosparse.support.torch_internals import tree_leaves, tree_map, version_of
 
 _REGISTRIES = ("_forward_pre_hooks", "_forward_hooks")
 _PLAIN = frozenset(PLAIN)
@@ -78,30 +75,16 @@ class Activation(NamedTuple):
     Gradients come back for its tensors, in their order.
 
     Attributes:
-        output: of the stage's last layer.
+        output: of the stage's last layer, with descriptions of the tensors that nothing needs.
         side_outputs: of all layers up to that.
+        values: what else the step has computed from outputs of layers and still needs.
         fingerprint: of the batch.
     """
 
     output: Any
     side_outputs: tuple[SideOutput, ...] = ()
+    values: tuple[tuple[Place, Tensor], ...] = ()
     fingerprint: int = 0
-
-
-@dataclass(frozen=True)
-class _Unsent:
-    """Replaces a tensor that is not sent."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: str
-    requires_grad: bool
-
-    def placeholder(self) -> Tensor:
-        """A tensor of NaN, which reveals a use of it."""
-        nothing = torch.nan if self.dtype.is_floating_point else 0
-        value = torch.full((), nothing, dtype=self.dtype, device=self.device).expand(self.shape)
-        return value.requires_grad_(self.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -109,7 +92,7 @@ class _Unsendable:
     """Replaces an object that cannot be sent; any use of it raises an error."""
 
     kind: str
-    owner: str
+    owner: str = field(compare=False)
 
     def _error(self) -> MisconfigurationException:
         return MisconfigurationException(
@@ -224,6 +207,8 @@ class SideOutputs:
     """The outputs of the last two layers, where there are hooks."""
     _read: dict[int, tuple[Any, set[int]]] = field(default_factory=dict)
     """Per layer whose output hooks keep: the output, and the tensors that they keep, by ``id``."""
+    _described: dict[int, Any] = field(default_factory=dict)
+    """Per layer its output, with descriptions in the place of tensors."""
     _layer: int = -1
     _before: Mapping[tuple[nn.Module, str], _State] = field(default_factory=dict)
     """The attributes of the running layer as they were when it began."""
@@ -284,12 +269,25 @@ class SideOutputs:
             }
 
     def sent(self) -> tuple[SideOutput, ...]:
-        """What is sent to the next stage."""
+        """What is sent to the next stage, after the stage's last layer."""
+        self._outputs = {}
         outputs = [
-            LayerOutput(index, _sendable(output, read, self.layers[index].name))
+            LayerOutput(index, sendable(output, read, self.layers[index].name))
             for index, (output, read) in self._read.items()
         ]
-        return *self.received, *self._own, *outputs
+        known = {side.layer for side in (*self.received, *outputs) if isinstance(side, LayerOutput)}
+        *earlier, last = self._described
+        unlike = [
+            LayerOutput(index, self._described[index])
+            for index in earlier
+            if index not in known and self._described[index] != self._described[last]
+        ]
+        return *self.received, *self._own, *outputs, *unlike
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def describe(self, index: int, output: Any) -> None:
+        """Note what a layer's output looks like, for stages that replace it by a placeholder."""
+        self._described[index] = sendable(output, set(), self.layers[index].name)
 
     def end(self) -> None:
         """Stop watching; undo appends to lists on stages whose step ends before they are read."""
@@ -309,14 +307,14 @@ class SideOutputs:
             if isinstance(received, HookCall):
                 hooks = list(getattr(module, received.registry).values())
                 if received.position < len(hooks):
-                    hooks[received.position](module, *_fill(received.given, []))
+                    hooks[received.position](module, *fill(received.given, []))
             else:
                 self._replay_attribute(module, received)
 
     def _replay_attribute(self, module: nn.Module, received: Attribute | Appended) -> None:
         places = self.layers[received.layer].name, received.module, received.name
         placeholders = self.withheld.setdefault(".".join(filter(None, places)), [])
-        value, now = _fill(received.value, placeholders), getattr(module, received.name, None)
+        value, now = fill(received.value, placeholders), getattr(module, received.name, None)
         if isinstance(received, Appended) and isinstance(now, list):
             now.extend(value)
             self._note_list(now, value)
@@ -334,7 +332,7 @@ class SideOutputs:
         """
         for received in self.received:
             if isinstance(received, LayerOutput) and received.layer == index:
-                return _fill(received.output, placeholders)
+                return fill(received.output, placeholders)
         return None
 
     def _watch_hooks(self, module: nn.Module, layer: int | None) -> None:
@@ -365,8 +363,8 @@ class SideOutputs:
     ) -> None:
         layer = self.layers[self._layer]
         path = layer.paths[module]
-        sendable = _sendable(given, read, f"{layer.name}.{path}")
-        self._own.append(HookCall(self._layer, path, registry, position, sendable))
+        sent = sendable(given, read, f"{layer.name}.{path}")
+        self._own.append(HookCall(self._layer, path, registry, position, sent))
 
     def _note_outputs(self, layer: int, given: tuple[Any, ...], read: set[int]) -> None:
         for index in (layer - 1, layer):
@@ -406,22 +404,18 @@ class SideOutputs:
             self._lists.append((items, len(items) - len(new)))
 
 
-def _fill(tree: Any, placeholders: list[Tensor]) -> Any:
-    """Put placeholders in the place of tensors that were not sent, and collect them."""
+def sendable(tree: Any, read: Collection[int], owner: str) -> Any:
+    """A pytree as it is sent.
 
-    def placeholder(unsent: _Unsent) -> Tensor:
-        placeholders.append(unsent.placeholder())
-        return placeholders[-1]
-
-    return tree_map_only(_Unsent, placeholder, tree)
-
-
-def _sendable(tree: Any, read: set[int], owner: str) -> Any:
-    """A pytree as it is sent: with the tensors, by ``id``, that hooks keep."""
+    Args:
+        tree: the pytree.
+        read: the tensors, by ``id``, that are sent; of others it has descriptions.
+        owner: what the tree belongs to, for messages.
+    """
 
     def leaf(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value if id(value) in read else _unsent(value)
+            return value if id(value) in read else Unsent.of(value)
         return value if isinstance(value, PLAIN) else _Unsendable(type(value).__name__, owner)
 
     return tree_map(leaf, tree)
@@ -433,8 +427,4 @@ def _sendable_value(attribute: Any, output: Any, owner: str) -> Any:
     largest = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
     tensors = [node for node in nodes(attribute) if isinstance(node, Tensor)]
     small = {id(t) for t in tensors if t.nbytes <= largest or not t.is_floating_point()}
-    return _sendable(attribute, small, owner)
-
-
-def _unsent(tensor: Tensor) -> _Unsent:
-    return _Unsent(tensor.shape, tensor.dtype, tensor.device.type, tensor.requires_grad)
+    return sendable(attribute, small, owner)

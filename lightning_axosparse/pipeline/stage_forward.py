@@ -4,32 +4,35 @@ Every stage runs the user's whole step on the whole module. Calling a layer does
 
     layer of an earlier stage    computes nothing, returns what the previous stage sent
     layer of the stage           computes, with activation checkpointing where asked for
-    last layer of the stage      computes, then ends the step by raising ``StageEdge``
+    layer of a later stage       ends the step by raising ``StageEdge``
 
 So the code before the layers runs on every stage and the code behind them on the last one only.
-``side_outputs`` sends along what hooks and attributes of earlier layers hold for that code.
+``derived_values`` sends along what the code between them has computed and still needs,
+``side_outputs`` what hooks and attributes of earlier layers hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.checkpointing import ActivationCheckpointing, Segment
+from lightning_axosparse.pipeline.derived_values import DerivedValues
+from lightning_axosparse.pipeline.placeholder import described, fill
 from lightning_axosparse.pipeline.reductions import ReductionTracker
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.side_outputs import Activation, SideOutputs, WatchedLayer
-from lightning_axosparse.support.torch_internals import tree_map_only
+from lightning_axosparse.support.torch_internals import tree_leaves
 
 
 class StageEdge(BaseException):
-    """Ends a step at the stage's last layer; no ``except Exception`` of a user swallows it."""
+    """Ends a step before the next stage's layers; no ``except Exception`` swallows it."""
 
     def __init__(self, activation: Activation) -> None:
         super().__init__("the edge of a pipeline stage")
@@ -48,8 +51,8 @@ class Visit:
     next_layer: int = 0
     segment: Segment | None = None
     """The stage's layers since the last whose input is kept, with activation checkpointing."""
-    unused: dict[int, list[Tensor]] = field(default_factory=dict)
-    """Per earlier layer, placeholders for its output, which must not get a gradient."""
+    unused: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
+    """Per earlier layer, placeholders for what was not sent, which must not get a gradient."""
     withheld: dict[str, list[Tensor]] = field(default_factory=dict)
     """Per attribute of an earlier layer that was not sent, placeholders as above."""
 
@@ -65,10 +68,11 @@ class Visit:
         for index, placeholders in self.unused.items():
             if any(tensor.grad is not None for tensor in placeholders):
                 raise MisconfigurationException(
-                    f"The output of layer {names[index]!r} is used by stage {self.stage} besides "
-                    "being the input of the next layer. A skip connection may not cross the edge "
-                    "of a stage: put both ends into one stage (balance=...), or carry the value "
-                    "along in what the layers return."
+                    f"The output of layer {names[index]!r}, or what the step computes from it, is "
+                    f"used by stage {self.stage}, in a way that could not be followed: the step "
+                    "changes it in place (write `x = x + y`, not `x.add_(y)`), or gives it to a "
+                    "torch.autograd.Function. Do that inside a layer, put both ends into one stage "
+                    "(balance=...), or carry the value along in what the layers return."
                 )
         for attribute, placeholders in self.withheld.items():
             if any(tensor.grad is not None for tensor in placeholders):
@@ -79,14 +83,23 @@ class Visit:
                 )
 
 
+class _Running(NamedTuple):
+    """The micro-batch whose step runs, and what is followed of it."""
+
+    visit: Visit
+    side_outputs: SideOutputs
+    values: DerivedValues
+
+
 class PipelinedLayers:
-    """The layers of a container, partitioned into stages.
+    """The layers of a module, partitioned into stages.
 
     Args:
         names: the layers' names, for messages.
         layers: the layers in the order in which they are called.
         parts: the layer indices of each stage.
         checkpointing: which layers are computed again in the backward pass; None for none.
+        buffers: the module's, by name.
     """
 
     def __init__(
@@ -95,12 +108,13 @@ class PipelinedLayers:
         layers: Sequence[nn.Module],
         parts: Sequence[range],
         checkpointing: ActivationCheckpointing | None = None,
+        buffers: Iterable[tuple[str, Tensor]] = (),
     ) -> None:
         self.names, self.layers, self.parts = list(names), list(layers), list(parts)
         self._checkpointing = checkpointing
-        self._visit: Visit | None = None
+        self._buffers = {id(buffer): name for name, buffer in buffers}
+        self._running: _Running | None = None
         self._watched: list[WatchedLayer] = []
-        self._side_outputs: SideOutputs | None = None
         self._present: set[int] = set()
         self._own_forwards: dict[nn.Module, Callable[..., Any]] = {}
 
@@ -124,13 +138,19 @@ class PipelinedLayers:
     @contextmanager
     def visit(self, visit: Visit) -> Iterator[None]:
         """Compute the layers of ``visit.stage`` inside the context."""
-        self._visit = visit
-        self._side_outputs = SideOutputs(self._watched, visit.received.side_outputs, visit.withheld)
+        received = visit.received
+        side_outputs = SideOutputs(self._watched, received.side_outputs, visit.withheld)
+        # The last stage's buffers are those that count.
+        buffers = {} if self._is_last(visit.stage) else self._buffers
+        values = DerivedValues(received.values, buffers, self.names)
+        visit.unused = values.placeholders
+        self._running = _Running(visit, side_outputs, values)
         try:
-            yield
+            with values:
+                yield
         finally:
-            self._side_outputs.end()
-            self._visit = self._side_outputs = None
+            side_outputs.end()
+            self._running = None
 
     def validate_end(self, visit: Visit) -> None:
         """Check at the end of a step that it has called every layer.
@@ -145,31 +165,56 @@ class PipelinedLayers:
                 "order."
             )
 
+    def _is_last(self, stage: int) -> bool:
+        return stage == len(self.parts) - 1
+
     def _forward(self, index: int, compute: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            visit, side_outputs = self._visit, self._side_outputs
-            if visit is None or side_outputs is None:
+            running = self._running
+            if running is None:
                 return self._outside_step(index, compute, *args, **kwargs)
-            self._check_order(visit, index)
-            part, is_last = self.parts[visit.stage], visit.stage == len(self.parts) - 1
-            if index < part.start:
-                side_outputs.replay(index)
-            # From here on, so that what is replayed is not taken for a side output of this stage.
-            if index == max(0, part.start - 1) and not is_last:
-                side_outputs.watch(part)
-            if index < part.start:
-                return self._placeholder(visit, side_outputs, index)
-            if index == part.start:
-                visit.rng.seed_inside_layers(visit.microbatch, visit.stage)
-            side_outputs.begin_layer(index)
-            with visit.tracker.paused():
-                output = self._compute(visit, index, compute, args, kwargs)
-            side_outputs.end_layer(index, output)
-            if index == part.stop - 1 and not is_last:
-                raise StageEdge(Activation(output, side_outputs.sent()))
-            return output
+            self._check_order(running.visit, index)
+            part = self.parts[running.visit.stage]
+            with running.values.paused():
+                if index == part.stop:
+                    raise StageEdge(_activation(running))
+                self._begin(running, index, part)
+                if index < part.start:
+                    output = _replacement(running, index, index == part.start - 1)
+                else:
+                    output = self._run(running, index, compute, args, kwargs)
+                if not self._is_last(running.visit.stage):
+                    running.side_outputs.describe(index, output)
+                return output
 
         return forward
+
+    def _begin(self, running: _Running, index: int, part: range) -> None:
+        """Prepare for a layer: replay side outputs, and watch those of the stage's own layers."""
+        if index < part.start:
+            running.side_outputs.replay(index)
+        # From here on, so that what is replayed is not taken for a side output of this stage.
+        if index == max(0, part.start - 1) and not self._is_last(running.visit.stage):
+            running.side_outputs.watch(part)
+        if index == part.start:
+            running.values.begin_stage()
+            running.visit.rng.seed_inside_layers(running.visit.microbatch, running.visit.stage)
+
+    def _run(
+        self,
+        running: _Running,
+        index: int,
+        compute: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Compute a layer of the stage, and note what it leaves."""
+        running.side_outputs.begin_layer(index)
+        with running.visit.tracker.paused():
+            output = self._compute(running.visit, index, compute, args, kwargs)
+        running.side_outputs.end_layer(index, output)
+        running.values.end_layer(index, output)
+        return output
 
     def _compute(
         self,
@@ -179,7 +224,7 @@ class PipelinedLayers:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Compute a layer of the stage."""
+        """Compute a layer, with activation checkpointing where asked for."""
         checkpointing = self._checkpointing
         if checkpointing is None or not torch.is_grad_enabled():
             return compute(*args, **kwargs)
@@ -215,26 +260,39 @@ class PipelinedLayers:
             "random, and the network may not be called twice."
         )
 
-    def _placeholder(self, visit: Visit, side_outputs: SideOutputs, index: int) -> Any:
-        """What a layer of an earlier stage returns on this one."""
-        if index == self.parts[visit.stage].start - 1:
-            side_outputs.note_output(index, visit.received.output)
-            return visit.received.output
-        placeholders: list[Tensor] = []
 
-        def placeholder(tensor: Tensor) -> Tensor:
-            if not tensor.is_floating_point():
-                return tensor
-            # NaN reveals a use that no gradient would reveal, as in validation.
-            nan = tensor.new_full((), torch.nan).expand(tensor.shape)
-            placeholders.append(nan.requires_grad_(tensor.requires_grad))
-            return nan
+# Only a layer's own forward is to be compiled.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _activation(running: _Running) -> Activation:
+    """What a stage sends when the step calls the next stage's first layer."""
+    side_outputs = running.side_outputs.sent()
+    output, values = running.values.needed()
+    sent = {id(tensor) for tensor in tree_leaves(side_outputs) if isinstance(tensor, Tensor)}
+    others = [(place, tensor) for place, tensor in values if place.result or id(tensor) not in sent]
+    return Activation(output, side_outputs, tuple(others))
 
-        output = side_outputs.output(index, placeholders)
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _replacement(running: _Running, index: int, is_received: bool) -> Any:
+    """What a layer of an earlier stage returns on this one.
+
+    Args:
+        running: the micro-batch.
+        index: of the layer.
+        is_received: whether it is the last layer of the previous stage.
+    """
+    placeholders: list[Tensor] = []
+    received = running.visit.received.output
+    if is_received:
+        output = fill(received, placeholders)
+    else:
+        output = running.side_outputs.output(index, placeholders)
         if output is None:
-            output = tree_map_only(Tensor, placeholder, visit.received.output)
-        visit.unused[index] = [tensor for tensor in placeholders if tensor.requires_grad]
-        return output
+            output = fill(described(received), placeholders)
+    output = running.values.replace_output(index, output, placeholders)
+    if is_received:
+        running.side_outputs.note_output(index, output)
+    return output
 
 
 def _computation(layer: nn.Module) -> Callable[..., Any]:

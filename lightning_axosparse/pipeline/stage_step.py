@@ -127,7 +127,7 @@ class StageStep:
         self._visits: dict[int, Visit] = {}
 
     def forward(self, microbatch: int, received: Activation | None) -> Any:
-        """Run the user's step on a micro-batch, up to the stage's last layer.
+        """Run the user's step on a micro-batch, up to the next stage's first layer.
 
         Args:
             microbatch: its index.
@@ -152,7 +152,7 @@ class StageStep:
         self._rng.seed_outside_layers(part.number)
         with self._measured(received):
             try:
-                with self._layers.visit(visit), tracked, log, batch.precision():
+                with tracked, self._layers.visit(visit), log, batch.precision():
                     output = batch.step(part.batch, *batch.args, **batch.kwargs)
             except StageEdge as edge:
                 output = edge.activation._replace(fingerprint=batch.fingerprint.fingerprint)

@@ -212,7 +212,8 @@ class _LayerProduct(torch.autograd.Function):
         # Not saved as activations are, which may be offloaded: the parameter stays anyway.
         ctx.values, ctx.version = values, version_of(values)
         ctx.layout, ctx.form, ctx.by_rows = layout, form, by_rows
-        return _multiply(inputs, values, layout, form.copy, form.compute, by_rows, bias)
+        product = _multiply(inputs, values, layout, form.copy, form.compute, by_rows, bias)
+        return product.detach()  # no view, so that nn.ReLU(inplace=True) may change it
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -256,7 +257,7 @@ class _WeightProduct(torch.autograd.Function):
     def forward(inputs: Tensor, weight: SparseWeight, bias: Tensor | None, by_rows: bool) -> Tensor:
         weight.check_unchanged()
         source = weight.kept, weight.entries, weight.dense_copy, weight.compute
-        return _multiply(inputs, *source, by_rows, bias)
+        return _multiply(inputs, *source, by_rows, bias).detach()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from lightning.pytorch import LightningModule
@@ -20,7 +21,7 @@ from lightning_axosparse.support.available_memory import free_bytes
 def choose_grid(
     ranks: MPIStrategy,
     module: LightningModule,
-    container: str | None,
+    pipeline: str | Sequence[str] | None,
     microbatches: int | None,
     in_flight: int | None,
     recompute: bool,
@@ -31,7 +32,7 @@ def choose_grid(
     Args:
         ranks: the strategy, with its devices and number of nodes.
         module: the user's module, whole and on CPU.
-        container: attribute path of the pipelined container; None for the only candidate.
+        pipeline: where the layers are, as for ``find_layers``.
         microbatches: of a replica's batch; None for the default.
         in_flight: the in-flight limit; None for what memory allows.
         recompute: whether layers are recomputed in the backward pass.
@@ -42,7 +43,7 @@ def choose_grid(
     """
 
     def decide() -> GridComparison:
-        partition = partition_layers(module, container, None, stages=1)
+        partition = partition_layers(module, pipeline, None, stages=1)
         devices = len(ranks.parallel_devices or ())
         device = ranks.root_device
         free = free_bytes(device, ranks.ranks_on_device)

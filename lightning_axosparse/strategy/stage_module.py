@@ -158,7 +158,13 @@ class StageModule:
         return {stage: ChannelLink(previous, following, self.device)}
 
     def _pipelined_layers(self, partition: Partition) -> PipelinedLayers:
-        return PipelinedLayers(partition.names, partition.layers, partition.parts, self._recompute)
+        return PipelinedLayers(
+            partition.names,
+            partition.layers,
+            partition.parts,
+            self._recompute,
+            self.module.named_buffers(),
+        )
 
     def _update_param_groups(self, optimizers: Sequence[Optimizer]) -> None:
         """Give the optimizers' groups the parameters that this rank keeps, and no others."""

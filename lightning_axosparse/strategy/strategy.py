@@ -75,6 +75,7 @@ from lightning_axosparse.support.arguments import (
     COUNT,
     FUNCTION,
     LAYERS,
+    NAMES,
     NONE,
     TEXT,
     TIMEOUT,
@@ -126,8 +127,9 @@ class AxoSparseStrategy(MPIStrategy):
             batch with fewer samples is split into one micro-batch per sample. Evaluation takes the
             closest number that divides the batch.
         pipeline: attribute path of the ``nn.Sequential`` or ``nn.ModuleList`` whose layers are
-            partitioned over the stages, such as ``"model.transformer.h"``. None takes the only
-            candidate.
+            partitioned over the stages, such as ``"model.transformer.h"``; or several of them, and
+            of other modules that are a layer each, in the order in which a step calls them, such as
+            ``["stem", "layer1", "layer2"]``. None takes the only candidate.
         balance: "parameters" partitions the layers so that the largest stage is as small as
             possible, "time" so that the slowest stage is as fast as possible, timing the layers on
             the module's ``example_input_array``, which should be like a micro-batch; a sequence
@@ -190,7 +192,7 @@ class AxoSparseStrategy(MPIStrategy):
         MisconfigurationException,
         g_inter=COUNT | one_of("auto"),
         microbatches=COUNT | NONE,
-        pipeline=TEXT | NONE,
+        pipeline=TEXT | NAMES | NONE,
         balance=one_of("parameters", "time") | LAYERS,
         in_flight=COUNT | NONE,
         schedule=one_of(*(SCHEDULES | DEFERRING_SCHEDULES)),
@@ -214,7 +216,7 @@ class AxoSparseStrategy(MPIStrategy):
         self,
         g_inter: int | Literal["auto"] = 1,
         microbatches: int | None = None,
-        pipeline: str | None = None,
+        pipeline: str | Sequence[str] | None = None,
         balance: Literal["parameters", "time"] | Sequence[int] = "parameters",
         in_flight: int | None = None,
         schedule: Literal["message-driven", "1f1b", "gpipe", "zb-h1"] = "message-driven",
@@ -252,7 +254,7 @@ class AxoSparseStrategy(MPIStrategy):
         self._weight_gradients = weight_gradients
         self.transport = transport
         self._microbatches, self._in_flight = microbatches, in_flight
-        self._container_path, self._balance = pipeline, balance
+        self._pipeline, self._balance = pipeline, balance
         self._split_batch, self._recompute = split_batch, recompute
         self._loss_rule = LossRule(microbatch_loss, microbatch_weight, check_loss)
         self._offload_bucket = offload_bucket if offload_optimizer else None
@@ -301,7 +303,7 @@ class AxoSparseStrategy(MPIStrategy):
             decision = choose_grid(
                 self,
                 model,
-                self._container_path,
+                self._pipeline,
                 self._microbatches,
                 self._in_flight,
                 self._recompute is not None,
@@ -364,7 +366,7 @@ class AxoSparseStrategy(MPIStrategy):
         partition = UNPARTITIONED
         if self.g_inter > 1 or self._recompute is not None:
             sizes = None if isinstance(self._balance, str) else self._balance
-            partition = partition_layers(module, self._container_path, sizes, self.g_inter)
+            partition = partition_layers(module, self._pipeline, sizes, self.g_inter)
         if self.g_inter > 1 and self._balance == "time":
             validate_example_input(module)
         if self._regrid is not None:

@@ -95,6 +95,10 @@ FUNCTION = Kind("a function", callable)
 TEXT = Kind("a text that is not empty", lambda value: isinstance(value, str) and value != "")
 PATH = TEXT | instance_of("a path", os.PathLike)
 PATTERNS = list_of("a list of patterns, such as ['head.*']", TEXT)
+NAMES = Kind(
+    "names, such as ['stem', 'layer1']",
+    lambda value: isinstance(value, Sequence) and len(value) > 0 and list_of("", TEXT).fits(value),
+)
 LAYERS = Kind(
     "the number of layers of each stage, such as [3, 5]",
     lambda value: isinstance(value, Sequence) and len(value) > 0 and list_of("", COUNT).fits(value),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -47,6 +48,24 @@ def storage_id(storage: torch.UntypedStorage) -> int:
     """Return a number that equals another storage's exactly if both are the same memory."""
     identity: int = storage._cdata
     return identity
+
+
+def references(tensor: Tensor) -> int:
+    """Return how many references of Python's there are to a tensor, besides the caller's argument.
+
+    What autograd and views hold of a tensor counts as one reference of Python's, in all; it is
+    left out.
+    """
+    held_by_torch: bool = tensor._use_count() > 1  # type: ignore[attr-defined]
+    return sys.getrefcount(tensor) - _REFERENCES_OF_THE_CALL - held_by_torch
+
+
+def _references_of_the_call(tensor: Tensor) -> int:
+    return sys.getrefcount(tensor)
+
+
+# The interpreter decides whether passing an argument on makes a reference.
+_REFERENCES_OF_THE_CALL = _references_of_the_call(torch.empty(0))
 
 
 def mutated_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:

@@ -10,7 +10,7 @@ from lightning_axosparse.pipeline.partition import (
     Partition,
     balance,
     count_parameters,
-    find_container,
+    find_layers,
     parts_of_sizes,
 )
 
@@ -52,20 +52,32 @@ def test_the_only_container_is_found() -> None:
     inner = nn.Sequential(*(nn.Sequential(*linears(2)) for _ in range(3)))
     heads = nn.ModuleList([nn.Identity(), nn.Identity()])
     model = Model(embed=nn.Embedding(3, 4), body=Model(h=inner), metrics=heads)
-    path, found = find_container(model, None, 3)
-    assert (path, found) == ("body.h", inner)
+    found = find_layers(model, None, 3)
+    assert found == {f"body.h.{i}": layer for i, layer in enumerate(inner)}
+
+
+def test_containers_and_modules_in_order() -> None:
+    body, head = nn.Sequential(*linears(3)), nn.ModuleList(linears(2))
+    model = Model(head=head, stem=nn.Linear(4, 4), body=body)
+    found = find_layers(model, ["stem", "body", "head"], 6)
+    assert list(found) == ["stem", "body.0", "body.1", "body.2", "head.0", "head.1"]
+    assert list(found.values()) == [model.stem, *body, *head]
 
 
 @pytest.mark.parametrize(
-    ("model", "path", "stages", "words"),
+    ("model", "pipeline", "stages", "words"),
     [
         (Model(a=nn.Linear(2, 2)), None, 2, ["nothing to partition", "g_inter=1"]),
         (
-            Model(a=nn.Sequential(*linears(2)), b=nn.ModuleList(linears(3))),
+            Model(a=nn.Sequential(*linears(2)), b=nn.ModuleList(linears(4))),
             None,
             2,
-            ["'a' (2 layers)", "'b' (3 layers)", "pipeline='a'"],
+            ["'a' (2 layers)", "'b' (4 layers)", "pipeline='b'", "pipeline=['a', 'b']"],
         ),
+        (Model(a=nn.Sequential(*linears(2))), ["a", "b"], 2, ["pipeline='b'", "nothing"]),
+        (Model(a=nn.Sequential(*linears(2))), ["a", "a.0"], 2, ["a module and a part of it"]),
+        (Model(a=nn.Sequential(*linears(2))), ["a", "a"], 2, ["one layer object several times"]),
+        (Model(a=nn.Linear(2, 2)), ["a"], 2, ["g_inter=2", "'a' has 1"]),
         (Model(a=nn.Sequential(*linears(2))), "b", 2, ["pipeline='b'", "nothing", "'a'"]),
         (Model(a=nn.Linear(2, 2)), "a", 2, ["Linear"]),
         (Model(a=nn.Sequential(*linears(2))), None, 3, ["g_inter=3", "has 2", "g_inter <= 2"]),
@@ -73,10 +85,10 @@ def test_the_only_container_is_found() -> None:
     ],
 )
 def test_what_cannot_be_partitioned_is_refused(
-    model: nn.Module, path: str | None, stages: int, words: list[str]
+    model: nn.Module, pipeline: str | list[str] | None, stages: int, words: list[str]
 ) -> None:
     with pytest.raises(MisconfigurationException) as error:
-        find_container(model, path, stages)
+        find_layers(model, pipeline, stages)
     assert all(word in str(error.value) for word in words), error.value
 
 

@@ -1,0 +1,217 @@
+"""Networks whose layers stand in several containers, with values that go round layers, train in a
+pipeline as they do on one process: residual networks, U-Nets, encoders with decoders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import (
+    ConvNextConfig,
+    ConvNextForImageClassification,
+    ResNetConfig,
+    ResNetForImageClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
+from tests.parity.cases import Record, difference, recorded, trainer
+from tests.ranks import run_ranks
+
+CLASSES, BATCH, STEPS = 5, 4, 4
+
+
+def block(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, 3, stride, 1), nn.GroupNorm(2, outputs), nn.ReLU(inplace=True)
+    )
+
+
+class Residual(nn.Module):
+    """The layout of torchvision's ResNet; the sums of the last stages stand in the loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.relu, self.maxpool = nn.ReLU(inplace=True), nn.MaxPool2d(2)
+        self.layer1, self.layer2 = block(8, 8), block(8, 16, stride=2)
+        self.layer3 = nn.ModuleList(block(16, 16) for _ in range(3))
+        self.avgpool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        x = self.layer2(self.layer1(x))
+        for layer in self.layer3:
+            x = x + layer(x)
+        return self.fc(self.avgpool(x).flatten(1))
+
+
+class Plain(nn.Module):
+    """The layout of torchvision's VGG: activations in place are layers of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(*block(3, 8), nn.MaxPool2d(2), *block(8, 16))
+        self.classifier = nn.Sequential(nn.Linear(16 * 16, 16), nn.ReLU(True), nn.Dropout(0.0))
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.classifier(self.features(x).flatten(1)))
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.downs = nn.ModuleList([block(3, 8), block(8, 16, 2), block(16, 16, 2)])
+        self.bottom = block(16, 16)
+        self.ups = nn.ModuleList([block(32, 16), block(24, 8)])
+        self.head = nn.Conv2d(8, CLASSES, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for down in self.downs:
+            x = down(x)
+            skips.append(x)
+        x = self.bottom(skips.pop())
+        for up in self.ups:
+            x = nn.functional.interpolate(x, scale_factor=2)
+            x = up(torch.cat([x, skips.pop()], 1))
+        return self.head(x).mean((2, 3))
+
+
+class Hugging(nn.Module):
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network(pixel_values=x).logits
+
+
+class Translator(nn.Module):
+    """T5, encoder and decoder pipelined: every layer of the decoder reads the encoder's states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = T5Config(
+            vocab_size=CLASSES,
+            d_model=16,
+            d_kv=8,
+            d_ff=32,
+            num_layers=2,
+            num_heads=2,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )
+        self.network = T5ForConditionalGeneration(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = (x[:, 0, :2].flatten(1) * 10).long() % CLASSES
+        return self.network(input_ids=ids, labels=ids.flip(1)).logits.mean(1)
+
+
+def resnet() -> nn.Module:
+    config = ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2], layer_type="basic", num_labels=5
+    )
+    return Hugging(ResNetForImageClassification(config))
+
+
+def convnext() -> nn.Module:
+    config = ConvNextConfig(
+        patch_size=2, hidden_sizes=[8, 8, 16], depths=[1, 1, 1], num_stages=3, num_labels=5
+    )
+    return Hugging(ConvNextForImageClassification(config))
+
+
+class Classifier(L.LightningModule):
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.net = network
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = nn.functional.cross_entropy(self.net(x), y)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", nn.functional.cross_entropy(self.net(x), y))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+# Row: network, options of the strategy. Where BatchNorm stands, the whole batch is a micro-batch.
+WHOLE = {"microbatches": 1}
+NETWORKS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "residual": (
+        Residual,
+        {"pipeline": ["net.conv1", "net.bn1", "net.layer1", "net.layer2", "net.layer3"], **WHOLE},
+    ),
+    "VGG": (Plain, {"pipeline": ["net.features", "net.classifier"]}),
+    "U-Net": (UNet, {"pipeline": ["net.downs", "net.bottom", "net.ups"]}),
+    "T5": (Translator, {"pipeline": ["net.network.encoder.block", "net.network.decoder.block"]}),
+    "ResNet": (
+        resnet,
+        {"pipeline": ["net.network.resnet.embedder", "net.network.resnet.encoder.stages"], **WHOLE},
+    ),
+    "ConvNeXt": (convnext, {"pipeline": "net.network.convnext.encoder.stages"}),
+}
+
+
+def train(network: str, strategy: Any, ranks: int = 1, ticket: bool = False) -> Record:
+    L.seed_everything(0, verbose=False)
+    module = Classifier(NETWORKS[network][0]())
+    x = torch.randn(STEPS * BATCH, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x.double(), torch.arange(len(x)) % CLASSES)
+    callbacks = [EarlyBirdTicket(0.5, every=1, draw_after=1, draw_by=2)] if ticket else []
+    run = trainer(strategy, ranks, precision="64-true", max_epochs=2, callbacks=callbacks)
+    run.fit(module, DataLoader(data, BATCH), DataLoader(data, BATCH))
+    return recorded(run, module)
+
+
+def train_rows(ranks: int, ticket: bool, options: dict[str, Any]) -> dict[str, Record]:
+    return {
+        network: train(
+            network,
+            AxoSparseStrategy(**{"g_inter": ranks, "microbatches": 2, **own, **options}),
+            1 if "transport" in options else ranks,
+            ticket,
+        )
+        for network, (_, own) in NETWORKS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[bool, dict[str, Record]]:
+    """Of each network, without and with a ticket that is drawn after two of eight steps."""
+    return {
+        ticket: {
+            network: train(network, AxoSparseStrategy() if ticket else "auto", ticket=ticket)
+            for network in NETWORKS
+        }
+        for ticket in (False, True)
+    }
+
+
+@pytest.fixture(scope="module", params=["ranks", "one process", "ticket on ranks"])
+def runs(request: pytest.FixtureRequest) -> tuple[bool, list[dict[str, Record]]]:
+    """The records of every network on every rank, and whether a ticket was drawn."""
+    ticket = "ticket" in request.param
+    if "ranks" in request.param:
+        return ticket, run_ranks(2, train_rows, 2, ticket, {})
+    return ticket, [train_rows(3, ticket, {"transport": "loopback"})]
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_network_trains_as_on_one_process(network: str, runs: Any, expected: Any) -> None:
+    ticket, records = runs
+    for record in records:
+        assert difference(expected[ticket][network], record[network]) <= 1e-12
