@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_axosparse.sparse.parameters import layouts
+from lightning_axosparse.support.torch_internals import swap_values
 
 
 class ReshardedTensor(NamedTuple):
@@ -81,6 +82,15 @@ class Sharding:
     def counted(self) -> set[str]:
         """The names that this rank counts, so that each is counted once over a pipeline."""
         return {name for name, stages in self.holders.items() if min(stages) in self._local}
+
+    def split(self, local: Collection[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The tensors of a whole module that the ``local`` stages keep, and the others; by name."""
+        kept: dict[str, Tensor] = {}
+        others: dict[str, Tensor] = {}
+        for name, tensor in self._tensors():
+            shared = not self._holders[tensor].isdisjoint(local)
+            (kept if shared else others)[name] = tensor
+        return kept, others
 
     def shard(self, local: Collection[int]) -> None:
         """Replace all tensors that the ``local`` stages do not keep by meta tensors."""
@@ -193,5 +203,8 @@ class Sharding:
 
 def free(tensor: Tensor) -> None:
     """Free the values and the gradient of a tensor that this rank does not keep."""
+    if tensor.is_meta:
+        empty = torch.empty(0, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+        swap_values(tensor, empty)
     tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     tensor.grad = None

@@ -41,6 +41,7 @@ from lightning_axosparse.pipeline.loss_weights import (
 from lightning_axosparse.pipeline.partition import UNPARTITIONED, Partition, partition_layers
 from lightning_axosparse.pipeline.profile import profile_example, validate_example_input
 from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES, Schedule
+from lightning_axosparse.pipeline.sharding import Sharding
 from lightning_axosparse.planning.grid_comparison import default_microbatches
 from lightning_axosparse.sparse import sparsify
 from lightning_axosparse.sparse.materialize import Compute, Policy
@@ -48,6 +49,13 @@ from lightning_axosparse.sparse.optimizer_state import dense_shapes, restore_mas
 from lightning_axosparse.sparse.parameters import sparse_parameters
 from lightning_axosparse.strategy.auto_grid import choose_grid
 from lightning_axosparse.strategy.batch_splitting import BatchSplitter
+from lightning_axosparse.strategy.construction import (
+    allocate,
+    made_without,
+    parameters_on_meta,
+    validate_values,
+    values_held,
+)
 from lightning_axosparse.strategy.learning_rate import scaled_rates
 from lightning_axosparse.strategy.lightning.device import move_optimizers
 from lightning_axosparse.strategy.lightning.loop_check import LoopCheck
@@ -331,6 +339,38 @@ class AxoSparseStrategy(MPIStrategy):
             for optimizer in optimizers:
                 validate_bucketwise_optimizers(optimizer)
 
+    # Construction: no rank has the whole model
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """With ``empty_init``, make parameters on the meta device, until a checkpoint is loaded."""
+        with super().tensor_init_context(empty_init):
+            if not empty_init:
+                yield
+                return
+            with parameters_on_meta():
+                yield
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Make what ``configure_model`` makes for this rank's stage alone, as one process would."""
+        if self.g_inter == 1 or self.transport == "loopback" or self._balance == "time":
+            yield
+            return
+        with made_without(lambda: self._sharding().split(self._stages)[1].values()):
+            yield
+
+    @property
+    def _stages(self) -> range:
+        """The stages of this rank."""
+        stage = self.grid.stage
+        return range(self.g_inter) if self.transport == "loopback" else range(stage, stage + 1)
+
+    def _sharding(self) -> Sharding:
+        """Which stages keep which tensors of the module, before it is sharded."""
+        partition = self._partition_layers()
+        return Sharding(self._module, partition.names, partition.parts)
+
     # Setup and teardown
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -401,8 +441,6 @@ class AxoSparseStrategy(MPIStrategy):
     def _shard_module(self, partition: Partition) -> StageModule:
         """Drop the tensors of other ranks' stages; teardown gathers them again."""
         assert self._groups is not None
-        stage = self.grid.stage
-        stages = range(self.g_inter) if self.transport == "loopback" else range(stage, stage + 1)
         recompute = None
         if self._recompute is not None:
             recompute = ActivationCheckpointing(self._recompute, self.root_device)
@@ -410,11 +448,13 @@ class AxoSparseStrategy(MPIStrategy):
             self._module,
             partition,
             self._groups,
-            stages,
+            self._stages,
             self.root_device,
             recompute,
             self._schedule_class.defers_weight_gradients,
         )
+        kept, _ = stage_module.sharding.split(self._stages)
+        validate_values(kept.items(), self.grid.stage)
         stage_module.shard(self.optimizers)
         self._undo.callback(lambda: stage_module.unshard(self.optimizers))
         return stage_module
@@ -625,7 +665,9 @@ class AxoSparseStrategy(MPIStrategy):
             stage_module = self._session.stage_module
             state = local_model_state(state, stage_module.sharding, stage_module.stages)
             strict = False
-        self._module.load_state_dict(state, strict=strict)
+        else:
+            allocate(self._sharding().split(self._stages)[0].values())
+        self._module.load_state_dict(values_held(state, self._module), strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer's state on the first rank, an empty dict on others; collective."""

@@ -113,3 +113,29 @@ def batched(tensor: Tensor) -> bool:
 def backward_transformed(gradient: Tensor) -> bool:
     """Return whether the backward pass of ``gradient`` is transformed or differentiated itself."""
     return torch.is_grad_enabled() or batched(gradient) or transformed()
+
+
+def swap_values(tensor: Tensor, other: Tensor) -> None:
+    """Exchange all that two tensors hold but their Python objects, so that each keeps its identity.
+
+    Unlike ``tensor.data = other`` it works between devices of which one is meta.
+
+    Raises:
+        RuntimeError: if an autograd graph refers to one of them.
+    """
+    torch._C._swap_tensor_impl(tensor, other)
+
+
+def replay_needs_generator(operator: Any) -> bool:
+    """Return whether the values that ``operator`` makes depend on a random generator."""
+    return torch.Tag.nondeterministic_seeded in operator.tags
+
+
+def makes_tensors(operator: Any) -> bool:
+    """Return whether ``operator`` returns tensors."""
+    return any("Tensor" in str(returned.type) for returned in operator._schema.returns)
+
+
+def takes_device(operator: Any) -> bool:
+    """Return whether ``operator`` is told on which device to make its result."""
+    return any(argument.name == "device" for argument in operator._schema.arguments)

@@ -1,0 +1,86 @@
+"""Makes and loads the layers of this rank alone, so that no rank has the memory of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from lightning_axosparse.support.deferred_init import DeferredInit
+from lightning_axosparse.support.torch_internals import swap_values
+
+_META = torch.device("meta")
+
+
+@contextmanager
+def made_without(unwanted: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
+    """Make the tensors of the context at its end, except those that ``unwanted`` returns then.
+
+    They have the values, to the bit, that they would have if all were made at once. The others stay
+    on the meta device.
+    """
+    with DeferredInit() as deferred:
+        yield
+    deferred.make_except(unwanted())
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Move each parameter to the meta device when a module of the context gets it."""
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        if parameter is None or parameter.is_meta:
+            return parameter
+        return nn.Parameter(parameter.detach().to(_META), parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(on_meta)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def allocate(tensors: Iterable[Tensor]) -> None:
+    """Give those of the tensors that are on the meta device memory on CPU, uninitialised."""
+    for tensor in tensors:
+        if tensor.is_meta:
+            empty = torch.empty_like(tensor, device="cpu", requires_grad=tensor.requires_grad)
+            swap_values(tensor, empty)
+
+
+def values_held(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """Return a state dict that loads the same names into ``module``, but reads only what it holds.
+
+    Values for tensors on the meta device are left out of it: they are meta tensors there, too.
+    """
+    absent = {
+        name for name, tensor in module.state_dict(keep_vars=True).items() if _on_meta(tensor)
+    }
+    return {
+        name: value.to(_META) if name in absent and isinstance(value, Tensor) else value
+        for name, value in state.items()
+    }
+
+
+def validate_values(tensors: Iterable[tuple[str, Tensor]], stage: int) -> None:
+    """Check that the tensors of a stage have values.
+
+    Raises:
+        MisconfigurationException: naming those that are on the meta device.
+    """
+    empty = [name for name, tensor in tensors if tensor.is_meta]
+    if empty:
+        raise MisconfigurationException(
+            f"Stage {stage} has no values for {empty[0]!r} and {len(empty) - 1} more of its "
+            "tensors, which are on the meta device. If the module was made under "
+            "`trainer.init_module(empty_init=True)`, give `ckpt_path=`, or leave out `empty_init`."
+        )
+
+
+def _on_meta(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
