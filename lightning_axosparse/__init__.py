@@ -8,6 +8,7 @@ announce_unmanaged_tasks()  # before the imports that take long
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_axosparse.callbacks.early_bird import EarlyBirdTicket
+from lightning_axosparse.callbacks.learning_rate_factor import LearningRateFactor
 from lightning_axosparse.callbacks.timeline import PipelineTimeline
 from lightning_axosparse.checkpoint.compact_io import CompactCheckpointIO
 from lightning_axosparse.checkpoint.load import load_sparse
@@ -24,6 +25,7 @@ __all__ = [
     "CompactCheckpointIO",
     "CorruptFileError",
     "EarlyBirdTicket",
+    "LearningRateFactor",
     "PipelineTimeline",
     "RankFailedError",
     "Ticket",

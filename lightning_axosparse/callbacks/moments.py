@@ -100,6 +100,6 @@ def _epochs(text: str) -> int:
 def _endless() -> MisconfigurationException:
     return MisconfigurationException(
         "The number of optimizer steps of this run is not known, so there is no share of it. Set "
-        "the Trainer's max_steps, or give EarlyBirdTicket optimizer steps or epochs instead: "
-        "every=500, draw_by='3 epochs'."
+        "the Trainer's max_steps, or give optimizer steps or epochs instead: every=500, "
+        "draw_by='3 epochs'."
     )

@@ -20,6 +20,7 @@ import lightning_axosparse as package
 from lightning_axosparse import (
     AxoSparseStrategy,
     EarlyBirdTicket,
+    LearningRateFactor,
     PipelineTimeline,
     Ticket,
     densify,
@@ -146,6 +147,11 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
         },
     ),
     (
+        LearningRateFactor,
+        MisconfigurationException,
+        {"factor": [True, 0, *NO_RATE, *OBJECTS[:-1]], "after": [None, *NO_WHEN]},
+    ),
+    (
         PipelineTimeline,
         MisconfigurationException,
         {"batch_idx": NO_INDEX, "epoch": NO_INDEX[:-2], "folder": NO_TEXT},
@@ -263,7 +269,9 @@ def test_every_public_name_is_among_them() -> None:
     assert len(INVALID) >= len(set(package.__all__) - without_arguments)
 
 
-@pytest.mark.parametrize("make", [AxoSparseStrategy, EarlyBirdTicket, PipelineTimeline])
+@pytest.mark.parametrize(
+    "make", [AxoSparseStrategy, EarlyBirdTicket, LearningRateFactor, PipelineTimeline]
+)
 def test_every_argument_is_among_them(make: Any) -> None:
     arguments = next(arguments for each, _, arguments in INVALID if each is make)
     annotations = {*make.__init__.__annotations__} - {"return", "parallel_devices"}
