@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from math import inf
 from typing import Any, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -31,6 +32,7 @@ from lightning_axosparse.pruning.mask_distance import DISTANCES, Distance
 from lightning_axosparse.pruning.mask_rule import MaskRule
 from lightning_axosparse.pruning.prunable import Prune, few
 from lightning_axosparse.pruning.scores import SCORES, Score
+from lightning_axosparse.pruning.stage_balance import kept_by_stage
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.sparse.elementwise import validate_elementwise_optimizers
 from lightning_axosparse.sparse.materialize import COMPUTES, POLICIES, Compute, best_policy
@@ -98,6 +100,10 @@ class EarlyBirdTicket(Callback):
         floor: where weights are ranked together, each keeps at least this fraction, in [0, 1], of
             what it would keep if all kept the same fraction. So no layer becomes empty; weights at
             their floor are named when the ticket is drawn.
+        stage_imbalance: the most entries that a pipeline stage may keep, over the mean of the
+            stages, at least 1; entries of full stages give way to the next best of the others
+            (:mod:`lightning_axosparse.pruning.stage_balance`). The ticket then depends on where the
+            stages are cut. None: no limit, and the ticket is the same on every grid.
         prune: what is pruned: a table of kinds ("weight", "embedding", "head", "norm", "bias",
             "other") and patterns of names (as in :mod:`fnmatch`), such as ``{"embedding": False,
             "*.lora_*": False}``, or a function ``(name, parameter) -> bool``. By default all
@@ -143,6 +149,7 @@ class EarlyBirdTicket(Callback):
         score=one_of("auto", *SCORES) | FUNCTION,
         scope=one_of(*SCOPES) | DENSITIES,
         floor=FRACTION,
+        stage_imbalance=number("a finite number, at least 1", lambda most: 1 <= most < inf) | NONE,
         prune=PRUNED | FUNCTION | NONE,
         every=WHEN,
         draw_after=WHEN | NONE,
@@ -161,6 +168,7 @@ class EarlyBirdTicket(Callback):
         score: Literal["auto", "magnitude", "saliency"] | Score = "auto",
         scope: Scope = "global",
         floor: float = 0.05,
+        stage_imbalance: float | None = None,
         prune: Prune | None = None,
         every: When = 1 / 32,
         draw_after: When | None = 0.25,
@@ -181,13 +189,15 @@ class EarlyBirdTicket(Callback):
         self.policy = policy
         self.compute = compute
         self.pruning_ratio = pruning_ratio
-        self._rule = MaskRule(
-            pruning_ratio,
-            score,
-            dict(scope) if isinstance(scope, Mapping) else scope,
-            floor,
-            dict(prune) if isinstance(prune, Mapping) else prune,
-        )
+        with _misconfigured():
+            self._rule = MaskRule(
+                pruning_ratio,
+                score,
+                dict(scope) if isinstance(scope, Mapping) else scope,
+                floor,
+                dict(prune) if isinstance(prune, Mapping) else prune,
+                stage_imbalance,
+            )
         self.every, self.draw_after, self.draw_by = every, draw_after, draw_by
         self.distance = distance
         self.threshold = threshold
@@ -397,17 +407,28 @@ class EarlyBirdTicket(Callback):
         self._window.clear()
         self._prune(trainer, self.ticket)
         rank_zero_info(f"Early-bird ticket drawn: {self.ticket}")
-        self._warn_of_floors(self._rule.shares(module, strategy.parameter_stages()))
-
-    def _warn_of_floors(self, shares: Sequence[Share]) -> None:
-        assert self.ticket is not None
         kept = {name: int(mask.sum()) for name, mask in self.ticket.masks.items()}
+        stages = strategy.parameter_stages()
+        self._warn_of_floors(kept, self._rule.shares(module, stages))
+        self._warn_of_imbalance(kept_by_stage(kept, stages))
+
+    def _warn_of_floors(self, kept: Mapping[str, int], shares: Sequence[Share]) -> None:
         low = [name for share in shares if len(share.sizes) > 1 for name in share.at_floor(kept)]
         if low:
             rank_zero_warn(
                 f"The ticket keeps of {few(low)} no more than floor={self._rule.floor} asks for: "
                 "their other scores were too low. If these weights matter, set a higher floor, "
                 "another scope or score, or leave them dense with prune={'PATTERN': False}."
+            )
+
+    def _warn_of_imbalance(self, kept: Mapping[int, int]) -> None:
+        if self._rule.stage_imbalance is None and max(kept.values()) > 2 * min(kept.values()):
+            most, least = max(kept, key=kept.__getitem__), min(kept, key=kept.__getitem__)
+            rank_zero_warn(
+                f"The ticket keeps {kept[most]} entries in stage {most}, but {kept[least]} in "
+                f"stage {least}, and memory and time follow. stage_imbalance=1.5 lets no stage "
+                "keep more than 1.5 times the mean; the ticket then depends on where the stages "
+                "are cut."
             )
 
     def _prune(self, trainer: Trainer, ticket: Ticket) -> None:

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from lightning_axosparse.pruning.densities import Scope, Share, shares
+from lightning_axosparse.pruning.densities import Scope, Share, Stages, shares
 from lightning_axosparse.pruning.prunable import Prune, few, prunable
 from lightning_axosparse.pruning.scores import SCORES, Score, Scores, State, has_second_moment
 from lightning_axosparse.pruning.selection import highest
+from lightning_axosparse.pruning.stage_balance import balanced
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,11 @@ class MaskRule:
         floor: where several weights are ranked together, each keeps at least this fraction, in
             [0, 1], of what it would keep if all kept the same fraction.
         prune: which parameters are pruned (:func:`lightning_axosparse.pruning.prunable.prunable`).
+        stage_imbalance: the most kept entries of a pipeline stage over the mean of the stages, at
+            least 1 (:mod:`lightning_axosparse.pruning.stage_balance`); None: no limit.
+
+    Raises:
+        ValueError: if ``stage_imbalance`` is given with another scope than "global".
     """
 
     ratio: float
@@ -37,17 +43,26 @@ class MaskRule:
     scope: Scope = "global"
     floor: float = 0.0
     prune: Prune | None = None
+    stage_imbalance: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.stage_imbalance is not None and self.scope != "global":
+            raise ValueError(
+                f"stage_imbalance={self.stage_imbalance} limits what the stages keep of weights "
+                f"that are all ranked together, but scope={self.scope!r} divides it among them. "
+                "Leave one of the two out."
+            )
 
     def sizes(self, module: nn.Module) -> dict[str, torch.Size]:
         """Return the weights that are pruned, with their shapes."""
         return prunable(module, self.prune)
 
-    def shares(self, module: nn.Module, stages: Mapping[str, int] | None = None) -> list[Share]:
+    def shares(self, module: nn.Module, stages: Stages | None = None) -> list[Share]:
         """Return which weights are ranked together, and how many of their entries are kept.
 
         Args:
             module: the whole model.
-            stages: name -> the pipeline stage of each weight; None: there is one stage.
+            stages: name -> the pipeline stages that hold each weight; None: there is one stage.
 
         Raises:
             ValueError: if the rule does not fit the model, or contradicts itself.
@@ -88,7 +103,7 @@ class MaskRule:
         module: nn.Module,
         optimizers: Sequence[Optimizer] = (),
         weights: Mapping[str, Tensor] | None = None,
-        stages: Mapping[str, int] | None = None,
+        stages: Stages | None = None,
         group: ProcessGroup | None = None,
     ) -> dict[str, Tensor]:
         """Compute the masks of the weights that this rank counts, as one process would.
@@ -98,7 +113,7 @@ class MaskRule:
             optimizers: those that train it, for scores that need their state.
             weights: name -> parameters that this rank counts, of which some may not be pruned; each
                 is counted by exactly one rank of ``group``. None: all of the module.
-            stages: name -> the pipeline stage of each weight; None: there is one stage.
+            stages: name -> the pipeline stages that hold each weight; None: there is one stage.
             group: the ranks whose stages make up the model; None if this rank has the whole model.
 
         Returns:
@@ -116,7 +131,11 @@ class MaskRule:
             name: next((o.state[weight] for o in optimizers if weight in o.state), {})
             for name, weight in counted.items()
         }
-        return highest(Scores(score, counted, states), rule.shares(module, stages), group)
+        scores, shares = Scores(score, counted, states), rule.shares(module, stages)
+        if rule.stage_imbalance is None or stages is None:
+            return highest(scores, shares, group)
+        [share] = shares
+        return balanced(scores, share, stages, rule.stage_imbalance, group)
 
     @property
     def score_name(self) -> str:

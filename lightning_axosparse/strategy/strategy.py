@@ -573,10 +573,9 @@ class AxoSparseStrategy(MPIStrategy):
         """The names of those that this rank counts: each is counted once over a pipeline."""
         return self._running.stage_module.sharding.counted()
 
-    def parameter_stages(self) -> dict[str, int]:
-        """The first stage that keeps each parameter of the whole model, by name."""
-        holders = self._running.stage_module.sharding.holders
-        return {name: min(stages) for name, stages in holders.items()}
+    def parameter_stages(self) -> dict[str, frozenset[int]]:
+        """The stages that keep each parameter of the whole model, by name."""
+        return dict(self._running.stage_module.sharding.holders)
 
     def sparsify(
         self, masks: Mapping[str, Tensor], policy: Policy = "sparse", compute: Compute = "auto"

@@ -62,7 +62,7 @@ class PartialStrategy(SingleDeviceStrategy):
 
     def parameter_stages(self):
         names = [name for name, _ in self.lightning_module.named_parameters()]
-        return {name: number % self.stages for number, name in enumerate(names)}
+        return {name: {number % self.stages} for number, name in enumerate(names)}
 
     def counted_parameters(self):
         return set(self.held_parameters())
@@ -146,6 +146,7 @@ def shapes(model):
         ({"ticket": {}}, "ticket={}"),
         ({"policy": "dense"}, "policy='dense'.*samo"),
         ({"compute": "fast"}, "compute='fast'.*'sparse'"),
+        ({"stage_imbalance": 1.5, "scope": "layer"}, "stage_imbalance=1.5 limits.*scope='layer'"),
         ({"compute": "sparse", "policy": "samo"}, 'policy="samo" keeps dense weights'),
     ],
 )
