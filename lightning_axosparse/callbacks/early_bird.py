@@ -30,6 +30,7 @@ from lightning_axosparse.pruning.bitmask import MaskBits
 from lightning_axosparse.pruning.densities import SCOPES, Scope, Share
 from lightning_axosparse.pruning.mask_distance import DISTANCES, Distance
 from lightning_axosparse.pruning.mask_rule import MaskRule
+from lightning_axosparse.pruning.pattern import ENTRIES, parse_pattern
 from lightning_axosparse.pruning.prunable import Prune, few
 from lightning_axosparse.pruning.scores import SCORES, Score
 from lightning_axosparse.pruning.stage_balance import kept_by_stage
@@ -50,6 +51,7 @@ from lightning_axosparse.support.arguments import (
     PATH,
     POSITIVE,
     PRUNED,
+    Kind,
     checked,
     instance_of,
     number,
@@ -69,6 +71,12 @@ _STRATEGY_API = (
     "parameter_stages",
     "learning_rate_factor",
     "sparsify",
+)
+
+
+_PATTERN = Kind(
+    "a pattern such as '2:4' (2 of every 4 inputs) or '4x1' (blocks of 4 outputs and 1 input)",
+    lambda value: isinstance(value, str) and parse_pattern(value) is not None,
 )
 
 
@@ -104,6 +112,10 @@ class EarlyBirdTicket(Callback):
             stages, at least 1; entries of full stages give way to the next best of the others
             (:mod:`lightning_axosparse.pruning.stage_balance`). The ticket then depends on where the
             stages are cut. None: no limit, and the ticket is the same on every grid.
+        pattern: what is kept or pruned together, by the sum of its scores: "4x1" for blocks of 4
+            outputs and 1 input; or "2:4" to keep 2 of every 4 consecutive inputs of an output,
+            which goes with a ``pruning_ratio`` of 0.5. It has to divide every pruned weight
+            (:mod:`lightning_axosparse.pruning.pattern`). None: single entries.
         prune: what is pruned: a table of kinds ("weight", "embedding", "head", "norm", "bias",
             "other") and patterns of names (as in :mod:`fnmatch`), such as ``{"embedding": False,
             "*.lora_*": False}``, or a function ``(name, parameter) -> bool``. By default all
@@ -150,6 +162,7 @@ class EarlyBirdTicket(Callback):
         scope=one_of(*SCOPES) | DENSITIES,
         floor=FRACTION,
         stage_imbalance=number("a finite number, at least 1", lambda most: 1 <= most < inf) | NONE,
+        pattern=_PATTERN | NONE,
         prune=PRUNED | FUNCTION | NONE,
         every=WHEN,
         draw_after=WHEN | NONE,
@@ -169,6 +182,7 @@ class EarlyBirdTicket(Callback):
         scope: Scope = "global",
         floor: float = 0.05,
         stage_imbalance: float | None = None,
+        pattern: str | None = None,
         prune: Prune | None = None,
         every: When = 1 / 32,
         draw_after: When | None = 0.25,
@@ -197,6 +211,7 @@ class EarlyBirdTicket(Callback):
                 floor,
                 dict(prune) if isinstance(prune, Mapping) else prune,
                 stage_imbalance,
+                parse_pattern(pattern) or ENTRIES,
             )
         self.every, self.draw_after, self.draw_by = every, draw_after, draw_by
         self.distance = distance
@@ -405,11 +420,12 @@ class EarlyBirdTicket(Callback):
         )
         self._drawn_at = trainer.global_step
         self._window.clear()
+        stages = strategy.parameter_stages()
+        shares = self._rule.shares(module, stages)
         self._prune(trainer, self.ticket)
         rank_zero_info(f"Early-bird ticket drawn: {self.ticket}")
         kept = {name: int(mask.sum()) for name, mask in self.ticket.masks.items()}
-        stages = strategy.parameter_stages()
-        self._warn_of_floors(kept, self._rule.shares(module, stages))
+        self._warn_of_floors(kept, shares)
         self._warn_of_imbalance(kept_by_stage(kept, stages))
 
     def _warn_of_floors(self, kept: Mapping[str, int], shares: Sequence[Share]) -> None:

@@ -11,6 +11,13 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from lightning_axosparse.pruning.densities import Scope, Share, Stages, shares
+from lightning_axosparse.pruning.pattern import (
+    ENTRIES,
+    Blocks,
+    NOfM,
+    Pattern,
+    PatternedWeights,
+)
 from lightning_axosparse.pruning.prunable import Prune, few, prunable
 from lightning_axosparse.pruning.scores import SCORES, Score, Scores, State, has_second_moment
 from lightning_axosparse.pruning.selection import highest
@@ -33,9 +40,12 @@ class MaskRule:
         prune: which parameters are pruned (:func:`lightning_axosparse.pruning.prunable.prunable`).
         stage_imbalance: the most kept entries of a pipeline stage over the mean of the stages, at
             least 1 (:mod:`lightning_axosparse.pruning.stage_balance`); None: no limit.
+        pattern: which entries are kept or pruned together
+            (:mod:`lightning_axosparse.pruning.pattern`).
 
     Raises:
-        ValueError: if ``stage_imbalance`` is given with another scope than "global".
+        ValueError: if ``stage_imbalance`` is given with another scope than "global", or ``pattern``
+            contradicts the ratio, the scope or ``stage_imbalance``.
     """
 
     ratio: float
@@ -44,13 +54,35 @@ class MaskRule:
     floor: float = 0.0
     prune: Prune | None = None
     stage_imbalance: float | None = None
+    pattern: Pattern = ENTRIES
 
     def __post_init__(self) -> None:
+        if isinstance(self.pattern, NOfM):
+            self._validate_n_of_m(self.pattern)
+        if isinstance(self.pattern, Blocks) and self.scope == "erk":
+            raise ValueError(
+                "scope='erk' follows the dimensions of weights whose single entries are kept; a "
+                "pattern keeps blocks. Choose another scope, or leave the pattern out."
+            )
         if self.stage_imbalance is not None and self.scope != "global":
             raise ValueError(
                 f"stage_imbalance={self.stage_imbalance} limits what the stages keep of weights "
                 f"that are all ranked together, but scope={self.scope!r} divides it among them. "
                 "Leave one of the two out."
+            )
+
+    def _validate_n_of_m(self, pattern: NOfM) -> None:
+        if abs(self.ratio - pattern.ratio) > 1e-6:
+            raise ValueError(
+                f"pattern='{pattern.n}:{pattern.m}' prunes {pattern.ratio:.6g} of every weight, "
+                f"which contradicts pruning_ratio={self.ratio}. Set pruning_ratio="
+                f"{pattern.ratio:.6g}."
+            )
+        if self.scope not in ("global", "layer") or self.stage_imbalance is not None:
+            raise ValueError(
+                f"pattern='{pattern.n}:{pattern.m}' keeps the same share of every weight, so there "
+                f"is nothing that scope={self.scope!r} or stage_imbalance={self.stage_imbalance} "
+                "could divide. Leave them out."
             )
 
     def sizes(self, module: nn.Module) -> dict[str, torch.Size]:
@@ -67,9 +99,18 @@ class MaskRule:
         Raises:
             ValueError: if the rule does not fit the model, or contradicts itself.
         """
+        self._patterned(module)
+        return self._shares(self.sizes(module), stages)
+
+    def _patterned(self, module: nn.Module) -> PatternedWeights:
         sizes = self.sizes(module)
         if not sizes:
             raise ValueError(f"There is nothing to prune: prune={self.prune} leaves all dense.")
+        return PatternedWeights(module, sizes, self.pattern)
+
+    def _shares(self, sizes: Mapping[str, torch.Size], stages: Stages | None) -> list[Share]:
+        if isinstance(self.pattern, NOfM):
+            return shares(sizes, self.pattern.ratio, "layer")
         return shares(sizes, self.ratio, self.scope, self.floor, stages)
 
     def resolved(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> MaskRule:
@@ -131,11 +172,13 @@ class MaskRule:
             name: next((o.state[weight] for o in optimizers if weight in o.state), {})
             for name, weight in counted.items()
         }
-        scores, shares = Scores(score, counted, states), rule.shares(module, stages)
+        patterned = rule._patterned(module)
+        scores = patterned.scores(Scores(score, counted, states))
+        divided = rule._shares(patterned.sizes, stages)
         if rule.stage_imbalance is None or stages is None:
-            return highest(scores, shares, group)
-        [share] = shares
-        return balanced(scores, share, stages, rule.stage_imbalance, group)
+            return patterned.masks(highest(scores, divided, group))
+        [share] = divided
+        return patterned.masks(balanced(scores, share, stages, rule.stage_imbalance, group))
 
     @property
     def score_name(self) -> str:

@@ -147,6 +147,9 @@ def shapes(model):
         ({"policy": "dense"}, "policy='dense'.*samo"),
         ({"compute": "fast"}, "compute='fast'.*'sparse'"),
         ({"stage_imbalance": 1.5, "scope": "layer"}, "stage_imbalance=1.5 limits.*scope='layer'"),
+        ({"pattern": "1:4"}, r"pattern='1:4' prunes 0\.75 .*pruning_ratio=0\.75"),
+        ({"pattern": "2:4", "pruning_ratio": 0.5, "scope": "erk"}, "same share.*scope='erk'"),
+        ({"pattern": "4x1", "scope": "erk"}, "scope='erk' follows"),
         ({"compute": "sparse", "policy": "samo"}, 'policy="samo" keeps dense weights'),
     ],
 )
@@ -326,6 +329,25 @@ def test_layer_scope_hamming_distance_and_exclusion():
     fit(callback, 3, seeded_model(lr=0.0))
     assert callback.ticket.layer_sparsity() == {"model.0.weight": 0.5, "model.4.weight": 0.5}
     assert (callback.ticket.scope, callback.ticket.distance) == ("layer", "hamming")
+
+
+def test_weights_at_their_floor_are_named():
+    model = seeded_model(lr=0.0)
+    with torch.no_grad():
+        model.model[3].weight.mul_(1e-3)
+    callback = search(floor=0.5, draw_by="1 epoch")
+    with pytest.warns(UserWarning, match=r"keeps of model\.3\.weight no more than floor=0\.5"):
+        fit(callback, 1, model)
+    assert int(callback.ticket.masks["model.3.weight"].sum()) == 32
+
+
+def test_of_every_four_inputs_two_are_kept():
+    model = seeded_model(lr=0.0)
+    callback = search(pattern="2:4", prune={"model.0.*": False}, draw_by="1 epoch")
+    fit(callback, 2, model)
+    assert list(callback.ticket.masks) == ["model.3.weight", "model.4.weight"]
+    for mask in callback.ticket.masks.values():
+        assert (mask.unflatten(1, (-1, 4)).sum(2) == 2).all()
 
 
 @pytest.fixture

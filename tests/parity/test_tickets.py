@@ -43,6 +43,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
         "prune": {"bias": True, "model.0.*": False},
         "draw_by": 8,
     },
+    "blocks": {"pattern": "1x4", "floor": 0.3, "draw_by": 8},
 }
 
 
@@ -67,7 +68,7 @@ def test_the_searches_end_where_they_are_meant_to(alone: dict[str, Any]) -> None
     drawn = {search: draw.ticket.step for search, (_, draw) in alone.items()}
     assert drawn == {s: 12 if "end of an epoch" in s else 8 for s in SEARCHES}
     scores = [draw.ticket.score for _, draw in alone.values()]
-    assert scores == ["saliency", "magnitude", "momentum", "saliency", "saliency"]
+    assert scores == ["saliency", "magnitude", "momentum", *["saliency"] * 3]
     masks = [repr(draw.ticket.state_dict()["masks"]) for _, draw in alone.values()]
     assert len(set(masks)) == len(masks)
 
@@ -133,6 +134,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "'heads' matches no parameter": {"prune": {"heads": False}},
     "densities in scope": {"scope": {"*": 0.9}},
     "SGD does not estimate": {"score": "saliency"},
+    r"4 outputs x 1 inputs.*model\.5\.weight \(5, 24\)": {"pattern": "4x1"},
 }
 
 

@@ -139,6 +139,7 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             "learning_rate_factor": [True, 0, *NO_RATE, *OBJECTS[:-1]],
             "score": [None, True, 1, "lamp", "", []],
             "floor": NO_FRACTION,
+            "pattern": [True, 24, "", "2", "4:2", "2:2", "0:4", "2:4 ", "4x", "x", *OBJECTS],
             "stage_imbalance": [True, NAN, INFINITE, 0.9, "1.5", *OBJECTS],
             "prune": [True, 1, "head.*", ["head.*"], {"head": 1}, {"head": None}, {1: True}],
             "ticket": NO_TEXT,
