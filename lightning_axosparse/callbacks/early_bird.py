@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import Any, Literal
@@ -16,6 +17,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from lightning_axosparse.callbacks.masked_training import (
+    MaskedMethod,
+    MaskedTraining,
+    agreed_masks,
+)
 from lightning_axosparse.callbacks.moments import (
     WHEN,
     Moment,
@@ -25,7 +31,7 @@ from lightning_axosparse.callbacks.moments import (
     validate_end,
 )
 from lightning_axosparse.callbacks.trainer_info import callbacks_of
-from lightning_axosparse.distributed.process_groups import all_gather, broadcast_from_first, gather
+from lightning_axosparse.distributed.process_groups import broadcast_from_first, gather
 from lightning_axosparse.pruning.bitmask import MaskBits
 from lightning_axosparse.pruning.densities import SCOPES, Scope, Share
 from lightning_axosparse.pruning.mask_distance import DISTANCES, Distance
@@ -70,6 +76,7 @@ _STRATEGY_API = (
     "microbatches",
     "parameter_stages",
     "learning_rate_factor",
+    "on_gradients",
     "sparsify",
 )
 
@@ -121,6 +128,14 @@ class EarlyBirdTicket(Callback):
             "*.lora_*": False}``, or a function ``(name, parameter) -> bool``. By default all
             weights, embeddings and heads, no norms and biases
             (:func:`lightning_axosparse.pruning.prunable.prunable`).
+        method: "early-bird": masks are only compared until the ticket is drawn. The others train
+            dense weights of which pruned entries are zero, from ``draw_after`` on, change the masks
+            at intervals of ``every``, and draw them at ``draw_by``. "gradual" raises the pruning
+            ratio by a cubic schedule (Zhu & Gupta, 2017). "set" and "rigl" prune at once, then drop
+            the smallest kept entries of each weight and let as many others grow: at random (Mocanu
+            et al., 2018), or those of the largest gradient (Evci et al., ICML 2020).
+        drop_fraction: the fraction of the kept entries that "set" and "rigl" drop at first; it
+            falls to 0 as a cosine.
         every: how often masks are computed and compared. Masks change less over shorter intervals,
             so it goes together with ``threshold``.
         draw_after: draw not before this, even if the masks agree; None: as soon as they agree.
@@ -164,6 +179,8 @@ class EarlyBirdTicket(Callback):
         stage_imbalance=number("a finite number, at least 1", lambda most: 1 <= most < inf) | NONE,
         pattern=_PATTERN | NONE,
         prune=PRUNED | FUNCTION | NONE,
+        method=one_of("early-bird", "gradual", "set", "rigl"),
+        drop_fraction=FRACTION,
         every=WHEN,
         draw_after=WHEN | NONE,
         draw_by=WHEN | NONE,
@@ -184,6 +201,8 @@ class EarlyBirdTicket(Callback):
         stage_imbalance: float | None = None,
         pattern: str | None = None,
         prune: Prune | None = None,
+        method: Literal["early-bird"] | MaskedMethod = "early-bird",
+        drop_fraction: float = 0.3,
         every: When = 1 / 32,
         draw_after: When | None = 0.25,
         draw_by: When | None = 0.4,
@@ -212,6 +231,13 @@ class EarlyBirdTicket(Callback):
                 dict(prune) if isinstance(prune, Mapping) else prune,
                 stage_imbalance,
                 parse_pattern(pattern) or ENTRIES,
+            )
+        self._masked = None
+        if method != "early-bird":
+            with _misconfigured():
+                self._rule.validate_method(method)
+            self._masked = MaskedTraining(
+                method, pruning_ratio, drop_fraction, every, draw_after, draw_by
             )
         self.every, self.draw_after, self.draw_by = every, draw_after, draw_by
         self.distance = distance
@@ -276,12 +302,17 @@ class EarlyBirdTicket(Callback):
         if self._drawn_at is not None and now.steps < self._drawn_at:
             self._drawn_at = None  # Another run drew the ticket.
         self._looked = self._looked or now
+        if self._masked is not None and self.ticket is None:
+            self._masked.schedule(trainer)
+            self._masked.resume(trainer)
         self._look(trainer, pl_module, now)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Scale the learning rates if the ticket was drawn in this run."""
+        """Change the masks of dense weights, or scale the rates if this run drew the ticket."""
+        if self._masked is not None and self.ticket is None:
+            self._masked.begin_step(trainer, partial(self._masks, trainer, pl_module))
         factor = self.learning_rate_factor
         if self._drawn_at is not None and factor != 1:
             if callable(factor):
@@ -317,9 +348,14 @@ class EarlyBirdTicket(Callback):
         assert looked is not None
         total = partial(total_steps, trainer)
         late = self.draw_by is not None and Moment.of(self.draw_by, total).reached(now)
+        if self._masked is not None:
+            if late:
+                score = partial(self._masks, trainer, module)
+                self._draw(trainer, module, self._masked.final(score))
+            return
         if not late and not Moment.of(self.every, total).again_since(looked, now):
             return
-        masks = self._masks(trainer, module)
+        masks = self._masks(trainer, module, self.pruning_ratio)
         distances = self._distances_to_window(trainer, masks)
         self._window.append(masks)
         if distances:
@@ -333,14 +369,25 @@ class EarlyBirdTicket(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warn if no ticket was drawn."""
         self._looked = None
-        if self.ticket is None:
-            last = f"{[*self.distances.values()][-1]:.3f}" if self.distances else "none"
+        if self._masked is not None:
+            self._masked.release(trainer)
+        if self.ticket is not None:
+            return
+        drawn = f"No ticket was drawn in {trainer.global_step} optimizer steps"
+        if self._masked is not None:
             rank_zero_warn(
-                f"No ticket was drawn in {trainer.global_step} optimizer steps: the masks have not "
-                f"settled (last mask_distance: {last}, threshold: {self.threshold}, window: "
-                f"{self._window.maxlen}). The weights are dense. Set draw_by, a larger threshold, "
-                "a shorter interval (every) or a smaller window, or train longer."
+                f"{drawn}: draw_by={self.draw_by} has not been reached. The weights are dense, "
+                "with zeros where the last masks pruned them. Set an earlier draw_by, or train "
+                "longer."
             )
+            return
+        last = f"{[*self.distances.values()][-1]:.3f}" if self.distances else "none"
+        rank_zero_warn(
+            f"{drawn}: the masks have not settled (last mask_distance: {last}, threshold: "
+            f"{self.threshold}, window: {self._window.maxlen}). The weights are dense. Set "
+            "draw_by, a larger threshold, a shorter interval (every) or a smaller window, or train "
+            "longer."
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ticket and the distances; :meth:`on_save_checkpoint` adds the window."""
@@ -350,6 +397,7 @@ class EarlyBirdTicket(Callback):
             "ticket": None if self.ticket is None else self.ticket.state_dict(),
             "distances": dict(self.distances),
             "window": [],
+            "masked": None if self._masked is None else self._masked.state_dict(),
         }
 
     def on_save_checkpoint(
@@ -379,17 +427,21 @@ class EarlyBirdTicket(Callback):
         self._looked = state_dict["looked"] and Progress(*state_dict["looked"])
         self._drawn_at = state_dict["drawn_at"]
         self.distances = dict(state_dict["distances"])
+        if self._masked is not None and state_dict["masked"] is not None:
+            self._masked.load_state_dict(state_dict["masked"])
         self._window.clear()
         self._window.extend(MaskBits.from_state_dict(state) for state in state_dict["window"])
 
-    def _masks(self, trainer: Trainer, module: LightningModule) -> MaskBits:
+    def _masks(self, trainer: Trainer, module: LightningModule, ratio: float) -> MaskBits:
         """Compute the masks of the parameters that this rank counts."""
         strategy: Any = trainer.strategy
         counted = strategy.counted_parameters()
         weights = {n: p for n, p in strategy.held_parameters().items() if n in counted}
         stages = strategy.parameter_stages()
         return MaskBits(
-            self._rule.masks(module, trainer.optimizers, weights, stages, strategy.inter_group)
+            replace(self._rule, ratio=ratio).masks(
+                module, trainer.optimizers, weights, stages, strategy.inter_group
+            )
         )
 
     def _distances_to_window(self, trainer: Trainer, masks: MaskBits) -> list[float]:
@@ -407,10 +459,8 @@ class EarlyBirdTicket(Callback):
     def _draw(self, trainer: Trainer, module: LightningModule, masks: MaskBits) -> None:
         """Make the masks of the first replica the ticket of all ranks, and prune by it."""
         strategy: Any = trainer.strategy
-        part = _part(masks, strategy.counted_parameters())
-        parts = all_gather(broadcast_from_first(part, strategy.data_group), strategy.inter_group)
         self.ticket = Ticket(
-            MaskBits.merged(parts).only(self._rule.sizes(module)),
+            agreed_masks(strategy, masks).only(self._rule.sizes(module)),
             pruning_ratio=self.pruning_ratio,
             score=self._rule.score_name,
             scope=self._rule.scope if isinstance(self._rule.scope, str) else "given",
@@ -420,6 +470,8 @@ class EarlyBirdTicket(Callback):
         )
         self._drawn_at = trainer.global_step
         self._window.clear()
+        if self._masked is not None:
+            self._masked.release(trainer)
         stages = strategy.parameter_stages()
         shares = self._rule.shares(module, stages)
         self._prune(trainer, self.ticket)

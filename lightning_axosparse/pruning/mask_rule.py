@@ -85,6 +85,28 @@ class MaskRule:
                 "could divide. Leave them out."
             )
 
+    def validate_method(self, method: str) -> None:
+        """Check that masks of this rule can change as a method says.
+
+        Args:
+            method: "gradual", "set" or "rigl".
+
+        Raises:
+            ValueError: if they cannot.
+        """
+        if method == "gradual" and (
+            isinstance(self.scope, Mapping) or isinstance(self.pattern, NOfM)
+        ):
+            raise ValueError(
+                "method='gradual' raises the pruning ratio step by step, which a pattern such as "
+                "'2:4' and given densities fix. Leave them out, or choose another method."
+            )
+        if method != "gradual" and self.pattern != ENTRIES:
+            raise ValueError(
+                f"method={method!r} drops and regrows single entries, which a pattern keeps "
+                "together. Leave the pattern out, or choose another method."
+            )
+
     def sizes(self, module: nn.Module) -> dict[str, torch.Size]:
         """Return the weights that are pruned, with their shapes."""
         return prunable(module, self.prune)

@@ -41,6 +41,7 @@ class PartialStrategy(SingleDeviceStrategy):
 
     microbatches = 1
     learning_rate_factor = 1.0
+    on_gradients = None
 
     def __init__(self, stages=1, stage=0, inter_group=None, data_group=None):
         super().__init__(torch.device("cpu"))
@@ -147,6 +148,10 @@ def shapes(model):
         ({"policy": "dense"}, "policy='dense'.*samo"),
         ({"compute": "fast"}, "compute='fast'.*'sparse'"),
         ({"stage_imbalance": 1.5, "scope": "layer"}, "stage_imbalance=1.5 limits.*scope='layer'"),
+        ({"method": "rigl", "draw_by": None}, "draw_by=None with method='rigl'.*share"),
+        ({"method": "set", "every": "1 epoch"}, "every='1 epoch' with method='set'"),
+        ({"method": "rigl", "pattern": "4x1"}, "method='rigl' drops and regrows single"),
+        ({"method": "gradual", "scope": {"*": 0.2}}, "method='gradual' raises the pruning ratio"),
         ({"pattern": "1:4"}, r"pattern='1:4' prunes 0\.75 .*pruning_ratio=0\.75"),
         ({"pattern": "2:4", "pruning_ratio": 0.5, "scope": "erk"}, "same share.*scope='erk'"),
         ({"pattern": "4x1", "scope": "erk"}, "scope='erk' follows"),

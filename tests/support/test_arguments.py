@@ -133,6 +133,8 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             "distance": NO_WORD,
             "threshold": [0, *NO_FRACTION],
             "window": [None, 1, *NO_COUNT],
+            "method": [*NO_WORD, "RigL"],
+            "drop_fraction": NO_FRACTION,
             "every": [None, *NO_WHEN],
             "draw_after": NO_WHEN,
             "draw_by": NO_WHEN,
