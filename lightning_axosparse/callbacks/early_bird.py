@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,11 +30,11 @@ from lightning_axosparse.callbacks.moments import (
     validate_end,
 )
 from lightning_axosparse.callbacks.trainer_info import callbacks_of
-from lightning_axosparse.distributed.process_groups import broadcast_from_first, gather
 from lightning_axosparse.pruning.bitmask import MaskBits
 from lightning_axosparse.pruning.densities import SCOPES, Scope, Share
 from lightning_axosparse.pruning.mask_distance import DISTANCES, Distance
 from lightning_axosparse.pruning.mask_rule import MaskRule
+from lightning_axosparse.pruning.mask_window import MaskWindow
 from lightning_axosparse.pruning.pattern import ENTRIES, parse_pattern
 from lightning_axosparse.pruning.prunable import Prune, few
 from lightning_axosparse.pruning.scores import SCORES, Score
@@ -43,7 +42,6 @@ from lightning_axosparse.pruning.stage_balance import kept_by_stage
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.sparse.elementwise import validate_elementwise_optimizers
 from lightning_axosparse.sparse.materialize import COMPUTES, POLICIES, Compute, best_policy
-from lightning_axosparse.sparse.parameters import layouts
 from lightning_axosparse.strategy.validation import (
     optimizers_before_setup,
     unless_made_later,
@@ -245,7 +243,7 @@ class EarlyBirdTicket(Callback):
         self.ticket = Ticket.load(ticket) if isinstance(ticket, str | os.PathLike) else ticket
         self.learning_rate_factor = learning_rate_factor
         self.distances: dict[int, float] = {}
-        self._window: deque[MaskBits] = deque(maxlen=window)
+        self._window = MaskWindow(window, distance)
         self._looked: Progress | None = None
         """Up to where masks that were due have been compared; None outside of training."""
         self._drawn_at: int | None = None
@@ -356,14 +354,16 @@ class EarlyBirdTicket(Callback):
         if not late and not Moment.of(self.every, total).again_since(looked, now):
             return
         masks = self._masks(trainer, module, self.pruning_ratio)
-        distances = self._distances_to_window(trainer, masks)
-        self._window.append(masks)
-        if distances:
-            self.distances[now.steps] = max(distances)
-            module.log("mask_distance", max(distances), on_step=on_step, on_epoch=not on_step)
+        strategy: Any = trainer.strategy
+        distance = self._window.add(
+            masks, strategy.counted_parameters(), strategy.inter_group, strategy.data_group
+        )
+        if distance is not None:
+            self.distances[now.steps] = distance
+            module.log("mask_distance", distance, on_step=on_step, on_epoch=not on_step)
         early = self.draw_after is not None and not Moment.of(self.draw_after, total).reached(now)
-        full = len(self._window) == self._window.maxlen
-        if late or (full and not early and max(distances) < self.threshold):
+        settled = self._window.full and distance is not None and distance < self.threshold
+        if late or (settled and not early):
             self._draw(trainer, module, masks)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -384,7 +384,7 @@ class EarlyBirdTicket(Callback):
         last = f"{[*self.distances.values()][-1]:.3f}" if self.distances else "none"
         rank_zero_warn(
             f"{drawn}: the masks have not settled (last mask_distance: {last}, threshold: "
-            f"{self.threshold}, window: {self._window.maxlen}). The weights are dense. Set "
+            f"{self.threshold}, window: {self._window.size}). The weights are dense. Set "
             "draw_by, a larger threshold, a shorter interval (every) or a smaller window, or train "
             "longer."
         )
@@ -404,15 +404,10 @@ class EarlyBirdTicket(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Gather the window's masks of all stages into this callback's state on the first stage."""
-        if self.ticket is not None or not self._window:
-            return
-        strategy: Any = trainer.strategy
-        counted = strategy.counted_parameters()
-        parts = gather([_part(masks, counted) for masks in self._window], strategy.inter_group)
-        if parts:
-            window = [MaskBits.merged(masks) for masks in zip(*parts, strict=True)]
-            state = checkpoint["callbacks"][self.state_key]
-            state["window"] = [masks.state_dict() for masks in window]
+        if self.ticket is None:
+            strategy: Any = trainer.strategy
+            window = self._window.gather_state(strategy.counted_parameters(), strategy.inter_group)
+            checkpoint["callbacks"][self.state_key]["window"] = window
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the search from a checkpoint of this or another grid."""
@@ -429,8 +424,7 @@ class EarlyBirdTicket(Callback):
         self.distances = dict(state_dict["distances"])
         if self._masked is not None and state_dict["masked"] is not None:
             self._masked.load_state_dict(state_dict["masked"])
-        self._window.clear()
-        self._window.extend(MaskBits.from_state_dict(state) for state in state_dict["window"])
+        self._window.load_state(state_dict["window"])
 
     def _masks(self, trainer: Trainer, module: LightningModule, ratio: float) -> MaskBits:
         """Compute the masks of the parameters that this rank counts."""
@@ -443,18 +437,6 @@ class EarlyBirdTicket(Callback):
                 module, trainer.optimizers, weights, stages, strategy.inter_group
             )
         )
-
-    def _distances_to_window(self, trainer: Trainer, masks: MaskBits) -> list[float]:
-        """Return the distances of ``masks`` to the window's masks, but the oldest of a full window.
-
-        All replicas use those of the first: their weights may differ in the last bit.
-        """
-        strategy: Any = trainer.strategy
-        counted = strategy.counted_parameters()
-        distance = DISTANCES[self.distance]
-        others = list(self._window)[1 - (self._window.maxlen or 0) :]
-        found = [distance(masks, other, counted, strategy.inter_group) for other in others]
-        return broadcast_from_first(found, strategy.data_group)
 
     def _draw(self, trainer: Trainer, module: LightningModule, masks: MaskBits) -> None:
         """Make the masks of the first replica the ticket of all ranks, and prune by it."""
@@ -511,10 +493,10 @@ class EarlyBirdTicket(Callback):
 
     def _validate_model(self, module: nn.Module) -> None:
         """Check that the ticket, or the rule by which one is searched, fits the model."""
-        if self.ticket is not None:
-            _validate_ticket(self.ticket, module)
-        else:
-            with _misconfigured():
+        with _misconfigured():
+            if self.ticket is not None:
+                self.ticket.validate_fits(module)
+            else:
                 self._rule.shares(module)
 
 
@@ -536,31 +518,3 @@ def period_of(trainer: Trainer) -> Period:
     """Return how the weights are stored now."""
     callback = ticket_callback(trainer)
     return "sparse" if callback is not None and callback.ticket is not None else "dense"
-
-
-def _part(masks: MaskBits, counted: Collection[str]) -> MaskBits:
-    """Return the masks that this rank counts."""
-    return masks.only(name for name in masks if name in counted)
-
-
-def _validate_ticket(ticket: Ticket, module: nn.Module) -> None:
-    """Validate that the parameters of ``module``, dense or sparse, have the ticket's shapes."""
-    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
-    shapes.update({name: layout.shape for name, layout in layouts(module).items()})
-    unknown = [name for name in ticket.shapes if name not in shapes]
-    _check(
-        not unknown,
-        f"The ticket prunes parameters that the model does not have: {few(unknown)}. The model "
-        f"has: {few(list(shapes))}.",
-    )
-    for name, shape in ticket.shapes.items():
-        _check(
-            shape == shapes[name],
-            f"The ticket's mask of '{name}' has shape {tuple(shape)}, the parameter "
-            f"{tuple(shapes[name])}: it was drawn from another model.",
-        )
-
-
-def _check(right: bool, message: str) -> None:
-    if not right:
-        raise MisconfigurationException(message)
