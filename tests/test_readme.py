@@ -47,7 +47,7 @@ def test_block(name: str, tmp_path: Path) -> None:
 
 
 def test_there_are_blocks() -> None:
-    assert len(BLOCKS) == 5
+    assert len(BLOCKS) == 6
 
 
 def test_the_readme_is_short() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -15,6 +16,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from lightning_axosparse.callbacks.masked_training import (
+    MaskedMethod,
+    MaskedTraining,
+    agreed_masks,
+)
 from lightning_axosparse.callbacks.moments import (
     WHEN,
     Moment,
@@ -24,17 +30,18 @@ from lightning_axosparse.callbacks.moments import (
     validate_end,
 )
 from lightning_axosparse.callbacks.trainer_info import callbacks_of
-from lightning_axosparse.distributed.process_groups import all_gather, broadcast_from_first, gather
 from lightning_axosparse.pruning.bitmask import MaskBits
 from lightning_axosparse.pruning.densities import SCOPES, Scope, Share
 from lightning_axosparse.pruning.mask_distance import DISTANCES, Distance
 from lightning_axosparse.pruning.mask_rule import MaskRule
+from lightning_axosparse.pruning.mask_window import MaskWindow
+from lightning_axosparse.pruning.pattern import ENTRIES, parse_pattern
 from lightning_axosparse.pruning.prunable import Prune, few
 from lightning_axosparse.pruning.scores import SCORES, Score
+from lightning_axosparse.pruning.stage_balance import kept_by_stage
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.sparse.elementwise import validate_elementwise_optimizers
 from lightning_axosparse.sparse.materialize import COMPUTES, POLICIES, Compute, best_policy
-from lightning_axosparse.sparse.parameters import layouts
 from lightning_axosparse.strategy.validation import (
     optimizers_before_setup,
     unless_made_later,
@@ -48,6 +55,7 @@ from lightning_axosparse.support.arguments import (
     PATH,
     POSITIVE,
     PRUNED,
+    Kind,
     checked,
     instance_of,
     number,
@@ -66,7 +74,14 @@ _STRATEGY_API = (
     "microbatches",
     "parameter_stages",
     "learning_rate_factor",
+    "on_gradients",
     "sparsify",
+)
+
+
+_PATTERN = Kind(
+    "a pattern such as '2:4' (2 of every 4 inputs) or '4x1' (blocks of 4 outputs and 1 input)",
+    lambda value: isinstance(value, str) and parse_pattern(value) is not None,
 )
 
 
@@ -98,11 +113,27 @@ class EarlyBirdTicket(Callback):
         floor: where weights are ranked together, each keeps at least this fraction, in [0, 1], of
             what it would keep if all kept the same fraction. So no layer becomes empty; weights at
             their floor are named when the ticket is drawn.
+        stage_imbalance: the most entries that a pipeline stage may keep, over the mean of the
+            stages, at least 1; entries of full stages give way to the next best of the others
+            (:mod:`lightning_axosparse.pruning.stage_balance`). The ticket then depends on where the
+            stages are cut. None: no limit, and the ticket is the same on every grid.
+        pattern: what is kept or pruned together, by the sum of its scores: "4x1" for blocks of 4
+            outputs and 1 input; or "2:4" to keep 2 of every 4 consecutive inputs of an output,
+            which goes with a ``pruning_ratio`` of 0.5. It has to divide every pruned weight
+            (:mod:`lightning_axosparse.pruning.pattern`). None: single entries.
         prune: what is pruned: a table of kinds ("weight", "embedding", "head", "norm", "bias",
             "other") and patterns of names (as in :mod:`fnmatch`), such as ``{"embedding": False,
             "*.lora_*": False}``, or a function ``(name, parameter) -> bool``. By default all
             weights, embeddings and heads, no norms and biases
             (:func:`lightning_axosparse.pruning.prunable.prunable`).
+        method: "early-bird": masks are only compared until the ticket is drawn. The others train
+            dense weights of which pruned entries are zero, from ``draw_after`` on, change the masks
+            at intervals of ``every``, and draw them at ``draw_by``. "gradual" raises the pruning
+            ratio by a cubic schedule (Zhu & Gupta, 2017). "set" and "rigl" prune at once, then drop
+            the smallest kept entries of each weight and let as many others grow: at random (Mocanu
+            et al., 2018), or those of the largest gradient (Evci et al., ICML 2020).
+        drop_fraction: the fraction of the kept entries that "set" and "rigl" drop at first; it
+            falls to 0 as a cosine.
         every: how often masks are computed and compared. Masks change less over shorter intervals,
             so it goes together with ``threshold``.
         draw_after: draw not before this, even if the masks agree; None: as soon as they agree.
@@ -143,7 +174,11 @@ class EarlyBirdTicket(Callback):
         score=one_of("auto", *SCORES) | FUNCTION,
         scope=one_of(*SCOPES) | DENSITIES,
         floor=FRACTION,
+        stage_imbalance=number("a finite number, at least 1", lambda most: 1 <= most < inf) | NONE,
+        pattern=_PATTERN | NONE,
         prune=PRUNED | FUNCTION | NONE,
+        method=one_of("early-bird", "gradual", "set", "rigl"),
+        drop_fraction=FRACTION,
         every=WHEN,
         draw_after=WHEN | NONE,
         draw_by=WHEN | NONE,
@@ -161,7 +196,11 @@ class EarlyBirdTicket(Callback):
         score: Literal["auto", "magnitude", "saliency"] | Score = "auto",
         scope: Scope = "global",
         floor: float = 0.05,
+        stage_imbalance: float | None = None,
+        pattern: str | None = None,
         prune: Prune | None = None,
+        method: Literal["early-bird"] | MaskedMethod = "early-bird",
+        drop_fraction: float = 0.3,
         every: When = 1 / 32,
         draw_after: When | None = 0.25,
         draw_by: When | None = 0.4,
@@ -181,20 +220,30 @@ class EarlyBirdTicket(Callback):
         self.policy = policy
         self.compute = compute
         self.pruning_ratio = pruning_ratio
-        self._rule = MaskRule(
-            pruning_ratio,
-            score,
-            dict(scope) if isinstance(scope, Mapping) else scope,
-            floor,
-            dict(prune) if isinstance(prune, Mapping) else prune,
-        )
+        with _misconfigured():
+            self._rule = MaskRule(
+                pruning_ratio,
+                score,
+                dict(scope) if isinstance(scope, Mapping) else scope,
+                floor,
+                dict(prune) if isinstance(prune, Mapping) else prune,
+                stage_imbalance,
+                parse_pattern(pattern) or ENTRIES,
+            )
+        self._masked = None
+        if method != "early-bird":
+            with _misconfigured():
+                self._rule.validate_method(method)
+            self._masked = MaskedTraining(
+                method, pruning_ratio, drop_fraction, every, draw_after, draw_by
+            )
         self.every, self.draw_after, self.draw_by = every, draw_after, draw_by
         self.distance = distance
         self.threshold = threshold
         self.ticket = Ticket.load(ticket) if isinstance(ticket, str | os.PathLike) else ticket
         self.learning_rate_factor = learning_rate_factor
         self.distances: dict[int, float] = {}
-        self._window: deque[MaskBits] = deque(maxlen=window)
+        self._window = MaskWindow(window, distance)
         self._looked: Progress | None = None
         """Up to where masks that were due have been compared; None outside of training."""
         self._drawn_at: int | None = None
@@ -251,12 +300,17 @@ class EarlyBirdTicket(Callback):
         if self._drawn_at is not None and now.steps < self._drawn_at:
             self._drawn_at = None  # Another run drew the ticket.
         self._looked = self._looked or now
+        if self._masked is not None and self.ticket is None:
+            self._masked.schedule(trainer)
+            self._masked.resume(trainer)
         self._look(trainer, pl_module, now)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Scale the learning rates if the ticket was drawn in this run."""
+        """Change the masks of dense weights, or scale the rates if this run drew the ticket."""
+        if self._masked is not None and self.ticket is None:
+            self._masked.begin_step(trainer, partial(self._masks, trainer, pl_module))
         factor = self.learning_rate_factor
         if self._drawn_at is not None and factor != 1:
             if callable(factor):
@@ -292,30 +346,48 @@ class EarlyBirdTicket(Callback):
         assert looked is not None
         total = partial(total_steps, trainer)
         late = self.draw_by is not None and Moment.of(self.draw_by, total).reached(now)
+        if self._masked is not None:
+            if late:
+                score = partial(self._masks, trainer, module)
+                self._draw(trainer, module, self._masked.final(score))
+            return
         if not late and not Moment.of(self.every, total).again_since(looked, now):
             return
-        masks = self._masks(trainer, module)
-        distances = self._distances_to_window(trainer, masks)
-        self._window.append(masks)
-        if distances:
-            self.distances[now.steps] = max(distances)
-            module.log("mask_distance", max(distances), on_step=on_step, on_epoch=not on_step)
+        masks = self._masks(trainer, module, self.pruning_ratio)
+        strategy: Any = trainer.strategy
+        distance = self._window.add(
+            masks, strategy.counted_parameters(), strategy.inter_group, strategy.data_group
+        )
+        if distance is not None:
+            self.distances[now.steps] = distance
+            module.log("mask_distance", distance, on_step=on_step, on_epoch=not on_step)
         early = self.draw_after is not None and not Moment.of(self.draw_after, total).reached(now)
-        full = len(self._window) == self._window.maxlen
-        if late or (full and not early and max(distances) < self.threshold):
+        settled = self._window.full and distance is not None and distance < self.threshold
+        if late or (settled and not early):
             self._draw(trainer, module, masks)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warn if no ticket was drawn."""
         self._looked = None
-        if self.ticket is None:
-            last = f"{[*self.distances.values()][-1]:.3f}" if self.distances else "none"
+        if self._masked is not None:
+            self._masked.release(trainer)
+        if self.ticket is not None:
+            return
+        drawn = f"No ticket was drawn in {trainer.global_step} optimizer steps"
+        if self._masked is not None:
             rank_zero_warn(
-                f"No ticket was drawn in {trainer.global_step} optimizer steps: the masks have not "
-                f"settled (last mask_distance: {last}, threshold: {self.threshold}, window: "
-                f"{self._window.maxlen}). The weights are dense. Set draw_by, a larger threshold, "
-                "a shorter interval (every) or a smaller window, or train longer."
+                f"{drawn}: draw_by={self.draw_by} has not been reached. The weights are dense, "
+                "with zeros where the last masks pruned them. Set an earlier draw_by, or train "
+                "longer."
             )
+            return
+        last = f"{[*self.distances.values()][-1]:.3f}" if self.distances else "none"
+        rank_zero_warn(
+            f"{drawn}: the masks have not settled (last mask_distance: {last}, threshold: "
+            f"{self.threshold}, window: {self._window.size}). The weights are dense. Set "
+            "draw_by, a larger threshold, a shorter interval (every) or a smaller window, or train "
+            "longer."
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ticket and the distances; :meth:`on_save_checkpoint` adds the window."""
@@ -325,21 +397,17 @@ class EarlyBirdTicket(Callback):
             "ticket": None if self.ticket is None else self.ticket.state_dict(),
             "distances": dict(self.distances),
             "window": [],
+            "masked": None if self._masked is None else self._masked.state_dict(),
         }
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Gather the window's masks of all stages into this callback's state on the first stage."""
-        if self.ticket is not None or not self._window:
-            return
-        strategy: Any = trainer.strategy
-        counted = strategy.counted_parameters()
-        parts = gather([_part(masks, counted) for masks in self._window], strategy.inter_group)
-        if parts:
-            window = [MaskBits.merged(masks) for masks in zip(*parts, strict=True)]
-            state = checkpoint["callbacks"][self.state_key]
-            state["window"] = [masks.state_dict() for masks in window]
+        if self.ticket is None:
+            strategy: Any = trainer.strategy
+            window = self._window.gather_state(strategy.counted_parameters(), strategy.inter_group)
+            checkpoint["callbacks"][self.state_key]["window"] = window
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the search from a checkpoint of this or another grid."""
@@ -354,38 +422,27 @@ class EarlyBirdTicket(Callback):
         self._looked = state_dict["looked"] and Progress(*state_dict["looked"])
         self._drawn_at = state_dict["drawn_at"]
         self.distances = dict(state_dict["distances"])
-        self._window.clear()
-        self._window.extend(MaskBits.from_state_dict(state) for state in state_dict["window"])
+        if self._masked is not None and state_dict["masked"] is not None:
+            self._masked.load_state_dict(state_dict["masked"])
+        self._window.load_state(state_dict["window"])
 
-    def _masks(self, trainer: Trainer, module: LightningModule) -> MaskBits:
+    def _masks(self, trainer: Trainer, module: LightningModule, ratio: float) -> MaskBits:
         """Compute the masks of the parameters that this rank counts."""
         strategy: Any = trainer.strategy
         counted = strategy.counted_parameters()
         weights = {n: p for n, p in strategy.held_parameters().items() if n in counted}
         stages = strategy.parameter_stages()
         return MaskBits(
-            self._rule.masks(module, trainer.optimizers, weights, stages, strategy.inter_group)
+            replace(self._rule, ratio=ratio).masks(
+                module, trainer.optimizers, weights, stages, strategy.inter_group
+            )
         )
-
-    def _distances_to_window(self, trainer: Trainer, masks: MaskBits) -> list[float]:
-        """Return the distances of ``masks`` to the window's masks, but the oldest of a full window.
-
-        All replicas use those of the first: their weights may differ in the last bit.
-        """
-        strategy: Any = trainer.strategy
-        counted = strategy.counted_parameters()
-        distance = DISTANCES[self.distance]
-        others = list(self._window)[1 - (self._window.maxlen or 0) :]
-        found = [distance(masks, other, counted, strategy.inter_group) for other in others]
-        return broadcast_from_first(found, strategy.data_group)
 
     def _draw(self, trainer: Trainer, module: LightningModule, masks: MaskBits) -> None:
         """Make the masks of the first replica the ticket of all ranks, and prune by it."""
         strategy: Any = trainer.strategy
-        part = _part(masks, strategy.counted_parameters())
-        parts = all_gather(broadcast_from_first(part, strategy.data_group), strategy.inter_group)
         self.ticket = Ticket(
-            MaskBits.merged(parts).only(self._rule.sizes(module)),
+            agreed_masks(strategy, masks).only(self._rule.sizes(module)),
             pruning_ratio=self.pruning_ratio,
             score=self._rule.score_name,
             scope=self._rule.scope if isinstance(self._rule.scope, str) else "given",
@@ -395,19 +452,33 @@ class EarlyBirdTicket(Callback):
         )
         self._drawn_at = trainer.global_step
         self._window.clear()
+        if self._masked is not None:
+            self._masked.release(trainer)
+        stages = strategy.parameter_stages()
+        shares = self._rule.shares(module, stages)
         self._prune(trainer, self.ticket)
         rank_zero_info(f"Early-bird ticket drawn: {self.ticket}")
-        self._warn_of_floors(self._rule.shares(module, strategy.parameter_stages()))
-
-    def _warn_of_floors(self, shares: Sequence[Share]) -> None:
-        assert self.ticket is not None
         kept = {name: int(mask.sum()) for name, mask in self.ticket.masks.items()}
+        self._warn_of_floors(kept, shares)
+        self._warn_of_imbalance(kept_by_stage(kept, stages))
+
+    def _warn_of_floors(self, kept: Mapping[str, int], shares: Sequence[Share]) -> None:
         low = [name for share in shares if len(share.sizes) > 1 for name in share.at_floor(kept)]
         if low:
             rank_zero_warn(
                 f"The ticket keeps of {few(low)} no more than floor={self._rule.floor} asks for: "
                 "their other scores were too low. If these weights matter, set a higher floor, "
                 "another scope or score, or leave them dense with prune={'PATTERN': False}."
+            )
+
+    def _warn_of_imbalance(self, kept: Mapping[int, int]) -> None:
+        if self._rule.stage_imbalance is None and max(kept.values()) > 2 * min(kept.values()):
+            most, least = max(kept, key=kept.__getitem__), min(kept, key=kept.__getitem__)
+            rank_zero_warn(
+                f"The ticket keeps {kept[most]} entries in stage {most}, but {kept[least]} in "
+                f"stage {least}, and memory and time follow. stage_imbalance=1.5 lets no stage "
+                "keep more than 1.5 times the mean; the ticket then depends on where the stages "
+                "are cut."
             )
 
     def _prune(self, trainer: Trainer, ticket: Ticket) -> None:
@@ -422,10 +493,10 @@ class EarlyBirdTicket(Callback):
 
     def _validate_model(self, module: nn.Module) -> None:
         """Check that the ticket, or the rule by which one is searched, fits the model."""
-        if self.ticket is not None:
-            _validate_ticket(self.ticket, module)
-        else:
-            with _misconfigured():
+        with _misconfigured():
+            if self.ticket is not None:
+                self.ticket.validate_fits(module)
+            else:
                 self._rule.shares(module)
 
 
@@ -447,31 +518,3 @@ def period_of(trainer: Trainer) -> Period:
     """Return how the weights are stored now."""
     callback = ticket_callback(trainer)
     return "sparse" if callback is not None and callback.ticket is not None else "dense"
-
-
-def _part(masks: MaskBits, counted: Collection[str]) -> MaskBits:
-    """Return the masks that this rank counts."""
-    return masks.only(name for name in masks if name in counted)
-
-
-def _validate_ticket(ticket: Ticket, module: nn.Module) -> None:
-    """Validate that the parameters of ``module``, dense or sparse, have the ticket's shapes."""
-    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
-    shapes.update({name: layout.shape for name, layout in layouts(module).items()})
-    unknown = [name for name in ticket.shapes if name not in shapes]
-    _check(
-        not unknown,
-        f"The ticket prunes parameters that the model does not have: {few(unknown)}. The model "
-        f"has: {few(list(shapes))}.",
-    )
-    for name, shape in ticket.shapes.items():
-        _check(
-            shape == shapes[name],
-            f"The ticket's mask of '{name}' has shape {tuple(shape)}, the parameter "
-            f"{tuple(shapes[name])}: it was drawn from another model.",
-        )
-
-
-def _check(right: bool, message: str) -> None:
-    if not right:
-        raise MisconfigurationException(message)

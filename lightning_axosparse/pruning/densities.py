@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -16,6 +16,9 @@ Scope = Literal["global", "layer", "uniform-stage", "erk"] | Mapping[str, float]
 
 SCOPES = ("global", "layer", "uniform-stage", "erk")
 
+Stages = Mapping[str, Collection[int]]
+"""The pipeline stages that hold each weight, by name."""
+
 
 @dataclass(frozen=True)
 class Share:
@@ -24,7 +27,7 @@ class Share:
     Attributes:
         sizes: name -> shape of each weight.
         kept: how many of all these entries are kept.
-        floor: the least density of a weight, as a fraction of that of all together.
+        floor: the least density of a weight.
     """
 
     sizes: Mapping[str, Size]
@@ -38,7 +41,7 @@ class Share:
 
     def least(self, name: str) -> int:
         """Return how many entries of a weight are kept whatever their rank."""
-        return int(self.floor * self.kept * self.sizes[name].numel() / max(1, self.entries))
+        return int(self.floor * self.sizes[name].numel())
 
     def at_floor(self, kept: Mapping[str, int]) -> list[str]:
         """Return the weights that would keep still less without a floor, or keep nothing.
@@ -54,7 +57,7 @@ def shares(
     ratio: float,
     scope: Scope = "global",
     floor: float = 0.0,
-    stages: Mapping[str, int] | None = None,
+    stages: Stages | None = None,
 ) -> list[Share]:
     """Divide the entries that are kept among the weights.
 
@@ -69,7 +72,8 @@ def shares(
             last that matches counts, and the other weights are ranked together.
         floor: where several weights are ranked together, each keeps at least this fraction, in
             [0, 1], of what it would keep if all kept the same fraction.
-        stages: name -> the stage of each weight, for "uniform-stage".
+        stages: name -> the stages that hold each weight, for "uniform-stage", which counts it for
+            the first of them.
 
     Raises:
         ValueError: if ``ratio`` and ``scope`` contradict each other, or a pattern matches no
@@ -85,14 +89,15 @@ def shares(
         return [_ranked({name: size}, ratio) for name, size in sizes.items()]
     ranked: dict[int, dict[str, Size]] = {}
     for name, size in sizes.items():
-        stage = stages[name] if scope == "uniform-stage" and stages is not None else 0
+        stage = min(stages[name]) if scope == "uniform-stage" and stages is not None else 0
         ranked.setdefault(stage, {})[name] = size
     return [_ranked(ranked[stage], ratio, floor) for stage in sorted(ranked)]
 
 
 def _ranked(sizes: Mapping[str, Size], ratio: float, floor: float = 0.0) -> Share:
     entries = sum(size.numel() for size in sizes.values())
-    return Share(sizes, entries - round(ratio * entries), floor)
+    kept = entries - round(ratio * entries)
+    return Share(sizes, kept, floor * kept / max(1, entries))
 
 
 def _with_rest(

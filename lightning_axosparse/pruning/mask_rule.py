@@ -10,10 +10,18 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from lightning_axosparse.pruning.densities import Scope, Share, shares
+from lightning_axosparse.pruning.densities import Scope, Share, Stages, shares
+from lightning_axosparse.pruning.pattern import (
+    ENTRIES,
+    Blocks,
+    NOfM,
+    Pattern,
+    PatternedWeights,
+)
 from lightning_axosparse.pruning.prunable import Prune, few, prunable
 from lightning_axosparse.pruning.scores import SCORES, Score, Scores, State, has_second_moment
 from lightning_axosparse.pruning.selection import highest
+from lightning_axosparse.pruning.stage_balance import balanced
 
 
 @dataclass(frozen=True)
@@ -30,6 +38,14 @@ class MaskRule:
         floor: where several weights are ranked together, each keeps at least this fraction, in
             [0, 1], of what it would keep if all kept the same fraction.
         prune: which parameters are pruned (:func:`lightning_axosparse.pruning.prunable.prunable`).
+        stage_imbalance: the most kept entries of a pipeline stage over the mean of the stages, at
+            least 1 (:mod:`lightning_axosparse.pruning.stage_balance`); None: no limit.
+        pattern: which entries are kept or pruned together
+            (:mod:`lightning_axosparse.pruning.pattern`).
+
+    Raises:
+        ValueError: if ``stage_imbalance`` is given with another scope than "global", or ``pattern``
+            contradicts the ratio, the scope or ``stage_imbalance``.
     """
 
     ratio: float
@@ -37,24 +53,86 @@ class MaskRule:
     scope: Scope = "global"
     floor: float = 0.0
     prune: Prune | None = None
+    stage_imbalance: float | None = None
+    pattern: Pattern = ENTRIES
+
+    def __post_init__(self) -> None:
+        if isinstance(self.pattern, NOfM):
+            self._validate_n_of_m(self.pattern)
+        if isinstance(self.pattern, Blocks) and self.scope == "erk":
+            raise ValueError(
+                "scope='erk' follows the dimensions of weights whose single entries are kept; a "
+                "pattern keeps blocks. Choose another scope, or leave the pattern out."
+            )
+        if self.stage_imbalance is not None and self.scope != "global":
+            raise ValueError(
+                f"stage_imbalance={self.stage_imbalance} limits what the stages keep of weights "
+                f"that are all ranked together, but scope={self.scope!r} divides it among them. "
+                "Leave one of the two out."
+            )
+
+    def _validate_n_of_m(self, pattern: NOfM) -> None:
+        if abs(self.ratio - pattern.ratio) > 1e-6:
+            raise ValueError(
+                f"pattern='{pattern.n}:{pattern.m}' prunes {pattern.ratio:.6g} of every weight, "
+                f"which contradicts pruning_ratio={self.ratio}. Set pruning_ratio="
+                f"{pattern.ratio:.6g}."
+            )
+        if self.scope not in ("global", "layer") or self.stage_imbalance is not None:
+            raise ValueError(
+                f"pattern='{pattern.n}:{pattern.m}' keeps the same share of every weight, so there "
+                f"is nothing that scope={self.scope!r} or stage_imbalance={self.stage_imbalance} "
+                "could divide. Leave them out."
+            )
+
+    def validate_method(self, method: str) -> None:
+        """Check that masks of this rule can change as a method says.
+
+        Args:
+            method: "gradual", "set" or "rigl".
+
+        Raises:
+            ValueError: if they cannot.
+        """
+        if method == "gradual" and (
+            isinstance(self.scope, Mapping) or isinstance(self.pattern, NOfM)
+        ):
+            raise ValueError(
+                "method='gradual' raises the pruning ratio step by step, which a pattern such as "
+                "'2:4' and given densities fix. Leave them out, or choose another method."
+            )
+        if method != "gradual" and self.pattern != ENTRIES:
+            raise ValueError(
+                f"method={method!r} drops and regrows single entries, which a pattern keeps "
+                "together. Leave the pattern out, or choose another method."
+            )
 
     def sizes(self, module: nn.Module) -> dict[str, torch.Size]:
         """Return the weights that are pruned, with their shapes."""
         return prunable(module, self.prune)
 
-    def shares(self, module: nn.Module, stages: Mapping[str, int] | None = None) -> list[Share]:
+    def shares(self, module: nn.Module, stages: Stages | None = None) -> list[Share]:
         """Return which weights are ranked together, and how many of their entries are kept.
 
         Args:
             module: the whole model.
-            stages: name -> the pipeline stage of each weight; None: there is one stage.
+            stages: name -> the pipeline stages that hold each weight; None: there is one stage.
 
         Raises:
             ValueError: if the rule does not fit the model, or contradicts itself.
         """
+        self._patterned(module)
+        return self._shares(self.sizes(module), stages)
+
+    def _patterned(self, module: nn.Module) -> PatternedWeights:
         sizes = self.sizes(module)
         if not sizes:
             raise ValueError(f"There is nothing to prune: prune={self.prune} leaves all dense.")
+        return PatternedWeights(module, sizes, self.pattern)
+
+    def _shares(self, sizes: Mapping[str, torch.Size], stages: Stages | None) -> list[Share]:
+        if isinstance(self.pattern, NOfM):
+            return shares(sizes, self.pattern.ratio, "layer")
         return shares(sizes, self.ratio, self.scope, self.floor, stages)
 
     def resolved(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> MaskRule:
@@ -88,7 +166,7 @@ class MaskRule:
         module: nn.Module,
         optimizers: Sequence[Optimizer] = (),
         weights: Mapping[str, Tensor] | None = None,
-        stages: Mapping[str, int] | None = None,
+        stages: Stages | None = None,
         group: ProcessGroup | None = None,
     ) -> dict[str, Tensor]:
         """Compute the masks of the weights that this rank counts, as one process would.
@@ -98,7 +176,7 @@ class MaskRule:
             optimizers: those that train it, for scores that need their state.
             weights: name -> parameters that this rank counts, of which some may not be pruned; each
                 is counted by exactly one rank of ``group``. None: all of the module.
-            stages: name -> the pipeline stage of each weight; None: there is one stage.
+            stages: name -> the pipeline stages that hold each weight; None: there is one stage.
             group: the ranks whose stages make up the model; None if this rank has the whole model.
 
         Returns:
@@ -116,7 +194,13 @@ class MaskRule:
             name: next((o.state[weight] for o in optimizers if weight in o.state), {})
             for name, weight in counted.items()
         }
-        return highest(Scores(score, counted, states), rule.shares(module, stages), group)
+        patterned = rule._patterned(module)
+        scores = patterned.scores(Scores(score, counted, states))
+        divided = rule._shares(patterned.sizes, stages)
+        if rule.stage_imbalance is None or stages is None:
+            return patterned.masks(highest(scores, divided, group))
+        [share] = divided
+        return patterned.masks(balanced(scores, share, stages, rule.stage_imbalance, group))
 
     @property
     def score_name(self) -> str:

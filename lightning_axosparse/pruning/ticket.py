@@ -15,7 +15,8 @@ from lightning_axosparse.pruning.bitmask import MaskBits
 from lightning_axosparse.pruning.densities import SCOPES, Scope
 from lightning_axosparse.pruning.mask_distance import overlap_distance
 from lightning_axosparse.pruning.mask_rule import MaskRule
-from lightning_axosparse.pruning.prunable import Prune
+from lightning_axosparse.pruning.prunable import Prune, few
+from lightning_axosparse.sparse.parameters import layouts
 from lightning_axosparse.support import archive
 from lightning_axosparse.support.arguments import (
     FRACTION,
@@ -176,6 +177,27 @@ class Ticket:
                 f"{', '.join(sorted(self.shapes.keys() ^ other.shapes.keys())) or 'same names'}."
             )
         return 1 - overlap_distance(self.masks, other.masks, self.masks.keys())
+
+    def validate_fits(self, module: nn.Module) -> None:
+        """Check that the parameters of a module, dense or sparse, have the shapes of the masks.
+
+        Raises:
+            ValueError: if there is no such parameter, or it has another shape.
+        """
+        shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+        shapes.update({name: layout.shape for name, layout in layouts(module).items()})
+        unknown = [name for name in self.shapes if name not in shapes]
+        if unknown:
+            raise ValueError(
+                "The ticket prunes parameters that the model does not have: "
+                f"{few(unknown)}. The model has: {few(list(shapes))}."
+            )
+        for name, shape in self.shapes.items():
+            if shape != shapes[name]:
+                raise ValueError(
+                    f"The ticket's mask of '{name}' has shape {tuple(shape)}, the parameter "
+                    f"{tuple(shapes[name])}: it was drawn from another model."
+                )
 
     @property
     def shapes(self) -> dict[str, torch.Size]:

@@ -195,6 +195,8 @@ class AxoSparseStrategy(MPIStrategy):
     strategy_name = "axosparse"
     learning_rate_factor: float = 1.0
     """What optimizer steps multiply the learning rates by; every run starts with 1."""
+    on_gradients: Callable[[], None] | None = None
+    """Called when the gradients of a step are there, before hooks and clipping; reset by a run."""
 
     @checked(
         MisconfigurationException,
@@ -391,6 +393,7 @@ class AxoSparseStrategy(MPIStrategy):
         regrid = self._plan_regrid(trainer, partition, stage_module, runner, rule)
         self._session = _Session(stage_module, runner, offload, regrid)
         self.learning_rate_factor = 1.0
+        self.on_gradients = None
 
     def teardown(self) -> None:
         """Gather the module, whole and dense, on every rank, and undo what setup changed."""
@@ -575,6 +578,9 @@ class AxoSparseStrategy(MPIStrategy):
         def timed_closure() -> Any:
             nonlocal closed
             result = closure()
+            if self.on_gradients is not None:
+                self._running.stage_module.await_gradients(self.held_parameters().values())
+                self.on_gradients()
             closed = time()
             return result
 
@@ -615,10 +621,9 @@ class AxoSparseStrategy(MPIStrategy):
         """The names of those that this rank counts: each is counted once over a pipeline."""
         return self._running.stage_module.sharding.counted()
 
-    def parameter_stages(self) -> dict[str, int]:
-        """The first stage that keeps each parameter of the whole model, by name."""
-        holders = self._running.stage_module.sharding.holders
-        return {name: min(stages) for name, stages in holders.items()}
+    def parameter_stages(self) -> dict[str, frozenset[int]]:
+        """The stages that keep each parameter of the whole model, by name."""
+        return dict(self._running.stage_module.sharding.holders)
 
     def sparsify(
         self, masks: Mapping[str, Tensor], policy: Policy = "sparse", compute: Compute = "auto"

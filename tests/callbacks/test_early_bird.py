@@ -41,6 +41,7 @@ class PartialStrategy(SingleDeviceStrategy):
 
     microbatches = 1
     learning_rate_factor = 1.0
+    on_gradients = None
 
     def __init__(self, stages=1, stage=0, inter_group=None, data_group=None):
         super().__init__(torch.device("cpu"))
@@ -62,7 +63,7 @@ class PartialStrategy(SingleDeviceStrategy):
 
     def parameter_stages(self):
         names = [name for name, _ in self.lightning_module.named_parameters()]
-        return {name: number % self.stages for number, name in enumerate(names)}
+        return {name: {number % self.stages} for number, name in enumerate(names)}
 
     def counted_parameters(self):
         return set(self.held_parameters())
@@ -146,6 +147,14 @@ def shapes(model):
         ({"ticket": {}}, "ticket={}"),
         ({"policy": "dense"}, "policy='dense'.*samo"),
         ({"compute": "fast"}, "compute='fast'.*'sparse'"),
+        ({"stage_imbalance": 1.5, "scope": "layer"}, "stage_imbalance=1.5 limits.*scope='layer'"),
+        ({"method": "rigl", "draw_by": None}, "draw_by=None with method='rigl'.*share"),
+        ({"method": "set", "every": "1 epoch"}, "every='1 epoch' with method='set'"),
+        ({"method": "rigl", "pattern": "4x1"}, "method='rigl' drops and regrows single"),
+        ({"method": "gradual", "scope": {"*": 0.2}}, "method='gradual' raises the pruning ratio"),
+        ({"pattern": "1:4"}, r"pattern='1:4' prunes 0\.75 .*pruning_ratio=0\.75"),
+        ({"pattern": "2:4", "pruning_ratio": 0.5, "scope": "erk"}, "same share.*scope='erk'"),
+        ({"pattern": "4x1", "scope": "erk"}, "scope='erk' follows"),
         ({"compute": "sparse", "policy": "samo"}, 'policy="samo" keeps dense weights'),
     ],
 )
@@ -325,6 +334,25 @@ def test_layer_scope_hamming_distance_and_exclusion():
     fit(callback, 3, seeded_model(lr=0.0))
     assert callback.ticket.layer_sparsity() == {"model.0.weight": 0.5, "model.4.weight": 0.5}
     assert (callback.ticket.scope, callback.ticket.distance) == ("layer", "hamming")
+
+
+def test_weights_at_their_floor_are_named():
+    model = seeded_model(lr=0.0)
+    with torch.no_grad():
+        model.model[3].weight.mul_(1e-3)
+    callback = search(floor=0.5, draw_by="1 epoch")
+    with pytest.warns(UserWarning, match=r"keeps of model\.3\.weight no more than floor=0\.5"):
+        fit(callback, 1, model)
+    assert int(callback.ticket.masks["model.3.weight"].sum()) == 32
+
+
+def test_of_every_four_inputs_two_are_kept():
+    model = seeded_model(lr=0.0)
+    callback = search(pattern="2:4", prune={"model.0.*": False}, draw_by="1 epoch")
+    fit(callback, 2, model)
+    assert list(callback.ticket.masks) == ["model.3.weight", "model.4.weight"]
+    for mask in callback.ticket.masks.values():
+        assert (mask.unflatten(1, (-1, 4)).sum(2) == 2).all()
 
 
 @pytest.fixture

@@ -43,6 +43,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
         "prune": {"bias": True, "model.0.*": False},
         "draw_by": 8,
     },
+    "blocks": {"pattern": "1x4", "floor": 0.3, "draw_by": 8},
 }
 
 
@@ -67,7 +68,7 @@ def test_the_searches_end_where_they_are_meant_to(alone: dict[str, Any]) -> None
     drawn = {search: draw.ticket.step for search, (_, draw) in alone.items()}
     assert drawn == {s: 12 if "end of an epoch" in s else 8 for s in SEARCHES}
     scores = [draw.ticket.score for _, draw in alone.values()]
-    assert scores == ["saliency", "magnitude", "momentum", "saliency", "saliency"]
+    assert scores == ["saliency", "magnitude", "momentum", *["saliency"] * 3]
     masks = [repr(draw.ticket.state_dict()["masks"]) for _, draw in alone.values()]
     assert len(set(masks)) == len(masks)
 
@@ -86,27 +87,46 @@ def test_every_grid_draws_the_ticket_of_one_process(grid: str, alone: dict[str, 
             assert difference(record, expected) <= 1e-12, search
 
 
-def uniform_stages(strategy: dict[str, Any], ranks: int) -> Any:
-    L.seed_everything(0, verbose=False)
-    draw = EarlyBirdTicket(0.6, scope="uniform-stage", draw_by=4)
-    run = trainer(AxoSparseStrategy(**strategy), ranks, callbacks=[draw], precision="64-true")
-    fit(run, Net().double())
-    return draw.ticket
+BALANCED: dict[str, dict[str, Any]] = {
+    "uniform": {"scope": "uniform-stage"},
+    "limited": {"stage_imbalance": 1.25, "floor": 0.0},
+    "as scored": {"floor": 0.0},
+}
 
 
-def test_every_stage_keeps_the_same_share_if_asked_for() -> None:
+def on_stages(strategy: dict[str, Any], ranks: int) -> dict[str, Any]:
+    drawn = {}
+    for name, search in BALANCED.items():
+        L.seed_everything(0, verbose=False)
+        draw = EarlyBirdTicket(0.6, **search, draw_by=4)
+        run = trainer(AxoSparseStrategy(**strategy), ranks, callbacks=[draw], precision="64-true")
+        fit(run, Net().double())
+        drawn[name] = draw.ticket
+    return drawn
+
+
+def test_stages_keep_as_evenly_as_asked_for() -> None:
     stages = {"g_inter": 2, "balance": [2, 4]}
-    expected = uniform_stages({**stages, "transport": "loopback"}, 1)
-    for ticket in run_ranks(2, uniform_stages, stages, 2):
-        assert ticket == expected
-    kept = {name: int(mask.sum()) for name, mask in expected.masks.items()}
-    entries = {name: mask.numel() for name, mask in expected.masks.items()}
-    assert kept.keys() == {"model.0.weight", "model.2.weight", "model.4.weight", "model.5.weight"}
-    assert kept["model.0.weight"] == entries["model.0.weight"] - round(
-        0.6 * entries["model.0.weight"]
-    )
+    words = r"keeps \d+ entries in stage 1, but \d+ in stage 0.*stage_imbalance=1\.5"
+    with pytest.warns(UserWarning, match=words) as warned:
+        expected = on_stages({**stages, "transport": "loopback"}, 1)
+    assert sum("stage_imbalance" in str(warning.message) for warning in warned) == 2
+    for drawn in run_ranks(2, on_stages, stages, 2):
+        assert drawn == expected
+    names = ["model.0.weight", "model.2.weight", "model.4.weight", "model.5.weight"]
+    entries = {name: mask.numel() for name, mask in expected["uniform"].masks.items()}
     whole = sum(entries.values()) - round(0.6 * sum(entries.values()))
-    assert abs(sum(kept.values()) - whole) <= 1
+    kept = {
+        search: {name: int(mask.sum()) for name, mask in ticket.masks.items()}
+        for search, ticket in expected.items()
+    }
+    assert all(list(found) == names for found in kept.values())
+    own = entries[names[0]]
+    assert kept["uniform"][names[0]] == own - round(0.6 * own)
+    assert abs(sum(kept["uniform"].values()) - whole) <= 1
+    assert sum(kept["as scored"].values()) == sum(kept["limited"].values()) == whole
+    behind = {search: sum(found[name] for name in names[1:]) for search, found in kept.items()}
+    assert behind["limited"] == -(-5 * whole // 8) < behind["as scored"]
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -114,6 +134,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "'heads' matches no parameter": {"prune": {"heads": False}},
     "densities in scope": {"scope": {"*": 0.9}},
     "SGD does not estimate": {"score": "saliency"},
+    r"4 outputs x 1 inputs.*model\.5\.weight \(5, 24\)": {"pattern": "4x1"},
 }
 
 

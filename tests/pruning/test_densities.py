@@ -17,9 +17,9 @@ def kept_alone(found):
 
 
 def test_the_scopes():
-    assert shares(SIZES, 0.8, "global", 0.1) == [Share(SIZES, 1580, 0.1)]
+    assert shares(SIZES, 0.8, "global", 0.5) == [Share(SIZES, 1580, 0.1)]
     assert kept_alone(shares(SIZES, 0.8, "layer", 0.1)) == {"a": 1000, "b": 40, "c": 540}
-    staged = shares(SIZES, 0.8, "uniform-stage", 0.1, {"a": 1, "b": 0, "c": 0})
+    staged = shares(SIZES, 0.8, "uniform-stage", 0.1, {"a": {1}, "b": {0, 1}, "c": {0}})
     assert [(list(share.sizes), share.kept) for share in staged] == [
         (["b", "c"], 580),
         (["a"], 1000),
@@ -30,12 +30,12 @@ def test_the_scopes():
 def test_given_densities_leave_the_rest_to_the_others():
     found = shares(SIZES, 0.677, {"*": 0.2, "[bc]": 0.5, "b": 1.0}, 0.1)
     assert kept_alone(found) == {"a": 1000, "b": 200, "c": 1350}
-    found = shares(SIZES, 0.8, {"b": 1.0}, 0.1)
+    found = shares(SIZES, 0.8, {"b": 1.0}, 0.5)
     assert [(list(share.sizes), share.kept) for share in found] == [
         (["b"], 200),
         (["a", "c"], 1380),
     ]
-    assert found[1].floor == 0.1
+    assert found[1].floor == 0.5 * 1380 / 7700
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ CASES = [
 
 def stages_of(scores, stages):
     return {
-        name: next(s for s in range(stages) if name in on_stage(scores, stages, s)[1])
+        name: [s for s in range(stages) if name in on_stage(scores, stages, s)[0]]
         for name in scores
     }
 

@@ -1,0 +1,95 @@
+"""Drops the smallest kept entries of weights and keeps as many others instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_axosparse.pruning.bitmask import MaskBits
+from lightning_axosparse.pruning.densities import Share
+from lightning_axosparse.pruning.scores import Score, Scores, State
+from lightning_axosparse.pruning.selection import highest
+
+Growth = Literal["random", "gradient"]
+"""Which entries grow: any (SET), or those of the largest gradient (RigL)."""
+
+
+def regrown(
+    weights: Mapping[str, Tensor],
+    masks: MaskBits,
+    fraction: float,
+    growth: Growth,
+    seed: int,
+    group: ProcessGroup | None = None,
+) -> dict[str, Tensor]:
+    """Drop the smallest kept entries of each weight, and let as many others grow.
+
+    Entries that have just been dropped may grow again, and keep their values then. SET (Mocanu et
+    al., Nature Communications 2018) grows entries at random, RigL (Evci et al., ICML 2020) those of
+    the largest gradient.
+
+    Args:
+        weights: name -> weight that this rank counts, of which some may not be pruned, with the
+            gradient of all entries for "gradient". A weight without a gradient counts as one of
+            zeros.
+        masks: the masks of the whole model, the same on all ranks.
+        fraction: how many of the kept entries of each weight are dropped, from 0 to 1.
+        growth: "random" or "gradient".
+        seed: makes "random" repeatable.
+        group: the ranks whose stages make up the model; None if this rank has the whole model.
+
+    Returns:
+        name -> the new mask of each pruned weight in ``weights``; it keeps as many entries as the
+        old one.
+
+    Raises:
+        ValueError: on every rank, if a kept weight is NaN.
+    """
+    own = {name: weights[name] for name in masks if name in weights}
+    numbers = {name: number for number, name in enumerate(sorted(masks))}
+    kept = {name: int(mask.sum()) for name, mask in masks.items()}
+    left = {name: count - int(fraction * count) for name, count in kept.items()}
+    old = {name: {"kept": masks[name].to(weight.device)} for name, weight in own.items()}
+    survivors = highest(Scores(_magnitude, own, old), _alone(masks, left), group)
+    new: dict[str, State] = {
+        name: {
+            "kept": survivors[name],
+            "gradient": weight.grad,
+            "seed": hash((seed, numbers[name])) % 2**63,
+        }
+        for name, weight in own.items()
+    }
+    grown = Scores(_GROWTH[growth], own, new)
+    return highest(grown, _alone(masks, kept), group)
+
+
+def _magnitude(weight: Tensor, state: State) -> Tensor:
+    """The magnitudes of what is kept; all else is less."""
+    return torch.where(state["kept"], weight.abs(), -1.0)
+
+
+def _gradient(weight: Tensor, state: State) -> Tensor:
+    """The magnitudes of the gradient, of which no entry exceeds one that survived.
+
+    Loss scaling may make gradients overflow; such a step changes nothing but masks.
+    """
+    gradient = torch.zeros_like(weight) if state["gradient"] is None else state["gradient"]
+    return torch.where(state["kept"], torch.inf, gradient.abs().nan_to_num(nan=0.0))
+
+
+def _random(weight: Tensor, state: State) -> Tensor:
+    """Random numbers, of which none exceeds one that survived."""
+    generator = torch.Generator().manual_seed(state["seed"])
+    numbers = torch.rand(weight.shape, generator=generator).to(weight.device)
+    return torch.where(state["kept"], torch.inf, numbers)
+
+
+_GROWTH: dict[Growth, Score] = {"gradient": _gradient, "random": _random}
+
+
+def _alone(masks: MaskBits, kept: Mapping[str, int]) -> list[Share]:
+    return [Share({name: masks.shapes[name]}, count) for name, count in kept.items()]
