@@ -2,8 +2,11 @@
 
 A bucket is a flat tensor of several gradients. Its all-reduce starts as soon as the last of its
 gradients is final, while the rest of the backward pass goes on; afterwards ``param.grad`` is a view
-of the bucket. A sparse parameter consists of its kept values (SAMO, Singh & Bhatele, IPDPS 2023),
-so its gradient has no other entries, and this module needs no code for sparsity.
+of the bucket. Behind the gradients a bucket has one number per parameter, whose sum is that of the
+ranks which have a gradient of it: so it takes no message of its own to find those that none has.
+
+A sparse parameter consists of its kept values (SAMO, Singh & Bhatele, IPDPS 2023), so its gradient
+has no other entries, and this module needs no code for sparsity.
 """
 
 from __future__ import annotations
@@ -64,7 +67,8 @@ class _Bucket:
     group: dist.ProcessGroup
     parameters: list[nn.Parameter]
     missing: set[nn.Parameter] = field(default_factory=set)
-    flat: Tensor | None = None
+    pieces: Sequence[Tensor] = ()
+    used: Tensor | None = None
     work: Any = None
 
     @property
@@ -73,18 +77,30 @@ class _Bucket:
         return [parameter.numel() for parameter in self.parameters]
 
     def pack_and_start(self, terms: _Terms, pool: BlockPool) -> int:
-        """Copy the gradients into one flat tensor, start its all-reduce, return its bytes."""
-        first = self.parameters[0]
-        self.flat = pool.empty((sum(self.sizes),), first.dtype, first.device)
-        for parameter, piece in zip(self.parameters, self.flat.split(self.sizes), strict=True):
+        """Copy the gradients into one flat tensor, start its all-reduce, return their bytes."""
+        first, sizes = self.parameters[0], self.sizes
+        flat = pool.empty((sum(sizes) + len(sizes),), first.dtype, first.device)
+        *self.pieces, self.used = flat.split([*sizes, len(sizes)])
+        has_gradient = []
+        for parameter, piece in zip(self.parameters, self.pieces, strict=True):
             gradient = terms.total(parameter)
+            has_gradient.append(gradient is not None)
             if gradient is None:
                 piece.zero_()
             else:
                 torch.div(gradient.reshape(-1), terms.divisor, out=piece)
                 parameter.grad = piece.view_as(gradient)
-        self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
-        return self.flat.numel() * self.flat.element_size()
+        self.used.copy_(torch.tensor(has_gradient))
+        self.work = dist.all_reduce(flat, group=self.group, async_op=True)
+        return sum(sizes) * flat.element_size()
+
+    def await_reduced(self) -> None:
+        """Wait for the all-reduce; what no rank has used gets None, as on one process."""
+        assert self.used is not None
+        self.work.wait()
+        for parameter, ranks in zip(self.parameters, self.used.tolist(), strict=True):
+            if not ranks:
+                parameter.grad = None
 
 
 class GradientReducer:
@@ -155,16 +171,13 @@ class GradientReducer:
     def start_rest(self) -> None:
         """Start the remaining all-reduces.
 
-        ``param.grad`` is then the memory where the average will be after :meth:`wait_for`.
+        ``param.grad`` is then the memory where the average will be after :meth:`wait_for`, which
+        makes it None where no rank has a gradient.
         """
         self._start(self._buckets)
-        with clock.span("all-reduce"):
-            used = self._used_anywhere()
         for bucket in self._buckets:
-            assert bucket.flat is not None
-            pieces = bucket.flat.split(bucket.sizes)
-            for parameter, piece in zip(bucket.parameters, pieces, strict=True):
-                parameter.grad = piece.view(parameter.shape) if used[parameter] else None
+            for parameter, piece in zip(bucket.parameters, bucket.pieces, strict=True):
+                parameter.grad = piece.view(parameter.shape)
         self._buckets = []
 
     def wait_for(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -173,7 +186,7 @@ class GradientReducer:
             for parameter in parameters:
                 bucket = self._bucket_of.get(parameter)
                 if bucket is not None:
-                    bucket.work.wait()
+                    bucket.await_reduced()
                     for reduced in bucket.parameters:
                         del self._bucket_of[reduced]
 
@@ -200,19 +213,6 @@ class GradientReducer:
         for bucket in buckets:
             if bucket.work is None:
                 self.reduced_bytes += bucket.pack_and_start(self._terms, self._pool)
-
-    def _used_anywhere(self) -> dict[nn.Parameter, bool]:
-        """Which parameters have a gradient on any rank; the others keep None, as on one process."""
-        used: dict[nn.Parameter, bool] = {}
-        for group in self._groups:
-            trained = [p for p in group.parameters if p.requires_grad]
-            if not trained:
-                continue
-            flags = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8)
-            flags = flags.to(trained[0].device)
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group.group)
-            used.update(zip(trained, flags.bool().tolist(), strict=True))
-        return used
 
 
 def _buckets(group: ReductionGroup) -> list[_Bucket]:

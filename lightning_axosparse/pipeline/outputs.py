@@ -1,9 +1,9 @@
-"""Merges what a step returns for the micro-batches of a batch."""
+"""Merges what a step returns for the micro-batches of a batch, and takes the loss out of it."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,38 @@ class Scalar(NamedTuple):
 
     value: Tensor
     weighting: Weighting
+
+
+def loss_alone(output: Any) -> Any:
+    """The loss of an output, in the same structure: the part that is small whatever it is made of.
+
+    Args:
+        output: what a step returned, or its merged form.
+
+    Returns:
+        A scalar itself; of a mapping a dict with its "loss", if it has one; None of anything else.
+    """
+    if isinstance(output, Mapping):
+        return {"loss": output["loss"]} if _is_scalar(output.get("loss")) else {}
+    return output if _is_scalar(output) else None
+
+
+def with_loss(output: Any, loss: Any) -> Any:
+    """An output whose loss is another one.
+
+    Args:
+        output: what a step returned.
+        loss: as :func:`loss_alone` returns it; None to leave the output as it is.
+    """
+    if isinstance(output, MutableMapping):
+        output.update(loss)
+    return output if loss is None or isinstance(output, Mapping) else loss
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Scalar | float | int) or (
+        isinstance(value, Tensor) and not value.dim()
+    )
 
 
 def merge(

@@ -102,7 +102,9 @@ class OptimizerOffload:
         trained = [parameter for parameter in self._parameters() if parameter.grad is not None]
         for parameters in bucketed(reversed(trained), self._bucket):
             self._await(parameters)
-            yield _HostBucket(parameters, self._copies)
+            # Only now it is known which gradients no rank has.
+            used = [parameter for parameter in parameters if parameter.grad is not None]
+            yield _HostBucket(used, self._copies)
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         for group in self._optimizer.param_groups:

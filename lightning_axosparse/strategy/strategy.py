@@ -172,6 +172,11 @@ class AxoSparseStrategy(MPIStrategy):
             whole, in evaluation mode and with the layers of the last stage alone, and raises if it
             differs: for contrastive losses and losses of a batch's statistics. ``training_step``
             runs twice more on the last stage; nothing is logged and metrics keep their states.
+        step_outputs: who gets what ``training_step``, ``validation_step`` and ``test_step`` return,
+            in the hooks that end a batch: "last" the last stage alone (after a regrid, for the part
+            of the batch that its replica computes), while the other stages get the loss and the
+            logged values; "all" every rank, which sends it round in every step. ``predict`` returns
+            the predictions on every rank in both cases.
         recompute: activation checkpointing: every so many layers of a stage keep only their first
             input, and are computed again in the backward pass; "sqrt" takes the square root of the
             stage's layers (AxoNN). Gradients are the same to the bit.
@@ -212,6 +217,7 @@ class AxoSparseStrategy(MPIStrategy):
         microbatch_loss=one_of("auto", "mean", "sum"),
         microbatch_weight=FUNCTION | TEXT | NONE,
         check_loss=BOOL,
+        step_outputs=one_of("last", "all"),
         timeout=TIMEOUT,
         recompute=COUNT | one_of("sqrt") | NONE,
         offload_optimizer=BOOL,
@@ -236,6 +242,7 @@ class AxoSparseStrategy(MPIStrategy):
         microbatch_loss: MicrobatchLoss = "auto",
         microbatch_weight: MicrobatchWeight | None = None,
         check_loss: bool = False,
+        step_outputs: Literal["last", "all"] = "last",
         recompute: int | Literal["sqrt"] | None = None,
         offload_optimizer: bool = False,
         offload_bucket: int = 4_000_000,
@@ -267,6 +274,7 @@ class AxoSparseStrategy(MPIStrategy):
         self._pipeline, self._balance = pipeline, balance
         self._split_batch, self._recompute = split_batch, recompute
         self._loss_rule = LossRule(microbatch_loss, microbatch_weight, check_loss)
+        self._step_outputs = step_outputs
         self._offload_bucket = offload_bucket if offload_optimizer else None
         self._regrid = regrid
         self.regridded: Regridded | None = None
@@ -502,6 +510,7 @@ class AxoSparseStrategy(MPIStrategy):
             self._schedule_class,
             BatchSplitter(trainer, self.microbatches, self._split_batch),
             self._loss_rule,
+            self._step_outputs == "all",
             steps_in_parts,
             stage_module,
             rule.limit(self.g_inter, stage_module.groups),
@@ -594,6 +603,11 @@ class AxoSparseStrategy(MPIStrategy):
         """Do without the all-reduce of gradients while Lightning accumulates them."""
         with self._running.runner.gradients_kept_local():
             yield
+
+    @property
+    def has_step_outputs(self) -> bool:
+        """Whether this rank gets what the steps return, and not their loss alone."""
+        return self._step_outputs == "all" or self._running.stage_module.runs_last_stage
 
     # Sparse storage
 

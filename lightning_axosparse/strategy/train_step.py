@@ -27,7 +27,7 @@ from lightning_axosparse.pipeline.loss_weights import (
     weigh_by,
 )
 from lightning_axosparse.pipeline.microbatch import MicroBatch, of_replica
-from lightning_axosparse.pipeline.outputs import merge
+from lightning_axosparse.pipeline.outputs import loss_alone, merge, with_loss
 from lightning_axosparse.pipeline.reductions import ReductionTracker
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.schedule import Schedule
@@ -196,6 +196,8 @@ class StepRunner:
         schedule: class of the training schedule.
         splitter: splits batches into micro-batches.
         rule: how the losses of micro-batches make up that of the batch.
+        sends_outputs: whether every rank gets what steps return; else the last stage does, and the
+            others get the loss.
         steps_in_parts: whether the optimizer waits for each part of the gradients before it uses
             it, by :meth:`StageModule.await_gradients`.
         stage_module: the part of the module on this rank.
@@ -209,12 +211,14 @@ class StepRunner:
         schedule: type[Schedule],
         splitter: BatchSplitter,
         rule: LossRule,
+        sends_outputs: bool,
         steps_in_parts: bool,
         stage_module: StageModule,
         limit: InFlightLimit,
     ) -> None:
         self._trainer, self._precision = trainer, precision
         self._schedule, self._splitter, self._rule = schedule, splitter, rule
+        self._sends_outputs = sends_outputs
         self._warned: set[str | None] = {None}
         self._stashed = StashedGradients()
         self._checks_loss = rule.check
@@ -258,7 +262,7 @@ class StepRunner:
         """Run the module's ``training_step`` forward and backward.
 
         Returns:
-            What it returned for the batch, on every stage.
+            What it returned for the batch; before the last stage its loss.
         """
         run, stage_module = self._open, self._open.stage_module
         with this_rank().step(*position(self._trainer)):
@@ -304,7 +308,7 @@ class StepRunner:
             kwargs: its keyword arguments.
 
         Returns:
-            What it returned for the batch, on every stage.
+            What it returned for the batch; before the last stage its loss, except in prediction.
         """
         run = self._open
         with this_rank().step(*position(self._trainer)):
@@ -429,15 +433,16 @@ class StepRunner:
             warning: what to warn of, once in a run.
 
         Returns:
-            What the step returned for the batch.
+            What the step returned for the batch, or its loss.
         """
         run, stage_module = self._open, self._open.stage_module
+        sends_all = self._sends_outputs or self._trainer.predicting
         result: tuple[Any, Any, str | None] = (None, None, None)
         if last is not None:
-            outputs = self._gathered(last.outputs, fingerprint)
+            sent = last.outputs if sends_all else [loss_alone(output) for output in last.outputs]
+            outputs = self._gathered(sent, fingerprint)
             if outputs:
-                weights = [part.weight for part in microbatches]
-                output = merge(outputs, weights, [part.size for part in microbatches])
+                output = merged(outputs, microbatches, 1.0)
                 result = run.log.combine(run.metrics.batch_value), output, warning
         logged, output, warning = stage_module.groups.broadcast_to_same_batch(
             result, stage_module.last_stage
@@ -447,7 +452,12 @@ class StepRunner:
             rank_zero_warn(str(warning))
         run.log.replay(logged)
         run.forget_batch()
-        return move_data_to_device(output, stage_module.device)
+        output = move_data_to_device(output, stage_module.device)
+        if last is None or sends_all or not last.outputs:
+            return output
+        own = self._own(microbatches)
+        share = sum(part.weight for part in own) / sum(part.weight for part in microbatches)
+        return with_loss(merged(last.outputs, own, share), output)
 
     def _gathered(self, outputs: list[Any], fingerprint: BatchFingerprint) -> list[Any]:
         """The outputs of all replicas that share a batch, on the first; elsewhere none."""
@@ -465,6 +475,12 @@ class StepRunner:
         for _, _, calls, _ in everyone[1:]:
             run.log.add(calls)
         return [output for _, outputs, _, _ in everyone for output in outputs]
+
+
+def merged(outputs: Sequence[Any], microbatches: Sequence[MicroBatch], share: float) -> Any:
+    """What a step returned for these micro-batches, which are this share of the batch."""
+    weights = [part.weight / (share or 1.0) for part in microbatches]
+    return merge(outputs, weights, [part.size for part in microbatches])
 
 
 def _agree_on_seed(stage_module: StageModule) -> None:

@@ -190,7 +190,7 @@ def train_rows(**options: Any) -> dict[str, Any]:
     """Three micro-batches of four samples: two of one sample and one of two."""
     ranks = 1 if options else 2
     return {
-        row: train(row, AxoSparseStrategy(g_inter=2, microbatches=3, **options), ranks)
+        row: train(row, AxoSparseStrategy(2, 3, step_outputs="all", **options), ranks)
         for row in ROWS
     }
 

@@ -136,7 +136,7 @@ def train(strategy: Any, ranks: int = 1) -> tuple[Record, list[Any], list[Any]]:
 
 def train_rows(ranks: int) -> dict[str, Any]:
     return {
-        row: train(AxoSparseStrategy(g_inter=ranks, **options), ranks)
+        row: train(AxoSparseStrategy(g_inter=ranks, step_outputs="all", **options), ranks)
         for row, (stages, options) in ROWS.items()
         if stages == ranks
     }

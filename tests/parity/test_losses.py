@@ -252,6 +252,7 @@ def train(name: str, strategy: Any, ranks: int = 1, shift: int = 0, **options: A
 def train_row(row: str, ranks: int, **more: Any) -> Record:
     name, strategy, options = ROWS[row]
     arguments = {"microbatches": 4, "pipeline": CONTAINERS.get(name), **strategy, **more}
+    arguments["step_outputs"] = "all"
     return train(name, AxoSparseStrategy(g_inter=ranks, **arguments), ranks, **options)
 
 
@@ -264,7 +265,7 @@ def pruned(strategy: Any, ranks: int = 1) -> Record:
 def two_ranks() -> dict[str, Record]:
     found = {row: train_row(row, 2) for row in ROWS}
     for regrid in (None, 1):
-        strategy = AxoSparseStrategy(g_inter=2, microbatches=4, pipeline="layers", regrid=regrid)
+        strategy = AxoSparseStrategy(2, 4, "layers", regrid=regrid, step_outputs="all")
         found[f"regrid {regrid}"] = pruned(strategy, 2)
     return found
 
@@ -314,7 +315,7 @@ def train_replicas(kind: str, devices: int, port: int) -> list[Record]:
     for options in ({}, {"accumulate_grad_batches": 2}):
         strategy: Any = "ddp"
         if kind != "ddp":
-            strategy = AxoSparseStrategy(g_inter=2, microbatches=4, pipeline="layers")
+            strategy = AxoSparseStrategy(2, 4, "layers", step_outputs="all")
         shift = rank if kind == "ddp" else rank // 2
         found.append(train("padding", strategy, devices, 10 * shift, **options))
     return found

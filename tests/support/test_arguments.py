@@ -114,6 +114,7 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             "microbatch_loss": [None, True, 1, "average", []],
             "microbatch_weight": [True, 1, "", [], {}],
             "check_loss": [None, 1, "yes", []],
+            "step_outputs": NO_WORD,
             "timeout": [None, True, 0, -1, "30", [], float("nan"), timedelta(0)],
             "recompute": ["cube", *NO_COUNT],
             "offload_optimizer": NO_BOOL,
