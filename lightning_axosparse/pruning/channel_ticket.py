@@ -28,13 +28,18 @@ from lightning_axosparse.sparse.optimizer_state import validate_state
 from lightning_axosparse.sparse.parameters import owned_parameters
 from lightning_axosparse.support import archive
 from lightning_axosparse.support.arguments import (
+    DISTANCES,
     FRACTION,
+    INDEX,
+    MASKS,
     MODULE,
     NONE,
     OPTIMIZER,
     PATH,
     TEXT,
+    check,
     checked,
+    instance_of,
     list_of,
     number,
 )
@@ -42,6 +47,13 @@ from lightning_axosparse.support.checksum import verified, with_checksum
 from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
 from lightning_axosparse.support.release_memory import release_freed_memory
 
+_FIELDS = {
+    "masks": MASKS,
+    "channels": instance_of("Channels, which find_channels returns", Channels),
+    "pruning_ratio": FRACTION,
+    "step": INDEX | NONE,
+    "distances": DISTANCES,
+}
 _KIND = "lightning_axosparse.ChannelTicket/"
 _FORMAT = f"{_KIND}1"
 
@@ -98,6 +110,9 @@ class ChannelTicket:
         step: number of optimizer steps before the draw; None if it was drawn without training.
         distances: number of optimizer steps -> the largest distance of the masks after them to
             those of the window, up to the draw.
+
+    Raises:
+        ValueError: if a field has the wrong type or is out of range.
     """
 
     masks: Mapping[str, Tensor]
@@ -107,6 +122,8 @@ class ChannelTicket:
     distances: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name, value in check(ValueError, vars(self), _FIELDS).items():
+            object.__setattr__(self, name, value)
         if not isinstance(self.masks, MaskBits):
             object.__setattr__(self, "masks", MaskBits(self.masks))
         object.__setattr__(self, "distances", dict(self.distances))

@@ -19,6 +19,8 @@ from torch import nn
 import lightning_axosparse as package
 from lightning_axosparse import (
     AxoSparseStrategy,
+    ChannelTicket,
+    EarlyBirdChannels,
     EarlyBirdTicket,
     PipelineTimeline,
     Ticket,
@@ -30,6 +32,7 @@ from lightning_axosparse import (
 from lightning_axosparse.callbacks.report.report import TrainingReport
 from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.examples.text import TextDataModule
+from lightning_axosparse.pruning.channels import Channels, Segment
 from lightning_axosparse.support.arguments import (
     COUNT,
     FRACTION,
@@ -88,6 +91,26 @@ def ticket(masks: Any = MASKS, pruning_ratio: Any = 0.5, **others: Any) -> Ticke
     return Ticket(masks, pruning_ratio, **others)
 
 
+CHANNELS = Channels({"1": 4}, {"0": "1", "1": "1"}, {"2": [Segment("1", 4)]})
+
+
+def channel_ticket(masks: Any = None, channels: Any = CHANNELS, **others: Any) -> ChannelTicket:
+    masks = {"1": torch.arange(4) % 2 == 0} if masks is None else masks
+    return ChannelTicket(masks, channels, **{"pruning_ratio": 0.5, **others})
+
+
+def shrunk(module: Any = None, optimizers: Any = ()) -> None:
+    layers = nn.Conv2d(1, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 1, 1)
+    channel_ticket().apply(nn.Sequential(*layers) if module is None else module, optimizers)
+
+
+def largest(**others: Any) -> ChannelTicket:
+    layers = nn.Conv2d(1, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 1, 1)
+    return ChannelTicket.largest(
+        **{"module": nn.Sequential(*layers), "pruning_ratio": 0.5, **others}
+    )
+
+
 def generated_tokens(**others: Any) -> torch.Tensor:
     return gpt().generate_tokens(**{"tokens": torch.tensor([[1]]), "n": 1, **others})
 
@@ -143,6 +166,47 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             "ticket": NO_TEXT,
             "policy": NO_WORD,
             "compute": NO_WORD,
+        },
+    ),
+    (
+        EarlyBirdChannels,
+        MisconfigurationException,
+        {
+            "pruning_ratio": [0, 0.0, 1, 1.0, *NO_FRACTION],
+            "slimming": [True, *NO_RATE, *OBJECTS],
+            "floor": NO_FRACTION,
+            "network": NO_TEXT,
+            "every": [None, *NO_WHEN],
+            "draw_after": NO_WHEN,
+            "draw_by": NO_WHEN,
+            "distance": NO_WORD,
+            "threshold": [0, *NO_FRACTION],
+            "window": [None, 1, *NO_COUNT],
+            "ticket": NO_TEXT,
+        },
+    ),
+    (
+        channel_ticket,
+        ValueError,
+        {
+            "masks": [1, [], MASKS["0.weight"], "x"],
+            "channels": [None, {}, "x"],
+            "pruning_ratio": NO_FRACTION,
+            "step": NO_INDEX[:-2],
+            "distances": [None, 0.5, [0.5], {1: NAN}, {1.5: 0.5}, {-1: 0.5}, {1: "x"}, "x"],
+        },
+    ),
+    (ChannelTicket.load, ValueError, {"path": [None, *NO_TEXT]}),
+    (channel_ticket().save, ValueError, {"path": [None, *NO_TEXT]}),
+    (shrunk, ValueError, {"module": [1, "x", []], "optimizers": [None, 1, "x", [1]]}),
+    (
+        largest,
+        ValueError,
+        {
+            "module": [1, "x", []],
+            "pruning_ratio": [0, 1, *NO_FRACTION],
+            "floor": NO_FRACTION,
+            "network": NO_TEXT,
         },
     ),
     (
@@ -263,7 +327,9 @@ def test_every_public_name_is_among_them() -> None:
     assert len(INVALID) >= len(set(package.__all__) - without_arguments)
 
 
-@pytest.mark.parametrize("make", [AxoSparseStrategy, EarlyBirdTicket, PipelineTimeline])
+@pytest.mark.parametrize(
+    "make", [AxoSparseStrategy, EarlyBirdTicket, EarlyBirdChannels, PipelineTimeline]
+)
 def test_every_argument_is_among_them(make: Any) -> None:
     arguments = next(arguments for each, _, arguments in INVALID if each is make)
     annotations = {*make.__init__.__annotations__} - {"return", "parallel_devices"}
