@@ -31,7 +31,9 @@ from lightning_axosparse import (
 )
 from lightning_axosparse.callbacks.report.report import TrainingReport
 from lightning_axosparse.examples.gpt import GPT
+from lightning_axosparse.examples.images import ImageDataModule
 from lightning_axosparse.examples.text import TextDataModule
+from lightning_axosparse.examples.vgg import VGG
 from lightning_axosparse.pruning.channels import Channels, Segment
 from lightning_axosparse.support.arguments import (
     COUNT,
@@ -217,7 +219,13 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
     (
         TrainingReport,
         MisconfigurationException,
-        {"folder": NO_TEXT, "val_loss": [None, *NO_TEXT], "test_loss": [None, *NO_TEXT]},
+        {
+            "folder": NO_TEXT,
+            "val_loss": [None, *NO_TEXT],
+            "test_loss": [None, *NO_TEXT],
+            "val_accuracy": NO_TEXT,
+            "test_accuracy": NO_TEXT,
+        },
     ),
     (
         ticket,
@@ -285,6 +293,28 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             "n": NO_INDEX,
             "temperature": [None, NAN, -1, "x"],
             "seed": [True, -1, 1.5, "x", 2**64],
+        },
+    ),
+    (
+        VGG,
+        ValueError,
+        {
+            "blocks": [None, True, 1, [1], [[]], [[0]], [["a"]], "x"],
+            "image_channels": [None, *NO_COUNT],
+            "classes": [None, *NO_COUNT],
+            **dict.fromkeys(["learning_rate", "weight_decay"], NO_RATE),
+            "momentum": NO_FRACTION,
+        },
+    ),
+    (
+        ImageDataModule,
+        MisconfigurationException,
+        {
+            "path": NO_TEXT,
+            "batch_size": [None, *NO_COUNT],
+            "held_out": [0, 0.5, *NO_FRACTION],
+            "seed": [None, True, -1, 1.5, "x", 2**32],
+            "num_workers": NO_INDEX,
         },
     ),
     (
