@@ -26,7 +26,7 @@ INSTALL = { test -x $(BIN)/pip || $(PYTHON) -m venv .venv; } && \
 	touch $@
 
 .venv/checkable: pyproject.toml constraints.txt
-	$(INSTALL) '.[mpich,notebook,dev]'
+	$(INSTALL) '.[mpich,images,notebook,dev]'
 	touch $@
 
 clean:

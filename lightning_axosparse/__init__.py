@@ -8,12 +8,13 @@ announce_unmanaged_tasks()  # before the imports that take long
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_axosparse.callbacks.early_bird import EarlyBirdTicket
+from lightning_axosparse.callbacks.early_bird_channels import EarlyBirdChannels
 from lightning_axosparse.callbacks.learning_rate_factor import LearningRateFactor
 from lightning_axosparse.callbacks.timeline import PipelineTimeline
 from lightning_axosparse.checkpoint.compact_io import CompactCheckpointIO
 from lightning_axosparse.checkpoint.load import load_sparse
 from lightning_axosparse.checkpoint.safetensors import save_safetensors
-from lightning_axosparse.pruning import Ticket
+from lightning_axosparse.pruning import ChannelTicket, Ticket
 from lightning_axosparse.sparse import densify, sparsify
 from lightning_axosparse.strategy.launcher.launcher import RankFailedError
 from lightning_axosparse.strategy.strategy import AxoSparseStrategy
@@ -22,8 +23,10 @@ from lightning_axosparse.support.corrupt_file import CorruptFileError
 __version__ = "0.1.0"
 __all__ = [
     "AxoSparseStrategy",
+    "ChannelTicket",
     "CompactCheckpointIO",
     "CorruptFileError",
+    "EarlyBirdChannels",
     "EarlyBirdTicket",
     "LearningRateFactor",
     "PipelineTimeline",

@@ -63,9 +63,6 @@ from lightning_axosparse.support.arguments import (
     whole,
 )
 
-Period = Literal["dense", "sparse"]
-"""How weights are stored: dense before the ticket was drawn, sparse after."""
-
 _STRATEGY_API = (
     "inter_group",
     "data_group",
@@ -507,14 +504,3 @@ def _misconfigured() -> Iterator[None]:
         yield
     except ValueError as error:
         raise MisconfigurationException(str(error)) from error
-
-
-def ticket_callback(trainer: Trainer) -> EarlyBirdTicket | None:
-    """Return the trainer's callback that draws the ticket, if there is one."""
-    return next(iter(callbacks_of(trainer, EarlyBirdTicket)), None)
-
-
-def period_of(trainer: Trainer) -> Period:
-    """Return how the weights are stored now."""
-    callback = ticket_callback(trainer)
-    return "sparse" if callback is not None and callback.ticket is not None else "dense"

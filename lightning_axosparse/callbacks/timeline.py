@@ -13,7 +13,6 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_axosparse.callbacks.early_bird import Period, period_of
 from lightning_axosparse.callbacks.gantt import (
     Placed,
     RecordedStep,
@@ -21,6 +20,7 @@ from lightning_axosparse.callbacks.gantt import (
     place,
     plot_gantt,
 )
+from lightning_axosparse.callbacks.period import Period, period_of
 from lightning_axosparse.callbacks.trainer_info import folder_of, grid_of
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.support.arguments import INDEX, NONE, PATH, checked

@@ -7,7 +7,7 @@ the meta device, so that names, shapes and ``state_dict`` keys do not change.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -47,11 +47,6 @@ class Sharding:
         self.module = module
         self.names = {parameter: name for name, parameter in module.named_parameters()}
         self._layers = list(layers)
-        sparse = layouts(module)
-        self._shapes: dict[Tensor, torch.Size] = {
-            parameter: sparse[name].shape if name in sparse else parameter.shape
-            for parameter, name in self.names.items()
-        }
         self._replaced: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
         self._assign(parts)
         self._local: Collection[int] = self.all_stages
@@ -159,25 +154,33 @@ class Sharding:
             metas: meta tensors to reuse.
         """
         self._local = local
+        sparse = layouts(self.module)
+        shapes: dict[Tensor, torch.Size] = {
+            p: sparse[name].shape for p, name in self.names.items() if name in sparse
+        }
         for name, layer in self.module.named_modules():
             if name not in self._stage_of_layer or self._stage_of_layer[name] in local:
                 continue
             for owner in layer.modules():
                 for tensors in (owner._parameters, owner._buffers):
-                    self._replace(tensors, metas)
+                    self._replace(tensors, metas, shapes)
         return [original for _, _, original in self._replaced]
 
-    def _replace(self, tensors: dict[str, Tensor | None], metas: dict[Tensor, Tensor]) -> None:
+    def _replace(
+        self,
+        tensors: dict[str, Tensor | None],
+        metas: dict[Tensor, Tensor],
+        shapes: Mapping[Tensor, torch.Size],
+    ) -> None:
         for key, tensor in tensors.items():
             if tensor is None or self._is_local(self._holders[tensor]):
                 continue
             if tensor not in metas:
-                metas[tensor] = self._meta(tensor)
+                metas[tensor] = self._meta(tensor, shapes.get(tensor, tensor.shape))
             self._replaced.append((tensors, key, tensor))
             tensors[key] = metas[tensor]
 
-    def _meta(self, tensor: Tensor) -> Tensor:
-        shape = self._shapes.get(tensor, tensor.shape)
+    def _meta(self, tensor: Tensor, shape: torch.Size) -> Tensor:
         meta = torch.empty(shape, dtype=tensor.dtype, device="meta")
         return nn.Parameter(meta, tensor.requires_grad) if tensor in self.names else meta
 

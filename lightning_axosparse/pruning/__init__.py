@@ -1,8 +1,9 @@
-"""Masks by magnitude, distances between masks, and the ticket that stores the final masks.
+"""Masks of weights and of channels, distances between masks, and tickets with the final masks.
 
 It may import from support, distributed and sparse.
 """
 
+from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.pruning.ticket import Ticket
 
-__all__ = ["Ticket"]
+__all__ = ["ChannelTicket", "Ticket"]

@@ -19,16 +19,15 @@ from lightning_axosparse.pruning.prunable import Prune, few
 from lightning_axosparse.sparse.parameters import layouts
 from lightning_axosparse.support import archive
 from lightning_axosparse.support.arguments import (
+    DISTANCES,
     FRACTION,
     INDEX,
     MASKS,
     MODULE,
     NONE,
-    NOT_NEGATIVE,
     PATH,
     SEED,
     TEXT,
-    Kind,
     check,
     checked,
     one_of,
@@ -43,14 +42,7 @@ _FIELDS = {
     "scope": one_of(*SCOPES, "given"),
     "step": INDEX | NONE,
     "distance": one_of("relative", "overlap", "hamming"),
-    "distances": Kind(
-        "a mapping of optimizer steps to distances",
-        lambda value: (
-            isinstance(value, Mapping)
-            and all(INDEX.fits(step) for step in value)
-            and all(NOT_NEGATIVE.fits(distance) for distance in value.values())
-        ),
-    ),
+    "distances": DISTANCES,
 }
 _KIND = "lightning_axosparse.Ticket/"
 _FORMAT = f"{_KIND}3"

@@ -43,6 +43,7 @@ from lightning_axosparse.pipeline.profile import profile_example, validate_examp
 from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES, Schedule
 from lightning_axosparse.pipeline.sharding import Sharding
 from lightning_axosparse.planning.grid_comparison import default_microbatches
+from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.sparse import sparsify
 from lightning_axosparse.sparse.materialize import Compute, Policy
 from lightning_axosparse.sparse.optimizer_state import dense_shapes, restore_masters
@@ -654,6 +655,19 @@ class AxoSparseStrategy(MPIStrategy):
         sparsify(self._module, masks, optimizer, policy=policy, compute=compute)
         if optimizer is not None:
             restore_masters(optimizer, sparse_parameters(self._module).values())
+        self._after_draw()
+
+    def shrink(self, ticket: ChannelTicket) -> None:
+        """Remove pruned channels from the layers of this rank, and from their optimizer state.
+
+        Args:
+            ticket: the same on all ranks; layers that it has shrunk already do not change.
+        """
+        ticket.apply(self._module, self.optimizers)
+        self._after_draw()
+
+    def _after_draw(self) -> None:
+        """Use the memory that pruning has freed."""
         self._running.runner.limit.measure_again()
         if self._running.regrid is not None:
             self._running.regrid.after_draw()
@@ -678,7 +692,10 @@ class AxoSparseStrategy(MPIStrategy):
             )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load this rank's part of a whole module's state."""
+        """Load this rank's part of a whole module's state, after removing the same channels."""
+        ticket = ChannelTicket.in_checkpoint(checkpoint)
+        if ticket is not None:
+            ticket.apply(self._module)
         state = checkpoint["state_dict"]
         if self._session is not None:
             stage_module = self._session.stage_module

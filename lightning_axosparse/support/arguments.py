@@ -120,6 +120,14 @@ DENSITIES = Kind(
         and all(isinstance(key, str) and FRACTION.fits(kept) for key, kept in value.items())
     ),
 )
+DISTANCES = Kind(
+    "a mapping of optimizer steps to distances",
+    lambda value: (
+        isinstance(value, Mapping)
+        and all(INDEX.fits(step) for step in value)
+        and all(NOT_NEGATIVE.fits(distance) for distance in value.values())
+    ),
+)
 MASKS = instance_of("a mapping of parameter names to bool tensors", Mapping)
 
 

@@ -171,6 +171,33 @@ def test_the_whole_error_is_raised_where_hydra_is_asked_for_it(
         entry.main()
 
 
+def test_a_vgg_loses_channels_on_two_ranks(tmp_path):
+    small = ["trainer.max_epochs=2", "trainer.limit_train_batches=3", "pruning.draw_by=4"]
+    shape = ["model.blocks=[[4,4],[8]]", "trainer.enable_progress_bar=false"]
+    script = tmp_path / "vgg.py"
+    script.write_text("from lightning_axosparse.cli import train\ntrain.main()\n")
+    command = [*warm_python(), str(script), "experiment=vgg_early_bird", *small, *shape]
+    printed = subprocess.run(
+        [*command, f"hydra.run.dir={tmp_path}"],
+        check=True,
+        cwd=tmp_path,
+        timeout=PATIENCE,
+        capture_output=True,
+        text=True,
+    ).stdout
+    for words in ["accuracy", "Channels of each layer", "model.0.1", "kept channels"]:
+        assert words in printed
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["draw"]["step"], report["draw"]["pruning_ratio"]) == (4, 0.5)
+    before, after = zip(*report["draw"]["channels"].values(), strict=True)
+    assert (sum(before), sum(after)) == (16, 8)
+    assert 0 < report["test"]["accuracy"] <= 1
+    assert [rank["stage"] for rank in report["ranks"]] == [0, 1]
+    for rank in report["ranks"]:
+        weights = {period: work["state"]["weights"] for period, work in rank["work"].items()}
+        assert weights["sparse"] < weights["dense"]
+
+
 def test_multirun_on_two_ranks(text, tmp_path):
     overrides = [*SMALL, f"data.path={text}", f"hydra.sweep.dir={tmp_path}/sweep"]
     sweep = ["-m", "pruning.ratio=0.5,0.9", *overrides]

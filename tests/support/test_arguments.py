@@ -19,6 +19,8 @@ from torch import nn
 import lightning_axosparse as package
 from lightning_axosparse import (
     AxoSparseStrategy,
+    ChannelTicket,
+    EarlyBirdChannels,
     EarlyBirdTicket,
     LearningRateFactor,
     PipelineTimeline,
@@ -30,7 +32,10 @@ from lightning_axosparse import (
 )
 from lightning_axosparse.callbacks.report.report import TrainingReport
 from lightning_axosparse.examples.gpt import GPT
+from lightning_axosparse.examples.images import ImageDataModule
 from lightning_axosparse.examples.text import TextDataModule
+from lightning_axosparse.examples.vgg import VGG
+from lightning_axosparse.pruning.channels import Channels, Segment
 from lightning_axosparse.support.arguments import (
     COUNT,
     FRACTION,
@@ -87,6 +92,26 @@ def gpt(**others: Any) -> GPT:
 
 def ticket(masks: Any = MASKS, pruning_ratio: Any = 0.5, **others: Any) -> Ticket:
     return Ticket(masks, pruning_ratio, **others)
+
+
+CHANNELS = Channels({"1": 4}, {"0": "1", "1": "1"}, {"2": [Segment("1", 4)]})
+
+
+def channel_ticket(masks: Any = None, channels: Any = CHANNELS, **others: Any) -> ChannelTicket:
+    masks = {"1": torch.arange(4) % 2 == 0} if masks is None else masks
+    return ChannelTicket(masks, channels, **{"pruning_ratio": 0.5, **others})
+
+
+def shrunk(module: Any = None, optimizers: Any = ()) -> None:
+    layers = nn.Conv2d(1, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 1, 1)
+    channel_ticket().apply(nn.Sequential(*layers) if module is None else module, optimizers)
+
+
+def largest(**others: Any) -> ChannelTicket:
+    layers = nn.Conv2d(1, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 1, 1)
+    return ChannelTicket.largest(
+        **{"module": nn.Sequential(*layers), "pruning_ratio": 0.5, **others}
+    )
 
 
 def generated_tokens(**others: Any) -> torch.Tensor:
@@ -157,6 +182,47 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
         {"factor": [True, 0, *NO_RATE, *OBJECTS[:-1]], "after": [None, *NO_WHEN]},
     ),
     (
+        EarlyBirdChannels,
+        MisconfigurationException,
+        {
+            "pruning_ratio": [0, 0.0, 1, 1.0, *NO_FRACTION],
+            "slimming": [True, *NO_RATE, *OBJECTS],
+            "floor": NO_FRACTION,
+            "network": NO_TEXT,
+            "every": [None, *NO_WHEN],
+            "draw_after": NO_WHEN,
+            "draw_by": NO_WHEN,
+            "distance": NO_WORD,
+            "threshold": [0, *NO_FRACTION],
+            "window": [None, 1, *NO_COUNT],
+            "ticket": NO_TEXT,
+        },
+    ),
+    (
+        channel_ticket,
+        ValueError,
+        {
+            "masks": [1, [], MASKS["0.weight"], "x"],
+            "channels": [None, {}, "x"],
+            "pruning_ratio": NO_FRACTION,
+            "step": NO_INDEX[:-2],
+            "distances": [None, 0.5, [0.5], {1: NAN}, {1.5: 0.5}, {-1: 0.5}, {1: "x"}, "x"],
+        },
+    ),
+    (ChannelTicket.load, ValueError, {"path": [None, *NO_TEXT]}),
+    (channel_ticket().save, ValueError, {"path": [None, *NO_TEXT]}),
+    (shrunk, ValueError, {"module": [1, "x", []], "optimizers": [None, 1, "x", [1]]}),
+    (
+        largest,
+        ValueError,
+        {
+            "module": [1, "x", []],
+            "pruning_ratio": [0, 1, *NO_FRACTION],
+            "floor": NO_FRACTION,
+            "network": NO_TEXT,
+        },
+    ),
+    (
         PipelineTimeline,
         MisconfigurationException,
         {"batch_idx": NO_INDEX, "epoch": NO_INDEX[:-2], "folder": NO_TEXT},
@@ -164,7 +230,13 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
     (
         TrainingReport,
         MisconfigurationException,
-        {"folder": NO_TEXT, "val_loss": [None, *NO_TEXT], "test_loss": [None, *NO_TEXT]},
+        {
+            "folder": NO_TEXT,
+            "val_loss": [None, *NO_TEXT],
+            "test_loss": [None, *NO_TEXT],
+            "val_accuracy": NO_TEXT,
+            "test_accuracy": NO_TEXT,
+        },
     ),
     (
         ticket,
@@ -235,6 +307,28 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
         },
     ),
     (
+        VGG,
+        ValueError,
+        {
+            "blocks": [None, True, 1, [1], [[]], [[0]], [["a"]], "x"],
+            "image_channels": [None, *NO_COUNT],
+            "classes": [None, *NO_COUNT],
+            **dict.fromkeys(["learning_rate", "weight_decay"], NO_RATE),
+            "momentum": NO_FRACTION,
+        },
+    ),
+    (
+        ImageDataModule,
+        MisconfigurationException,
+        {
+            "path": NO_TEXT,
+            "batch_size": [None, *NO_COUNT],
+            "held_out": [0, 0.5, *NO_FRACTION],
+            "seed": [None, True, -1, 1.5, "x", 2**32],
+            "num_workers": NO_INDEX,
+        },
+    ),
+    (
         TextDataModule,
         MisconfigurationException,
         {
@@ -275,7 +369,14 @@ def test_every_public_name_is_among_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [AxoSparseStrategy, EarlyBirdTicket, LearningRateFactor, PipelineTimeline]
+    "make",
+    [
+        AxoSparseStrategy,
+        EarlyBirdChannels,
+        EarlyBirdTicket,
+        LearningRateFactor,
+        PipelineTimeline,
+    ],
 )
 def test_every_argument_is_among_them(make: Any) -> None:
     arguments = next(arguments for each, _, arguments in INVALID if each is make)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from lightning_axosparse.callbacks.early_bird import Period
+from lightning_axosparse.callbacks.period import Period
 from lightning_axosparse.strategy.regrid.regrid import Regridded
 from lightning_axosparse.support.trace import Activity
 
@@ -84,12 +84,16 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class ValidationLoss:
-    """The mean loss over the validation text, in nats per byte, after ``step`` optimizer steps."""
+    """The mean loss over the validation data after ``step`` optimizer steps, and the accuracy.
+
+    The loss of a language model is in nats per byte; only a model that classifies has an accuracy.
+    """
 
     epoch: int
     step: int
     loss: float
     period: Period
+    accuracy: float | None = None
 
 
 @dataclass(frozen=True)
@@ -101,11 +105,13 @@ class TicketDraw:
         sparsity: name -> fraction pruned of each weight.
         step: number of optimizer steps after which it was drawn; None if it was there from the
             start.
+        channels: name -> channels of each layer before and after, where channels were pruned.
     """
 
     pruning_ratio: float
     sparsity: Mapping[str, float]
     step: int | None = None
+    channels: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -120,6 +126,7 @@ class RunFacts:
         threshold: the distance below which a ticket may be drawn.
         draw: the pruning; None if no ticket was drawn.
         test_loss: None if the run was not tested.
+        test_accuracy: None as well if the model does not classify.
         regrid: the change to shorter pipelines, if there was one.
     """
 
@@ -130,6 +137,7 @@ class RunFacts:
     threshold: float | None = None
     draw: TicketDraw | None = None
     test_loss: float | None = None
+    test_accuracy: float | None = None
     regrid: Regridded | None = None
 
     @property
@@ -163,18 +171,25 @@ class RunFacts:
             ("dense_at_draw", self.dense_validation),
             ("final", self.final_validation),
         ):
-            content[name] = validation and quality(validation.loss)
+            content[name] = validation and quality(validation.loss, validation.accuracy)
         if self.regrid is not None:
             content["regrid"]["bubbles"] = self.regrid.bubbles
-        content["test"] = self.test_loss and quality(self.test_loss)
+        content["test"] = self.test_loss and quality(self.test_loss, self.test_accuracy)
         for rank, facts in zip(content["ranks"], self.ranks, strict=True):
             for period, work in facts.work.items():
                 rank["work"][period]["seconds_per_step"] = work.seconds_per_step()
         path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def quality(loss: float) -> dict[str, float]:
-    """Convert a mean loss in nats per byte to the units in which language models are compared."""
+def quality(loss: float, accuracy: float | None = None) -> dict[str, float]:
+    """Return a mean loss in the units in which models are compared.
+
+    Args:
+        loss: of a language model in nats per byte.
+        accuracy: of a model that classifies; None for a language model.
+    """
+    if accuracy is not None:
+        return {"loss": loss, "accuracy": accuracy}
     return {"loss": loss, "perplexity": math.exp(loss), "bits_per_byte": loss / math.log(2)}
 
 

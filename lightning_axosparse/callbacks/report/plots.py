@@ -37,7 +37,7 @@ def _loss(facts: RunFacts) -> Figure:
     )
     if facts.draw:
         _mark_ticket(axes, facts.draw.step)
-    axes.set(xlabel="optimizer step", ylabel="loss (nats per byte)", title="Loss")
+    axes.set(xlabel="optimizer step", ylabel="loss (nats)", title="Loss")
     axes.legend(frameon=False)
     return figure
 

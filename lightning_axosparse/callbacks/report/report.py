@@ -15,7 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_axosparse.callbacks.early_bird import Period, period_of, ticket_callback
+from lightning_axosparse.callbacks.period import Period, period_of, search_of
 from lightning_axosparse.callbacks.report.facts import (
     RankFacts,
     RunFacts,
@@ -27,7 +27,7 @@ from lightning_axosparse.callbacks.report.tables import markdown
 from lightning_axosparse.callbacks.timeline import PipelineTimeline
 from lightning_axosparse.callbacks.trainer_info import callbacks_of, folder_of, grid_of
 from lightning_axosparse.distributed.process_groups import all_gather
-from lightning_axosparse.pruning.ticket import Ticket
+from lightning_axosparse.pruning import ChannelTicket, Ticket
 from lightning_axosparse.sparse.state_size import state_bytes
 from lightning_axosparse.strategy.regrid.regrid import Regridded
 from lightning_axosparse.support.arguments import NONE, PATH, TEXT, checked
@@ -60,7 +60,7 @@ class _Instant:
 
 
 class TrainingReport(L.Callback):
-    """Writes the losses, times and memory of training a language model, before and after the draw.
+    """Writes the losses, times and memory of a training, before and after the draw.
 
     At the end of ``fit``, and again after ``test``, the folder contains ``report.json``,
     ``report.md`` and the plots ``loss.png``, ``mask_distance.png`` and, with a
@@ -68,23 +68,36 @@ class TrainingReport(L.Callback):
 
     Args:
         folder: output folder; None: the trainer's ``default_root_dir``.
-        val_loss: name of the logged validation loss, a mean in nats per byte.
+        val_loss: name of the logged validation loss; of a language model, a mean in nats per byte.
         test_loss: name of the logged test loss.
+        val_accuracy: name of the logged validation accuracy of a model that classifies; the report
+            then has accuracies in the place of perplexity and bits per byte.
+        test_accuracy: name of the logged test accuracy.
 
     Raises:
         MisconfigurationException: if an argument is out of range.
     """
 
-    @checked(MisconfigurationException, folder=PATH | NONE, val_loss=TEXT, test_loss=TEXT)
+    @checked(
+        MisconfigurationException,
+        folder=PATH | NONE,
+        val_loss=TEXT,
+        test_loss=TEXT,
+        val_accuracy=TEXT | NONE,
+        test_accuracy=TEXT | NONE,
+    )
     def __init__(
         self,
         folder: str | os.PathLike[str] | None = None,
         val_loss: str = "val_loss",
         test_loss: str = "test_loss",
+        val_accuracy: str | None = None,
+        test_accuracy: str | None = None,
     ) -> None:
         self.folder = None if folder is None else Path(folder)
         self.val_loss = val_loss
         self.test_loss = test_loss
+        self.val_accuracy, self.test_accuracy = val_accuracy, test_accuracy
         self.facts: RunFacts | None = None
         self._measured = _Measurements()
         self._started: _Instant | None = None
@@ -134,7 +147,11 @@ class TrainingReport(L.Callback):
         if loss is not None and trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._measured.validations.append(
                 ValidationLoss(
-                    trainer.current_epoch, trainer.global_step, float(loss), period_of(trainer)
+                    trainer.current_epoch,
+                    trainer.global_step,
+                    float(loss),
+                    period_of(trainer),
+                    _logged(trainer, self.val_accuracy),
                 )
             )
 
@@ -147,7 +164,7 @@ class TrainingReport(L.Callback):
         ranks = all_gather(own, dist.group.WORLD if dist.is_initialized() else None)
         self.facts = RunFacts(ranks, measured.steps, measured.validations)
         self.facts.regrid = _regridded(trainer)
-        search = ticket_callback(trainer)
+        search = search_of(trainer)
         if search is not None:
             self.facts.distances = dict(search.distances)
             self.facts.threshold = search.threshold
@@ -160,6 +177,7 @@ class TrainingReport(L.Callback):
         loss = trainer.callback_metrics.get(self.test_loss)
         if self.facts is not None and loss is not None:
             self.facts.test_loss = float(loss)
+            self.facts.test_accuracy = _logged(trainer, self.test_accuracy)
             self._write(trainer)
 
     def _write(self, trainer: L.Trainer) -> None:
@@ -180,6 +198,14 @@ def _regridded(trainer: L.Trainer) -> Regridded | None:
     return getattr(trainer.strategy, "regridded", None)
 
 
-def _draw(ticket: Ticket, work: Mapping[Period, Work]) -> TicketDraw:
-    draw = TicketDraw(ticket.pruning_ratio, ticket.layer_sparsity())
+def _logged(trainer: L.Trainer, name: str | None) -> float | None:
+    value = trainer.callback_metrics.get(name) if name is not None else None
+    return None if value is None else float(value)
+
+
+def _draw(ticket: Ticket | ChannelTicket, work: Mapping[Period, Work]) -> TicketDraw:
+    if isinstance(ticket, ChannelTicket):
+        draw = TicketDraw(ticket.pruning_ratio, {}, channels=ticket.layer_channels())
+    else:
+        draw = TicketDraw(ticket.pruning_ratio, ticket.layer_sparsity())
     return replace(draw, step=ticket.step) if "dense" in work else draw

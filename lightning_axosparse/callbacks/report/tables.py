@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from lightning_axosparse.callbacks.early_bird import Period
+from lightning_axosparse.callbacks.period import Period
 from lightning_axosparse.callbacks.report.facts import RankFacts, RunFacts, Work
 
 if TYPE_CHECKING:
@@ -73,23 +73,29 @@ def sections(facts: RunFacts) -> list[Section]:
         _in_flight(facts),
         _time(facts),
         _sparsity(facts),
+        _channels(facts),
     ]
     return [section for section in every if section.rows]
 
 
 def _quality(facts: RunFacts) -> Section:
-    losses = {}
-    if facts.dense_validation:
-        losses["validation, dense, at the draw"] = facts.dense_validation.loss
-    if facts.final_validation:
-        losses["validation, at the end"] = facts.final_validation.loss
+    found: dict[str, tuple[float, float | None]] = {}
+    for data, validation in (
+        ("validation, dense, at the draw", facts.dense_validation),
+        ("validation, at the end", facts.final_validation),
+    ):
+        if validation is not None:
+            found[data] = validation.loss, validation.accuracy
     if facts.test_loss is not None:
-        losses["test, at the end"] = facts.test_loss
-    rows = [
-        (text, f"{math.exp(loss):.3f}", f"{loss / math.log(2):.3f}", f"{loss:.4f}")
-        for text, loss in losses.items()
+        found["test, at the end"] = facts.test_loss, facts.test_accuracy
+    if any(accuracy is not None for _, accuracy in found.values()):
+        rows = [(data, _percent(a), f"{loss:.4f}") for data, (loss, a) in found.items()]
+        return Section("Quality", ("data", "accuracy", "loss"), rows)
+    units = [
+        (data, f"{math.exp(loss):.3f}", f"{loss / math.log(2):.3f}", f"{loss:.4f}")
+        for data, (loss, _) in found.items()
     ]
-    return Section("Quality", ("text", "perplexity", "bits per byte", "loss"), rows)
+    return Section("Quality", ("text", "perplexity", "bits per byte", "loss"), units)
 
 
 def _ticket(facts: RunFacts) -> Section:
@@ -137,7 +143,7 @@ def _memory(facts: RunFacts) -> Section:
         rows += [row("model state", rank, state), row("all-reduced per step", rank, reduced)]
     return Section(
         "Memory and traffic of each rank",
-        ("rank", "stage", "replica", "bytes", "dense weights", "sparse weights"),
+        ("rank", "stage", "replica", "bytes", *_periods(facts)),
         rows,
     )
 
@@ -158,7 +164,7 @@ def _in_flight(facts: RunFacts) -> Section:
     ]
     return Section(
         "Most micro-batches in flight, and the limit",
-        ("rank", "stage", "dense weights", "sparse weights"),
+        ("rank", "stage", *_periods(facts)),
         rows,
     )
 
@@ -182,6 +188,22 @@ def _sparsity(facts: RunFacts) -> Section:
     sparsity = facts.draw.sparsity if facts.draw else {}
     rows = [(name, f"{100 * removed:.1f} %") for name, removed in sparsity.items()]
     return Section("Sparsity of each weight", ("weight", "removed"), rows)
+
+
+def _channels(facts: RunFacts) -> Section:
+    """Return the channels of each layer; no rows where none were pruned."""
+    channels = dict(facts.draw.channels) if facts.draw else {}
+    if channels:
+        before, after = (sum(counts) for counts in zip(*channels.values(), strict=True))
+        channels["all"] = before, after
+    rows = [(name, str(before), str(after)) for name, (before, after) in channels.items()]
+    return Section("Channels of each layer", ("layer", "before", "after"), rows)
+
+
+def _periods(facts: RunFacts) -> tuple[str, str]:
+    """What the model has in each period."""
+    shrunk = facts.draw is not None and facts.draw.channels
+    return ("all channels", "kept channels") if shrunk else ("dense weights", "sparse weights")
 
 
 def _place(rank: RankFacts) -> tuple[str, str, str]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -27,6 +28,17 @@ def test_a_step_divides_into_its_whole_time():
 
 def test_loss_is_the_mean_over_replicas(facts):
     assert facts.losses == [4.0, 3.0]
+
+
+def test_json_has_accuracies_of_a_model_that_classifies(facts, tmp_path):
+    facts.validations = [replace(v, accuracy=0.75) for v in facts.validations]
+    facts.test_accuracy = 0.5
+    facts.draw = replace(facts.draw, channels={"model.1": (8, 3)})
+    facts.save(tmp_path / "report.json")
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert content["final"] == {"loss": 1.0, "accuracy": 0.75}
+    assert content["test"] == {"loss": 1.5, "accuracy": 0.5}
+    assert content["draw"]["channels"] == {"model.1": [8, 3]}
 
 
 def test_json_holds_what_follows_from_the_facts(facts, tmp_path):

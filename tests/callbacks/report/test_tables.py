@@ -58,6 +58,27 @@ def test_ticket_and_sparsity(facts):
     assert rows(facts, "Sparsity") == [("model.0.weight", "75.0 %"), ("model.1.weight", "85.0 %")]
 
 
+def test_channels_and_accuracies_of_a_network_that_was_shrunk(facts):
+    channels = {"model.1": (8, 3), "model.4": (12, 12)}
+    facts.draw = TicketDraw(0.5, {}, step=1, channels=channels)
+    facts.validations = [replace(v, accuracy=0.9 + v.epoch / 20) for v in facts.validations]
+    facts.test_accuracy = 0.925
+    assert rows(facts, "Channels") == [
+        ("model.1", "8", "3"),
+        ("model.4", "12", "12"),
+        ("all", "20", "15"),
+    ]
+    assert rows(facts, "Quality") == [
+        ("validation, dense, at the draw", "90.0%", "2.0000"),
+        ("validation, at the end", "95.0%", "1.0000"),
+        ("test, at the end", "92.5%", "1.5000"),
+    ]
+    titles = {section.title: section.columns for section in sections(facts)}
+    assert "Sparsity of each weight" not in titles
+    memory = titles["Memory and traffic of each rank"]
+    assert memory[-2:] == ("all channels", "kept channels")
+
+
 def test_a_run_without_a_ticket_has_no_section_on_it(facts):
     dense = replace(facts, draw=None, distances={}, test_loss=None)
     titles = [section.title for section in sections(dense)]

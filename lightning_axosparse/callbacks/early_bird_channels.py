@@ -1,0 +1,341 @@
+"""The callback that finds an early-bird ticket of channels, and removes the others."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_axosparse.callbacks.early_bird import EarlyBirdTicket
+from lightning_axosparse.callbacks.moments import (
+    WHEN,
+    Moment,
+    Progress,
+    When,
+    total_steps,
+    validate_end,
+)
+from lightning_axosparse.callbacks.trainer_info import callbacks_of
+from lightning_axosparse.distributed.process_groups import all_gather, broadcast_from_first
+from lightning_axosparse.pruning.bitmask import MaskBits
+from lightning_axosparse.pruning.channel_ticket import RATIO, ChannelTicket, channel_masks
+from lightning_axosparse.pruning.channels import Channels, find_channels
+from lightning_axosparse.pruning.layer_channels import validate_channelwise_optimizer
+from lightning_axosparse.pruning.mask_distance import DISTANCES, Distance
+from lightning_axosparse.strategy.validation import optimizers_before_setup, unless_made_later
+from lightning_axosparse.support.arguments import (
+    FRACTION,
+    NONE,
+    NOT_NEGATIVE,
+    PATH,
+    TEXT,
+    checked,
+    instance_of,
+    number,
+    one_of,
+    whole,
+)
+
+_STRATEGY_API = ("inter_group", "data_group", "held_parameters", "counted_parameters", "shrink")
+_KEEP_OTHER_WEIGHTS = (
+    EarlyBirdTicket,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+
+
+class EarlyBirdChannels(Callback):
+    """Finds an early-bird ticket of channels while training, then shrinks the network to it.
+
+    This is the method of You et al. (ICLR 2020), on network slimming (Liu et al., ICCV 2017): an L1
+    penalty draws the scales of BatchNorms towards zero, and the channels with the largest scales
+    are kept, ranked over all layers. When the masks of the channels agree in the last ``window``
+    comparisons, the ticket is drawn, once and identically on all ranks, and the network is rebuilt
+    with the kept channels alone: weights, gradients, optimizer state, statistics and the messages
+    between stages shrink, and training goes on. The parameters stay the same objects.
+
+    Which channels can be removed is found by tracing the network
+    (:mod:`lightning_axosparse.pruning.channels`); what stays whole is printed, with the reason. The
+    largest distance to the window is logged as ``mask_distance``. ``every``, ``draw_after`` and
+    ``draw_by`` are optimizer steps (an int), a share of the run (a float), or epochs ("3 epochs").
+
+    Args:
+        pruning_ratio: fraction to prune, in (0, 1), of all channels that can be removed.
+        slimming: factor of the L1 penalty on the scales of these channels, until the draw. Its
+            subgradient is added to their gradients before these are clipped.
+        floor: each layer keeps at least this fraction, in [0, 1], of its channels, and never less
+            than one channel.
+        network: name of the part of the module whose ``forward`` is traced, such as "model"; None:
+            the module itself.
+        every: how often masks are computed and compared.
+        draw_after: draw not before this, even if the masks agree; None: as soon as they agree.
+        draw_by: draw at this time at the latest, even if the masks still change; None: only when
+            they agree.
+        distance: "hamming": fraction of the channels whose mask changed, as in the paper;
+            "overlap", "relative": as for ``EarlyBirdTicket``.
+        threshold: the ticket is drawn when the distance of the newest masks to all others of the
+            window is smaller than this.
+        window: number of masks that must agree, at least 2.
+        ticket: a ticket, or the file or checkpoint with one, to use from the start of fit, without
+            a search.
+
+    Attributes:
+        ticket: the ticket once it is drawn or given, else None; the same on every rank.
+        distances: number of optimizer steps -> the largest distance of the masks after them to
+            the window, from the second masks on.
+
+    Raises:
+        MisconfigurationException: if an argument is out of range.
+    """
+
+    @checked(
+        MisconfigurationException,
+        pruning_ratio=RATIO,
+        slimming=NOT_NEGATIVE,
+        floor=FRACTION,
+        network=TEXT | NONE,
+        every=WHEN,
+        draw_after=WHEN | NONE,
+        draw_by=WHEN | NONE,
+        distance=one_of(*DISTANCES),
+        threshold=number("a number in (0, 1]", lambda threshold: 0 < threshold <= 1),
+        window=whole(2),
+        ticket=instance_of("a ChannelTicket", ChannelTicket) | PATH | NONE,
+    )
+    def __init__(
+        self,
+        pruning_ratio: float = 0.5,
+        slimming: float = 1e-4,
+        floor: float = 0.05,
+        network: str | None = None,
+        every: When = "1 epoch",
+        draw_after: When | None = None,
+        draw_by: When | None = 0.5,
+        distance: Distance = "hamming",
+        threshold: float = 0.1,
+        window: int = 5,
+        ticket: ChannelTicket | str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.pruning_ratio, self.slimming, self.floor = pruning_ratio, slimming, floor
+        self.network = network
+        self.every, self.draw_after, self.draw_by = every, draw_after, draw_by
+        self.distance, self.threshold = distance, threshold
+        if isinstance(ticket, str | os.PathLike):
+            ticket = ChannelTicket.load(ticket)
+        self.ticket = ticket
+        self.distances: dict[int, float] = {}
+        self._window: deque[MaskBits] = deque(maxlen=window)
+        self._channels: Channels | None = None
+        """What can be removed; None outside of training, and where a ticket is there."""
+        self._looked: Progress | None = None
+        """Up to where masks that were due have been compared; None outside of training."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Validate the run on every rank, before any weight changes."""
+        self.validate_fit(trainer)
+
+    def validate_fit(self, trainer: Trainer) -> None:
+        """Validate strategy, module and callbacks; the launcher calls this before it starts ranks.
+
+        Raises:
+            MisconfigurationException: if the strategy cannot remove channels, the module cannot be
+                traced, has no channels to remove or does not fit ``ticket``, the optimizer's state
+                does not have the shape of its parameters, or another callback keeps weights.
+        """
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        _validate_callbacks(callbacks_of(trainer, Callback))
+        if not all(hasattr(type(trainer.strategy), name) for name in _STRATEGY_API):
+            raise MisconfigurationException(
+                "EarlyBirdChannels needs strategy='axosparse' (AxoSparseStrategy); "
+                f"{type(trainer.strategy).__name__} cannot remove channels."
+            )
+        if self.ticket is None and float in map(type, (self.every, self.draw_after, self.draw_by)):
+            validate_end(trainer)
+        with unless_made_later(trainer.lightning_module):
+            self._find(trainer.lightning_module)
+        if trainer.strategy.launcher is not None:
+            _validate_optimizers(optimizers_before_setup(trainer.lightning_module))
+
+    def _find(self, module: nn.Module) -> Channels | None:
+        """Find the channels that a search may remove, or check that the ticket fits the module."""
+        with _misconfigured():
+            if self.ticket is None:
+                return find_channels(module, self.network)
+            self.ticket.validate(module)
+            return None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Shrink by the ticket if there is one: given by the user, or drawn before a resume."""
+        self._channels = self._find(pl_module)
+        _validate_optimizers(trainer.optimizers)
+        if self.ticket is not None:
+            self._shrink(trainer, self.ticket)
+        elif self._channels is not None:
+            rank_zero_info(str(self._channels))
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare masks that were due where the checkpoint of a resumed run was written.
+
+        It may have been written before this callback's own hook, at the last batch of an epoch, at
+        which Lightning does not resume.
+        """
+        now = Progress(trainer.global_step, trainer.current_epoch)
+        self._looked = self._looked or now
+        self._look(trainer, pl_module, now)
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Add the subgradient of the L1 penalty to the gradients of the scales."""
+        if self.ticket is None and self.slimming:
+            for scale in self._scales(trainer).values():
+                if scale.grad is not None:
+                    scale.grad.add_(scale.detach().sign(), alpha=self.slimming)
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Compare masks if they are due inside an epoch."""
+        if not trainer.is_last_batch:
+            now = Progress(trainer.global_step, trainer.current_epoch)
+            self._look(trainer, pl_module, now, on_step=True)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare masks if they are due at the end of an epoch, which has been validated."""
+        self._look(trainer, pl_module, Progress(trainer.global_step, trainer.current_epoch + 1))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Warn if no ticket was drawn."""
+        self._looked = self._channels = None
+        if self.ticket is None:
+            last = f"{[*self.distances.values()][-1]:.3f}" if self.distances else "none"
+            rank_zero_warn(
+                f"No ticket of channels was drawn in {trainer.global_step} optimizer steps: the "
+                f"masks have not settled (last mask_distance: {last}, threshold: {self.threshold}, "
+                f"window: {self._window.maxlen}). The network has all its channels. Set draw_by, a "
+                "larger threshold or a smaller window, or train longer."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the ticket, or the search for it."""
+        return {
+            "looked": self._looked and [self._looked.steps, self._looked.epochs],
+            "ticket": None if self.ticket is None else self.ticket.state_dict(),
+            "distances": dict(self.distances),
+            "window": [masks.state_dict() for masks in self._window],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the search, or the ticket, from a checkpoint of this or another grid."""
+        if state_dict["ticket"] is not None:
+            ticket = ChannelTicket.from_state_dict(state_dict["ticket"])
+            if self.ticket not in (None, ticket):
+                raise MisconfigurationException(
+                    "The checkpoint holds another ticket than the one given as `ticket=`. Resume "
+                    "without `ticket=`, or start a new run from the weights alone."
+                )
+            self.ticket = ticket
+        self._looked = state_dict["looked"] and Progress(*state_dict["looked"])
+        self.distances = dict(state_dict["distances"])
+        self._window.clear()
+        self._window.extend(MaskBits.from_state_dict(state) for state in state_dict["window"])
+
+    def _look(
+        self, trainer: Trainer, module: LightningModule, now: Progress, on_step: bool = False
+    ) -> None:
+        """If that is due, compare the masks with the window, and draw the ticket if they agree."""
+        looked, self._looked = self._looked, now
+        if self.ticket is not None:
+            return
+        assert looked is not None
+        total = partial(total_steps, trainer)
+        late = self.draw_by is not None and Moment.of(self.draw_by, total).reached(now)
+        if not late and not Moment.of(self.every, total).again_since(looked, now):
+            return
+        masks = self._masks(trainer)
+        others = list(self._window)[1 - (self._window.maxlen or 0) :]
+        distances = [DISTANCES[self.distance](masks, other, set(masks), None) for other in others]
+        self._window.append(masks)
+        if distances:
+            self.distances[now.steps] = max(distances)
+            module.log("mask_distance", max(distances), on_step=on_step, on_epoch=not on_step)
+        early = self.draw_after is not None and not Moment.of(self.draw_after, total).reached(now)
+        full = len(self._window) == self._window.maxlen
+        if late or (full and not early and max(distances) < self.threshold):
+            self._draw(trainer, masks)
+
+    def _draw(self, trainer: Trainer, masks: MaskBits) -> None:
+        assert self._channels is not None
+        step, distances = trainer.global_step, self.distances
+        ticket = ChannelTicket(masks, self._channels, self.pruning_ratio, step, distances)
+        self._shrink(trainer, ticket)
+        self.ticket = ticket
+        self._window.clear()
+        rank_zero_info(f"Early-bird ticket of channels drawn: {ticket}")
+
+    def _shrink(self, trainer: Trainer, ticket: ChannelTicket) -> None:
+        strategy: Any = trainer.strategy
+        strategy.shrink(ticket)
+
+    def _scales(self, trainer: Trainer) -> dict[str, Tensor]:
+        """The scales of removable channels on this rank, by BatchNorm."""
+        assert self._channels is not None
+        strategy: Any = trainer.strategy
+        held: dict[str, Tensor] = strategy.held_parameters()
+        weights = ((name, f"{name}.weight") for name in self._channels.scales)
+        return {name: held[weight] for name, weight in weights if weight in held}
+
+    def _masks(self, trainer: Trainer) -> MaskBits:
+        """Compute the masks of all channels, on every rank from the first replica's scales."""
+        assert self._channels is not None
+        strategy: Any = trainer.strategy
+        mine = {name: scale.detach().cpu() for name, scale in self._scales(trainer).items()}
+        found: dict[str, Tensor] = {}
+        for part in all_gather(mine, strategy.inter_group):
+            found.update(part)
+        found = broadcast_from_first(found, strategy.data_group)
+        scales = {name: found[name] for name in self._channels.scales}
+        return MaskBits(channel_masks(scales, self.pruning_ratio, self.floor))
+
+
+@contextmanager
+def _misconfigured() -> Iterator[None]:
+    """Raise what is wrong with a model or an optimizer as a misconfiguration."""
+    try:
+        yield
+    except ValueError as error:
+        raise MisconfigurationException(str(error)) from error
+
+
+def _validate_callbacks(callbacks: list[Callback]) -> None:
+    for callback in callbacks:
+        if isinstance(callback, _KEEP_OTHER_WEIGHTS):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} keeps masks or weights of its own, which do not fit a "
+                "network whose channels EarlyBirdChannels removes. Leave one of the two callbacks "
+                "out."
+            )
+
+
+def _validate_optimizers(optimizers: list[Optimizer]) -> None:
+    with _misconfigured():
+        for optimizer in optimizers:
+            validate_channelwise_optimizer(optimizer)
