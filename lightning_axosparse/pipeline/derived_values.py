@@ -19,7 +19,7 @@ else.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -105,8 +105,6 @@ class DerivedValues(PausableMode):
         """Take in that from now on values are made, not received."""
         self._is_before_stage = False
 
-    # Only a layer's own forward is to be compiled.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end_layer(self, index: int, output: Any) -> None:
         """Note the output of a layer that this stage has computed."""
         self._layer, self._results, self._output = index, 0, described(output)
@@ -122,8 +120,7 @@ class DerivedValues(PausableMode):
         """
         self._layer, self._results = index, 0
         unknown = {id(tensor) for tensor in placeholders}
-        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        return self._filled(output, {id(leaf) for leaf in leaves} - unknown)
+        return self._filled(output, unknown.__contains__)
 
     def needed(self) -> tuple[Any, list[tuple[Place, Tensor]]]:
         """What the step still needs when it calls the next stage's first layer.
@@ -160,7 +157,7 @@ class DerivedValues(PausableMode):
             return func(*args, **kwargs)
         self._results += 1
         if self._is_before_stage and any(made.is_placeholder for made in sources):
-            return self._filled(self._imagined(func, args, kwargs))
+            return self._filled(self._imagined(func, args, kwargs), lambda _: True)
         # Running statistics change without a new version.
         buffers = [(b, b.clone()) for b in _tensors((args, kwargs)) if id(b) in self._buffers]
         result = func(*args, **kwargs)
@@ -176,33 +173,35 @@ class DerivedValues(PausableMode):
 
     def _note(self, result: Any) -> None:
         """Note the leaves of a result that this stage has computed."""
-        for leaf, value in enumerate(tree_leaves(result)):
+        for leaf, value in enumerate(
+            [result] if isinstance(result, Tensor) else tree_leaves(result)
+        ):
             if isinstance(value, Tensor):
                 place = Place(self._layer, self._results, leaf)
                 self._made[id(value)] = _Made(weakref.ref(value), place)
 
-    def _filled(self, result: Any, known: Collection[int] = ()) -> Any:
+    def _filled(self, result: Any, is_placeholder: Callable[[int], bool]) -> Any:
         """Put what was received into a result that this stage does not compute, and note it.
 
         Args:
-            result: a tree with placeholders.
-            known: its tensors, by ``id``, that are none.
+            result: a tree.
+            is_placeholder: says so of its tensors, by ``id``.
         """
-        leaves = enumerate(tree_leaves(result))
+        leaves = count()
 
         def received(value: Any) -> Any:
-            place = Place(self._layer, self._results, next(leaves)[0])
+            place = Place(self._layer, self._results, next(leaves))
             if not isinstance(value, Tensor):
                 return value
-            is_placeholder = place not in self._received and id(value) not in known
-            if not is_placeholder:
+            is_unknown = place not in self._received and is_placeholder(id(value))
+            if not is_unknown:
                 value = _Alias.apply(self._received.get(place, value))  # type: ignore[no-untyped-call]
             elif value.requires_grad:
                 self.placeholders.setdefault(self._layer, []).append(value)
-            self._made[id(value)] = _Made(weakref.ref(value), place, is_placeholder)
+            self._made[id(value)] = _Made(weakref.ref(value), place, is_unknown)
             return value
 
-        return tree_map(received, result)
+        return received(result) if isinstance(result, Tensor) else tree_map(received, result)
 
     def _imagined(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -284,7 +284,6 @@ class SideOutputs:
         ]
         return *self.received, *self._own, *outputs, *unlike
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def describe(self, index: int, output: Any) -> None:
         """Note what a layer's output looks like, for stages that replace it by a placeholder."""
         self._described[index] = sendable(output, set(), self.layers[index].name)
@@ -418,7 +417,7 @@ def sendable(tree: Any, read: Collection[int], owner: str) -> Any:
             return value if id(value) in read else Unsent.of(value)
         return value if isinstance(value, PLAIN) else _Unsendable(type(value).__name__, owner)
 
-    return tree_map(leaf, tree)
+    return leaf(tree) if isinstance(tree, Tensor) else tree_map(leaf, tree)
 
 
 def _sendable_value(attribute: Any, output: Any, owner: str) -> Any:

@@ -176,23 +176,20 @@ class PipelinedLayers:
             self._check_order(running.visit, index)
             part = self.parts[running.visit.stage]
             with running.values.paused():
-                if index == part.stop:
-                    raise StageEdge(_activation(running))
-                self._begin(running, index, part)
                 if index < part.start:
-                    output = _replacement(running, index, index == part.start - 1)
-                else:
-                    output = self._run(running, index, compute, args, kwargs)
-                if not self._is_last(running.visit.stage):
-                    running.side_outputs.describe(index, output)
-                return output
+                    running.side_outputs.replay(index)
+                with running.visit.tracker.paused():
+                    if index == part.stop:
+                        raise StageEdge(_activation(running))
+                    self._begin(running, index, part)
+                    if index < part.start:
+                        return _replacement(running, index, index == part.start - 1)
+                    return self._run(running, index, compute, args, kwargs)
 
         return forward
 
     def _begin(self, running: _Running, index: int, part: range) -> None:
-        """Prepare for a layer: replay side outputs, and watch those of the stage's own layers."""
-        if index < part.start:
-            running.side_outputs.replay(index)
+        """Prepare for the stage's own layers, and for what is received before them."""
         # From here on, so that what is replayed is not taken for a side output of this stage.
         if index == max(0, part.start - 1) and not self._is_last(running.visit.stage):
             running.side_outputs.watch(part)
@@ -210,10 +207,9 @@ class PipelinedLayers:
     ) -> Any:
         """Compute a layer of the stage, and note what it leaves."""
         running.side_outputs.begin_layer(index)
-        with running.visit.tracker.paused():
-            output = self._compute(running.visit, index, compute, args, kwargs)
+        output = self._compute(running.visit, index, compute, args, kwargs)
         running.side_outputs.end_layer(index, output)
-        running.values.end_layer(index, output)
+        _note_output(running, index, output)
         return output
 
     def _compute(
@@ -263,6 +259,13 @@ class PipelinedLayers:
 
 # Only a layer's own forward is to be compiled.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
+def _note_output(running: _Running, index: int, output: Any) -> None:
+    """Note the output of a layer that this stage has computed."""
+    running.values.end_layer(index, output)
+    running.side_outputs.describe(index, output)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _activation(running: _Running) -> Activation:
     """What a stage sends when the step calls the next stage's first layer."""
     side_outputs = running.side_outputs.sent()
@@ -290,6 +293,7 @@ def _replacement(running: _Running, index: int, is_received: bool) -> Any:
         if output is None:
             output = fill(described(received), placeholders)
     output = running.values.replace_output(index, output, placeholders)
+    running.side_outputs.describe(index, output)
     if is_received:
         running.side_outputs.note_output(index, output)
     return output
