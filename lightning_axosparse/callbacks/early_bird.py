@@ -37,6 +37,7 @@ from lightning_axosparse.pruning.mask_rule import MaskRule
 from lightning_axosparse.pruning.mask_window import MaskWindow
 from lightning_axosparse.pruning.pattern import ENTRIES, parse_pattern
 from lightning_axosparse.pruning.prunable import Prune, few
+from lightning_axosparse.pruning.rewind import EarlierWeights
 from lightning_axosparse.pruning.scores import SCORES, Score
 from lightning_axosparse.pruning.stage_balance import kept_by_stage
 from lightning_axosparse.pruning.ticket import Ticket
@@ -143,6 +144,10 @@ class EarlyBirdTicket(Callback):
             the window is smaller than this.
         window: number of masks that must agree, at least 2; the paper uses 5, one an epoch, with
             the hamming distance and a threshold of 0.1.
+        rewind_to: when the ticket is drawn, all weights go back to what they were at this time, and
+            the optimizer begins anew (Frankle et al., ICML 2020); schedulers and the number of
+            steps go on. Costs a copy of the weights in host memory until the draw, and in
+            checkpoints. None: weights and optimizer state stay.
         learning_rate_factor: what the learning rates are multiplied by from the draw on, whatever
             scheduler sets them: a number, or a function of the optimizer steps since the draw, such
             as ``lambda step: min(2.0, step / 50)`` for a new warm-up. Schedulers and their monitors
@@ -182,6 +187,7 @@ class EarlyBirdTicket(Callback):
         distance=one_of(*DISTANCES),
         threshold=number("a number in (0, 1]", lambda threshold: 0 < threshold <= 1),
         window=whole(2),
+        rewind_to=WHEN | NONE,
         learning_rate_factor=POSITIVE | FUNCTION,
         ticket=instance_of("a Ticket", Ticket) | PATH | NONE,
         policy=one_of("auto", *POLICIES),
@@ -204,6 +210,7 @@ class EarlyBirdTicket(Callback):
         distance: Distance = "relative",
         threshold: float = 0.5,
         window: int = 5,
+        rewind_to: When | None = None,
         learning_rate_factor: float | Callable[[int], float] = 1.0,
         ticket: Ticket | str | os.PathLike[str] | None = None,
         policy: Literal["auto", "sparse", "samo"] = "auto",
@@ -234,6 +241,13 @@ class EarlyBirdTicket(Callback):
             self._masked = MaskedTraining(
                 method, pruning_ratio, drop_fraction, every, draw_after, draw_by
             )
+        if type(rewind_to) is type(draw_by) in (int, float) and rewind_to >= draw_by:  # type: ignore[operator]
+            raise MisconfigurationException(
+                f"rewind_to={rewind_to} must come before the draw, which comes by "
+                f"draw_by={draw_by}."
+            )
+        self.rewind_to = rewind_to
+        self._earlier = EarlierWeights()
         self.every, self.draw_after, self.draw_by = every, draw_after, draw_by
         self.distance = distance
         self.threshold = threshold
@@ -267,7 +281,8 @@ class EarlyBirdTicket(Callback):
                 "EarlyBirdTicket needs strategy='axosparse' (AxoSparseStrategy); "
                 f"{type(trainer.strategy).__name__} cannot store weights sparse."
             )
-        if self.ticket is None and float in map(type, (self.every, self.draw_after, self.draw_by)):
+        times = self.every, self.draw_after, self.draw_by, self.rewind_to
+        if self.ticket is None and float in map(type, times):
             validate_end(trainer)
         with unless_made_later(trainer.lightning_module):
             self._validate_model(trainer.lightning_module)
@@ -297,6 +312,8 @@ class EarlyBirdTicket(Callback):
         if self._drawn_at is not None and now.steps < self._drawn_at:
             self._drawn_at = None  # Another run drew the ticket.
         self._looked = self._looked or now
+        strategy: Any = trainer.strategy
+        self._earlier.keep_only(strategy.held_parameters())
         if self._masked is not None and self.ticket is None:
             self._masked.schedule(trainer)
             self._masked.resume(trainer)
@@ -306,6 +323,7 @@ class EarlyBirdTicket(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Change the masks of dense weights, or scale the rates if this run drew the ticket."""
+        self._take_weights(trainer)
         if self._masked is not None and self.ticket is None:
             self._masked.begin_step(trainer, partial(self._masks, trainer, pl_module))
         factor = self.learning_rate_factor
@@ -315,6 +333,15 @@ class EarlyBirdTicket(Callback):
             strategy: Any = trainer.strategy
             strategy.learning_rate_factor = factor
             pl_module.log("learning_rate_factor", factor, on_step=True, on_epoch=False)
+
+    def _take_weights(self, trainer: Trainer) -> None:
+        """Copy the weights to which the draw goes back, when their time has come."""
+        if self.rewind_to is None or self.ticket is not None or self._earlier.taken:
+            return
+        now = Progress(trainer.global_step, trainer.current_epoch)
+        if Moment.of(self.rewind_to, partial(total_steps, trainer)).reached(now):
+            strategy: Any = trainer.strategy
+            self._earlier.take(strategy.held_parameters())
 
     def on_train_batch_end(
         self,
@@ -387,24 +414,27 @@ class EarlyBirdTicket(Callback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the ticket and the distances; :meth:`on_save_checkpoint` adds the window."""
+        """Return the ticket and the distances; :meth:`on_save_checkpoint` adds the rest."""
         return {
             "looked": self._looked and [self._looked.steps, self._looked.epochs],
             "drawn_at": self._drawn_at,
             "ticket": None if self.ticket is None else self.ticket.state_dict(),
             "distances": dict(self.distances),
             "window": [],
+            "earlier": {},
             "masked": None if self._masked is None else self._masked.state_dict(),
         }
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Gather the window's masks of all stages into this callback's state on the first stage."""
+        """Gather masks and earlier weights of all stages into the state of the first one."""
         if self.ticket is None:
             strategy: Any = trainer.strategy
-            window = self._window.gather_state(strategy.counted_parameters(), strategy.inter_group)
-            checkpoint["callbacks"][self.state_key]["window"] = window
+            counted, stages = strategy.counted_parameters(), strategy.inter_group
+            state = checkpoint["callbacks"][self.state_key]
+            state["window"] = self._window.gather_state(counted, stages)
+            state["earlier"] = self._earlier.gather_state(counted, stages)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the search from a checkpoint of this or another grid."""
@@ -422,6 +452,7 @@ class EarlyBirdTicket(Callback):
         if self._masked is not None and state_dict["masked"] is not None:
             self._masked.load_state_dict(state_dict["masked"])
         self._window.load_state(state_dict["window"])
+        self._earlier.load_state(state_dict["earlier"])
 
     def _masks(self, trainer: Trainer, module: LightningModule, ratio: float) -> MaskBits:
         """Compute the masks of the parameters that this rank counts."""
@@ -453,6 +484,12 @@ class EarlyBirdTicket(Callback):
             self._masked.release(trainer)
         stages = strategy.parameter_stages()
         shares = self._rule.shares(module, stages)
+        if self._earlier.taken:
+            self._earlier.restore(strategy.held_parameters(), trainer.optimizers)
+        elif self.rewind_to is not None:
+            rank_zero_warn(
+                f"The ticket was drawn before rewind_to={self.rewind_to}: the weights stay."
+            )
         self._prune(trainer, self.ticket)
         rank_zero_info(f"Early-bird ticket drawn: {self.ticket}")
         kept = {name: int(mask.sum()) for name, mask in self.ticket.masks.items()}

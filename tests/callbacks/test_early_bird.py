@@ -148,6 +148,7 @@ def shapes(model):
         ({"policy": "dense"}, "policy='dense'.*samo"),
         ({"compute": "fast"}, "compute='fast'.*'sparse'"),
         ({"stage_imbalance": 1.5, "scope": "layer"}, "stage_imbalance=1.5 limits.*scope='layer'"),
+        ({"rewind_to": 0.5}, r"rewind_to=0\.5 must come before .*draw_by=0\.4"),
         ({"method": "rigl", "draw_by": None}, "draw_by=None with method='rigl'.*share"),
         ({"method": "set", "every": "1 epoch"}, "every='1 epoch' with method='set'"),
         ({"method": "rigl", "pattern": "4x1"}, "method='rigl' drops and regrows single"),

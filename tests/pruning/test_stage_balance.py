@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_axosparse.pruning.densities import shares
@@ -66,6 +66,7 @@ def least_limit(scores, stages, total, imbalance):
     return limit
 
 
+@settings(max_examples=40)
 @given(
     st.integers(0, 10**6),
     st.booleans(),
@@ -109,6 +110,7 @@ def test_no_stage_keeps_more_and_the_best_entries_are_kept(seed, ties, ratio, nu
         )
 
 
+@settings(max_examples=40)
 @given(st.integers(0, 10**6), st.floats(0, 0.95), st.floats(0, 1), st.integers(2, 4))
 def test_floors_hold_as_far_as_the_limit_lets_them(seed, ratio, floor, number):
     scores = make_parameters(seed, torch.float32, False)

@@ -165,6 +165,7 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             "every": [None, *NO_WHEN],
             "draw_after": NO_WHEN,
             "draw_by": NO_WHEN,
+            "rewind_to": NO_WHEN,
             "learning_rate_factor": [True, 0, *NO_RATE, *OBJECTS[:-1]],
             "score": [None, True, 1, "lamp", "", []],
             "floor": NO_FRACTION,
