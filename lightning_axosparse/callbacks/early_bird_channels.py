@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -33,6 +32,7 @@ from lightning_axosparse.pruning.channel_ticket import RATIO, ChannelTicket, cha
 from lightning_axosparse.pruning.channels import Channels, find_channels
 from lightning_axosparse.pruning.layer_channels import validate_channelwise_optimizer
 from lightning_axosparse.pruning.mask_distance import DISTANCES, Distance
+from lightning_axosparse.pruning.mask_window import MaskWindow
 from lightning_axosparse.strategy.validation import optimizers_before_setup, unless_made_later
 from lightning_axosparse.support.arguments import (
     FRACTION,
@@ -131,14 +131,14 @@ class EarlyBirdChannels(Callback):
         self.pruning_ratio, self.slimming, self.floor = pruning_ratio, slimming, floor
         self.network = network
         self.every, self.draw_after, self.draw_by = every, draw_after, draw_by
-        self.distance, self.threshold = distance, threshold
+        self.threshold = threshold
         if isinstance(ticket, str | os.PathLike):
             ticket = ChannelTicket.load(ticket)
         self.ticket = ticket
         self.distances: dict[int, float] = {}
-        self._window: deque[MaskBits] = deque(maxlen=window)
+        self._window = MaskWindow(window, distance)
         self._channels: Channels | None = None
-        """What can be removed; None outside of training, and where a ticket is there."""
+        """What can be removed; None before training, and where a ticket is used from the start."""
         self._looked: Progress | None = None
         """Up to where masks that were due have been compared; None outside of training."""
 
@@ -224,23 +224,24 @@ class EarlyBirdChannels(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warn if no ticket was drawn."""
-        self._looked = self._channels = None
+        self._looked = None
         if self.ticket is None:
             last = f"{[*self.distances.values()][-1]:.3f}" if self.distances else "none"
             rank_zero_warn(
                 f"No ticket of channels was drawn in {trainer.global_step} optimizer steps: the "
                 f"masks have not settled (last mask_distance: {last}, threshold: {self.threshold}, "
-                f"window: {self._window.maxlen}). The network has all its channels. Set draw_by, a "
+                f"window: {self._window.size}). The network has all its channels. Set draw_by, a "
                 "larger threshold or a smaller window, or train longer."
             )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ticket, or the search for it."""
+        scales = () if self._channels is None else self._channels.scales
         return {
             "looked": self._looked and [self._looked.steps, self._looked.epochs],
             "ticket": None if self.ticket is None else self.ticket.state_dict(),
             "distances": dict(self.distances),
-            "window": [masks.state_dict() for masks in self._window],
+            "window": self._window.gather_state(scales, None),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -255,8 +256,7 @@ class EarlyBirdChannels(Callback):
             self.ticket = ticket
         self._looked = state_dict["looked"] and Progress(*state_dict["looked"])
         self.distances = dict(state_dict["distances"])
-        self._window.clear()
-        self._window.extend(MaskBits.from_state_dict(state) for state in state_dict["window"])
+        self._window.load_state(state_dict["window"])
 
     def _look(
         self, trainer: Trainer, module: LightningModule, now: Progress, on_step: bool = False
@@ -271,15 +271,13 @@ class EarlyBirdChannels(Callback):
         if not late and not Moment.of(self.every, total).again_since(looked, now):
             return
         masks = self._masks(trainer)
-        others = list(self._window)[1 - (self._window.maxlen or 0) :]
-        distances = [DISTANCES[self.distance](masks, other, set(masks), None) for other in others]
-        self._window.append(masks)
-        if distances:
-            self.distances[now.steps] = max(distances)
-            module.log("mask_distance", max(distances), on_step=on_step, on_epoch=not on_step)
+        distance = self._window.add(masks, set(masks), None, None)  # Every rank has all masks.
+        if distance is not None:
+            self.distances[now.steps] = distance
+            module.log("mask_distance", distance, on_step=on_step, on_epoch=not on_step)
         early = self.draw_after is not None and not Moment.of(self.draw_after, total).reached(now)
-        full = len(self._window) == self._window.maxlen
-        if late or (full and not early and max(distances) < self.threshold):
+        settled = self._window.full and distance is not None and distance < self.threshold
+        if late or (settled and not early):
             self._draw(trainer, masks)
 
     def _draw(self, trainer: Trainer, masks: MaskBits) -> None:

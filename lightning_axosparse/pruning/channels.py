@@ -319,6 +319,8 @@ class _Reader:
                 return value
             if isinstance(layer, nn.Flatten) and (layer.start_dim, layer.end_dim) == (1, -1):
                 return _flat(value)
+        if type(layer) in BATCH_NORMS:
+            self._whole[name] = "it is not known whose outputs it normalizes"
         return self._stay((args, kwargs), f"'{name}' ({type(layer).__name__}) reads them")
 
     def _weighted(self, name: str, layer: Any, value: Any, args: Any, kwargs: Any) -> Any:

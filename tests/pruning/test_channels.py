@@ -207,6 +207,8 @@ def test_a_network_without_such_channels_is_refused() -> None:
         find_channels(nn.Sequential(conv(3, 4), nn.ReLU(), conv(4, 2)))
     with pytest.raises(ValueError, match="There is no BatchNorm"):
         find_channels(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+    with pytest.raises(ValueError, match="1: it is not known whose outputs it normalizes"):
+        find_channels(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
     with pytest.raises(ValueError, match="0: the network returns them"):
         find_channels(nn.Sequential(conv(3, 4), nn.BatchNorm2d(4)))
 
