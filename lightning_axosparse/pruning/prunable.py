@@ -32,7 +32,7 @@ _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm, _NormBase)
 
 
 def prunable(module: nn.Module, prune: Prune | None = None) -> dict[str, torch.Size]:
-    """Return the parameters that are pruned, with their shapes, in module order.
+    """Return the parameters that are pruned, with their dense shapes, in module order.
 
     Tied parameters appear once; parameters on the meta device are included.
 
@@ -56,7 +56,8 @@ def prunable(module: nn.Module, prune: Prune | None = None) -> dict[str, torch.S
         wanted = {name: _decide(table, name, kind) for name, kind in kinds.items()}
     else:
         wanted = {name: bool(prune(name, parameters[name])) for name in kinds}
-    return {name: parameters[name].shape for name, chosen in wanted.items() if chosen}
+    shapes = {entry.names[0]: entry.shape for entry in owned_parameters(module)}
+    return {name: shapes[name] for name, chosen in wanted.items() if chosen}
 
 
 def parameter_kinds(module: nn.Module) -> dict[str, ParameterKind]:

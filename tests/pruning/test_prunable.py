@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_axosparse import sparsify
 from lightning_axosparse.pruning.prunable import parameter_kinds, prunable
 
 
@@ -37,6 +38,9 @@ MATRICES = {
 
 def test_by_default_all_that_have_two_dimensions_in_module_order():
     model = Model()
+    assert prunable(model) == MATRICES
+    masks = {name: torch.ones(shape).cumsum(-1) > 2 for name, shape in MATRICES.items()}
+    sparsify(model, {name: mask for name, mask in masks.items() if name != "elsewhere.weight"})
     assert prunable(model) == MATRICES
     assert list(prunable(model)) == [n for n, _ in model.named_parameters() if n in MATRICES]
     assert list(prunable(Model(tied=False))) == [*MATRICES, "head.weight"]

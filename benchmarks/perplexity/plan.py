@@ -1,0 +1,103 @@
+"""The jobs of the study: what chooses settings, what shows them on other seeds, and the tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from benchmarks.perplexity.arms import Dense, Pruned
+from benchmarks.perplexity.job import Arm, Job
+from benchmarks.perplexity.results import Results
+from benchmarks.perplexity.settling import Settling
+from benchmarks.perplexity.table import compare, settled
+from benchmarks.perplexity.tasks import LONG, MAIN, QUICK, SMALL, WIKI, Task
+
+CHOOSING = (0, 1, 2)
+FRESH = (3, 4, 5)
+
+TICKET = Pruned()
+CONTROL = Dense(TICKET.factor, TICKET.draw_after)
+DENSE = Dense()
+
+MASKS: tuple[Arm, ...] = tuple(
+    replace(TICKET, masks=masks) for masks in ("random", "shuffled", "initial")
+)
+DRAWS: tuple[Arm, ...] = tuple(
+    replace(TICKET, draw_after=share, draw_by=share) for share in (0.0625, 0.125, 0.25, 0.375, 0.5)
+)
+RATIOS: tuple[Arm, ...] = tuple(replace(TICKET, ratio=ratio) for ratio in (0.9, 0.5))
+
+AT_A_QUARTER = replace(TICKET, draw_by=0.25)
+VARIANTS: tuple[Arm, ...] = (
+    AT_A_QUARTER,
+    replace(AT_A_QUARTER, floor=0.0),
+    replace(AT_A_QUARTER, floor=0.01),
+    replace(AT_A_QUARTER, factor=3.0),
+    replace(AT_A_QUARTER, draw_after=0.125, draw_by=0.125),
+    replace(AT_A_QUARTER, draw_after=0.0625, draw_by=0.0625),
+    replace(AT_A_QUARTER, factor=1.5),
+    replace(AT_A_QUARTER, dense=("embedding",)),
+    replace(AT_A_QUARTER, draw_after=0.4, draw_by=0.4),
+)
+"""Variants of one setting each, tried on seeds that report nothing else."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A table: arms of a task on some seeds.
+
+    Attributes:
+        task: the task.
+        arms: the arms; dense ones that they are compared with among them.
+        seeds: of each arm.
+        key: by which number arms are compared: "validation" chooses, "test" reports.
+    """
+
+    task: Task
+    arms: tuple[Arm, ...]
+    seeds: tuple[int, ...]
+    key: str
+
+
+PHASES: dict[str, tuple[Comparison, ...]] = {
+    "choose": (
+        Comparison(SMALL, (DENSE, CONTROL, *VARIANTS), CHOOSING, "validation"),
+        Comparison(MAIN, (DENSE, CONTROL, *VARIANTS[:4]), (0,), "validation"),
+    ),
+    "draw": (Comparison(QUICK, (DENSE, CONTROL, *DRAWS), (0, 1), "validation"),),
+    "show": (
+        Comparison(MAIN, (TICKET, DENSE, CONTROL), FRESH, "test"),
+        Comparison(SMALL, (TICKET, CONTROL, *MASKS[:1]), FRESH, "test"),
+        Comparison(WIKI, (TICKET, CONTROL), FRESH, "test"),
+        Comparison(SMALL, (TICKET, CONTROL, *RATIOS, *MASKS, DENSE), FRESH, "test"),
+        Comparison(LONG, (TICKET, CONTROL, DENSE), FRESH, "test"),
+    ),
+}
+
+
+SETTLING = tuple(
+    Job(replace(QUICK, learning_rate=rate), Settling(), 0) for rate in (1.5e-3, 3e-3, 6e-3)
+)
+
+
+def jobs(phase: str) -> Iterator[Job]:
+    """Yield the jobs of a phase, table by table and seed by seed; some stand in two tables."""
+    if phase == "settle":
+        yield from SETTLING
+        return
+    for each in PHASES[phase]:
+        for seed in each.seeds:
+            for arm in each.arms:
+                yield Job(each.task, arm, seed)
+
+
+def tables(results: Results) -> str:
+    """Return all tables as far as their jobs were finished, in Markdown."""
+    blocks = []
+    for phase, comparisons in PHASES.items():
+        for each in comparisons:
+            rows = compare(results, each.task, each.arms, each.seeds, each.key)
+            title = f"{phase}: {each.task.name}, compared by {each.key} perplexity"
+            blocks.append("\n".join([title, "", *rows]))
+    blocks.append("\n".join(["settle: QUICK, settled at", "", *settled(results, SETTLING)]))
+    return "\n\n".join(blocks)
