@@ -94,10 +94,22 @@ class Sharding:
 
     def unshard(self) -> None:
         """Put the replaced tensors back, on CPU, uninitialised."""
-        for original, meta in self._put_back().items():
+        for original, meta in self.put_back().items():
             if original.shape != meta.shape:
                 original.data = torch.empty_like(meta, device="cpu")
         self._local = self.all_stages
+
+    def put_back(self) -> dict[Tensor, Tensor]:
+        """Put the replaced tensors back, freed as they are; return the meta tensor of each."""
+        metas: dict[Tensor, Tensor] = {}
+        for tensors, key, original in self._replaced:
+            meta = tensors[key]
+            assert meta is not None
+            metas[original] = meta
+            # The user may have frozen or unfrozen the meta tensor.
+            tensors[key] = original.requires_grad_(meta.requires_grad)
+        self._replaced.clear()
+        return metas
 
     def reshard(self, parts: Sequence[range], local: Collection[int]) -> list[ReshardedTensor]:
         """Change to another partition of the layers.
@@ -112,7 +124,7 @@ class Sharding:
         Returns:
             Every tensor of the module, in the same order on all ranks.
         """
-        metas = self._put_back()
+        metas = self.put_back()
         tensors = [(name, tensor, self._sources(tensor)) for name, tensor in self._tensors()]
         self._assign(parts)
         self._replace_all(local, metas)
@@ -183,18 +195,6 @@ class Sharding:
     def _meta(self, tensor: Tensor, shape: torch.Size) -> Tensor:
         meta = torch.empty(shape, dtype=tensor.dtype, device="meta")
         return nn.Parameter(meta, tensor.requires_grad) if tensor in self.names else meta
-
-    def _put_back(self) -> dict[Tensor, Tensor]:
-        """Put the replaced tensors back as they are, and return the meta tensor of each."""
-        metas: dict[Tensor, Tensor] = {}
-        for tensors, key, original in self._replaced:
-            meta = tensors[key]
-            assert meta is not None
-            metas[original] = meta
-            # The user may have frozen or unfrozen the meta tensor.
-            tensors[key] = original.requires_grad_(meta.requires_grad)
-        self._replaced.clear()
-        return metas
 
     def _holders_of_name(self, name: str) -> frozenset[int]:
         stage = self.stage_of(name)

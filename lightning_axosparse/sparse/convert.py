@@ -189,7 +189,7 @@ def _to_dense(entry: OwnedParameter, optimizer: Optimizer | None) -> None:
     assert form is not None
     parameter, gradient = entry.parameter, entry.parameter.grad
     dense = None if gradient is None else layout.densify(gradient.to(form.dtype))
-    set_values(parameter, layout.densify(parameter.detach().to(form.dtype)), dense)
+    set_values(parameter, entry.dense(), dense)
     if optimizer is not None and parameter in optimizer.state:
         state = optimizer.state[parameter]
         state.update(expand_state(state, layout, form.dtype))

@@ -46,6 +46,12 @@ class OwnedParameter:
         """Its dense shape."""
         return self.parameter.shape if self.layout is None else self.layout.shape
 
+    def dense(self) -> Tensor:
+        """A dense copy of its values, in the dtype of its dense form."""
+        assert self.layout is not None
+        assert self.form is not None
+        return self.layout.densify(self.parameter.detach().to(self.form.dtype))
+
 
 def owned_parameters(module: nn.Module) -> list[OwnedParameter]:
     """Return every parameter of ``module`` once, in module order."""

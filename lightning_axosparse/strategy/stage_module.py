@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_axosparse.distributed.gradient_reducer import GradientReducer, ReductionGroup
@@ -16,12 +17,12 @@ from lightning_axosparse.distributed.process_groups import ProcessGroups
 from lightning_axosparse.pipeline.checkpointing import ActivationCheckpointing
 from lightning_axosparse.pipeline.p2p import ChannelLink, Link, LoopbackLink
 from lightning_axosparse.pipeline.partition import Partition
-from lightning_axosparse.pipeline.sharding import Sharding
+from lightning_axosparse.pipeline.sharding import Sharding, free
 from lightning_axosparse.pipeline.split_layers import SplitLayers
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.sparse import densify
 from lightning_axosparse.sparse.parameter_state import forget
-from lightning_axosparse.sparse.parameters import owners
+from lightning_axosparse.sparse.parameters import owners, sparse_parameters
 from lightning_axosparse.sparse.scratch import scratch
 from lightning_axosparse.strategy.lightning.device import move_module
 
@@ -67,6 +68,8 @@ class StageModule:
         self._recompute, self._splits_backward = recompute, splits_backward
         self.split = SplitLayers(module)
         self._example_input = module.example_input_array
+        # What the end of a run changes registers here how it is undone.
+        self._undo = ExitStack()
         self.optimizer_groups: list[list[list[str]]] = []
         self.reducer: GradientReducer | None = None
         groups.create_shared(self._shared_by_stages())
@@ -133,6 +136,29 @@ class StageModule:
         self.sharding.unshard()
         self.module.cpu()
         self._gather_from_stages()
+
+    def end_run(self) -> None:
+        """Undo all of :meth:`shard` but that tensors of other stages are freed."""
+        self._detach()
+        self.sharding.put_back()
+        scratch.clear()
+        self._undo.callback(self.module.register_state_dict_pre_hook(_refuse_state_dict).remove)
+
+    def release(self, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Tensor]]:
+        """Yield what the caller gets of this rank, by name and dense, and free it, after a run."""
+        self._undo.close()
+        owned, sparse = owners(self.module), sparse_parameters(self.module)
+        first = self.grid.replica == 0
+        for name, parameter in self.sharding.held().items():
+            if first and min(self.sharding.holders[name]) in self.stages:
+                dense = sparse[name].dense() if name in sparse else parameter.detach()
+                yield name, dense
+                del dense
+            forget(parameter, owned[name], optimizers)
+            free(parameter)
+        for name, buffer in self.module.named_buffers():
+            if first and self.sharding.source_of(name) in self.stages:
+                yield name, buffer
 
     def await_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Wait until the gradients of these parameters are reduced."""
@@ -244,3 +270,11 @@ class StageModule:
                 for key, value in self.groups.broadcast_along_pipeline(own, stage).items():
                     if self.grid.rank != source:
                         buffers[key].set_(value)  # type: ignore[call-overload]
+
+
+def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> Any:
+    raise RuntimeError(
+        f"{type(module).__name__}.state_dict() was called after the run had ended, when each rank "
+        "has only the weights of its own layers. Call it where `fit` has returned, whose module is "
+        "whole; on the ranks, save with `trainer.save_checkpoint` in `on_train_end`."
+    )

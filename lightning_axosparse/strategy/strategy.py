@@ -281,6 +281,8 @@ class AxoSparseStrategy(MPIStrategy):
         self.regridded: Regridded | None = None
         """The move to shorter pipelines in the last fit, if there was one."""
         self._session: _Session | None = None
+        self._keeps_sharded = False
+        self._ended: StageModule | None = None
 
     @property
     def microbatches(self) -> int:
@@ -405,7 +407,7 @@ class AxoSparseStrategy(MPIStrategy):
         self.on_gradients = None
 
     def teardown(self) -> None:
-        """Gather the module, whole and dense, on every rank, and undo what setup changed."""
+        """Undo what setup changed; under ``mpiexec`` every rank gets the whole module, dense."""
         self._session = None
         super().teardown()
 
@@ -468,8 +470,27 @@ class AxoSparseStrategy(MPIStrategy):
         kept, _ = stage_module.sharding.split(self._stages)
         validate_values(kept.items(), self.grid.stage)
         stage_module.shard(self.optimizers)
-        self._undo.callback(lambda: stage_module.unshard(self.optimizers))
+        self._undo.callback(self._end_run, stage_module)
         return stage_module
+
+    def _end_run(self, stage_module: StageModule) -> None:
+        """Gather the module on every rank; but not where the launcher's caller gets the parts."""
+        if self._keeps_sharded:
+            stage_module.end_run()
+            self._ended = stage_module
+        else:
+            stage_module.unshard(self.optimizers)
+
+    def keep_sharded(self) -> None:
+        """Leave the module sharded when a run ends; the launcher calls this on each rank."""
+        self._keeps_sharded = True
+
+    def release_shard(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what this rank returns to the caller of the launcher, and free it."""
+        if self._ended is None:
+            return
+        yield from self._ended.release(self.optimizers)
+        self._ended = None
 
     def _place_optimizers(self, stage_module: StageModule) -> OptimizerOffload | None:
         """Move the optimizers' state to the device, or offload it to the host."""

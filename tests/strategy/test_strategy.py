@@ -194,6 +194,18 @@ class MadeLater(Net):
     def configure_model(self) -> None:
         if self.model is None:
             self.model = Net().model
+            self.model[5].register_buffer("steps", torch.zeros(()))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.model[5].steps += 1
+
+    def on_fit_end(self) -> None:
+        self.held = {name for name, value in self.named_parameters() if value.numel()}
+        self.refusal = ""
+        try:
+            self.state_dict()
+        except RuntimeError as refusal:
+            self.refusal = str(refusal)
 
 
 @pytest.mark.usefixtures("warm_ranks")
@@ -209,6 +221,9 @@ def test_layers_made_in_configure_model_are_dealt_pruned_and_brought_home() -> N
         trained.append(fit(run, module))
         assert not module.get_parameter("model.2.weight").all()
         assert module.get_parameter("model.5.weight").all()
+        assert module.model[5].steps == run.global_step
+    assert "Call it where `fit` has returned" in module.refusal
+    assert {"model.0.weight"} < module.held < set(dict(module.named_parameters()))
     assert difference(*trained) <= 1e-12
 
 

@@ -180,6 +180,10 @@ class CallFolder:
         """The file in which a rank publishes its status."""
         return self.path / f"status-{rank}"
 
+    def weights(self, rank: int) -> Path:
+        """The file to which a rank writes the weights that it returns."""
+        return self.path / f"weights-{rank}"
+
     def write_failure(self, rank: int, failure: Failure) -> None:
         """Report the failure of a rank."""
         partial = self.path / f"partial-{rank}"

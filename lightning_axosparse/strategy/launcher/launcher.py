@@ -21,6 +21,7 @@ from lightning_axosparse.strategy.launcher import mpiexec
 from lightning_axosparse.strategy.launcher.call import Call, CallFolder, CallResult, ProcessState
 from lightning_axosparse.strategy.launcher.failures import RankMonitor, describe_failure
 from lightning_axosparse.strategy.launcher.pickling import first_unpicklable, load, save
+from lightning_axosparse.strategy.launcher.weights import read
 
 WORKER = (sys.executable, "-m", "lightning_axosparse.strategy.launcher.worker")
 """The command that runs a rank, before the folder of its call."""
@@ -46,9 +47,9 @@ class ValidatesFit(Protocol):
 class MPILauncher(_Launcher):
     """Starts ranks by ``mpiexec`` for each call; between calls there are none.
 
-    The call and all objects that it refers to are copied to every rank. Afterwards rank 0's
-    weights, metrics, progress and the changed attributes of the module, the callbacks, the loggers
-    and the datamodule are written into the caller's own objects.
+    The call and all objects that it refers to are copied to every rank. Afterwards the weights of
+    all ranks, and rank 0's metrics, progress and the changed attributes of the module, the
+    callbacks, the loggers and the datamodule are written into the caller's own objects.
 
     Args:
         strategy: the strategy that launches.
@@ -91,12 +92,17 @@ class MPILauncher(_Launcher):
             self._write(call, folder)
             self._run(folder)
             result: CallResult = load(folder.result, known)
-        result.state.restore()
-        if trainer is not None:
-            result.changes.apply(known)
-            if trainer.lightning_module is not None:
-                trainer.strategy.connect(trainer.lightning_module)
+            result.state.restore()
+            if trainer is not None:
+                result.changes.apply(known)
+                self._read_weights(trainer, folder)
         return result.value
+
+    def _read_weights(self, trainer: Trainer, folder: CallFolder) -> None:
+        if trainer.lightning_module is not None:
+            for rank in range(self._processes):
+                read(folder.weights(rank), trainer.lightning_module)
+            trainer.strategy.connect(trainer.lightning_module)
 
     def kill(self, signum: int) -> None:
         """Send a signal to the ranks, if any are running."""

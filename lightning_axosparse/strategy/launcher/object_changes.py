@@ -1,8 +1,8 @@
 """Records what a call changed in its objects on a rank, and applies that to the caller's objects.
 
-The caller's objects stay the same ones: weights are copied into its parameters, and attributes are
-set in its module, callbacks, loggers and datamodule. Every reference to them then shows what it
-would show after a call in the caller's process.
+The caller's objects stay the same ones: attributes are set in its module, callbacks, loggers and
+datamodule, and :mod:`.weights` reads weights into its parameters. Every reference to them then
+shows what it would show after a call in the caller's process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
@@ -39,23 +38,21 @@ class Changes:
     """What a call changed.
 
     Attributes:
-        parameters: by name, the values and ``requires_grad`` of the parameters.
+        requires_grad: by name, that of each parameter.
         attributes: by name of the object, the new values of its changed attributes.
         deleted: by name of the object, the attributes that it no longer has.
         metrics: the trainer's callback, logged and progress bar metrics.
     """
 
-    parameters: dict[str, tuple[Tensor, bool]]
+    requires_grad: dict[str, bool]
     attributes: dict[str, dict[str, Any]]
     deleted: dict[str, list[str]]
     metrics: list[dict[str, Any]]
 
     def apply(self, known: Mapping[str, Any]) -> None:
         """Make the same changes to the objects of ``known``, which have the same names."""
-        with torch.no_grad():
-            for name, (values, requires_grad) in self.parameters.items():
-                _overwrite(known[name], values)
-                known[name].requires_grad_(requires_grad)
+        for name, requires_grad in self.requires_grad.items():
+            known[name].requires_grad_(requires_grad)
         for name, attributes in self.attributes.items():
             for attribute, value in attributes.items():
                 _assign(vars(known[name]), attribute, value)
@@ -104,13 +101,13 @@ class Snapshot:
         for name, attribute in self._before.keys() - after.keys():
             if name in known:
                 deleted.setdefault(name, []).append(attribute)
-        parameters = {
-            name: (value.detach().cpu(), value.requires_grad)
+        requires_grad = {
+            name: value.requires_grad
             for name, value in known.items()
             if isinstance(value, nn.Parameter)
         }
         metrics = [_on_cpu(each) for each in _metrics(known["trainer"])]
-        return Changes(parameters, changed, deleted, metrics)
+        return Changes(requires_grad, changed, deleted, metrics)
 
     @staticmethod
     def _fingerprints(known: Mapping[str, Any]) -> dict[tuple[str, str], bytes | None]:
@@ -141,6 +138,7 @@ def known_objects(trainer: Trainer, arguments: Iterable[Any]) -> dict[str, Any]:
         module = trainer.lightning_module
         known |= {f"model.{name}".rstrip("."): each for name, each in module.named_modules()}
         known |= {f"parameter {name}": each for name, each in module.named_parameters()}
+        known |= {f"buffer {name}": each for name, each in module.named_buffers()}
     return known
 
 
@@ -166,14 +164,6 @@ def _metrics(trainer: Trainer) -> list[dict[str, Any]]:
 
 def _on_cpu(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v.cpu() if isinstance(v, Tensor) else v for k, v in metrics.items()}
-
-
-def _overwrite(parameter: nn.Parameter, values: Tensor) -> None:
-    """Copy into the memory of the parameter, which views may share, if shape and dtype allow it."""
-    if parameter.shape == values.shape and parameter.dtype == values.dtype:
-        parameter.copy_(values)
-    else:
-        parameter.data = values
 
 
 def _assign(attributes: dict[str, Any], name: str, value: Any) -> None:

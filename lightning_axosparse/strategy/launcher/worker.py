@@ -14,7 +14,7 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
@@ -31,6 +31,7 @@ from lightning_axosparse.strategy.launcher.call import (
 )
 from lightning_axosparse.strategy.launcher.object_changes import Snapshot
 from lightning_axosparse.strategy.launcher.pickling import load, save
+from lightning_axosparse.strategy.launcher.weights import ReturnsShard, returned_by, write
 
 _PR_SET_PDEATHSIG = 1
 
@@ -82,14 +83,21 @@ def _report(folder: CallFolder, rank: int, grid: Grid | None, exception: BaseExc
 
 
 def _run(call: Call, folder: CallFolder, rank: int) -> None:
-    """Call the function; on rank 0 also save its result and what it changed."""
-    if rank != 0:
-        call.function(*call.args, **call.kwargs)
-        return
-    snapshot = Snapshot(call.known_objects)
+    """Call the function and write this rank's weights; on rank 0 also its result and changes."""
+    snapshot = Snapshot(call.known_objects) if rank == 0 else None
+    strategy: Any = None if call.trainer is None else call.trainer.strategy
+    if isinstance(strategy, ReturnsShard):
+        strategy.keep_sharded()
     value = call.function(*call.args, **call.kwargs)
-    changes = None if call.trainer is None else snapshot.changes()
-    save(CallResult(value, changes, ProcessState.of_this_process()), folder.result, snapshot.known)
+    if strategy is not None:
+        write(returned_by(strategy, rank), folder.weights(rank))
+    if snapshot is not None:
+        changes = None if call.trainer is None else snapshot.changes()
+        save(
+            CallResult(value, changes, ProcessState.of_this_process()),
+            folder.result,
+            snapshot.known,
+        )
 
 
 def _check_world(found: int, asked: int) -> None:
