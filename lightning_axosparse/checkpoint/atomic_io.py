@@ -10,8 +10,10 @@ from fsspec.utils import get_protocol  # type: ignore[import-untyped]
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from lightning_axosparse.checkpoint import sharded
 from lightning_axosparse.support import archive
 from lightning_axosparse.support.atomic_file import clear_partials
+from lightning_axosparse.support.deferred_tensor import all_made
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -19,8 +21,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     A checkpoint is written to a temporary file in the same folder, tensor by tensor, and renamed
     once it is on the disk. A file that is truncated or has changed since raises an error before
-    anything is loaded. Paths that are not local, such as ``s3://bucket/last.ckpt``, are read and
-    written by Lightning.
+    anything is loaded. Deferred tensors are made while they are written, and the tensors of a
+    folder (a sharded checkpoint) are deferred when it is loaded. Paths that are not local, such as
+    ``s3://bucket/last.ckpt``, are read and written by Lightning.
     """
 
     def save_checkpoint(
@@ -31,9 +34,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         Raises:
             OSError: if it cannot be written; an older file has not changed then.
         """
-        local = _local(path)
+        local = local_path(path)
         if local is None or storage_options is not None:
-            super().save_checkpoint(checkpoint, path, storage_options)
+            super().save_checkpoint(all_made(checkpoint), path, storage_options)
             return
         local.parent.mkdir(parents=True, exist_ok=True)
         archive.save(checkpoint, local)
@@ -47,7 +50,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             FileNotFoundError: if there is no such file.
             CorruptFileError: if it is not as it was written.
         """
-        local = _local(path)
+        local = local_path(path)
+        if local is not None and local.is_dir():
+            table = self.load_checkpoint(sharded.table(local), map_location, weights_only)
+            return sharded.deferred(table, local)
         if local is not None and local.is_file():
             archive.check(local)
         return super().load_checkpoint(path, map_location, weights_only)
@@ -61,12 +67,12 @@ def clear_unfinished_checkpoints(trainer: Trainer) -> None:
     """
     for callback in trainer.checkpoint_callbacks:
         folder = getattr(callback, "dirpath", None)
-        local = None if folder is None else _local(folder)
+        local = None if folder is None else local_path(folder)
         if local is not None:
             clear_partials(local)
 
 
-def _local(path: Any) -> Path | None:
+def local_path(path: Any) -> Path | None:
     """Return ``path``, or the path of a ``file://`` URL, if it is in the local file system."""
     if get_protocol(str(path)) != "file":
         return None

@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.checkpoint.sparse_encoding import EncodedTensor
 from lightning_axosparse.support.corrupt_file import reading
+from lightning_axosparse.support.deferred_tensor import DeferredTensor, all_made
 from lightning_axosparse.support.torch_internals import tree_map, tree_map_only
 
 _MOST_KEPT = 0.9
@@ -42,7 +43,7 @@ class CompactCheckpointIO(AtomicCheckpointIO):
         """
         checkpoint = super().load_checkpoint(path, map_location, weights_only)
         with reading(path):
-            return expanded(checkpoint)
+            return expanded(all_made(checkpoint))
 
 
 def compacted(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -61,9 +62,10 @@ def expanded(checkpoint: dict[str, Any]) -> dict[str, Any]:
 def _encoded(tensor: Tensor) -> Any:
     if not (tensor.is_floating_point() and tensor.dim() > 1 and tensor.numel()):
         return tensor
-    if tensor.count_nonzero() > _MOST_KEPT * tensor.numel():
+    values = tensor.made() if isinstance(tensor, DeferredTensor) else tensor
+    if values.count_nonzero() > _MOST_KEPT * values.numel():
         return tensor
-    return EncodedTensor.encode_nonzeros(tensor).record()
+    return EncodedTensor.encode_nonzeros(values).record()
 
 
 def _decoded(value: Any) -> Any:

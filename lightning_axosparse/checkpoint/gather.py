@@ -2,47 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_axosparse.checkpoint.stage_tensors import StageTensors
 from lightning_axosparse.pipeline.sharding import Sharding
-from lightning_axosparse.sparse.optimizer_state import compress_state, dense_state
+from lightning_axosparse.sparse.layout import Layout
+from lightning_axosparse.sparse.optimizer_state import compress_state, with_master
 from lightning_axosparse.sparse.parameters import OwnedParameter, owned_parameters
-
-Gather = Callable[[Any], "list[Any]"]
-"""Gathers every stage's object on the first stage; an empty list on the others."""
+from lightning_axosparse.sparse.weight import SparseWeight
+from lightning_axosparse.support.deferred_tensor import DeferredTensor, all_made
 
 GroupNames = list[list[str]]
 """Parameter names of each param group, in the order of ``configure_optimizers``."""
 
 
-def gather_model_state(split: Sharding, stages: range, gather: Gather) -> dict[str, Any]:
+def gather_model_state(split: Sharding, stages: range, tensors: StageTensors) -> dict[str, Any]:
     """Gather the module's state on the first stage, in the key order of the whole module.
 
+    Args:
+        split: which tensors each stage keeps.
+        stages: those of this rank.
+        tensors: gathers what the stages have.
+
     Returns:
-        The state on CPU, with the same tensor object under all names of a tied parameter, so that
-        files hold it once; an empty dict on other stages.
+        The state, with the same tensor object under all names of a tied parameter, so that files
+        hold it once; an empty dict on other stages. Larger tensors are deferred.
     """
-    state = split.module.state_dict()
+    state = split.module.state_dict(keep_vars=True)
     tied = [entry.names for entry in owned_parameters(split.module) if entry.names[0] in state]
     first = {name: names[0] for names in tied for name in names}
     mine = {
-        key: value.cpu() if isinstance(value, Tensor) else value
+        key: _deferred(f"state_dict.{key}", value)
         for key, value in state.items()
         if first.get(key, key) == key and split.source_of(key) in stages
     }
     whole: dict[str, Any] = {}
-    for part in gather(mine):
+    for part in tensors.gather(mine):
         whole.update(part)
     return {key: whole[first.get(key, key)] for key in state} if whole else {}
 
 
 def local_model_state(state: Mapping[str, Any], split: Sharding, stages: range) -> dict[str, Any]:
     """Return the part of a whole module's state that these stages hold."""
-    return {key: value for key, value in state.items() if split.stage_of(key) in (None, *stages)}
+    return {
+        key: all_made(value)
+        for key, value in state.items()
+        if split.stage_of(key) in (None, *stages)
+    }
 
 
 def gather_optimizer_state(
@@ -50,22 +62,27 @@ def gather_optimizer_state(
     groups: GroupNames,
     names: Mapping[Any, str],
     sparse: Mapping[str, OwnedParameter],
-    gather: Gather,
+    tensors: StageTensors,
 ) -> dict[str, Any]:
     """Gather an optimizer's state on the first stage, dense, in the form of its ``state_dict``.
 
     It includes the master weights of sparse weights whose dtype has fewer bits.
 
     Returns:
-        The state dict; an empty dict on other stages.
+        The state dict; an empty dict on other stages. Larger tensors are deferred.
     """
     mine = {}
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         name, state = names[parameter], optimizer.state.get(parameter, {})
-        dense = dense_state(sparse[name], state) if name in sparse else state
-        if dense:
-            mine[name] = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in dense.items()}
-    parts = gather(mine)
+        layout = None
+        if name in sparse:
+            layout, state = sparse[name].layout, with_master(sparse[name], state)
+        if state:
+            mine[name] = {
+                key: _deferred(f"optimizer_states.{key}.{name}", value, layout)
+                for key, value in state.items()
+            }
+    parts = tensors.gather(mine)
     if not parts:
         return {}
     by_name = {name: state for part in parts for name, state in part.items()}
@@ -106,7 +123,31 @@ def local_optimizer_state(
         for index, parameter in zip(indices, group["params"], strict=True):
             name = names[parameter]
             if name in by_name:
-                entry = by_name[name]
+                entry = all_made(by_name[name])
                 layout = sparse[name].layout if name in sparse else None
                 local["state"][index] = compress_state(entry, layout) if layout else entry
     return local
+
+
+def _deferred(name: str, value: Any, layout: Layout | None = None) -> Any:
+    """A tensor of this stage as checkpoints hold it: dense and on CPU once it is made.
+
+    Args:
+        name: of the tensor in the checkpoint.
+        value: of the state; what is no tensor stays as it is.
+        layout: of the kept entries that ``value`` may consist of.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(value, SparseWeight):
+        return DeferredTensor(name, value.shape, value.dtype, partial(_dense, value))
+    value = value.detach()
+    if layout is not None and value.shape == (layout.nnz,):
+        make = partial(layout.to(value.device).densify, value)
+        return DeferredTensor(name, layout.shape, value.dtype, make)
+    return DeferredTensor(name, value.shape, value.dtype, lambda: value)
+
+
+@torch.no_grad()
+def _dense(weight: SparseWeight) -> Tensor:
+    return weight.dense()

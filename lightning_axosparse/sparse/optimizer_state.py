@@ -113,18 +113,16 @@ def master_values(value: Tensor, kept: Tensor | None, dtype: torch.dtype) -> Ten
     return wide if kept is None else torch.where(kept.to(value.dtype) == value, kept, wide)
 
 
-def dense_state(entry: OwnedParameter, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the dense optimizer state of a sparsely stored parameter, as checkpoints hold it.
+def with_master(entry: OwnedParameter, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the optimizer state of a sparsely stored parameter as checkpoints hold it, compressed.
 
     It includes the master weights if the weight in its own dtype does not hold all their bits.
     """
-    layout, form = entry.layout, entry.form
-    assert layout is not None
-    assert form is not None
+    assert entry.form is not None
     values = entry.parameter.detach()
-    if not torch.equal(values.to(form.dtype).to(values.dtype), values):
-        state = {**state, MASTER: values}
-    return expand_state(state, layout)
+    if torch.equal(values.to(entry.form.dtype).to(values.dtype), values):
+        return state
+    return {**state, MASTER: values}
 
 
 def restore_masters(optimizer: Optimizer, entries: Iterable[OwnedParameter]) -> None:

@@ -62,7 +62,9 @@ def values_held(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
         name for name, tensor in module.state_dict(keep_vars=True).items() if _on_meta(tensor)
     }
     return {
-        name: value.to(_META) if name in absent and isinstance(value, Tensor) else value
+        name: torch.empty_like(value, device=_META)
+        if name in absent and isinstance(value, Tensor)
+        else value
         for name, value in state.items()
     }
 

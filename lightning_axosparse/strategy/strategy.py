@@ -22,14 +22,18 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_axosparse.checkpoint.atomic_io import clear_unfinished_checkpoints
+from lightning_axosparse.checkpoint.atomic_io import (
+    AtomicCheckpointIO,
+    clear_unfinished_checkpoints,
+)
 from lightning_axosparse.checkpoint.gather import (
     gather_model_state,
     gather_optimizer_state,
     local_model_state,
     local_optimizer_state,
 )
-from lightning_axosparse.distributed.process_groups import gather
+from lightning_axosparse.checkpoint.sharded import save_sharded
+from lightning_axosparse.checkpoint.stage_tensors import StageTensors
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.pipeline.checkpointing import ActivationCheckpointing
 from lightning_axosparse.pipeline.in_flight import InFlightRule
@@ -59,6 +63,7 @@ from lightning_axosparse.strategy.construction import (
 )
 from lightning_axosparse.strategy.learning_rate import scaled_rates
 from lightning_axosparse.strategy.lightning.device import move_optimizers
+from lightning_axosparse.strategy.lightning.hooks import checkpoint_hooks
 from lightning_axosparse.strategy.lightning.loop_check import LoopCheck
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
 from lightning_axosparse.strategy.offload import OptimizerOffload, validate_bucketwise_optimizers
@@ -70,7 +75,9 @@ from lightning_axosparse.strategy.validation import (
     unless_made_later,
     validate_arguments,
     validate_callbacks,
+    validate_default_checkpoint_io,
     validate_layers_exist,
+    validate_local,
     validate_module,
     validate_optimizers,
     validate_regrid_module,
@@ -93,6 +100,7 @@ from lightning_axosparse.support.arguments import (
     one_of,
 )
 from lightning_axosparse.support.available_memory import free_bytes
+from lightning_axosparse.support.deferred_tensor import all_made
 from lightning_axosparse.support.trace import clock
 
 
@@ -105,12 +113,14 @@ class _Session:
         runner: runs the module's steps.
         offload: keeps the optimizer's state on the host; None if the device keeps it.
         regrid: moves to shorter pipelines; None if that was not asked for.
+        tensors: those of a checkpoint, on the stages that have them.
     """
 
     stage_module: StageModule
     runner: StepRunner
     offload: OptimizerOffload | None
     regrid: Regrid | None
+    tensors: StageTensors
 
 
 class AxoSparseStrategy(MPIStrategy):
@@ -178,6 +188,10 @@ class AxoSparseStrategy(MPIStrategy):
             of the batch that its replica computes), while the other stages get the loss and the
             logged values; "all" every rank, which sends it round in every step. ``predict`` returns
             the predictions on every rank in both cases.
+        save_distributed_checkpoint: checkpoints are folders to which all stages write their own
+            tensors at once, as those of Lightning's ``ModelParallelStrategy``. Every grid resumes
+            from them, and ``python -m lightning_axosparse.checkpoint.consolidate`` makes the one
+            file of them that is written otherwise, one tensor at a time.
         recompute: activation checkpointing: every so many layers of a stage keep only their first
             input, and are computed again in the backward pass; "sqrt" takes the square root of the
             stage's layers (AxoNN). Gradients are the same to the bit.
@@ -219,6 +233,7 @@ class AxoSparseStrategy(MPIStrategy):
         microbatch_weight=FUNCTION | TEXT | NONE,
         check_loss=BOOL,
         step_outputs=one_of("last", "all"),
+        save_distributed_checkpoint=BOOL,
         timeout=TIMEOUT,
         recompute=COUNT | one_of("sqrt") | NONE,
         offload_optimizer=BOOL,
@@ -244,6 +259,7 @@ class AxoSparseStrategy(MPIStrategy):
         microbatch_weight: MicrobatchWeight | None = None,
         check_loss: bool = False,
         step_outputs: Literal["last", "all"] = "last",
+        save_distributed_checkpoint: bool = False,
         recompute: int | Literal["sqrt"] | None = None,
         offload_optimizer: bool = False,
         offload_bucket: int = 4_000_000,
@@ -276,6 +292,7 @@ class AxoSparseStrategy(MPIStrategy):
         self._split_batch, self._recompute = split_batch, recompute
         self._loss_rule = LossRule(microbatch_loss, microbatch_weight, check_loss)
         self._step_outputs = step_outputs
+        self._save_distributed_checkpoint = save_distributed_checkpoint
         self._offload_bucket = offload_bucket if offload_optimizer else None
         self._regrid = regrid
         self.regridded: Regridded | None = None
@@ -345,6 +362,8 @@ class AxoSparseStrategy(MPIStrategy):
         if self.g_inter > 1:
             validate_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         validate_regrid_stages(self._regrid, self.g_inter)
+        if self._save_distributed_checkpoint:
+            validate_default_checkpoint_io(self.checkpoint_io)
 
     def _validate_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         validate_optimizers(optimizers)
@@ -402,7 +421,8 @@ class AxoSparseStrategy(MPIStrategy):
         rule = self._in_flight_rule(trainer)
         runner = self._start_runner(trainer, stage_module, rule, steps_in_parts=offload is not None)
         regrid = self._plan_regrid(trainer, partition, stage_module, runner, rule)
-        self._session = _Session(stage_module, runner, offload, regrid)
+        tensors = StageTensors(lambda: stage_module.groups.inter)
+        self._session = _Session(stage_module, runner, offload, regrid, tensors)
         self.learning_rate_factor = 1.0
         self.on_gradients = None
 
@@ -693,10 +713,14 @@ class AxoSparseStrategy(MPIStrategy):
         if self._running.regrid is not None:
             self._running.regrid.after_draw()
 
-    # Checkpoints: one file, dense, as one process writes it
+    # Checkpoints: dense, as one process writes them, in one file or in one of each stage
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole module's state on the first rank, an empty dict on others; collective."""
+        """The whole module's state on the first rank, an empty dict on others; collective.
+
+        Larger tensors are deferred until :meth:`save_checkpoint` writes them, unless a hook reads
+        the checkpoint before.
+        """
         if self._session is None:
             return self._module.state_dict()
         if self.grid.data_rank > 0:
@@ -708,9 +732,50 @@ class AxoSparseStrategy(MPIStrategy):
         ):
             if self.grid.replica > 0:
                 return {}
-            return gather_model_state(
-                stage_module.sharding, stage_module.stages, partial(gather, group=groups.inter)
+            return self._for_hooks(
+                gather_model_state(
+                    stage_module.sharding, stage_module.stages, self._session.tensors
+                )
             )
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Write a checkpoint; collective over the stages of the first replica."""
+        if self._session is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        elif self.grid.replica == 0:
+            tensors = self._session.tensors
+            if self._save_distributed_checkpoint:
+                save_sharded(checkpoint, validate_local(filepath, storage_options), tensors)
+            elif tensors.is_first:
+                if not isinstance(self.checkpoint_io, AtomicCheckpointIO):
+                    checkpoint = all_made(checkpoint)
+                super().save_checkpoint(checkpoint, filepath, storage_options)
+                tensors.end()
+            else:
+                tensors.serve()
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint; the tensors of a sharded one are deferred until a stage needs them."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if checkpoint_hooks(self._module.trainer, "on_load_checkpoint"):
+            checkpoint = all_made(checkpoint)
+        return checkpoint
+
+    def _for_hooks(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A part of a checkpoint, whole on the first rank if a hook of the user reads it."""
+        if not checkpoint_hooks(self._module.trainer, "on_save_checkpoint"):
+            return state
+        tensors = self._running.tensors
+        if not tensors.is_first:
+            tensors.serve()
+            return state
+        state = all_made(state)
+        tensors.end()
+        return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load this rank's part of a whole module's state, after removing the same channels."""
@@ -724,21 +789,26 @@ class AxoSparseStrategy(MPIStrategy):
             strict = False
         else:
             allocate(self._sharding().split(self._stages)[0].values())
-        self._module.load_state_dict(values_held(state, self._module), strict=strict)
+        self._module.load_state_dict(all_made(values_held(state, self._module)), strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole optimizer's state on the first rank, an empty dict on others; collective."""
+        """The whole optimizer's state on the first rank, an empty dict on others; collective.
+
+        Larger tensors are deferred, as in :meth:`lightning_module_state_dict`.
+        """
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         if self.grid.replica > 0:
             return {}
         stage_module = self._running.stage_module
-        return gather_optimizer_state(
-            optimizer,
-            stage_module.optimizer_groups[self.optimizers.index(optimizer)],
-            stage_module.sharding.names,
-            sparse_parameters(self._module),
-            partial(gather, group=stage_module.groups.inter),
+        return self._for_hooks(
+            gather_optimizer_state(
+                optimizer,
+                stage_module.optimizer_groups[self.optimizers.index(optimizer)],
+                stage_module.sharding.names,
+                sparse_parameters(self._module),
+                self._running.tensors,
+            )
         )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

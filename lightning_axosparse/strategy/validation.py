@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
@@ -19,6 +21,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
+from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_path
 from lightning_axosparse.distributed.grid import divisors
 from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES
 from lightning_axosparse.strategy.lightning.hooks import overrides
@@ -305,3 +308,35 @@ def validate_world_size(devices: int, num_nodes: int, job_size: int) -> None:
             f" `mpiexec -n {devices * num_nodes}`, or set `devices` to the ranks on each node so"
             f" that `devices * num_nodes` is {job_size}."
         )
+
+
+# Checkpoints
+
+
+def validate_default_checkpoint_io(io: CheckpointIO) -> None:
+    """Check that no plugin was given for checkpoints that the stages write themselves.
+
+    Raises:
+        MisconfigurationException: if one was.
+    """
+    if type(io) is not AtomicCheckpointIO:
+        raise MisconfigurationException(
+            f"save_distributed_checkpoint=True writes folders to which all stages write, but "
+            f"{type(io).__name__} writes one file. Leave one of the two out."
+        )
+
+
+def validate_local(path: Any, storage_options: Any) -> Path:
+    """Check that a folder to which all stages write is in the local file system.
+
+    Raises:
+        MisconfigurationException: if it is not, or with options for a storage.
+    """
+    local = local_path(path)
+    if local is None or storage_options is not None:
+        raise MisconfigurationException(
+            f"save_distributed_checkpoint=True cannot write '{path}': it needs a file system that "
+            "all ranks see under one path. Give such a path, or leave save_distributed_checkpoint "
+            "out."
+        )
+    return local

@@ -7,7 +7,9 @@ of everything before it; ``torch.load`` itself checks none.
 from __future__ import annotations
 
 import os
+import pickle
 import zipfile
+from types import SimpleNamespace
 from typing import Any, BinaryIO, cast
 from zlib import crc32
 
@@ -15,6 +17,8 @@ import torch
 
 from lightning_axosparse.support.atomic_file import replacing
 from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
+from lightning_axosparse.support.deferred_tensor import DeferredTensor
+from lightning_axosparse.support.torch_internals import reduced_for_save
 
 _COMMENT = b"lightning_axosparse crc32 %08x"
 _SIZE = len(_COMMENT % 0)
@@ -30,7 +34,7 @@ def save(content: Any, path: str | os.PathLike[str]) -> None:
     """Write ``content`` as ``torch.save`` does, tensor by tensor; replace an older file at the end.
 
     Args:
-        content: what ``torch.save`` takes.
+        content: what ``torch.save`` takes; deferred tensors are made one after the other.
         path: the file.
 
     Raises:
@@ -39,7 +43,7 @@ def save(content: Any, path: str | os.PathLike[str]) -> None:
     with replacing(path) as file:
         checked = _ChecksumWriter(file)
         try:
-            torch.save(content, cast(BinaryIO, checked))
+            torch.save(content, cast(BinaryIO, checked), pickle_module=_PICKLE)
         except RuntimeError as error:
             # torch reports a failed write only as an unexpected position in the file.
             if isinstance(error.__context__, OSError):
@@ -72,6 +76,16 @@ def check(path: str | os.PathLike[str]) -> None:
             _verify_records(file)
         else:
             raise CorruptFileError("its end is missing or changed")
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, DeferredTensor):
+            return reduced_for_save(value.shape, value.dtype, value.made)
+        return NotImplemented
+
+
+_PICKLE = SimpleNamespace(__name__="pickle", Pickler=_Pickler)
 
 
 class _ChecksumWriter:

@@ -1,10 +1,11 @@
-"""Writes files atomically: to a partial file that replaces an older file when it is complete.
+"""Writes files and folders atomically: to a partial one that replaces the older when complete.
 
-If the disk is full, or the job is killed, the older file is unchanged.
+If the disk is full, or the job is killed, the older one is unchanged.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -41,10 +42,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             "written. Move it away, or choose another name."
         )
     clear_partials(goal.parent, goal.name)
-    partial = goal.with_name(f".{_start(goal.name)}.{uuid4().hex[:_DIGITS]}.partial")
+    partial = _partial(goal)
     try:
         with partial.open("xb") as file:
-            _lock(file)
+            _lock(file.fileno())
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -63,8 +64,35 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     _sync_folder(goal.parent)
 
 
+@contextmanager
+def replacing_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Make a partial folder beside ``path``; if the context ends normally, it takes its place.
+
+    An older folder, file or link of that name is whole until the new one is there, and is removed
+    then.
+
+    Args:
+        path: the folder to create or to replace.
+    """
+    goal = Path(path)
+    goal.parent.mkdir(parents=True, exist_ok=True)
+    clear_partials(goal.parent, goal.name)
+    partial = _partial(goal)
+    partial.mkdir()
+    handle = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _lock(handle)
+        yield partial
+        _sync_folder(partial)
+        _put_in_place(partial, goal)
+        _sync_folder(goal.parent)
+    finally:
+        os.close(handle)
+        _remove(partial)
+
+
 def clear_partials(folder: str | Path, name: str | None = None) -> None:
-    """Remove partial files whose writer has ended, on this or another host.
+    """Remove partial files and folders whose writer has ended, on this or another host.
 
     Args:
         folder: the folder of the files; it need not exist.
@@ -73,7 +101,11 @@ def clear_partials(folder: str | Path, name: str | None = None) -> None:
     start = "*" if name is None else escape(_start(name))
     for partial in Path(folder).glob(f".{start}.{'[0-9a-f]' * _DIGITS}.partial"):
         if _writer_is_gone(partial):
-            partial.unlink(missing_ok=True)
+            _remove(partial)
+
+
+def _partial(goal: Path) -> Path:
+    return goal.with_name(f".{_start(goal.name)}.{uuid4().hex[:_DIGITS]}.partial")
 
 
 def _start(name: str) -> str:
@@ -81,19 +113,54 @@ def _start(name: str) -> str:
     return name[:50]
 
 
-def _lock(file: BinaryIO) -> None:
-    """Lock a file until this process ends; other hosts see the lock, too."""
+def _lock(file: int) -> None:
+    """Lock a file or folder until this process ends; other hosts see the lock, too."""
     with suppress(OSError):  # a file system without locks, on which no partial file is removed
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _writer_is_gone(partial: Path) -> bool:
     try:
-        with partial.open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # locked by its writer, already removed, or not writable
+        file = os.open(partial, os.O_RDONLY if partial.is_dir() else os.O_RDWR)
+    except OSError:  # already removed, or not writable
         return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # locked by its writer
+        return False
+    finally:
+        os.close(file)
     return True
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _put_in_place(partial: Path, goal: Path) -> None:
+    """Rename ``partial`` to ``goal``; what was there has the name of ``partial`` then."""
+    if not os.path.lexists(goal):
+        partial.rename(goal)
+    elif not _exchanged(partial, goal):
+        # Between the two steps the older one is whole under another name.
+        previous = goal.with_name(f"{goal.name}.previous")
+        _remove(previous)
+        goal.rename(previous)
+        partial.rename(goal)
+        previous.rename(partial)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Exchange two names at once; False where system or file system cannot."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    if rename is None:
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    done: int = rename(here, os.fsencode(one), here, os.fsencode(other), exchange)
+    return done == 0
 
 
 def _sync_folder(folder: Path) -> None:

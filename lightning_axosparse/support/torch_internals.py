@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -139,3 +140,35 @@ def makes_tensors(operator: Any) -> bool:
 def takes_device(operator: Any) -> bool:
     """Return whether ``operator`` is told on which device to make its result."""
     return any(argument.name == "device" for argument in operator._schema.arguments)
+
+
+class _DeferredStorage(torch.UntypedStorage):
+    """A storage on the meta device that torch.save asks for its bytes when it writes them."""
+
+    make: Callable[[], Tensor]
+
+    def cpu(self) -> torch.UntypedStorage:
+        """The bytes of the tensor, alone in their storage."""
+        storage = self.make().contiguous().untyped_storage()
+        return storage if storage.nbytes() == self.nbytes() else storage.clone()
+
+
+def reduced_for_save(
+    shape: torch.Size, dtype: torch.dtype, make: Callable[[], Tensor]
+) -> tuple[Any, ...]:
+    """Return what pickles as a CPU tensor whose values torch.save makes when it writes them.
+
+    Args:
+        shape: of the tensor.
+        dtype: of the tensor.
+        make: returns the tensor, on CPU.
+    """
+    size = shape.numel() * dtype.itemsize
+    storage = _DeferredStorage(size, device="meta")  # type: ignore[no-untyped-call]
+    storage.make = make
+    typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+    typed._fake_device = "cpu"  # type: ignore[assignment]
+    stride = torch.empty(shape, device="meta").stride()
+    hooks: OrderedDict[str, Any] = OrderedDict()
+    arguments = typed, 0, tuple(shape), stride, False, hooks
+    return torch._utils._rebuild_tensor_v2, arguments

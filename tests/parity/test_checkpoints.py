@@ -1,4 +1,7 @@
-"""A checkpoint written on one grid continues the same run on any other, before and after a draw."""
+"""A checkpoint written on one grid continues the same run on any other, before and after a draw.
+
+Two grids write one file each, and two a folder to which all stages write.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,13 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_axosparse.checkpoint.consolidate import consolidate
 from tests.parity.cases import BATCH, Net, Record, loader, trainer
 from tests.ranks import run_ranks
 
 STOP, END = 2, 4  # epochs before the stop, and of the whole run
 GRIDS = {"1x1": (1, 1), "2x1": (2, 2), "2x2": (2, 4), "4x1": (4, 4)}
+SHARDED = {"2x1", "2x2"}
 TICKETS = {"dense": None, "sparse": 1, "sparse later": STOP + 1}
 """When the ticket is drawn: never, before the stop, after it."""
 
@@ -32,7 +37,7 @@ def share(data: DataLoader, num_replicas: int, rank: int) -> DataLoader:
 
 
 def train(
-    grid: str, ticket: int | None, epochs: int, folder: Path, resume: Path | None
+    grid: str, ticket: int | None, epochs: int, folder: Path, resume: Path | None = None
 ) -> tuple[Record, dict[str, Any]]:
     """Train on a grid; the global batch is the same on each."""
     from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
@@ -45,7 +50,7 @@ def train(
         else [EarlyBirdTicket(0.6, every="1 epoch", draw_by=f"{ticket} epochs")]
     )
     run = trainer(
-        AxoSparseStrategy(g_inter=g_inter, microbatches=2),
+        AxoSparseStrategy(g_inter, 2, save_distributed_checkpoint=grid in SHARDED),
         ranks,
         max_epochs=epochs,
         callbacks=[*draw, ModelCheckpoint(folder, filename="stop", save_top_k=-1)],
@@ -70,7 +75,7 @@ def train(
 
 def stop(grid: str, folder: Path) -> None:
     for name, ticket in TICKETS.items():
-        train(grid, ticket, STOP, folder / grid / name, None)
+        train(grid, ticket, STOP, folder / grid / name)
 
 
 def resume(grid: str, folder: Path) -> dict[tuple[str, str], Any]:
@@ -101,7 +106,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("through")
-    return {name: train("1x1", ticket, END, path / name, None) for name, ticket in TICKETS.items()}
+    return {name: train("1x1", ticket, END, path / name) for name, ticket in TICKETS.items()}
+
+
+def as_file(folder: Path, grid: str, name: str) -> Path:
+    """The checkpoint of a grid as one file."""
+    checkpoint = folder / grid / name / "stop.ckpt"
+    assert checkpoint.is_dir() == (grid in SHARDED)
+    return consolidate(checkpoint) if checkpoint.is_dir() else checkpoint
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -136,7 +148,8 @@ def test_the_file_is_what_one_process_writes(folder: Path) -> None:
     run.fit(double(), loader(1), loader(2, batches=2))
     plain = torch.load(folder / "plain" / "stop.ckpt", weights_only=False)
     for grid in GRIDS:
-        ours = torch.load(folder / grid / "dense" / "stop.ckpt", weights_only=False)
+        file = as_file(folder, grid, "dense")
+        ours = torch.load(file, weights_only=False)
         assert ours.keys() == plain.keys()
         assert list(ours["state_dict"]) == list(plain["state_dict"])
         assert ours["lr_schedulers"] == plain["lr_schedulers"]
@@ -147,16 +160,15 @@ def test_the_file_is_what_one_process_writes(folder: Path) -> None:
             for index, state in theirs["state"].items():
                 for key, value in state.items():
                     assert torch.allclose(mine["state"][index][key], value, rtol=0, atol=1e-12)
-        loaded = Net.load_from_checkpoint(
-            folder / grid / "dense" / "stop.ckpt", outer=True, tied=True, weights_only=False
-        )
+        tied = [ours["state_dict"][f"model.{layer}.weight"].data_ptr() for layer in (2, 4)]
+        assert tied[0] == tied[1]
+        loaded = Net.load_from_checkpoint(file, outer=True, tied=True, weights_only=False)
         assert loaded.state_dict().keys() == plain["state_dict"].keys()
-        sparse = torch.load(folder / grid / "sparse" / "stop.ckpt", weights_only=False)
+        file = as_file(folder, grid, "sparse")
+        sparse = torch.load(file, weights_only=False)
         shapes = {k: v.shape for k, v in sparse["state_dict"].items()}
         assert shapes == {k: v.shape for k, v in plain["state_dict"].items()}
-        Net.load_from_checkpoint(
-            folder / grid / "sparse" / "stop.ckpt", outer=True, tied=True, weights_only=False
-        )
+        Net.load_from_checkpoint(file, outer=True, tied=True, weights_only=False)
 
 
 def test_a_plain_checkpoint_resumes_on_a_grid_and_back(folder: Path) -> None:
@@ -167,7 +179,7 @@ def test_a_plain_checkpoint_resumes_on_a_grid_and_back(folder: Path) -> None:
         module,
         loader(1),
         loader(2, batches=2),
-        ckpt_path=folder / "4x1" / "dense" / "stop.ckpt",
+        ckpt_path=as_file(folder, "2x1", "dense"),
         weights_only=False,
     )
     record, _ = train("1x1", None, END, folder / "on", folder / "plain" / "stop.ckpt")

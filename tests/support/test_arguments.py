@@ -140,6 +140,7 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             "microbatch_weight": [True, 1, "", [], {}],
             "check_loss": [None, 1, "yes", []],
             "step_outputs": NO_WORD,
+            "save_distributed_checkpoint": NO_BOOL,
             "timeout": [None, True, 0, -1, "30", [], float("nan"), timedelta(0)],
             "recompute": ["cube", *NO_COUNT],
             "offload_optimizer": NO_BOOL,

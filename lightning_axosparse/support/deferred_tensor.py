@@ -1,0 +1,57 @@
+"""Defines a tensor whose values are made only when it is written to a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_axosparse.support.torch_internals import no_torch_function, tree_map_only
+
+
+class DeferredTensor(Tensor):
+    """Stands for a tensor by its shape and dtype, on the meta device.
+
+    :func:`lightning_axosparse.support.archive.save` writes it as the tensor that it stands for.
+
+    Args:
+        key: of the tensor, unique in its checkpoint.
+        shape: of the tensor.
+        dtype: of the tensor.
+        make: returns the tensor; called when it is written, and not kept.
+    """
+
+    key: str
+    make: Callable[[], Tensor]
+
+    __torch_function__ = no_torch_function
+
+    @staticmethod
+    def __new__(
+        cls, key: str, shape: Sequence[int], dtype: torch.dtype, make: Callable[[], Tensor]
+    ) -> DeferredTensor:
+        """Make the tensor without its values."""
+        tensor = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
+        tensor.key, tensor.make = key, make
+        return tensor
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    def made(self) -> Tensor:
+        """The tensor that it stands for, on CPU."""
+        return self.make().cpu()
+
+
+def all_made(tree: Any) -> Any:
+    """The tree with every deferred tensor made; one that is there twice is made once."""
+    made: dict[int, Tensor] = {}
+
+    def once(tensor: DeferredTensor) -> Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = tensor.made()
+        return made[id(tensor)]
+
+    return tree_map_only(DeferredTensor, once, tree)
