@@ -2,9 +2,10 @@
 
     mpiexec -n 2 python -m benchmarks.pipeline.peers
 
-Both run the same transformer blocks and micro-batches in the same job. Before any timing, gradients
-are compared with those of one process, to the bit. Every row also has the step that is simulated
-from the times of the stages' passes without waiting. Prints Markdown rows.
+All run the same transformer blocks and micro-batches in the same job, also torch's zero-bubble
+schedules. Before any timing, gradients are compared with those of one process; those of the engine
+and of torch's 1F1B to the bit. Every row of the engine also has the step that is simulated from the
+times of the stages' passes without waiting. Prints Markdown rows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
 from benchmarks.interleave import ratios, trials
 from benchmarks.pipeline.alone import Alone, ReadyLink
@@ -39,6 +45,14 @@ from lightning_axosparse.pipeline.weight_gradients import WeightGradientQueue
 WIDTH, HEADS, BLOCKS, MICROBATCHES = 256, 8, 8, 8
 
 
+BASELINE = "torch 1F1B, gloo"
+PEERS = {
+    BASELINE: Schedule1F1B,
+    "torch interleaved zero bubble, gloo": ScheduleInterleavedZeroBubble,
+    "torch ZBV, gloo": ScheduleZBVZeroBubble,
+}
+
+
 def connect_gloo() -> None:
     world = MPI.COMM_WORLD
     with socket.socket() as probe:
@@ -51,6 +65,13 @@ def connect_gloo() -> None:
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target)
+
+
+def validate(module: nn.Module, reference: nn.Module, exactly: bool) -> None:
+    """Check gradients against those of one process, to the bit or to a few of them."""
+    for ours, alone in zip(module.parameters(), reference.parameters(), strict=True):
+        tolerances = {"rtol": 0.0, "atol": 0.0} if exactly else {}
+        torch.testing.assert_close(ours.grad, alone.grad, **tolerances)
 
 
 class Passes:
@@ -117,18 +138,44 @@ class ApartStaging(HostStaging):
 
 
 class Torch:
-    """One stage in torch's 1F1B."""
+    """The stages of this rank in a schedule of torch."""
 
-    def __init__(self, layers: nn.Module) -> None:
-        stage, stages = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-        part = PipelineStage(layers, stage, stages, torch.device("cpu"))
-        self._schedule = Schedule1F1B(part, MICROBATCHES, loss_fn=loss_of)
+    def __init__(self, blocks: Sequence[nn.Module], schedule: Any, places: Sequence[int]) -> None:
+        self.blocks = nn.ModuleList(copy.deepcopy(nn.ModuleList(blocks[i] for i in places)))
+        world = MPI.COMM_WORLD
+        # A rank of a schedule with several stages has two.
+        each = 1 if schedule is Schedule1F1B else 2
+        size, count = len(places) // each, each * world.size
+        stages = [
+            PipelineStage(
+                nn.Sequential(*self.blocks[first : first + size]),
+                places[first] // size,
+                count,
+                torch.device("cpu"),
+            )
+            for first in range(0, len(places), size)
+        ]
+        self._first, self._last = (
+            any(stage.stage_index == index for stage in stages) for index in (0, count - 1)
+        )
+        own = stages[0] if each == 1 else stages
+        self._schedule = schedule(own, MICROBATCHES, loss_fn=loss_of)
 
     def __call__(self, x: Tensor, y: Tensor) -> None:
-        first = MPI.COMM_WORLD.rank == 0
-        last = MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1
-        arguments = (x,) if first else ()
-        self._schedule.step(*arguments, **({"target": y} if last else {}))
+        arguments = (x,) if self._first else ()
+        self._schedule.step(*arguments, **({"target": y} if self._last else {}))
+
+
+def own_places(schedule: Any) -> list[int]:
+    """The blocks of this rank in a schedule of torch, in the order of its stages."""
+    rank, ranks = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    if schedule is Schedule1F1B:
+        indices, size = [rank], BLOCKS // ranks
+    else:
+        # The second stage is a V back, or as many stages on as there are ranks.
+        second = 2 * ranks - 1 - rank if schedule is ScheduleZBVZeroBubble else ranks + rank
+        indices, size = [rank, second], BLOCKS // ranks // 2
+    return [index * size + place for index in indices for place in range(size)]
 
 
 def main() -> None:
@@ -160,20 +207,21 @@ def main() -> None:
         "ZB-H1, ours": (DEFERRING_SCHEDULES["zb-h1"], world.size),
         "message-driven, deferred": (DEFERRING_SCHEDULES["message-driven"], twice),
     }
-    steps = {
-        "torch 1F1B, gloo": Torch(copy.deepcopy(mine)),
-        **{name: Ours(copy.deepcopy(mine), *choice, link) for name, choice in choices.items()},
+    theirs = {
+        name: Torch(blocks, schedule, own_places(schedule)) for name, schedule in PEERS.items()
     }
-    modules = [steps["torch 1F1B, gloo"]._schedule._stage.submod]
-    modules += [step._layers for step in list(steps.values())[1:]]
+    ours = {name: Ours(copy.deepcopy(mine), *choice, link) for name, choice in choices.items()}
+    steps = theirs | ours
 
     for part_x, part_y in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
         (loss_of(nn.Sequential(*blocks)(part_x), part_y) / MICROBATCHES).backward()
     for step in steps.values():
         step(x, y)
-    for module in modules:
-        for ours, theirs in zip(module.parameters(), mine.parameters(), strict=True):
-            assert torch.equal(ours.grad, theirs.grad), "gradients are not those of one process"
+    for step in ours.values():
+        validate(step._layers, mine, exactly=True)
+    for name, step in theirs.items():
+        reference = nn.ModuleList(blocks[place] for place in own_places(PEERS[name]))
+        validate(step.blocks, reference, exactly=name == BASELINE)
 
     def runner(step: Any) -> Any:
         return lambda trial: step(x, y)
@@ -195,7 +243,7 @@ def main() -> None:
         }
         case = f"8 GPT blocks, {world.size} ranks, {kilobytes:.0f} kB"
         head()
-        for name, ratio in ratios(seconds, "torch 1F1B, gloo").items():
+        for name, ratio in ratios(seconds, BASELINE).items():
             # The simulator does not model ranks that share cores.
             guess = median(predicted[name]) if name in predicted and not crowded else None
             row(case, name, median(seconds[name]), ratio, bars.get(name), guess)

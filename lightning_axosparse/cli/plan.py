@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from rich import box
 from rich.console import Console
@@ -15,7 +15,7 @@ from rich.table import Table
 from lightning_axosparse.callbacks.gantt import Placed, RecordedStep, plot_gantt
 from lightning_axosparse.planning.cost import Cluster, Transformer
 from lightning_axosparse.planning.memory_model import DENSE, SPARSE
-from lightning_axosparse.planning.search import Plan, Workload, search
+from lightning_axosparse.planning.search import Plan, WeightGradients, Workload, search
 from lightning_axosparse.planning.simulate import Wire
 from lightning_axosparse.support.arguments import COUNT, NOT_NEGATIVE
 
@@ -38,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    if options.recompute and "deferred" in options.weight_gradients:
+        parser.error("--weight-gradients deferred keeps what --recompute computes again")
     best: list[tuple[float, Plan]] = []
     for ratio in options.pruning_ratio:
         try:
@@ -64,9 +66,10 @@ def table(plans: Sequence[Plan], title: str) -> Table:
         "stages x\nreplicas",
         "micro-\nbatches\nx samples",
         "in\nflight",
+        "de-\nferred",
         "GB a\ndevice",
         "bubble",
-        "messages\ns",
+        "mes-\nsages\ns",
         "all-\nreduce\ns",
         "step\ns",
     ):
@@ -76,9 +79,10 @@ def table(plans: Sequence[Plan], title: str) -> Table:
             f"{plan.choice.g_inter} x {plan.g_data}",
             f"{plan.microbatches} x {plan.choice.microbatch}",
             str(plan.choice.in_flight),
+            "yes" if plan.choice.weight_gradients == "deferred" else "no",
             f"{plan.memory / 1e9:.2f}",
             f"{plan.simulation.bubble:.1%}",
-            f"{plan.message_seconds:.3g}",
+            f"{plan.message_seconds:.2g}",
             f"{plan.all_reduce_seconds:.3g}",
             f"{plan.simulation.makespan:.4g}",
         )
@@ -98,7 +102,8 @@ def plot(plans: Sequence[tuple[float, Plan]], file: Path) -> None:
         plot_gantt(axes, RecordedStep(0, 0, _weights(ratio), spans))
         axes.set_title(
             f"{_weights(ratio)}: {plan.choice.g_inter} x {plan.g_data} devices, "
-            f"{plan.microbatches} micro-batches, {plan.choice.in_flight} in flight"
+            f"{plan.microbatches} micro-batches, {plan.choice.in_flight} in flight, "
+            f"weight gradients {plan.choice.weight_gradients}"
         )
     figure.savefig(file, dpi=120)
 
@@ -125,6 +130,7 @@ def _workload(options: argparse.Namespace, ratio: float) -> Workload:
         pruning_ratio=ratio,
         recompute=options.recompute,
         overhead=options.overhead if ratio else 0.0,
+        weight_gradients=tuple(dict.fromkeys(options.weight_gradients)),
     )
 
 
@@ -141,6 +147,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", type=_count, default=512, help="samples of a step, over all replicas")
     add("--pruning-ratio", type=_ratio, nargs="+", default=[0.0], help="a table for each")
     add("--recompute", action="store_true", help="recompute activations in backward")
+    add(
+        "--weight-gradients",
+        choices=get_args(WeightGradients),
+        nargs="+",
+        default=["together"],
+        help="made in backward passes, or where a stage would wait: one, or both to compare",
+    )
     add(
         "--overhead",
         type=_not_negative,

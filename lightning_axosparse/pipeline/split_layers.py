@@ -7,7 +7,8 @@ operators, so it walks no graph twice.
 
 Ordinary, by the layer's own ``forward``:
 
-    layers      of other classes, or compiled; whose parameters stand elsewhere in the module, too
+    layers      of other classes, or compiled; whose parameters stand elsewhere in the module, too;
+                convolutions in sparse storage
     calls       without gradients, or whose input needs none; inside ``torch.func`` transforms;
                 where what autograd saves is replaced, as by activation checkpointing
     parameters  that are frozen, or whose gradient is hooked by the user
@@ -22,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,10 @@ from torch.nn import functional
 
 from lightning_axosparse.distributed.gradient_reducer import GradientReducer
 from lightning_axosparse.pipeline.weight_gradients import Scratch, WeightGradientQueue
+from lightning_axosparse.sparse.linear import KeptProduct
+from lightning_axosparse.sparse.module import kept_product
 from lightning_axosparse.support.torch_internals import (
+    apply_untransformed,
     backward_transformed,
     gradient_hooks,
     is_compiled,
@@ -39,12 +43,19 @@ from lightning_axosparse.support.torch_internals import (
     transformed,
 )
 
+Operands = tuple[Tensor, Tensor, Tensor | None]
+"""Input, weight and bias."""
+
 
 class Operation(Protocol):
     """The product of an input and a weight, and its gradients."""
 
-    def accepts(self, x: Tensor) -> bool:
-        """Whether the product of this input is the one that the layer's ``forward`` computes."""
+    def operands(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Operands | None:
+        """Cast the operands as the layer's ``forward`` and autocast do.
+
+        Returns:
+            None if that computes another product of these.
+        """
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the layer's output."""
@@ -81,9 +92,9 @@ class MatrixProduct:
 
     transposes: bool
 
-    def accepts(self, x: Tensor) -> bool:
-        """Whether the input is a contiguous batch of vectors."""
-        return x.dim() > 1 and x.is_contiguous()
+    def operands(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Operands | None:
+        """Cast the operands, if the input is a contiguous batch of vectors."""
+        return _cast(x, weight, bias) if x.dim() > 1 and x.is_contiguous() else None
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply as the layer does."""
@@ -128,9 +139,9 @@ class Convolution:
     dilation: Sequence[int]
     groups: int
 
-    def accepts(self, x: Tensor) -> bool:
-        """Whether the input is a batch."""
-        return x.dim() == 2 + len(self.stride)
+    def operands(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Operands | None:
+        """Cast the operands, if the input is a batch."""
+        return _cast(x, weight, bias) if x.dim() == 2 + len(self.stride) else None
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Convolve as the layer does."""
@@ -173,12 +184,52 @@ class Convolution:
         )
 
 
-_CONV1D = "transformers.pytorch_utils", "Conv1D.forward"
-"""Hugging Face's forward, by name, because importing transformers takes seconds."""
+@dataclass(frozen=True)
+class KeptValues:
+    """The product of a layer that multiplies by the kept values of its weight.
+
+    Attributes:
+        product: that product.
+        bias_dtype: dtype of the bias, if there is one.
+    """
+
+    product: KeptProduct
+    bias_dtype: torch.dtype | None
+
+    def operands(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Operands | None:
+        """Cast the operands."""
+        return self.product.operands(x, weight, bias)
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply as the layer does."""
+        return self.product.forward(x, weight, bias)
+
+    def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """Multiply the output's gradient by the kept values."""
+        return self.product.input_gradient(gradient, x, weight)
+
+    def parameter_gradients(
+        self,
+        gradient: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        has_bias: bool,
+        scratch: Scratch | None = None,
+    ) -> list[Tensor]:
+        """Compute the kept entries of the product alone, in new memory."""
+        kept = self.product.values_gradient(gradient, x, weight)
+        if not has_bias:
+            return [kept]
+        # Every call of the layer casts its bias, so the terms of several are added uncast.
+        return [kept, gradient.reshape(-1, gradient.shape[-1]).sum(0).to(self.bias_dtype)]
 
 
 def _operation(layer: nn.Module) -> Operation | None:
     """The product that a layer computes; None if it is not known."""
+    product = kept_product(layer)
+    if product is not None:
+        bias: Any = layer.bias
+        return KeptValues(product, None if bias is None else bias.dtype)
     forward = type(layer).forward
     if forward is nn.Linear.forward:
         return MatrixProduct(transposes=True)
@@ -215,7 +266,7 @@ class SplitLayers:
         """The parameters of all calls in this batch whose products are queued in backward."""
         self._module = module
         self._layers: list[nn.Module] = []
-        self._enabled = False
+        self._calls: dict[nn.Module, _Call] = {}
         self._destination: _Destination | None = None
 
     def install(self) -> None:
@@ -223,14 +274,13 @@ class SplitLayers:
         # A module that stands in several places counts once: it is the same layer.
         owners = Counter(p for m in self._module.modules() for p in m.parameters(recurse=False))
         for layer in _not_compiled(self._module):
-            operation = _operation(layer)
-            if operation is None or "forward" in vars(layer):
+            if _operation(layer) is None or "forward" in vars(layer):
                 continue
             own = dict(layer.named_parameters(recurse=False))
             alone = all(owners[p] == 1 and not p.is_meta for p in own.values())
             # What computes its weight, as weight norms do, has another parameter in its place.
             if alone and list(own) in (["weight"], ["weight", "bias"]):
-                layer.forward = self._forward(layer, operation)
+                layer.forward = self._forward(layer)
                 self._layers.append(layer)
 
     def uninstall(self) -> None:
@@ -243,11 +293,15 @@ class SplitLayers:
     def batch(self) -> Iterator[None]:
         """Split the layers that are called inside the context, for one batch."""
         self.parameters = set()
-        self._enabled = True
+        for layer in self._layers:
+            # Layers go over to sparse storage between two batches.
+            operation, parameters = _operation(layer), tuple(layer.parameters(recurse=False))
+            if operation is not None and all(map(_trained, parameters)):
+                self._calls[layer] = _Call(self, operation, parameters)
         try:
             yield
         finally:
-            self._enabled = False
+            self._calls.clear()
 
     @contextmanager
     def deferring(
@@ -290,49 +344,42 @@ class SplitLayers:
         destination.queue.add(destination.microbatch, product)
         return True
 
-    def _forward(self, layer: nn.Module, operation: Operation) -> Callable[..., Any]:
-        kind = type(layer)
-
+    def _forward(self, layer: nn.Module) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            # `sparsify` changes the class.
-            if type(layer) is kind and len(args) == 1 and not kwargs and self._enabled:
-                output = self._split(layer, operation, args[0])
+            call = self._calls.get(layer)
+            if call is not None and len(args) == 1 and not kwargs:
+                output = self._split(call, args[0])
                 if output is not None:
                     return output
             return type(layer).forward(layer, *args, **kwargs)
 
         return forward
 
-    def _split(self, layer: Any, operation: Operation, x: Any) -> Tensor | None:
+    def _split(self, call: _Call, x: Any) -> Tensor | None:
         """Call a layer so that its backward pass is split; None where that is not possible."""
-        weight, bias = layer.weight, layer.bias
-        if not (_differentiable(x) and operation.accepts(x) and _trained(weight)):
-            return None
-        if bias is not None and not _trained(bias):
-            return None
         # In a backward pass layers are called to recompute what was not saved.
         if self._destination is not None or saved_tensors_are_hooked() or transformed():
             return None
-        call = _Call(self, operation, (weight,) if bias is None else (weight, bias))
-        if torch.is_autocast_enabled(x.device.type):
-            x, weight, bias = map(_autocast, (x, weight, bias))
-        if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
+        if not _differentiable(x):
+            return None
+        weight, bias = (*call.parameters, None)[:2]
+        operands = call.operation.operands(x, cast(Tensor, weight), bias)
+        if operands is None:
             return None
         self.parameters.update(call.parameters)
-        output: Tensor = _SplitCall.apply(x, weight, bias, call)  # type: ignore[no-untyped-call]
+        output: Tensor = apply_untransformed(_SplitCall, *operands, call)
         return output
 
 
 class _Call(NamedTuple):
-    """A call of a split layer."""
+    """How a layer is called in a batch."""
 
     layers: SplitLayers
     operation: Operation
     parameters: Sequence[nn.Parameter]
 
 
-@dataclass(frozen=True)
-class _Product:
+class _Product(NamedTuple):
     """What a call adds to its parameters' gradients."""
 
     operation: Operation
@@ -344,7 +391,7 @@ class _Product:
     def tensors(self) -> Sequence[Tensor]:
         return self.gradient, self.x
 
-    def compute(self, scratch: Scratch) -> Sequence[Tensor]:
+    def compute(self, scratch: Scratch | None) -> Sequence[Tensor]:
         weight, *bias = self.parameters
         return self.operation.parameter_gradients(
             self.gradient, self.x, weight, bool(bias), scratch
@@ -358,7 +405,8 @@ class _SplitCall(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.call = call
-        return call.operation.forward(x, weight, bias)
+        # No view, so that what follows may change it in place.
+        return call.operation.forward(x, weight, bias).detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -408,8 +456,17 @@ def _is_the_reducers(hook: Callable[..., Any]) -> bool:
     return isinstance(getattr(hook, "__self__", None), GradientReducer)
 
 
-def _autocast(tensor: Tensor | None) -> Tensor | None:
+def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> Operands | None:
+    """The operands of a dense product as autocast gives them; None if their dtypes differ then."""
+    if torch.is_autocast_enabled(x.device.type):
+        x, weight = _autocast(x), _autocast(weight)
+        bias = None if bias is None else _autocast(bias)
+    same = weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype)
+    return (x, weight, bias) if same else None
+
+
+def _autocast(tensor: Tensor) -> Tensor:
     """A tensor as autocast, which is enabled, gives it to a product."""
-    if tensor is None or tensor.dtype == torch.float64:
+    if tensor.dtype == torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype(tensor.device.type))

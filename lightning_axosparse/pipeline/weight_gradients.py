@@ -18,13 +18,21 @@ class Scratch:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._views: dict[tuple[Sequence[int], torch.dtype, torch.device], Tensor] = {}
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialized tensor, valid until the next one of its dtype and device."""
+        view = self._views.get((shape, dtype, device))
+        if view is None:
+            view = self._views[shape, dtype, device] = self._view(shape, dtype, device)
+        return view
+
+    def _view(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         size, buffer = prod(shape), self._buffers.get((dtype, device))
         if buffer is None or buffer.numel() < size:
             buffer = torch.empty(size, dtype=dtype, device=device)
             self._buffers[dtype, device] = buffer
+            self._views.clear()
         return buffer[:size].view(*shape)
 
 
@@ -39,8 +47,12 @@ class WeightProduct(Protocol):
     def tensors(self) -> Sequence[Tensor]:
         """What is kept until the product is computed."""
 
-    def compute(self, scratch: Scratch) -> Sequence[Tensor]:
-        """Compute the term of each parameter; they may be in scratch memory."""
+    def compute(self, scratch: Scratch | None) -> Sequence[Tensor]:
+        """Compute the term of each parameter.
+
+        Args:
+            scratch: memory that a term may be in; None for new memory.
+        """
 
 
 class WeightGradientQueue:
@@ -99,27 +111,32 @@ class WeightGradientQueue:
         products = self._products.pop(key)
         self._left[key[0]] -= 1
         parameters = products[0].parameters
+        # The first term becomes the gradient.
+        scratch = None if parameters[0].grad is None else self._scratch
         with torch.no_grad():
-            for parameter, term in zip(parameters, self._sum(products), strict=True):
+            for parameter, term in zip(parameters, _sum(products, scratch), strict=True):
                 _accumulate(parameter, term)
         following = next(iter(self._products), None)
         if self._backwards_ended and (following is None or following[1] is not key[1]):
             for parameter in parameters:
                 self._on_final(parameter)
 
-    def _sum(self, products: Sequence[WeightProduct]) -> Sequence[Tensor]:
-        first, *others = products
-        total = first.compute(self._scratch)
-        for other in others:
-            # The next product may take the same scratch memory.
-            total = [term.clone() for term in total]
-            for term, more in zip(total, other.compute(self._scratch), strict=True):
-                term += more
-        return total
+
+def _sum(products: Sequence[WeightProduct], scratch: Scratch | None) -> Sequence[Tensor]:
+    first, *others = products
+    total = first.compute(scratch)
+    for other in others:
+        # The next product may take the same scratch memory.
+        total = [term.clone() for term in total]
+        for term, more in zip(total, other.compute(scratch), strict=True):
+            term += more
+    return total
 
 
 def _accumulate(parameter: nn.Parameter, term: Tensor) -> None:
-    if parameter.grad is None:
-        parameter.grad = torch.empty_like(parameter).copy_(term)
-    else:
+    if parameter.grad is not None:
         parameter.grad.add_(term)
+    elif term.dtype == parameter.dtype and term.stride() == parameter.stride():
+        parameter.grad = term
+    else:
+        parameter.grad = torch.empty_like(parameter).copy_(term)

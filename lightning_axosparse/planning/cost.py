@@ -12,8 +12,8 @@ from lightning_axosparse.pipeline.profile import LayerProfile
 from lightning_axosparse.planning.simulate import Wire
 
 _FORWARD = 1 / 3
-"""Fraction of a layer's time that is its forward pass: backward computes two gradients, forward one
-output."""
+"""Fraction of a layer's time that is its forward pass, and that makes its weights' gradients:
+backward computes two gradients, forward one output."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class LayerCosts:
         forward: work of the forward pass, in units of which a device does :attr:`Cluster.speed` a
             second.
         backward: work of the backward pass.
+        weight_gradients: work of the part of it that makes weight gradients and can be deferred.
         recomputed: work of the second forward pass under activation checkpointing.
         weights: number of weights.
         activation_bytes: bytes of activations saved for the backward pass.
@@ -34,6 +35,7 @@ class LayerCosts:
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
+    weight_gradients: tuple[float, ...]
     recomputed: tuple[float, ...]
     weights: tuple[float, ...]
     activation_bytes: tuple[float, ...]
@@ -116,6 +118,8 @@ class Transformer:
         return LayerCosts(
             forward=forward,
             backward=tuple(2 * flops for flops in forward),
+            # Attention has no weights, and those of the tied head are made in backward passes.
+            weight_gradients=each(24 * self.width**2 * self.sequence),
             recomputed=each(self.layer_flops),
             weights=each(self.layer_weights),
             activation_bytes=each(self.layer_activation_bytes),
@@ -193,6 +197,7 @@ def layer_costs(
     return LayerCosts(
         forward=forward,
         backward=tuple((1 - _FORWARD) * profile.seconds for profile in profiles),
+        weight_gradients=forward,
         recomputed=forward,
         weights=tuple(weights),
         activation_bytes=tuple(profile.activation_bytes for profile in profiles),

@@ -11,10 +11,13 @@ import numpy as np
 
 from lightning_axosparse.distributed.grid import divisors
 from lightning_axosparse.pipeline.partition import balance
-from lightning_axosparse.pipeline.schedule import SCHEDULES
+from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES
 from lightning_axosparse.planning.cost import Cluster, LayerCosts
 from lightning_axosparse.planning.memory_model import Storage
 from lightning_axosparse.planning.simulate import Seconds, Simulation, ring_all_reduce, simulate
+
+WeightGradients = Literal["together", "deferred"]
+"""When weight gradients are made: in backward passes, or where a stage would wait."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Workload:
         recompute: whether layers use activation checkpointing.
         overhead: time that sparse storage adds to a pass, as a fraction of the pass.
         balance: what the partition equalizes over the stages: time or parameters.
+        weight_gradients: when weight gradients may be made.
     """
 
     layers: LayerCosts
@@ -40,15 +44,24 @@ class Workload:
     recompute: bool = False
     overhead: float = 0.0
     balance: Literal["time", "parameters"] = "time"
+    weight_gradients: tuple[WeightGradients, ...] = ("together",)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to run a workload: stages, samples per micro-batch, and the in-flight limit."""
+    """One way to run a workload.
+
+    Attributes:
+        g_inter: stages.
+        microbatch: samples of a micro-batch.
+        in_flight: the in-flight limit.
+        weight_gradients: when weight gradients are made.
+    """
 
     g_inter: int
     microbatch: int
     in_flight: int
+    weight_gradients: WeightGradients = "together"
 
 
 @dataclass(frozen=True)
@@ -132,11 +145,14 @@ def _choices(workload: Workload) -> Iterator[Choice]:
         batch, rest = divmod(workload.batch * g_inter, workload.cluster.devices)
         if rest or g_inter > len(workload.layers.forward):
             continue
+        # One stage waits for no message.
+        kinds = workload.weight_gradients if g_inter > 1 else workload.weight_gradients[:1]
         for microbatch in divisors(batch):
             microbatches = batch // microbatch
             limits = {g_inter, 2 * g_inter} if g_inter > 1 else {1}
             for in_flight in {min(limit, microbatches) for limit in limits}:
-                yield Choice(g_inter, microbatch, in_flight)
+                for kind in kinds:
+                    yield Choice(g_inter, microbatch, in_flight, kind)
 
 
 class _StepEstimate:
@@ -153,6 +169,7 @@ class _StepEstimate:
         recomputed = workload.recompute * _sums(layers.recomputed, parts)
         self._forward: Seconds = seconds * _sums(layers.forward, parts)
         self._backward: Seconds = seconds * (_sums(layers.backward, parts) + recomputed)
+        self._weight_gradient: Seconds = seconds * _sums(layers.weight_gradients, parts)
         weights = _sums(layers.weights, parts) + layers.outside_weights
         state = np.array([workload.storage.state_bytes(n, ratio) for n in weights])
         self.memory = float((state + _activation_bytes(workload, choice, parts)).max())
@@ -177,20 +194,25 @@ class _StepEstimate:
     def lower_bound(self) -> float:
         """Seconds that a step takes at least, whatever the schedule.
 
-        These are all passes of one stage, and those of one micro-batch on the stages before it.
+        These are all passes of one stage, and those of one micro-batch on the stages before it:
+        forward, and, unless it may go on with weight gradients meanwhile, backward.
         """
-        both = self._forward + self._backward
-        pipeline = (both.cumsum() + (self._microbatches - 1) * both).max()
-        return float(pipeline + self._all_reduce[0] + self._optimizer[0])
+        both, first = self._forward + self._backward, self._forward
+        if self.choice.weight_gradients == "together":
+            first = both
+        pipeline = first.cumsum() - first + self._microbatches * both
+        # Deferred, a stage may end last that is not the first.
+        ends = pipeline + (self._all_reduce + self._optimizer).min()
+        return float(ends.max())
 
     def plan(self) -> Plan:
         """Simulate the step."""
         choice = self.choice
+        deferred = choice.weight_gradients == "deferred"
+        schedule = (DEFERRING_SCHEDULES if deferred else SCHEDULES)["message-driven"]
         simulation = simulate(
             [
-                SCHEDULES["message-driven"](
-                    stage, choice.g_inter, self._microbatches, choice.in_flight
-                )
+                schedule(stage, choice.g_inter, self._microbatches, choice.in_flight)
                 for stage in range(choice.g_inter)
             ],
             self._forward,
@@ -199,6 +221,7 @@ class _StepEstimate:
             self._message_bytes,
             self._all_reduce,
             self._optimizer,
+            weight_gradient=self._weight_gradient,
         )
         slowest = min((wire.bandwidth for wire in self._wires), default=float("inf"))
         return Plan(

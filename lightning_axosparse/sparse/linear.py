@@ -42,7 +42,7 @@ Which way runs follows from the dtype, the device, the share of kept entries, th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -134,8 +134,8 @@ def layer_forward(
         names: its parameters that are stored sparse.
     """
     dense_forward: Callable[..., Tensor] = dense_class.forward
-    by_rows = _ROWS_ARE_OUTPUTS.get((dense_forward.__module__, dense_forward.__qualname__))
-    if by_rows is None or names != ("weight",):
+    by_rows = rows_are_outputs(dense_class, names)
+    if by_rows is None:
         return None
 
     def forward(layer: Any, inputs: Tensor) -> Tensor:
@@ -151,12 +151,82 @@ def layer_forward(
         if operands is None:
             return dense_forward(layer, inputs)
         inputs, bias, _ = operands
+        product = KeptProduct(layout, form, by_rows)
         if not torch.is_grad_enabled():  # a node of autograd takes as long as a token's product
-            return _multiply(inputs, values, layout, form.copy, form.compute, by_rows, bias)
-        product: Tensor = _LayerProduct.apply(inputs, values, bias, layout, form, by_rows)  # type: ignore[no-untyped-call]
-        return product
+            return product.forward(inputs, values, bias)
+        output: Tensor = _LayerProduct.apply(inputs, values, bias, product)  # type: ignore[no-untyped-call]
+        return output
 
     return forward
+
+
+def rows_are_outputs(dense_class: type[nn.Module], names: tuple[str, ...]) -> bool | None:
+    """Return whether the rows of a layer's weight, or its columns, give the outputs.
+
+    Args:
+        dense_class: the layer's class while it is dense.
+        names: its parameters that are stored sparse.
+
+    Returns:
+        None if the first path does not serve such layers.
+    """
+    forward = dense_class.forward
+    known = _ROWS_ARE_OUTPUTS.get((forward.__module__, forward.__qualname__))
+    return known if names == ("weight",) else None
+
+
+class KeptProduct(NamedTuple):
+    """The product of the first path, and its gradients.
+
+    Attributes:
+        layout: the kept entries of the weight.
+        form: its dense form.
+        by_rows: whether its rows, or its columns, give the outputs.
+    """
+
+    layout: Layout
+    form: DenseForm
+    by_rows: bool
+
+    def operands(
+        self, x: Tensor, values: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Return inputs, kept values and bias as autocast casts them; None: the dense path."""
+        operands = _eligible(x, bias, values, self.layout.shape, self.form.dtype, self.by_rows)
+        return None if operands is None else (operands.inputs, values, operands.bias)
+
+    def forward(self, x: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply by the kept values, and add the bias."""
+        form = self.form
+        product = _multiply(x, values, self.layout, form.copy, form.compute, self.by_rows, bias)
+        return product.detach()  # no view, so that nn.ReLU(inplace=True) may change it
+
+    def input_gradient(self, gradient: Tensor, x: Tensor, values: Tensor) -> Tensor:
+        """Compute the gradient of the inputs from that of the output.
+
+        It is a differentiable function of its operands where gradients are recorded.
+        """
+        if not backward_transformed(gradient):
+            form = self.form
+            return _multiply(
+                gradient, values, self.layout, form.copy, form.compute, not self.by_rows
+            )
+        weight = sparse_weight(values, self.layout, DenseForm(x.dtype))
+        weight = weight.view(self.layout.shape[0], -1)
+        factor = weight.t() if self.by_rows else weight
+        for_inputs = linear(gradient, factor)
+        if for_inputs is NotImplemented:
+            for_inputs = F.linear(gradient, factor)
+        return cast(Tensor, for_inputs)
+
+    def values_gradient(self, gradient: Tensor, x: Tensor, values: Tensor) -> Tensor:
+        """Compute the gradient of the kept values, likewise."""
+        left, right = _outer_factors(x, gradient, self.by_rows)
+        if backward_transformed(gradient):
+            kept = reference.gather(left.t() @ right, self.layout.positions())
+        else:
+            kept = _outer(left, right, self.layout, self.form.compute)
+        return kept.to(values.dtype)
 
 
 def linear(input: Any, weight: Any, bias: Any = None) -> Any:
@@ -200,54 +270,25 @@ class _LayerProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        inputs: Tensor,
-        values: Tensor,
-        bias: Tensor | None,
-        layout: Layout,
-        form: DenseForm,
-        by_rows: bool,
+        ctx: Any, inputs: Tensor, values: Tensor, bias: Tensor | None, product: KeptProduct
     ) -> Tensor:
         ctx.save_for_backward(inputs)
         # Not saved as activations are, which may be offloaded: the parameter stays anyway.
-        ctx.values, ctx.version = values, version_of(values)
-        ctx.layout, ctx.form, ctx.by_rows = layout, form, by_rows
-        product = _multiply(inputs, values, layout, form.copy, form.compute, by_rows, bias)
-        return product.detach()  # no view, so that nn.ReLU(inplace=True) may change it
+        ctx.values, ctx.version, ctx.product = values, version_of(values), product
+        return product.forward(inputs, values, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (inputs,), values = ctx.saved_tensors, ctx.values
-        check_unchanged(values, ctx.version, ctx.layout)
-        if backward_transformed(gradient):
-            return _differentiable_gradients(ctx, inputs, values, gradient)
+        (inputs,), values, product = ctx.saved_tensors, ctx.values, ctx.product
+        check_unchanged(values, ctx.version, product.layout)
         for_inputs = for_values = for_bias = None
         if ctx.needs_input_grad[0]:
-            for_inputs = _multiply(
-                gradient, values, ctx.layout, ctx.form.copy, ctx.form.compute, not ctx.by_rows
-            )
+            for_inputs = product.input_gradient(gradient, inputs, values)
         if ctx.needs_input_grad[1]:
-            left, right = _outer_factors(inputs, gradient, ctx.by_rows)
-            for_values = _outer(left, right, ctx.layout, ctx.form.compute).to(values.dtype)
+            for_values = product.values_gradient(gradient, inputs, values)
         if ctx.needs_input_grad[2]:
             for_bias = _flat(gradient).sum(0)
-        return for_inputs, for_values, for_bias, None, None, None
-
-
-def _differentiable_gradients(
-    ctx: Any, inputs: Tensor, values: Tensor, gradient: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients as differentiable functions of their operands, for double backward."""
-    weight = sparse_weight(values, ctx.layout, DenseForm(inputs.dtype))
-    weight = weight.view(ctx.layout.shape[0], -1)
-    factor = weight.t() if ctx.by_rows else weight
-    for_inputs = linear(gradient, factor)
-    if for_inputs is NotImplemented:
-        for_inputs = F.linear(gradient, factor)
-    left, right = _outer_factors(inputs, gradient, ctx.by_rows)
-    for_values = reference.gather(left.t() @ right, ctx.layout.positions()).to(values.dtype)
-    for_bias = _flat(gradient).sum(0) if ctx.needs_input_grad[2] else None
-    return for_inputs, for_values, for_bias, None, None, None
+        return for_inputs, for_values, for_bias, None
 
 
 class _WeightProduct(torch.autograd.Function):

@@ -198,6 +198,23 @@ def make_sparse(module: nn.Module, name: str, layout: Layout, form: DenseForm) -
     module.__class__ = _sparse_class(dense_class, tuple(layouts))
 
 
+def kept_product(module: nn.Module) -> linear.KeptProduct | None:
+    """Return how a layer multiplies by its kept values.
+
+    Returns:
+        None if the layer is dense, or reads its weight.
+    """
+    if not isinstance(module, SparseModule):
+        return None
+    by_rows = linear.rows_are_outputs(_dense_class(module), tuple(module._layouts))
+    if by_rows is None:
+        return None
+    values = module._parameters["weight"]
+    assert values is not None
+    form = module._forms["weight"].for_values(values, module.training)
+    return linear.KeptProduct(module._layouts["weight"], form, by_rows)
+
+
 def forget_layout(module: nn.Module, name: str) -> None:
     """Make ``module.name`` read as the parameter itself; other sparse parameters stay sparse."""
     stored = vars(module)

@@ -106,6 +106,14 @@ def transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_mode()
 
 
+def apply_untransformed(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Call ``function.apply`` where no transform is active, without the Python that handles them.
+
+    That takes a third of the time of a call.
+    """
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
 def batched(tensor: Tensor) -> bool:
     """Return whether ``tensor`` is a batch of ``autograd.grad(is_grads_batched=True)``."""
     return torch._C._functorch.is_legacy_batchedtensor(tensor)

@@ -31,6 +31,25 @@ def test_a_model_may_be_given_by_its_shape(capsys: pytest.CaptureFixture[str]) -
     assert printed[0].splitlines()[1:] == printed[1].splitlines()[1:]
 
 
+def test_weight_gradients_may_be_deferred(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*SMALL, "--best", "50", "--weight-gradients", "together", "deferred"])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.count(" x ") == 2]
+    seconds: dict[str, dict[str, float]] = {"yes": {}, "no": {}}
+    for *choice, deferred, _, _, _, _, step in rows:
+        seconds[deferred][" ".join(choice)] = float(step)
+    assert len(seconds["yes"]) >= 5
+    for choice, step in seconds["yes"].items():
+        assert step < seconds["no"][choice]
+
+
+def test_deferred_weight_gradients_and_recomputation_are_rejected(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*SMALL, "--recompute", "--weight-gradients", "deferred"])
+    assert "keeps what --recompute computes again" in capsys.readouterr().err
+
+
 def test_a_model_that_does_not_fit_ends_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*SMALL, "--memory", "0.01"])

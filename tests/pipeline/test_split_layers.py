@@ -115,6 +115,18 @@ def test_conv1d_of_transformers() -> None:
     compare(Inner(Conv1D(24, 6), nn.GELU(), Conv1D(6, 24)), inputs(2, 5, 6), products=6)
 
 
+def test_what_follows_may_work_in_place() -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    layers = nn.Linear(6, 8), nn.ReLU(inplace=True), Conv1D(6, 8), nn.ReLU(inplace=True)
+    compare(Inner(*layers), inputs(2, 5, 6), products=6)
+    ordinary, split = sparse_and_split(*layers)
+    for x in inputs(2, 5, 6):
+        mean_square(ordinary, x).backward()
+    assert split.train(inputs(2, 5, 6)) == 6
+    assert_same(split.model, ordinary)
+
+
 CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "1d": (lambda: nn.Conv1d(4, 6, 3, padding=1), (2, 4, 10)),
     "2d": (lambda: nn.Conv2d(4, 6, 3), (2, 4, 10, 9)),
@@ -385,22 +397,65 @@ def test_what_is_recomputed_in_backward_is_ordinary(reentrant: bool) -> None:
     compare(Inner(layer, nn.Linear(6, 6)), inputs(5, 6), 3, loss)
 
 
-def test_a_layer_that_goes_over_to_sparse_storage_is_ordinary_from_then_on() -> None:
-    torch.manual_seed(1)
-    model = Inner(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-    masks = {name: mask for name, mask in random_masks(model).items() if name == "layers.0.weight"}
-    ordinary = copy.deepcopy(model)
-    split = Split(model)
-    assert split.train(inputs(5, 6)) == 6
-    sparsify(model, masks)
-    sparsify(ordinary, masks)
-    for parameter in model.parameters():
-        parameter.grad = None
-    for x in inputs(5, 6):
+def sparse_and_split(
+    *layers: nn.Module, shape: Sequence[int] = (6,), **options: Any
+) -> tuple[nn.Module, Split]:
+    """A module in sparse storage, and a copy that is split before it goes over to that."""
+    ordinary = Inner(*layers, shape=shape)
+    split = Split(copy.deepcopy(ordinary))
+    masks = random_masks(ordinary)
+    for model in (ordinary, split.model):
+        sparsify(model, masks, **options)
+    return ordinary, split
+
+
+@pytest.mark.parametrize("policy", ["sparse", "samo"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("times", [1, 2])
+def test_layers_in_sparse_storage(policy: str, dtype: torch.dtype | None, times: int) -> None:
+    """The first goes over between two batches, the second is sparse before it is split."""
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            for _ in range(times):
+                x = torch.tanh(model(x))
+        return x.float().pow(2).mean()
+
+    from transformers.pytorch_utils import Conv1D
+
+    layers = nn.Linear(6, 300), nn.Tanh(), Conv1D(6, 300)
+    ordinary, split = sparse_and_split(*layers, policy=policy)
+    compare(copy.deepcopy(ordinary), inputs(2, 5, 6), 6, loss)
+    for x in inputs(2, 5, 6):
+        loss(ordinary, x).backward()
+    assert split.train(inputs(2, 5, 6), loss) == 6
+    assert_same(split.model, ordinary)
+    assert split.model.layers[0].weight.grad.shape == (300, 6)
+    assert split.model.layers[0]._parameters["weight"].grad.dim() == 1
+
+
+def test_other_layers_in_sparse_storage_are_ordinary() -> None:
+    layers = nn.Conv1d(6, 8, 3, padding=1), nn.Tanh(), nn.Linear(9, 6)
+    ordinary, split = sparse_and_split(*layers, shape=(9,))
+    for x in inputs(2, 6, 9):
         mean_square(ordinary, x).backward()
-    assert split.train(inputs(5, 6)) == 3
-    split.layers.uninstall()
-    assert_same(model, ordinary)
+    assert split.train(inputs(2, 6, 9)) == 3
+    assert_same(split.model, ordinary)
+
+
+def test_a_sparse_layer_that_the_step_differentiates_twice_is_ordinary() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        value = mean_square(model, x)
+        (of_x,) = torch.autograd.grad(value, [x], create_graph=True)
+        return value + of_x.pow(2).sum()
+
+    ordinary, split = sparse_and_split(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    for x in inputs(5, 6):
+        loss(ordinary, x).backward()
+    split.train(inputs(5, 6), loss)
+    for ours, theirs in zip(split.model.parameters(), ordinary.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 def test_borrowed_memory_is_not_kept() -> None:

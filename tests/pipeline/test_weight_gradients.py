@@ -21,10 +21,12 @@ class Known:
     parameters: Sequence[nn.Parameter]
     tensors: Sequence[Tensor]
 
-    def compute(self, scratch: Scratch) -> Sequence[Tensor]:
+    def compute(self, scratch: Scratch | None) -> Sequence[Tensor]:
         assert not torch.is_grad_enabled()
-        first, *others = self.tensors
-        return [scratch.empty(first.shape, first.dtype, first.device).copy_(first), *others]
+        first, *others = (tensor.clone() for tensor in self.tensors)
+        if scratch is not None:
+            first = scratch.empty(first.shape, first.dtype, first.device).copy_(first)
+        return [first, *others]
 
 
 def parameters(count: int) -> list[list[nn.Parameter]]:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from lightning_axosparse.planning.cost import Cluster, Transformer
 from lightning_axosparse.planning.memory_model import DENSE, SPARSE
-from lightning_axosparse.planning.search import Choice, Workload, evaluate, search
+from lightning_axosparse.planning.search import Choice, WeightGradients, Workload, evaluate, search
 from lightning_axosparse.planning.simulate import Wire
 
 MODEL = Transformer(layers=8, width=256, heads=4, sequence=128, vocabulary=1000)
@@ -26,8 +26,9 @@ DIVISORS_OF_32 = (1, 2, 4, 8, 16, 32)
 def everything(workload: Workload) -> list:
     """All choices there are, without the bounds that the search prunes by."""
     return [
-        evaluate(workload, Choice(g_inter, microbatch, in_flight))
+        evaluate(workload, Choice(g_inter, microbatch, in_flight, weight_gradients))
         for g_inter in (1, 2, 4, 8)
+        for weight_gradients in workload.weight_gradients[: 1 if g_inter == 1 else 2]
         for microbatch in DIVISORS_OF_32
         if workload.batch * g_inter % (8 * microbatch) == 0
         for in_flight in {
@@ -43,12 +44,19 @@ def everything(workload: Workload) -> list:
     memory=st.floats(5e7, 1e9),
     latency=st.floats(0, 0.05),
     recompute=st.booleans(),
+    weight_gradients=st.sampled_from([("together",), ("deferred",), ("together", "deferred")]),
 )
 def test_the_search_finds_the_best_of_all_that_fit(
-    network: float, memory: float, latency: float, recompute: bool
+    network: float,
+    memory: float,
+    latency: float,
+    recompute: bool,
+    weight_gradients: tuple[WeightGradients, ...],
 ) -> None:
     cluster = replace(CLUSTER, memory=memory, network=Wire(latency, network))
-    workload = replace(WORKLOAD, cluster=cluster, recompute=recompute)
+    workload = replace(
+        WORKLOAD, cluster=cluster, recompute=recompute, weight_gradients=weight_gradients
+    )
     fitting = [plan for plan in everything(workload) if plan.memory <= memory]
     if not fitting:
         with pytest.raises(ValueError, match="Nothing fits"):
@@ -70,6 +78,19 @@ def test_without_communication_or_optimizer_a_step_takes_the_closed_form() -> No
     stage = 3 * 2 * 2 * model.layer_flops / cluster.speed
     assert plan.simulation.makespan == pytest.approx((8 + 4 - 1) * stage)
     assert plan.simulation.bubble == pytest.approx(3 / 11)
+
+
+def test_deferred_weight_gradients_fill_the_bubble() -> None:
+    plans = {
+        kind: evaluate(WORKLOAD, Choice(4, 1, 8, kind)).simulation
+        for kind in ("together", "deferred")
+    }
+    ends = {kind: plan.pipeline_end.max() for kind, plan in plans.items()}
+    assert ends["deferred"] < 0.95 * ends["together"]
+    assert plans["deferred"].busy == pytest.approx(plans["together"].busy)
+    made = sum(s.end - s.start for s in plans["deferred"].spans if s.activity == "weight gradient")
+    weights = 24 * MODEL.width**2 * MODEL.sequence * MODEL.layers
+    assert made == pytest.approx(16 * weights / CLUSTER.speed)
 
 
 def test_memory_is_state_and_activations_of_the_fullest_stage() -> None:
