@@ -44,12 +44,22 @@ _KINDS = {
 _log = logging.getLogger(__name__)
 
 
+def per_replica(batch: int, ranks: int, stages: int) -> int:
+    """Return the samples of a replica, of a batch over all replicas.
+
+    Raises:
+        ValueError: if they are not the same for all replicas.
+    """
+    replicas = ranks // stages
+    if batch % replicas:
+        raise ValueError(f"global_batch={batch} cannot be divided by {replicas} replicas.")
+    return batch // replicas
+
+
 OmegaConf.register_new_resolver(
     "grids", lambda ranks: ",".join(map(str, divisors(ranks))), replace=True
 )
-OmegaConf.register_new_resolver(
-    "per_replica", lambda batch, ranks, stages: batch * stages // ranks, replace=True
-)
+OmegaConf.register_new_resolver("per_replica", per_replica, replace=True)
 
 
 def configuration() -> Path:
@@ -133,7 +143,7 @@ def show(
         if report.facts is not None:
             result = RunResult.of(report.facts, settings)
             result.save(Path(config.folder) / RESULT)
-            control = control_of(config, settings)
+            control = control_of(config, result)
             compared = [against_control(result, control)] if control else []
             console.print(terminal([*sections(report.facts), *compared]))
     if config.sample.length and callable(generate := getattr(model, "generate", None)):

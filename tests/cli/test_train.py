@@ -13,6 +13,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError
 
 from lightning_axosparse.callbacks.report.result import RunResult
 from lightning_axosparse.cli import train as entry
@@ -62,7 +63,8 @@ def test_groups():
 def test_every_choice_composes_and_describes_objects_that_exist(choice, tmp_path):
     # An experiment may override a group, so a choice is added to the defaults by its own name.
     config = configured(choice, f"folder={tmp_path / 'job'}")
-    write_job(tmp_path / "ticket-0.8-seed0", "ticket", 0.8, ticket=True)  # that other arms take
+    if choice.startswith("arm="):
+        write_job(tmp_path / "ticket-0.8-seed0", "ticket", 0.8, ticket=True)  # that others take
     OmegaConf.resolve(config)
     assert isinstance(instantiate(config.model), L.LightningModule)
     assert isinstance(instantiate(config.data), L.LightningDataModule)
@@ -247,15 +249,35 @@ def test_a_batch_is_the_same_on_every_grid():
     assert {n: config.data.batch_size for n, config in sizes.items()} == {1: 4, 2: 8, 4: 16}
 
 
-def test_the_control_is_shown_where_it_ran_with_the_same_settings(tmp_path, capsys):
+def test_the_control_is_shown_beside_the_ticket_whose_rates_it_has(tmp_path):
     config = configured("folder=here", f"control={tmp_path}")
-    result = RunResult.of(make_facts(), settings_of(config))
-    assert control_of(config, result.settings) is None
-    changed = configured("folder=there", "arm=control", "callbacks.timeline.batch_idx=2")
-    control = replace(result, settings=settings_of(changed))
-    control.save(tmp_path / "result.jsonl")
-    assert control_of(config, result.settings) == control
-    replace(control, settings=settings_of(configured("folder=there", "seed=1"))).save(
-        tmp_path / "result.jsonl"
-    )
-    assert control_of(config, result.settings) is None
+    drawn = replace(RunResult.of(make_facts(), settings_of(config)), steps=512, draw_step=128)
+    assert control_of(config, drawn) is None
+
+    def written(*overrides):
+        settings = settings_of(configured("folder=there", *overrides))
+        control = replace(drawn, settings=settings, draw_step=None)
+        control.save(tmp_path / "result.jsonl")
+        return control
+
+    control = written("arm=control", "callbacks.timeline.batch_idx=2")
+    assert control_of(config, drawn) == control
+    assert control_of(config, replace(drawn, draw_step=130)) is None
+    assert control_of(config, control) is None
+    for other in ("seed=1", "pruning.learning_rate_factor=3", "model.width=96"):
+        written("arm=control", other)
+        assert control_of(config, drawn) is None
+    written("arm=dense")
+    assert control_of(config, drawn) is None
+
+
+def test_a_batch_that_replicas_cannot_share_is_refused():
+    with pytest.raises(InterpolationResolutionError, match="cannot be divided by 3 replicas"):
+        OmegaConf.resolve(
+            configured(
+                "folder=here",
+                "experiment=grid_scaling",
+                "trainer.devices=3",
+                "strategy.g_inter=1",
+            )
+        )

@@ -24,8 +24,8 @@ def random_ticket(folder: str, seed: int) -> Ticket:
     Raises:
         ValueError: if there is no ticket.
     """
-    finished_job(Path(folder))
-    return Ticket.load(Path(folder) / "ticket.pt").random(seed)
+    job = finished_job(Path(folder).resolve())
+    return Ticket.load(job.folder / "ticket.pt").random(seed)
 
 
 def draw_step(folder: str) -> int:
@@ -37,7 +37,7 @@ def draw_step(folder: str) -> int:
     Raises:
         ValueError: if there is no ticket.
     """
-    result = finished_job(Path(folder)).result
+    result = finished_job(Path(folder).resolve()).result
     assert result is not None
     assert result.draw_step is not None
     return result.draw_step
@@ -70,18 +70,18 @@ def finished_job(folder: Path) -> Job:
         job = Job.read(folder)
     except FileNotFoundError as error:
         raise ValueError(
-            f"This arm needs the ticket of '{folder.resolve()}', but no job has run there. Run "
+            f"This arm needs the ticket of '{folder}', but no job has run there. Run "
             "arm=ticket with the same ratio and seed before it."
         ) from error
     if job.result is None:
         reason = f": {job.problem}" if job.problem else ""
         raise ValueError(
-            f"This arm needs the ticket of '{folder.resolve()}', but that job has {job.status}"
+            f"This arm needs the ticket of '{folder}', but that job has {job.status}"
             f"{reason}. Run it again with: {job.command}"
         )
     if job.result.draw_step is None:
         raise ValueError(
-            f"This arm needs the ticket of '{folder.resolve()}', but that job drew none. Give it "
+            f"This arm needs the ticket of '{folder}', but that job drew none. Give it "
             "pruning.draw_by."
         )
     return job

@@ -87,7 +87,9 @@ def _page(
         blocks.append(f'<p><img alt="{name}" src="data:image/png;base64,{data}"></p>')
     blocks += [_html(table) for table in tables]
     head = f'<meta charset="utf-8"><title>Sweep</title><style>{_STYLE}</style>'
-    return "\n".join(["<!doctype html>", f"<html><head>{head}</head><body>", *blocks, "</body>"])
+    return "\n".join(
+        ["<!doctype html>", f"<html><head>{head}</head><body>", *blocks, "</body></html>"]
+    )
 
 
 def _html(table: Section) -> str:

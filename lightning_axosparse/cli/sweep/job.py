@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_axosparse.callbacks.moments import WHEN, Moment
 from lightning_axosparse.callbacks.report.result import RunResult
 from lightning_axosparse.support.atomic_file import replacing
 
@@ -162,14 +163,26 @@ def finished_before(config: DictConfig) -> RunResult | None:
     return result
 
 
-def control_of(config: DictConfig, settings: Mapping[str, Any]) -> RunResult | None:
-    """Return the result of ``config.control`` if the run is the same but for rates and pruning."""
-    if config.control is None or not (Path(config.control) / RESULT).exists():
+def control_of(config: DictConfig, own: RunResult) -> RunResult | None:
+    """Return the result in ``config.control`` if it is the control of a run that drew a ticket.
+
+    That is a dense run with the same seed, data, model and trainer, whose learning rates were
+    multiplied by the same factor at the same step.
+    """
+    if own.draw_step is None or config.control is None:
         return None
-    result = RunResult.load(Path(config.control) / RESULT)
-    own = {"seed": None, "data": None, "model": None, "trainer": None}
-    theirs = {name: result.settings.get(name) for name in own}
-    return result if theirs == {name: settings[name] for name in own} else None
+    path = Path(config.control) / RESULT
+    if not path.exists():
+        return None
+    control = RunResult.load(path)
+    alike = [control.settings.get(part) == own.settings.get(part) for part in _CONSUMED[:4]]
+    rates = control.settings["callbacks"].get("rates")
+    if control.settings["pruning"] is not None or rates is None or not all(alike):
+        return None
+    if rates["factor"] != config.pruning.learning_rate_factor or not WHEN.fits(rates["after"]):
+        return None
+    began = Moment.of(rates["after"], lambda: control.steps)
+    return control if began == Moment(own.draw_step, "steps") else None
 
 
 def difference(before: Any, now: Any, name: str = "") -> str | None:
