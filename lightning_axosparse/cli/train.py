@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import hydra
 import lightning as L
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
+from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from lightning_axosparse.callbacks.report.report import TrainingReport
-from lightning_axosparse.callbacks.report.tables import terminal
+from lightning_axosparse.callbacks.report.result import RunResult
+from lightning_axosparse.callbacks.report.tables import against_control, sections, terminal
 from lightning_axosparse.callbacks.trainer_info import callbacks_of
+from lightning_axosparse.cli.sweep.job import (
+    RESULT,
+    control_of,
+    finished_before,
+    recorded,
+    settings_of,
+)
+from lightning_axosparse.distributed.grid import divisors
 from lightning_axosparse.support.arguments import INDEX, NOT_NEGATIVE, SEED, TEXT, check, shown
 
 _KINDS = {
@@ -28,6 +41,27 @@ _KINDS = {
 """Values that the command itself uses; classes validate the arguments of their objects."""
 
 
+_log = logging.getLogger(__name__)
+
+
+def per_replica(batch: int, ranks: int, stages: int) -> int:
+    """Return the samples of a replica, of a batch over all replicas.
+
+    Raises:
+        ValueError: if they are not the same for all replicas.
+    """
+    replicas = ranks // stages
+    if batch % replicas:
+        raise ValueError(f"global_batch={batch} cannot be divided by {replicas} replicas.")
+    return batch // replicas
+
+
+OmegaConf.register_new_resolver(
+    "grids", lambda ranks: ",".join(map(str, divisors(ranks))), replace=True
+)
+OmegaConf.register_new_resolver("per_replica", per_replica, replace=True)
+
+
 def configuration() -> Path:
     """Return the folder ``conf``: inside an installed package, beside the package in a checkout."""
     package = Path(__file__).resolve().parents[1]
@@ -36,7 +70,7 @@ def configuration() -> Path:
 
 
 def train(config: DictConfig) -> float | None:
-    """Fit and test the model, print the report, and generate a sample of text.
+    """Fit and test the model, save its final numbers, print the report and a sample of text.
 
     Returns:
         The last validation loss, the objective of a sweep; None without validation.
@@ -47,6 +81,7 @@ def train(config: DictConfig) -> float | None:
     """
     check(ValueError, {name: OmegaConf.select(config, name) for name in _KINDS}, _KINDS)
     validate_trainer(config.trainer)
+    settings = settings_of(config)  # Making objects resolves parts of it in place.
     L.seed_everything(config.seed)
     data = instantiate(config.data)
     model = instantiate(config.model)
@@ -63,7 +98,7 @@ def train(config: DictConfig) -> float | None:
     loss = trainer.callback_metrics.get("val_loss")
     trainer.test(model, datamodule=data, verbose=False)
     if trainer.is_global_zero:
-        show(config, trainer, model)
+        show(config, settings, trainer, model)
     return None if loss is None else float(loss)
 
 
@@ -99,12 +134,18 @@ def _plain_types(hint: Any) -> tuple[type, ...] | None:
     return (*found, int) if float in found and int not in found else found
 
 
-def show(config: DictConfig, trainer: L.Trainer, model: L.LightningModule) -> None:
-    """Print the report and a sample of generated text."""
+def show(
+    config: DictConfig, settings: dict[str, Any], trainer: L.Trainer, model: L.LightningModule
+) -> None:
+    """Save the final numbers; print the report and a sample of generated text."""
     console = Console()
     for report in callbacks_of(trainer, TrainingReport):
         if report.facts is not None:
-            console.print(terminal(report.facts))
+            result = RunResult.of(report.facts, settings)
+            result.save(Path(config.folder) / RESULT)
+            control = control_of(config, result)
+            compared = [against_control(result, control)] if control else []
+            console.print(terminal([*sections(report.facts), *compared]))
     if config.sample.length and callable(generate := getattr(model, "generate", None)):
         sample = config.sample
         console.rule("The model writes")
@@ -125,18 +166,42 @@ def main(config: DictConfig) -> float | None:
 
     An invalid value ends it with one line; with HYDRA_FULL_ERROR=1 the error is raised.
     """
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        return _job_of_sweep(config)
     try:
-        return train(config)
+        with recorded(Path(config.folder), _message):
+            return train(config)
     except (InstantiationException, MisconfigurationException, ValueError) as error:
         if os.environ.get("HYDRA_FULL_ERROR"):
             raise
         raise SystemExit(f"axosparse-train: {_message(error)}") from error
 
 
+def _job_of_sweep(config: DictConfig) -> float | None:
+    """Train, unless that has been done; after an error the next job runs.
+
+    Returns:
+        As :func:`train`; NaN if the job failed.
+    """
+    try:
+        before = finished_before(config)
+    except ValueError as error:
+        raise SystemExit(f"axosparse-train: {error}") from error
+    if before is not None:
+        _log.info("Finished before: %s", config.folder)
+        return before.validation_loss
+    try:
+        with recorded(Path(config.folder), _message):
+            return train(config)
+    except Exception as error:
+        _log.error("Failed: %s", _message(error))
+        return math.nan
+
+
 def _message(error: Exception) -> str:
     """Return the error's message; for an object, after its group of the configuration."""
     if not isinstance(error, InstantiationException):
-        return str(error)
+        return str(error) or type(error).__name__
     group = str(error).rpartition("full_key: ")[2]
     cause = error.__cause__
     return f"{group}: {cause if cause is not None else str(error).partition(chr(10))[0]}"

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import csv
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import lightning as L
@@ -11,10 +13,15 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError
 
+from lightning_axosparse.callbacks.report.result import RunResult
 from lightning_axosparse.cli import train as entry
+from lightning_axosparse.cli.sweep.job import control_of, settings_of
 from lightning_axosparse.cli.train import configuration, printable, train
 from lightning_axosparse.strategy.launcher import mpiexec
+from tests.callbacks.report.runs import make_facts
+from tests.cli.sweep.jobs import write_job
 from tests.ranks import PATIENCE, warm_python
 
 GROUPS = [folder.name for folder in sorted(configuration().iterdir()) if folder.is_dir()]
@@ -40,6 +47,7 @@ def configured(*overrides: str) -> DictConfig:
 
 def test_groups():
     assert GROUPS == [
+        "arm",
         "callbacks",
         "data",
         "experiment",
@@ -54,7 +62,9 @@ def test_groups():
 @pytest.mark.parametrize("choice", CHOICES)
 def test_every_choice_composes_and_describes_objects_that_exist(choice, tmp_path):
     # An experiment may override a group, so a choice is added to the defaults by its own name.
-    config = configured(choice, f"folder={tmp_path}")
+    config = configured(choice, f"folder={tmp_path / 'job'}")
+    if choice.startswith("arm="):
+        write_job(tmp_path / "ticket-0.8-seed0", "ticket", 0.8, ticket=True)  # that others take
     OmegaConf.resolve(config)
     assert isinstance(instantiate(config.model), L.LightningModule)
     assert isinstance(instantiate(config.data), L.LightningDataModule)
@@ -106,11 +116,15 @@ def test_printable_text_moves_no_cursor():
     "strategy", [["strategy=single"], ["strategy.g_inter=1", "trainer.devices=1"]]
 )
 def test_one_rank_from_start_to_report(strategy, text, tmp_path, capsys):
-    loss = train(configured(*SMALL, *strategy, f"data.path={text}", f"folder={tmp_path}"))
+    config = configured(*SMALL, *strategy, f"data.path={text}", f"folder={tmp_path}")
+    loss = train(config)
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["final"]["loss"] == pytest.approx(loss)
     assert report["test"]["loss"] == pytest.approx(loss, abs=0.5)
     assert (report["draw"] is None) == (strategy == ["strategy=single"])
+    result = RunResult.load(tmp_path / "result.jsonl")
+    assert result.settings == settings_of(config)
+    assert result.test_loss == report["test"]["loss"]
     shown = capsys.readouterr().out
     for words in ["Quality", "test, at the end", "The model writes", "def ", str(tmp_path)]:
         assert words in shown
@@ -198,20 +212,72 @@ def test_a_vgg_loses_channels_on_two_ranks(tmp_path):
         assert weights["sparse"] < weights["dense"]
 
 
-def test_multirun_on_two_ranks(text, tmp_path):
-    overrides = [*SMALL, f"data.path={text}", f"hydra.sweep.dir={tmp_path}/sweep"]
-    sweep = ["-m", "pruning.ratio=0.5,0.9", *overrides]
+def test_every_grid_of_two_ranks_trains_alike(text, tmp_path):
+    folder = tmp_path / "sweep"
+    small = ["model.width=32", "model.depth=3", "model.heads=2", "data.context=32"]
+    small += ["trainer.max_epochs=3", "trainer.limit_train_batches=4", "data.max_held_out=16"]
+    small += ["pruning.draw_after=1 epoch", "pruning.draw_by=1 epoch", f"data.path={text}"]
+    sweep = ["-m", "experiment=grid_scaling", "trainer.devices=2", f"hydra.sweep.dir={folder}"]
     script = tmp_path / "sweep.py"
     script.write_text("from lightning_axosparse.cli import train\ntrain.main()\n")
-    command = [*warm_python(), str(script), *sweep]
+    command = [*warm_python(), str(script), *sweep, *small, "trainer.enable_progress_bar=false"]
     subprocess.run(command, check=True, cwd=tmp_path, timeout=PATIENCE)
-    for job, ratio in enumerate([0.5, 0.9]):
-        folder = tmp_path / "sweep" / str(job)
-        report = json.loads((folder / "report.json").read_text())
-        assert report["draw"]["pruning_ratio"] == ratio
-        assert [(rank["stage"], rank["replica"]) for rank in report["ranks"]] == [(0, 0), (1, 0)]
-        assert report["test"] is not None
-        for name in ["report.md", "loss.png", "mask_distance.png", "gantt.png"]:
-            assert (folder / name).stat().st_size > 0
-        assert list((folder / "checkpoints").glob("*.ckpt"))
-        assert list(folder.rglob("metrics.csv"))
+    reports = {}
+    for stages in (1, 2):
+        job = folder / f"stages-{stages}"
+        reports[stages] = report = json.loads((job / "report.json").read_text())
+        places = [(rank["stage"], rank["replica"]) for rank in report["ranks"]]
+        assert places == [(rank % stages, rank // stages) for rank in range(2)]
+        for name in ["report.md", "loss.png", "mask_distance.png", "gantt.png", "ticket.pt"]:
+            assert (job / name).stat().st_size > 0
+        assert list((job / "checkpoints").glob("*.ckpt"))
+        assert list(job.rglob("metrics.csv"))
+    assert reports[1]["losses"] == pytest.approx(reports[2]["losses"], rel=1e-4)
+    with (folder / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["job"], row["stages"], row["replicas"]) for row in rows] == [
+        ("stages-1", "1", "2"),
+        ("stages-2", "2", "1"),
+    ]
+
+
+def test_a_batch_is_the_same_on_every_grid():
+    sizes = {
+        stages: configured("experiment=grid_scaling", f"strategy.g_inter={stages}", "folder=here")
+        for stages in (1, 2, 4)
+    }
+    assert {n: config.data.batch_size for n, config in sizes.items()} == {1: 4, 2: 8, 4: 16}
+
+
+def test_the_control_is_shown_beside_the_ticket_whose_rates_it_has(tmp_path):
+    config = configured("folder=here", f"control={tmp_path}")
+    drawn = replace(RunResult.of(make_facts(), settings_of(config)), steps=512, draw_step=128)
+    assert control_of(config, drawn) is None
+
+    def written(*overrides):
+        settings = settings_of(configured("folder=there", *overrides))
+        control = replace(drawn, settings=settings, draw_step=None)
+        control.save(tmp_path / "result.jsonl")
+        return control
+
+    control = written("arm=control", "callbacks.timeline.batch_idx=2")
+    assert control_of(config, drawn) == control
+    assert control_of(config, replace(drawn, draw_step=130)) is None
+    assert control_of(config, control) is None
+    for other in ("seed=1", "pruning.learning_rate_factor=3", "model.width=96"):
+        written("arm=control", other)
+        assert control_of(config, drawn) is None
+    written("arm=dense")
+    assert control_of(config, drawn) is None
+
+
+def test_a_batch_that_replicas_cannot_share_is_refused():
+    with pytest.raises(InterpolationResolutionError, match="cannot be divided by 3 replicas"):
+        OmegaConf.resolve(
+            configured(
+                "folder=here",
+                "experiment=grid_scaling",
+                "trainer.devices=3",
+                "strategy.g_inter=1",
+            )
+        )

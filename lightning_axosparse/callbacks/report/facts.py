@@ -103,6 +103,7 @@ class TicketDraw:
     Attributes:
         pruning_ratio: fraction of all entries that was to be pruned.
         sparsity: name -> fraction pruned of each weight.
+        density: fraction kept of all of them together.
         step: number of optimizer steps after which it was drawn; None if it was there from the
             start.
         channels: name -> channels of each layer before and after, where channels were pruned.
@@ -110,6 +111,7 @@ class TicketDraw:
 
     pruning_ratio: float
     sparsity: Mapping[str, float]
+    density: float
     step: int | None = None
     channels: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -128,6 +130,7 @@ class RunFacts:
         test_loss: None if the run was not tested.
         test_accuracy: None as well if the model does not classify.
         regrid: the change to shorter pipelines, if there was one.
+        parameters: number of the model's parameters, before pruning.
     """
 
     ranks: list[RankFacts]
@@ -139,6 +142,7 @@ class RunFacts:
     test_loss: float | None = None
     test_accuracy: float | None = None
     regrid: Regridded | None = None
+    parameters: int = 0
 
     @property
     def losses(self) -> list[float]:
@@ -190,7 +194,12 @@ def quality(loss: float, accuracy: float | None = None) -> dict[str, float]:
     """
     if accuracy is not None:
         return {"loss": loss, "accuracy": accuracy}
-    return {"loss": loss, "perplexity": math.exp(loss), "bits_per_byte": loss / math.log(2)}
+    return {"loss": loss, "perplexity": perplexity(loss), "bits_per_byte": loss / math.log(2)}
+
+
+def perplexity(loss: float) -> float:
+    """Return the perplexity of a mean loss in nats; infinite where training has diverged."""
+    return math.exp(loss) if loss < 700 else loss * math.inf
 
 
 def _last(validations: Sequence[ValidationLoss], period: Period) -> ValidationLoss | None:

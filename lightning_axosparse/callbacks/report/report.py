@@ -23,6 +23,7 @@ from lightning_axosparse.callbacks.report.facts import (
     ValidationLoss,
     Work,
 )
+from lightning_axosparse.callbacks.report.loggers import log_pictures, log_storage
 from lightning_axosparse.callbacks.report.tables import markdown
 from lightning_axosparse.callbacks.timeline import PipelineTimeline
 from lightning_axosparse.callbacks.trainer_info import callbacks_of, folder_of, grid_of
@@ -63,8 +64,11 @@ class TrainingReport(L.Callback):
     """Writes the losses, times and memory of a training, before and after the draw.
 
     At the end of ``fit``, and again after ``test``, the folder contains ``report.json``,
-    ``report.md`` and the plots ``loss.png``, ``mask_distance.png`` and, with a
-    :class:`PipelineTimeline` in the trainer, ``gantt.png``. :attr:`facts` has the same as objects.
+    ``report.md``, the plots ``loss.png``, ``mask_distance.png`` and, with a
+    :class:`PipelineTimeline` in the trainer, ``gantt.png``, and the ticket as ``ticket.pt``, if one
+    was drawn or given. :attr:`facts` has the same as objects. The trainer's loggers get the bytes
+    of the model state over all ranks, dense and sparse, the density of each pruned weight, and the
+    plots where they take images.
 
     Args:
         folder: output folder; None: the trainer's ``default_root_dir``.
@@ -101,6 +105,12 @@ class TrainingReport(L.Callback):
         self.facts: RunFacts | None = None
         self._measured = _Measurements()
         self._started: _Instant | None = None
+        self._parameters = 0
+
+    @override
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "fit":  # while the module is whole and dense
+            self._parameters = sum(parameter.numel() for parameter in pl_module.parameters())
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -140,6 +150,8 @@ class TrainingReport(L.Callback):
             work.state = asdict(state_bytes(pl_module, trainer.optimizers[0]))
             work.reduced_bytes = getattr(trainer.strategy, "reduced_bytes", 0)
             work.in_flight = getattr(trainer.strategy, "in_flight", 0)
+            if work.steps == 1:
+                log_storage(trainer, work.state_bytes)
 
     @override
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -164,13 +176,16 @@ class TrainingReport(L.Callback):
         ranks = all_gather(own, dist.group.WORLD if dist.is_initialized() else None)
         self.facts = RunFacts(ranks, measured.steps, measured.validations)
         self.facts.regrid = _regridded(trainer)
+        self.facts.parameters = self._parameters
         search = search_of(trainer)
         if search is not None:
             self.facts.distances = dict(search.distances)
             self.facts.threshold = search.threshold
             if search.ticket is not None:
                 self.facts.draw = _draw(search.ticket, measured.work)
-        self._write(trainer)
+        plots = self._write(trainer)
+        folder = folder_of(trainer, self.folder)
+        log_pictures(trainer.loggers, folder, plots, trainer.global_step)
 
     @override
     def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -180,18 +195,23 @@ class TrainingReport(L.Callback):
             self.facts.test_accuracy = _logged(trainer, self.test_accuracy)
             self._write(trainer)
 
-    def _write(self, trainer: L.Trainer) -> None:
+    def _write(self, trainer: L.Trainer) -> list[str]:
+        """Write the report on the first rank; return the names of its plots."""
         if self.facts is None or not trainer.is_global_zero:
-            return
+            return []
         # matplotlib takes long to import, and only this rank needs it.
         from lightning_axosparse.callbacks.report.plots import save_plots
 
         folder = folder_of(trainer, self.folder)
         timelines = callbacks_of(trainer, PipelineTimeline)
         steps = [step for timeline in timelines for step in timeline.steps]
+        search = search_of(trainer)
+        if search is not None and search.ticket is not None:
+            search.ticket.save(folder / "ticket.pt")
         self.facts.save(folder / "report.json")
         plots = save_plots(self.facts, steps, folder)
         (folder / "report.md").write_text(markdown(self.facts, plots))
+        return plots
 
 
 def _regridded(trainer: L.Trainer) -> Regridded | None:
@@ -205,7 +225,8 @@ def _logged(trainer: L.Trainer, name: str | None) -> float | None:
 
 def _draw(ticket: Ticket | ChannelTicket, work: Mapping[Period, Work]) -> TicketDraw:
     if isinstance(ticket, ChannelTicket):
-        draw = TicketDraw(ticket.pruning_ratio, {}, channels=ticket.layer_channels())
+        channels = ticket.layer_channels()
+        draw = TicketDraw(ticket.pruning_ratio, {}, 1 - ticket.sparsity, channels=channels)
     else:
-        draw = TicketDraw(ticket.pruning_ratio, ticket.layer_sparsity())
+        draw = TicketDraw(ticket.pruning_ratio, ticket.layer_sparsity(), 1 - ticket.sparsity)
     return replace(draw, step=ticket.step) if "dense" in work else draw

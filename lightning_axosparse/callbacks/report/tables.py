@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from lightning_axosparse.callbacks.period import Period
-from lightning_axosparse.callbacks.report.facts import RankFacts, RunFacts, Work
+from lightning_axosparse.callbacks.report.facts import RankFacts, RunFacts, Work, perplexity
+from lightning_axosparse.callbacks.report.result import RunResult
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -23,14 +24,14 @@ class Section:
     rows: Sequence[Sequence[str]]
 
 
-def terminal(facts: RunFacts) -> Group:
-    """Return the report as tables that rich prints."""
+def terminal(tables: Sequence[Section]) -> Group:
+    """Return tables that rich prints."""
     from rich import box
     from rich.console import Group
     from rich.table import Table
 
-    tables = []
-    for section in sections(facts):
+    shown = []
+    for section in tables:
         table = Table(
             title=section.title,
             title_justify="left",
@@ -45,22 +46,25 @@ def terminal(facts: RunFacts) -> Group:
             table.add_column(column, justify=justify, min_width=longest)
         for row in section.rows:
             table.add_row(*row)
-        tables.append(table)
-    return Group(*tables)
+        shown.append(table)
+    return Group(*shown)
 
 
 def markdown(facts: RunFacts, plots: Sequence[str] = ()) -> str:
     """Return the report as Markdown, followed by the plots of these file names."""
-    blocks = ["# Training report"]
-    for section in sections(facts):
-        lines = [
-            _row(section.columns),
-            _row(["---", *["--:"] * (len(section.columns) - 1)]),
-            *map(_row, section.rows),
-        ]
-        blocks += [f"## {section.title}", "\n".join(lines)]
+    blocks = ["# Training report", *map(as_markdown, sections(facts))]
     blocks += [f"![{plot}]({plot})" for plot in plots]
     return "\n\n".join(blocks) + "\n"
+
+
+def as_markdown(section: Section) -> str:
+    """Return one table as Markdown, below its title."""
+    lines = [
+        _row(section.columns),
+        _row(["---", *["--:"] * (len(section.columns) - 1)]),
+        *map(_row, section.rows),
+    ]
+    return f"## {section.title}\n\n" + "\n".join(lines)
 
 
 def sections(facts: RunFacts) -> list[Section]:
@@ -78,6 +82,21 @@ def sections(facts: RunFacts) -> list[Section]:
     return [section for section in every if section.rows]
 
 
+def against_control(result: RunResult, control: RunResult) -> Section:
+    """Compare the perplexities of a run with those of its dense control."""
+    every = {
+        "validation": (result.validation_perplexity, control.validation_perplexity),
+        "test": (result.test_perplexity, control.test_perplexity),
+    }
+    rows = [
+        (text, f"{own:.3f}", f"{dense:.3f}", f"{own / dense - 1:+.1%}")
+        for text, (own, dense) in every.items()
+        if own is not None and dense is not None
+    ]
+    columns = ("perplexity at the end", "this run", "dense control", "difference")
+    return Section("Against the dense control, with the same rates", columns, rows)
+
+
 def _quality(facts: RunFacts) -> Section:
     found: dict[str, tuple[float, float | None]] = {}
     for data, validation in (
@@ -92,7 +111,7 @@ def _quality(facts: RunFacts) -> Section:
         rows = [(data, _percent(a), f"{loss:.4f}") for data, (loss, a) in found.items()]
         return Section("Quality", ("data", "accuracy", "loss"), rows)
     units = [
-        (data, f"{math.exp(loss):.3f}", f"{loss / math.log(2):.3f}", f"{loss:.4f}")
+        (data, f"{perplexity(loss):.3f}", f"{loss / math.log(2):.3f}", f"{loss:.4f}")
         for data, (loss, _) in found.items()
     ]
     return Section("Quality", ("text", "perplexity", "bits per byte", "loss"), units)
@@ -221,4 +240,4 @@ def _bytes(number: int | None) -> str:
 
 
 def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

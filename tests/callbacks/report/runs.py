@@ -41,6 +41,6 @@ def make_facts() -> RunFacts:
         validations=[ValidationLoss(0, 1, 2.0, "dense"), ValidationLoss(1, 2, 1.0, "sparse")],
         distances={1: 0.4, 2: 0.05},
         threshold=0.1,
-        draw=TicketDraw(0.8, {"model.0.weight": 0.75, "model.1.weight": 0.85}, step=1),
+        draw=TicketDraw(0.8, {"model.0.weight": 0.75, "model.1.weight": 0.85}, 0.2, step=1),
         test_loss=1.5,
     )

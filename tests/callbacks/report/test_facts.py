@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_axosparse.callbacks.report.facts import quality
 from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.strategy.regrid.regrid import Regridded
 from tests.callbacks.report.runs import make_work
@@ -52,6 +53,12 @@ def test_json_holds_what_follows_from_the_facts(facts, tmp_path):
     sparse = content["ranks"][1]["work"]["sparse"]
     assert sparse["seconds_per_step"]["compute"] == pytest.approx(0.06)
     assert sparse["state"]["optimizer"] == 16_000_000
+
+
+def test_a_run_that_diverged_has_no_finite_perplexity():
+    assert quality(800.0)["perplexity"] == math.inf
+    assert math.isnan(quality(math.nan)["perplexity"])
+    assert quality(1.0)["perplexity"] == pytest.approx(math.e)
 
 
 def test_json_has_the_regrid_and_its_bubbles(facts, tmp_path):

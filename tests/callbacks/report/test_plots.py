@@ -19,5 +19,5 @@ def test_plots_are_written_for_the_data_that_is_there(facts, tmp_path):
 
 
 def test_a_ticket_drawn_before_this_training_has_no_line(facts, tmp_path):
-    adopted = replace(facts, draw=TicketDraw(0.8, {"model.0.weight": 0.8}), distances={})
+    adopted = replace(facts, draw=TicketDraw(0.8, {"model.0.weight": 0.8}, 0.2), distances={})
     assert save_plots(adopted, [], tmp_path) == ["loss.png"]

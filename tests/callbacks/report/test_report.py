@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+import csv
 import json
 
 import lightning as L
 import pytest
+from lightning.pytorch.loggers import CSVLogger
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, PipelineTimeline, Ticket
 from lightning_axosparse.callbacks.report.report import TrainingReport
+from lightning_axosparse.callbacks.report.result import RunResult
 from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.examples.text import TextDataModule
 
 EPOCHS, BATCHES = 3, 3
+PERIODS = ("dense", "sparse")
 
 
 class Losses(L.Callback):
@@ -45,11 +49,10 @@ def run(data, folder, *callbacks, test=False, **options) -> tuple[GPT, TrainingR
         num_sanity_val_steps=0,
         default_root_dir=folder,
         callbacks=[report, losses, *callbacks],
-        logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **options,
+        **{"logger": False, **options},
     )
     trainer.fit(model, datamodule=data)
     if test:
@@ -102,15 +105,22 @@ def test_one_rank_before_and_after_the_draw(data, tmp_path):
     written = {path.name for path in tmp_path.iterdir()}
     pictures = {"loss.png", "mask_distance.png", "gantt.png"}
     assert pictures | {"report.json", "report.md"} <= written
+    assert Ticket.load(tmp_path / "ticket.pt") == search.ticket
+
+    result = RunResult.of(facts, {"seed": 0})
+    assert result.parameters == entries
+    assert result.density == pytest.approx(kept / pruned)
+    assert result.state_bytes == {"dense": [sum(dense.values())], "sparse": [sum(sparse.values())]}
+    assert (result.stages, result.replicas, result.steps) == (1, 1, EPOCHS * BATCHES)
 
 
 @pytest.mark.usefixtures("warm_ranks")
 def test_two_replicas_reduce_the_kept_entries_alone(data, tmp_path):
     search = EarlyBirdTicket(pruning_ratio=0.75, window=2, every="1 epoch", draw_by="1 epoch")
     timeline = PipelineTimeline()
-    model, report, losses = run(
-        data, tmp_path, search, timeline, test=True, devices=2, strategy=AxoSparseStrategy()
-    )
+    logger = CSVLogger(tmp_path)
+    options = {"devices": 2, "strategy": AxoSparseStrategy(), "logger": logger}
+    model, report, losses = run(data, tmp_path, search, timeline, test=True, **options)
     facts = report.facts
     assert [(rank.rank, rank.stage, rank.replica) for rank in facts.ranks] == [(0, 0, 0), (1, 0, 1)]
     assert facts.ranks[0].losses == pytest.approx(losses.training)
@@ -123,6 +133,16 @@ def test_two_replicas_reduce_the_kept_entries_alone(data, tmp_path):
     assert [step.rows for step in timeline.steps] == [[(0, 0), (1, 0)]] * 2
     content = json.loads((tmp_path / "report.json").read_text())
     assert content["test"]["loss"] == pytest.approx(facts.test_loss)
+
+    [metrics] = tmp_path.rglob("metrics.csv")
+    with metrics.open() as file:
+        logged = [row for row in csv.DictReader(file) if row["state_bytes"]]
+    # The state does not change within a period.
+    periods = [[rank.work[period].state_bytes for rank in facts.ranks] for period in PERIODS]
+    assert [int(float(row["state_bytes"])) for row in logged] == [sum(each) for each in periods]
+    for name, pruned in search.ticket.layer_sparsity().items():
+        assert logged[0][f"density/{name}"] == ""
+        assert float(logged[1][f"density/{name}"]) == pytest.approx(1 - pruned)
 
 
 def test_a_ticket_that_was_given_leaves_no_dense_period(data, tmp_path):

@@ -7,7 +7,15 @@ from dataclasses import replace
 from rich.console import Console
 
 from lightning_axosparse.callbacks.report.facts import RunFacts, TicketDraw
-from lightning_axosparse.callbacks.report.tables import markdown, sections, terminal
+from lightning_axosparse.callbacks.report.result import RunResult
+from lightning_axosparse.callbacks.report.tables import (
+    Section,
+    against_control,
+    as_markdown,
+    markdown,
+    sections,
+    terminal,
+)
 from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.strategy.regrid.regrid import Regridded
 from tests.callbacks.report.runs import make_work
@@ -60,7 +68,7 @@ def test_ticket_and_sparsity(facts):
 
 def test_channels_and_accuracies_of_a_network_that_was_shrunk(facts):
     channels = {"model.1": (8, 3), "model.4": (12, 12)}
-    facts.draw = TicketDraw(0.5, {}, step=1, channels=channels)
+    facts.draw = TicketDraw(0.5, {}, 0.5, step=1, channels=channels)
     facts.validations = [replace(v, accuracy=0.9 + v.epoch / 20) for v in facts.validations]
     facts.test_accuracy = 0.925
     assert rows(facts, "Channels") == [
@@ -87,7 +95,7 @@ def test_a_run_without_a_ticket_has_no_section_on_it(facts):
 
 
 def test_an_adopted_ticket_was_drawn_before(facts):
-    facts.draw = TicketDraw(0.8, {"model.0.weight": 0.8})
+    facts.draw = TicketDraw(0.8, {"model.0.weight": 0.8}, 0.2)
     assert ("drawn", "before this training") in rows(facts, "Early-bird")
 
 
@@ -106,12 +114,27 @@ def test_markdown_holds_every_section_as_a_table_and_every_picture(facts):
 
 def test_terminal_shows_every_cell_on_80_columns(facts):
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(terminal(facts))
+    console.print(terminal(sections(facts)))
     shown = console.export_text()
     assert "…" not in shown
     for section in sections(facts):
         assert section.title in shown
     assert "model.1.weight" in shown
+
+
+def test_a_run_against_its_control(facts):
+    result = RunResult.of(facts, {})
+    section = against_control(result, replace(result, test_loss=1.4))
+    assert section.rows == [
+        ("validation", f"{math.e:.3f}", f"{math.e:.3f}", "+0.0%"),
+        ("test", f"{math.exp(1.5):.3f}", f"{math.exp(1.4):.3f}", "+10.5%"),
+    ]
+    assert not against_control(result, replace(result, test_loss=None)).rows[1:]
+
+
+def test_a_cell_may_have_the_sign_between_cells():
+    text = as_markdown(Section("Jobs", ("command",), [("a | b",)]))
+    assert text.splitlines()[-1] == r"| a \| b |"
 
 
 def test_a_move_to_shorter_pipelines_is_shown(facts):

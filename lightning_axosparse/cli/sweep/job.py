@@ -1,0 +1,214 @@
+"""Reads from its folder what a job of a sweep is, how it ended, and how to run it again."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_axosparse.callbacks.moments import WHEN, Moment
+from lightning_axosparse.callbacks.report.result import RunResult
+from lightning_axosparse.support.atomic_file import replacing
+
+RESULT = "result.jsonl"
+_ERROR = "error.txt"
+_CONSUMED = ("seed", "data", "model", "trainer", "callbacks")
+"""The parts of the configuration that make a run what it is, beside what prunes."""
+
+Status = Literal["finished", "failed", "not finished"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of ``axosparse-train``, in a sweep or alone.
+
+    Attributes:
+        folder: where it writes.
+        config: its configuration, interpolations included.
+        overrides: those of its command line.
+        hydra_overrides: likewise, those of Hydra itself.
+        result: None if it has not finished.
+        error: its message if it failed.
+    """
+
+    folder: Path
+    config: DictConfig
+    overrides: Sequence[str]
+    hydra_overrides: Sequence[str]
+    result: RunResult | None
+    error: str | None
+
+    @classmethod
+    def read(cls, folder: Path) -> Job:
+        """Read a job's folder.
+
+        Raises:
+            FileNotFoundError: if no run has begun there.
+        """
+        hydra = OmegaConf.load(folder / ".hydra" / "hydra.yaml").hydra.overrides
+        config = OmegaConf.load(folder / ".hydra" / "config.yaml")
+        assert isinstance(config, DictConfig)
+        result, error = folder / RESULT, folder / _ERROR
+        return cls(
+            folder,
+            config,
+            list(hydra.task),
+            list(hydra.hydra),
+            RunResult.load(result) if result.exists() else None,
+            error.read_text() if error.exists() else None,
+        )
+
+    @property
+    def status(self) -> Status:
+        """How it ended; "not finished": it was killed, or is still running."""
+        if self.result is not None:
+            return "finished"
+        return "not finished" if self.error is None else "failed"
+
+    @property
+    def problem(self) -> str:
+        """The first line of the error; empty if it did not fail."""
+        return (self.error or "").partition("\n")[0]
+
+    @property
+    def arm(self) -> str:
+        """The name of what is compared; without arms "ticket" or "dense"."""
+        named = OmegaConf.select(self.config, "arm.name")
+        return str(named or ("ticket" if self.config.pruning.callback else "dense"))
+
+    @property
+    def variant(self) -> str:
+        """Which of the variants of its arm it is, of which the best counts."""
+        return str(OmegaConf.select(self.config, "arm.variant") or "")
+
+    @property
+    def ratio(self) -> float | None:
+        """The pruning ratio that it stands for; None if it is the same for all ratios."""
+        if OmegaConf.select(self.config, "arm.name"):
+            ratio = OmegaConf.select(self.config, "arm.ratio")
+        else:
+            ratio = self.config.pruning.ratio if self.config.pruning.callback else None
+        return None if ratio is None else float(ratio)
+
+    @property
+    def seed(self) -> int:
+        """The seed of the run."""
+        return int(self.config.seed)
+
+    @property
+    def command(self) -> str:
+        """The command that runs it alone, in its folder."""
+        return command([], self.overrides, self.hydra_overrides, "hydra.run.dir", self.folder)
+
+
+def jobs_in(folder: Path) -> list[Job]:
+    """Return the jobs that have begun in a sweep's folder, in the natural order of their names."""
+    folders = [path.parent.parent for path in folder.rglob(".hydra/hydra.yaml")]
+    return [Job.read(path) for path in sorted(folders, key=lambda path: _natural(str(path)))]
+
+
+def command(
+    options: Sequence[str],
+    overrides: Sequence[str],
+    hydra_overrides: Sequence[str],
+    key: str,
+    folder: Path,
+) -> str:
+    """Return the ``axosparse-train`` command that writes to ``folder``, for a shell."""
+    others = [o for o in hydra_overrides if not o.startswith(("hydra.mode=", f"{key}="))]
+    others = [o for o in others if not o.startswith(("hydra.sweep.", "hydra.run.dir="))]
+    path = str(folder.absolute())
+    if not re.fullmatch(r"[\w./:+-]+", path):
+        path = '"' + path.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return shlex.join(["axosparse-train", *options, *overrides, *others, f"{key}={path}"])
+
+
+def settings_of(config: DictConfig) -> dict[str, Any]:
+    """Return what makes a run what it is, as plain values; paths are relative to its folder."""
+    moved = config.copy()
+    moved.folder = "."
+    parts = {**{name: moved[name] for name in _CONSUMED}, "pruning": moved.pruning.callback}
+    settings = {
+        name: OmegaConf.to_container(part, resolve=True) if OmegaConf.is_config(part) else part
+        for name, part in parts.items()
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
+    return plain
+
+
+def finished_before(config: DictConfig) -> RunResult | None:
+    """Return the result that an earlier call left of this job; None if there is none.
+
+    Raises:
+        ValueError: if it is of other settings.
+    """
+    path = Path(config.folder) / RESULT
+    if not path.exists():
+        return None
+    result = RunResult.load(path)
+    different = difference(result.settings, settings_of(config))
+    if different is not None:
+        raise ValueError(
+            f"'{path}' is the result of another job: {different}. Choose another hydra.sweep.dir, "
+            "or delete this folder."
+        )
+    return result
+
+
+def control_of(config: DictConfig, own: RunResult) -> RunResult | None:
+    """Return the result in ``config.control`` if it is the control of a run that drew a ticket.
+
+    That is a dense run with the same seed, data, model and trainer, whose learning rates were
+    multiplied by the same factor at the same step.
+    """
+    if own.draw_step is None or config.control is None:
+        return None
+    path = Path(config.control) / RESULT
+    if not path.exists():
+        return None
+    control = RunResult.load(path)
+    alike = [control.settings.get(part) == own.settings.get(part) for part in _CONSUMED[:4]]
+    rates = control.settings["callbacks"].get("rates")
+    if control.settings["pruning"] is not None or rates is None or not all(alike):
+        return None
+    if rates["factor"] != config.pruning.learning_rate_factor or not WHEN.fits(rates["after"]):
+        return None
+    began = Moment.of(rates["after"], lambda: control.steps)
+    return control if began == Moment(own.draw_step, "steps") else None
+
+
+def difference(before: Any, now: Any, name: str = "") -> str | None:
+    """Return the first setting that differs, in words; None if all are equal."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for key in [*before, *(key for key in now if key not in before)]:
+            inner = difference(before.get(key), now.get(key), f"{name}.{key}" if name else key)
+            if inner is not None:
+                return inner
+        return None
+    return None if before == now else f"there {name}={before!r}, here {now!r}"
+
+
+@contextmanager
+def recorded(folder: Path, message: Callable[[Exception], str]) -> Iterator[None]:
+    """Leave the message of an error in the job's folder, and nothing of earlier attempts."""
+    for name in (RESULT, _ERROR):
+        (folder / name).unlink(missing_ok=True)
+    try:
+        yield
+    except Exception as error:
+        with replacing(folder / _ERROR) as file:
+            file.write(f"{message(error)}\n\n{traceback.format_exc()}".encode())
+        raise
+
+
+def _natural(text: str) -> list[tuple[int, str]]:
+    """A key that sorts numbers inside of texts by their values."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]

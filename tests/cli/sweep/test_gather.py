@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import csv
+import re
+
+import pytest
+from omegaconf import OmegaConf
+
+from lightning_axosparse.cli.sweep.gather import gather, resume_command, summary
+from tests.cli.sweep.jobs import write_job
+
+PICTURES = ["all_reduce.png", "draw_step.png", "memory.png", "perplexity.png", "step_time.png"]
+
+
+@pytest.fixture
+def results(tmp_path):
+    """Of a sweep of which one job has failed and one was killed."""
+    results = {}
+    for seed in (0, 1):
+        for ratio in (0.5, 0.8):
+            name = f"ticket-{ratio}-{seed}"
+            loss = ratio + seed / 3
+            results[name] = write_job(tmp_path / name, "ticket", ratio, seed, test_loss=loss)
+            name = f"control-{ratio}-{seed}"
+            results[name] = write_job(tmp_path / name, "dense control", ratio, seed, draw_step=None)
+        results[f"dense-{seed}"] = write_job(tmp_path / f"dense-{seed}", "dense", None, seed)
+    write_job(tmp_path / "ticket-0.9-0", "ticket", 0.9, error="No <memory> | here\n\nTraceback")
+    write_job(tmp_path / "ticket-0.9-1", "ticket", 0.9, 1, finished=False)
+    return results
+
+
+def test_the_table_has_the_numbers_of_the_runs(results, tmp_path):
+    gather(tmp_path)
+    with (tmp_path / "sweep.csv").open() as file:
+        rows = {row["job"]: row for row in csv.DictReader(file)}
+    assert {name for name, row in rows.items() if row["status"] == "finished"} == {*results}
+    for name, result in results.items():
+        row = rows[name]
+        assert float(row["test_perplexity"]) == result.test_perplexity
+        assert float(row["validation_perplexity"]) == result.validation_perplexity
+        assert float(row["sparse_step_ms"]) == pytest.approx(100)
+        assert int(row["largest_state_bytes"]) == 32_000_000
+        assert row["draw_step"] == ("" if result.draw_step is None else str(result.draw_step))
+    assert rows["ticket-0.9-0"]["test_perplexity"] == ""
+    assert rows["ticket-0.9-0"]["error"] == "No <memory> | here"
+
+
+def test_the_summary_has_means_and_spreads(results, tmp_path):
+    gather(tmp_path)
+    values = [results[f"ticket-0.8-{seed}"].test_perplexity for seed in (0, 1)]
+    shown = f"{sum(values) / 2:.3f} ({min(values):.3f} to {max(values):.3f})"
+    controls = [results[f"control-0.8-{seed}"].test_perplexity for seed in (0, 1)]
+    against = sum(a / b for a, b in zip(values, controls, strict=True)) / 2 - 1
+    text = (tmp_path / "sweep.md").read_text()
+    assert re.search(rf"\| ticket \| 0.8 .*{re.escape(shown)} .*\| {against:+.1%} \|", text)
+
+
+def test_jobs_that_failed_or_were_killed_are_named_with_their_commands(results, tmp_path):
+    jobs = gather(tmp_path)
+    text = summary(tmp_path, jobs)
+    assert text.startswith("10 of 12 jobs have finished.")
+    assert "ticket-0.9-0 has failed: No <memory> | here\n    axosparse-train arm=ticket" in text
+    assert "ticket-0.9-1 has not finished: it was killed, or still runs" in text
+    for job in jobs:
+        assert (job.command in text) == (job.result is None)
+    assert r"No <memory> \| here" in (tmp_path / "sweep.md").read_text()
+
+
+def test_the_page_stands_alone(results, tmp_path):
+    gather(tmp_path)
+    page = (tmp_path / "sweep.html").read_text()
+    assert len(re.findall(r'src="data:image/png;base64,', page)) == len(PICTURES)
+    assert not re.search(r'(src|href)="(?!data:)', page)
+    assert "No &lt;memory&gt; | here" in page
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == PICTURES
+
+
+def test_the_command_that_goes_on(tmp_path):
+    assert resume_command(tmp_path) is None
+    overrides = {"task": ["experiment=ratio_sweep", "seed=0,1"], "hydra": ["hydra.mode=MULTIRUN"]}
+    OmegaConf.save({"hydra": {"overrides": overrides}}, tmp_path / "multirun.yaml")
+    assert resume_command(tmp_path) == (
+        f"axosparse-train -m experiment=ratio_sweep seed=0,1 hydra.sweep.dir={tmp_path}"
+    )
+
+
+def test_a_sweep_of_which_nothing_has_finished(tmp_path):
+    write_job(tmp_path / "0", "ticket", 0.8, error="Sorry")
+    gather(tmp_path)
+    assert "0 of 1 jobs" in (tmp_path / "sweep.md").read_text()
+    assert not list(tmp_path.glob("*.png"))

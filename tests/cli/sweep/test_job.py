@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import shlex
+
+import pytest
+from omegaconf import OmegaConf
+
+from lightning_axosparse.cli.sweep.job import (
+    RESULT,
+    Job,
+    command,
+    difference,
+    finished_before,
+    jobs_in,
+    recorded,
+    settings_of,
+)
+from tests.cli.sweep.jobs import write_job
+
+
+def configured(folder, **changed):
+    parts = {"data": {"path": "${folder}/text"}, "model": {}, "trainer": {}, "callbacks": {}}
+    pruning = {"ratio": 0.8, "callback": None}
+    content = {"seed": 0, "folder": str(folder), **parts, "pruning": pruning}
+    return OmegaConf.create({**content, **changed})
+
+
+def test_a_folder_tells_how_its_job_ended(tmp_path):
+    write_job(tmp_path / "a", "ticket", 0.8, seed=2)
+    write_job(tmp_path / "b", "ticket", 0.9, error="No memory\n\nTraceback")
+    write_job(tmp_path / "c", "dense", None, finished=False)
+    jobs = jobs_in(tmp_path)
+    assert [job.status for job in jobs] == ["finished", "failed", "not finished"]
+    assert [job.problem for job in jobs] == ["", "No memory", ""]
+    assert [(job.arm, job.ratio, job.seed) for job in jobs] == [
+        ("ticket", 0.8, 2),
+        ("ticket", 0.9, 0),
+        ("dense", None, 0),
+    ]
+
+
+@pytest.mark.parametrize(("callback", "arm", "ratio"), [(None, "dense", None), ({}, "dense", None)])
+def test_a_run_without_an_arm_is_dense_without_a_callback(callback, arm, ratio, tmp_path):
+    write_job(tmp_path / "a", "", 0.5)
+    config = {"seed": 0, "pruning": {"ratio": 0.5, "callback": callback}}
+    OmegaConf.save(config, tmp_path / "a" / ".hydra" / "config.yaml")
+    assert (Job.read(tmp_path / "a").arm, Job.read(tmp_path / "a").ratio) == (arm, ratio)
+
+
+def test_a_run_without_an_arm_that_prunes_is_a_ticket(tmp_path):
+    write_job(tmp_path / "a", "", 0.5)
+    config = {"seed": 0, "pruning": {"ratio": 0.7, "callback": {"_target_": "Some"}}}
+    OmegaConf.save(config, tmp_path / "a" / ".hydra" / "config.yaml")
+    assert (Job.read(tmp_path / "a").arm, Job.read(tmp_path / "a").ratio) == ("ticket", 0.7)
+
+
+def test_jobs_stand_in_the_order_of_their_numbers(tmp_path):
+    for name in ("10", "9", "ticket-0.5", "ticket-0.25"):
+        write_job(tmp_path / name, "ticket", 0.8)
+    names = [job.folder.name for job in jobs_in(tmp_path)]
+    assert names == ["9", "10", "ticket-0.5", "ticket-0.25"]
+
+
+def test_the_command_runs_a_job_alone_in_its_folder(tmp_path):
+    write_job(tmp_path / "a b", "ticket", 0.8, overrides=("data.path='~/my books/*.txt'",))
+    words = shlex.split(Job.read(tmp_path / "a b").command)
+    assert words == [
+        "axosparse-train",
+        "arm=ticket",
+        "pruning.ratio=0.8",
+        "seed=0",
+        "data.path='~/my books/*.txt'",
+        f'hydra.run.dir="{tmp_path}/a b"',
+    ]
+
+
+def test_the_command_keeps_other_overrides_of_hydra(tmp_path):
+    hydra = ["hydra.mode=MULTIRUN", "hydra.sweep.dir=old", "hydra.verbose=true"]
+    assert command(["-m"], ["seed=0,1"], hydra, "hydra.sweep.dir", tmp_path) == (
+        f"axosparse-train -m seed=0,1 hydra.verbose=true hydra.sweep.dir={tmp_path}"
+    )
+
+
+def test_settings_do_not_depend_on_where_a_job_writes(tmp_path):
+    assert settings_of(configured("here")) == settings_of(configured("there"))
+    assert settings_of(configured("here"))["data"] == {"path": "./text"}
+    unused = configured("here", pruning={"ratio": 0.5, "callback": None})
+    assert settings_of(unused) == settings_of(configured("here"))
+
+
+def test_a_result_of_other_settings_is_not_taken(tmp_path):
+    assert finished_before(configured(tmp_path)) is None
+    settings = settings_of(configured(tmp_path))
+    result = write_job(tmp_path / "a", "ticket", 0.8, settings=settings)
+    (tmp_path / "a" / RESULT).rename(tmp_path / RESULT)
+    assert finished_before(configured(tmp_path)) == result
+    with pytest.raises(ValueError, match=r"another job: there model\.width=None, here 8\. Choose"):
+        finished_before(configured(tmp_path, model={"width": 8}))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "found"),
+    [
+        ({"a": {"b": 1}}, {"a": {"b": 1}}, None),
+        ({"a": {"b": 1}}, {"a": {"b": 2}}, "there a.b=1, here 2"),
+        ({"a": {"b": 1}}, {"a": None}, "there a={'b': 1}, here None"),
+        ({"a": [1]}, {"a": [1], "c": 0}, "there c=None, here 0"),
+    ],
+)
+def test_the_first_difference(before, now, found):
+    assert difference(before, now) == found
+
+
+def test_an_error_is_recorded_and_gone_after_the_next_attempt(tmp_path):
+    (tmp_path / RESULT).write_text("old")
+    with pytest.raises(RuntimeError), recorded(tmp_path, lambda error: f"In words: {error}"):
+        raise RuntimeError("no memory")
+    assert not (tmp_path / RESULT).exists()
+    assert (tmp_path / "error.txt").read_text().startswith("In words: no memory\n\nTraceback")
+    with recorded(tmp_path, str):
+        pass
+    assert not (tmp_path / "error.txt").exists()
