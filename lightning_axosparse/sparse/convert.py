@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_axosparse.sparse import kept_products
 from lightning_axosparse.sparse.elementwise import validate_elementwise_optimizers
 from lightning_axosparse.sparse.formats import FORMATS, layout_of
 from lightning_axosparse.sparse.layout import Layout
@@ -22,7 +23,12 @@ from lightning_axosparse.sparse.materialize import (
 )
 from lightning_axosparse.sparse.module import SparseModule, make_dense, make_sparse
 from lightning_axosparse.sparse.optimizer_state import compress_state, expand_state, validate_state
-from lightning_axosparse.sparse.parameters import OwnedParameter, owned_parameters, set_values
+from lightning_axosparse.sparse.parameters import (
+    OwnedParameter,
+    owned_parameters,
+    set_values,
+    sparse_parameters,
+)
 from lightning_axosparse.sparse.weight import compress_gradient
 from lightning_axosparse.support.arguments import (
     MASKS,
@@ -122,6 +128,7 @@ def sparsify(
         assert entry.form is not None
         entry.form.policy, entry.form.compute = policy, compute
     renew_reducers(module)
+    load_loops_of(module)
     release_freed_memory()
 
 
@@ -200,3 +207,17 @@ def renew_reducers(module: nn.Module) -> None:
     for submodule in module.modules():
         if isinstance(submodule, DistributedDataParallel):
             submodule.__setstate__(submodule.__getstate__())
+
+
+def load_loops_of(module: nn.Module) -> None:
+    """Load the compiled loops if a layer of ``module`` will multiply by them."""
+    for entry in sparse_parameters(module).values():
+        assert entry.layout is not None
+        assert entry.form is not None
+        if entry.form.policy == "samo":
+            continue
+        choice = entry.form.compute, entry.parameter.new_empty(0, dtype=entry.form.dtype)
+        if len(entry.shape) == 2 and kept_products.chosen(
+            "times_transposed", *choice, entry.layout
+        ):
+            kept_products.load_loops()
