@@ -2,13 +2,15 @@
 
     python -m benchmarks.overhead.step
 
-Float32; tokens are in sequences of 512 at most. Prints a Markdown table.
+Float32; tokens are in sequences of 512 at most. With ``--threads 2`` times are those of the clock.
+Prints a Markdown table.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -56,7 +58,8 @@ def rows(width: int, tokens: int, ratios: Sequence[float], trials: int) -> Itera
     inputs = torch.randn(tokens // length, length, width, requires_grad=True)
     for name, kind in (("forward + backward", forward_backward), ("AdamW step", whole_step)):
         runners = {key: kind(block, inputs) for key, block in blocks.items()}
-        seconds = median_seconds(runners, trials)
+        clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        seconds = median_seconds(runners, trials, clock)
         shares = " | ".join(f"{seconds[key] / seconds['dense']:.2f}" for key in list(blocks)[1:])
         yield f"| {width} | {tokens} | {name} | {seconds['dense'] * 1e3:.0f} ms | {shares} |"
 

@@ -157,8 +157,8 @@ class EarlyBirdTicket(Callback):
         policy: "sparse" keeps no dense weights in memory and needs the least of it; "samo"
             keeps them in the dtype of the products and updates them once per optimizer step (SAMO);
             "auto" selects "samo" in 16 bits with several micro-batches per step, else "sparse".
-        compute: how pruned linear layers multiply on CPU in float32: with the kept values
-            ("sparse"), with dense weights ("dense"), or as is faster ("auto").
+        compute: how pruned linear layers and convolutions run on CPU in float32: with the kept
+            values ("sparse"), with dense weights ("dense"), or as is faster ("auto").
 
     Attributes:
         ticket: the ticket once it is drawn or given, else None. Every rank has the whole ticket, at

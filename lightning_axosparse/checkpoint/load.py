@@ -17,7 +17,7 @@ from lightning_axosparse.checkpoint.safetensors import SafetensorsState
 from lightning_axosparse.checkpoint.sparse_encoding import EncodedTensor
 from lightning_axosparse.pruning.bitmask import MaskBits
 from lightning_axosparse.pruning.ticket import Ticket
-from lightning_axosparse.sparse.convert import renew_reducers
+from lightning_axosparse.sparse.convert import load_loops_of, renew_reducers
 from lightning_axosparse.sparse.formats import layout_of
 from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.materialize import DenseForm, master_dtype
@@ -137,6 +137,7 @@ def _load_kept(
     _allocate_buffers(module)
     module.load_state_dict({name: state[name] for name in state if name in rest}, strict=False)
     renew_reducers(module)
+    load_loops_of(module)
     return made_sparse
 
 

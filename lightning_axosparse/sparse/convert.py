@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_axosparse.sparse import kept_convolutions, kept_products
 from lightning_axosparse.sparse.elementwise import validate_elementwise_optimizers
 from lightning_axosparse.sparse.formats import FORMATS, layout_of
 from lightning_axosparse.sparse.layout import Layout
@@ -22,7 +23,12 @@ from lightning_axosparse.sparse.materialize import (
 )
 from lightning_axosparse.sparse.module import SparseModule, make_dense, make_sparse
 from lightning_axosparse.sparse.optimizer_state import compress_state, expand_state, validate_state
-from lightning_axosparse.sparse.parameters import OwnedParameter, owned_parameters, set_values
+from lightning_axosparse.sparse.parameters import (
+    OwnedParameter,
+    owned_parameters,
+    set_values,
+    sparse_parameters,
+)
 from lightning_axosparse.sparse.weight import compress_gradient
 from lightning_axosparse.support.arguments import (
     MASKS,
@@ -75,11 +81,11 @@ def sparsify(
         policy: "sparse": no dense weight stays in memory (see ``compute``); "samo": it stays in
             memory, in the dtype that products run in, and is filled once per optimizer step. With
             both, the kept values of a weight of less than 32 bits are float32.
-        compute: how linear layers multiply on CPU in float32, with the policy "sparse" and the
-            index format "segments": "sparse": with the kept values; "dense": with a dense weight,
-            made in parts at every use; "auto": as is faster for the share of weights that is kept
-            (``sparse/kept_products.py``). Sums run in another order than in dense products, so
-            results differ in their last bits.
+        compute: how linear layers and convolutions run on CPU in float32, with the policy "sparse"
+            and the index format "segments": "sparse": with the kept values; "dense": with a dense
+            weight, made in parts at every use; "auto": as is faster for the share of weights that
+            is kept (``sparse/kept_products.py``, ``sparse/kept_convolutions.py``). Sums run in
+            another order than in dense products, so results differ in their last bits.
 
     Raises:
         ValueError: for an argument of another type, ``compute="sparse"`` with the policy "samo",
@@ -122,6 +128,7 @@ def sparsify(
         assert entry.form is not None
         entry.form.policy, entry.form.compute = policy, compute
     renew_reducers(module)
+    load_loops_of(module)
     release_freed_memory()
 
 
@@ -200,3 +207,20 @@ def renew_reducers(module: nn.Module) -> None:
     for submodule in module.modules():
         if isinstance(submodule, DistributedDataParallel):
             submodule.__setstate__(submodule.__getstate__())
+
+
+def load_loops_of(module: nn.Module) -> None:
+    """Load the compiled loops if a layer of ``module`` will multiply or convolve by them."""
+    for entry in sparse_parameters(module).values():
+        assert entry.layout is not None
+        assert entry.form is not None
+        if entry.form.policy == "samo":
+            continue
+        choice = entry.form.compute, entry.parameter.new_empty(0, dtype=entry.form.dtype)
+        if any(isinstance(owner, nn.Conv1d | nn.Conv2d) for owner, _ in entry.owners):
+            if kept_convolutions.chosen(entry.layout, *choice):
+                kept_convolutions.load_loops()
+        elif len(entry.shape) == 2 and kept_products.chosen(
+            "times_transposed", *choice, entry.layout
+        ):
+            kept_products.load_loops()

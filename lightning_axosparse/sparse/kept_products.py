@@ -6,21 +6,19 @@ the panels of ``panels.py`` and against a dense weight.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import platform
 from functools import cache
-from itertools import pairwise
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
-from lightning_axosparse.sparse.formats import SegmentLayout
+from lightning_axosparse.sparse.formats import SegmentLayout, layout_of
 from lightning_axosparse.sparse.kernels import LANES, ROWS, kernel_module
 from lightning_axosparse.sparse.layout import Layout, block_rows, row_length
 from lightning_axosparse.sparse.materialize import Compute
 from lightning_axosparse.sparse.scratch import scratch
+from lightning_axosparse.sparse.threads import in_threads
 
 MOST_KEPT = {"times_transposed": 0.5, "times": 0.3, "outer": 0.3}
 """The largest share of kept entries with which a product takes less time here than on panels.
@@ -29,8 +27,24 @@ Panels take longer than a dense weight, too, by what it takes to fill them. Othe
 and numbers of tokens change the ratio of the two ways, but not which one is faster.
 """
 
-_WORK_OF_A_THREAD = 2**20
-"""Fewer multiplications are not worth another thread."""
+
+MEASURED = platform.machine().lower() in ("x86_64", "amd64")
+"""Whether the loops have been measured on processors like this one; "auto" does without elsewhere.
+"""
+
+
+def runs(compute: Compute, operand: Tensor, layout: Layout) -> bool:
+    """Return whether compiled loops may run with these kept values.
+
+    Args:
+        compute: as for :func:`lightning_axosparse.sparsify`.
+        operand: the kept values or another operand, of the dtype in which the product runs.
+        layout: the kept entries.
+    """
+    if compute == "dense" or (compute == "auto" and not MEASURED):
+        return False
+    segments = isinstance(layout, SegmentLayout) and layout.has_row_segments
+    return segments and operand.is_cpu and operand.dtype == torch.float32
 
 
 def chosen(
@@ -44,11 +58,24 @@ def chosen(
         operand: the kept values or another operand, of the dtype in which the product runs.
         layout: the kept entries.
     """
-    if compute == "dense" or not isinstance(layout, SegmentLayout) or not layout.has_row_segments:
-        return False
-    if not operand.is_cpu or operand.dtype != torch.float32:
-        return False
-    return compute == "sparse" or layout.nnz <= MOST_KEPT[product] * layout.shape.numel()
+    few = layout.nnz <= MOST_KEPT[product] * layout.shape.numel()
+    return runs(compute, operand, layout) and (few or compute == "sparse")
+
+
+@cache
+def load_loops() -> None:
+    """Compile the loops, or load them from numba's cache, before a product needs them.
+
+    The first time on a machine that takes some seconds and the memory of a compiler, which a step
+    with its activations should not have to find.
+    """
+    mask = torch.ones(1, 64, dtype=torch.bool, device="cpu")
+    layout = layout_of(mask, "segments")
+    assert isinstance(layout, SegmentLayout)
+    for tokens in (1, 2):
+        inputs = torch.zeros(tokens, 64, dtype=torch.float32, device="cpu")
+        values = outer(inputs[:, :1], inputs, layout)
+        times(times_transposed(inputs, values, layout), values, layout)
 
 
 def times_transposed(
@@ -79,7 +106,7 @@ def times_transposed(
         else:
             kernel_module("products").times_transposed(*shared, _packed(width))
 
-    _in_threads(part, height, block_rows(layout.shape), tokens * layout.nnz)
+    in_threads(part, height, block_rows(layout.shape), tokens * layout.nnz)
     return result
 
 
@@ -109,7 +136,7 @@ def times(
             source, tokens, *weight, height, width, shift, target, packed
         )
 
-    _in_threads(part, inputs.shape[0], ROWS, inputs.shape[0] * layout.nnz)
+    in_threads(part, inputs.shape[0], ROWS, inputs.shape[0] * layout.nnz)
     return result
 
 
@@ -135,7 +162,7 @@ def outer(left: Tensor, right: Tensor, layout: SegmentLayout) -> Tensor:
             *sources, tokens, *index, height, width, rows, start, target, packed
         )
 
-    _in_threads(part, height, block_rows(layout.shape), tokens * layout.nnz)
+    in_threads(part, height, block_rows(layout.shape), tokens * layout.nnz)
     return result
 
 
@@ -159,30 +186,3 @@ def _packed(width: int) -> Any:
 
 def _entries_before(layout: Layout, row: int) -> int:
     return int(layout.starts[row // block_rows(layout.shape)]) if row else 0
-
-
-def _in_threads(part: Callable[[int, int], None], size: int, multiple: int, work: int) -> None:
-    """Run ``part`` on ranges that make up ``range(size)``, in as many threads as torch has."""
-    threads = min(torch.get_num_threads(), work // _WORK_OF_A_THREAD, -(-size // multiple))
-    if threads < 2:
-        part(0, size)
-        return
-    edges = _edges(size, multiple, threads)
-    others = [_threads().submit(part, *edge) for edge in pairwise(edges[1:])]
-    part(*edges[:2])
-    for other in others:
-        other.result()
-
-
-def _edges(size: int, multiple: int, parts: int) -> Sequence[int]:
-    pieces = -(-size // multiple)
-    return [min(pieces * part // parts * multiple, size) for part in range(parts + 1)]
-
-
-@cache  # One pool for the process, as torch has one.
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(thread_name_prefix="axosparse-product")
-
-
-# A forked process has the pool's threads no more.
-os.register_at_fork(after_in_child=_threads.cache_clear)

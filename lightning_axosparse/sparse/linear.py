@@ -124,6 +124,21 @@ def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if follows else tensor
 
 
+def stored_weight(layer: Any) -> tuple[Tensor, Layout, DenseForm] | None:
+    """Return the kept values of a layer's weight, their layout and form; None if it is dense.
+
+    A caller may keep the bound forward for longer than the weight is stored sparse, and
+    ``torch.func.functional_call`` may put a dense tensor in its place.
+    """
+    layout = vars(layer).get("_layouts", {}).get("weight")
+    values = layer._parameters["weight"]
+    if layout is None or type(values) not in (Tensor, nn.Parameter):
+        return None
+    if values.shape != (layout.nnz,):
+        return None
+    return values, layout, layer._forms["weight"].for_values(values, layer.training)
+
+
 def layer_forward(
     dense_class: type[nn.Module], names: tuple[str, ...]
 ) -> Callable[..., Tensor] | None:
@@ -139,14 +154,10 @@ def layer_forward(
         return None
 
     def forward(layer: Any, inputs: Tensor) -> Tensor:
-        # A caller may keep the bound method for longer than the weight is stored sparse.
-        layout = vars(layer).get("_layouts", {}).get("weight")
-        values = layer._parameters["weight"]
-        if layout is None or type(values) not in (Tensor, nn.Parameter):
+        stored = stored_weight(layer)
+        if stored is None:
             return dense_forward(layer, inputs)
-        if values.shape != (layout.nnz,):  # a dense tensor of torch.func.functional_call
-            return dense_forward(layer, inputs)
-        form = layer._forms["weight"].for_values(values, layer.training)
+        values, layout, form = stored
         operands = _eligible(inputs, layer.bias, values, layout.shape, form.dtype, by_rows)
         if operands is None:
             return dense_forward(layer, inputs)

@@ -14,7 +14,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_axosparse.sparse import embedding, linear
+from lightning_axosparse.sparse import convolution, embedding, linear
 from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.materialize import DenseForm, master_dtype
 from lightning_axosparse.sparse.torch_functions import read_weight
@@ -259,9 +259,8 @@ def _new_class(dense_class: type[nn.Module], names: tuple[str, ...]) -> type[Spa
     elif issubclass(dense_class, nn.Embedding | nn.EmbeddingBag) and "weight" in names:
         mixin = SparseEmbedding
     body: dict[str, Any] = {name: property(_reader(name)) for name in names}
-    forward = linear.layer_forward(dense_class, names) or embedding.layer_forward(
-        dense_class, names
-    )
+    rooms = linear, convolution, embedding
+    forward = next(filter(None, (room.layer_forward(dense_class, names) for room in rooms)), None)
     if forward is not None:
         body["forward"] = forward
     body["__module__"] = dense_class.__module__

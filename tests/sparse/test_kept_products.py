@@ -13,7 +13,9 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_axosparse import sparsify
 from lightning_axosparse.sparse import kept_products, panels
+from lightning_axosparse.sparse import threads as threads_module
 from lightning_axosparse.sparse.formats import FORMATS, layout_of
+from lightning_axosparse.sparse.kernels import products
 from tests.sparse.masking import random_masks, sparse_and_dense
 
 widths = st.sampled_from([64, 96, 255, 256, 257, 600])
@@ -78,7 +80,7 @@ def threads():
 
 
 def test_the_bits_are_the_same_with_any_number_of_threads(threads, monkeypatch):
-    monkeypatch.setattr(kept_products, "_WORK_OF_A_THREAD", 1)
+    monkeypatch.setattr(threads_module, "WORK_OF_A_THREAD", 1)
     _, layout, values = weight(200, 300, 0.2)
     inputs, gradient, bias = torch.randn(150, 300), torch.randn(150, 200), torch.randn(200)
     results = []
@@ -106,6 +108,46 @@ def test_a_tokens_bits_do_not_depend_on_the_tokens_beside_it(n):
     assert torch.equal(kept_products.times(gradient[:n], values, layout), whole[:n])
 
 
+def test_loading_the_loops_compiles_what_products_of_any_size_run():
+    kept_products.load_loops.cache_clear()
+    kept_products.load_loops()
+    _, layout, values = weight(130, 600, 0.2)
+    for n in (1, 70, 300):
+        inputs, gradient = torch.randn(600, n).t(), torch.randn(n, 130)
+        kept_products.times_transposed(inputs, values, layout, torch.zeros(130))
+        kept_products.times(gradient, nn.Parameter(values), layout, torch.zeros(600))
+        kept_products.outer(gradient, inputs, layout)
+    loops = products.times_transposed, products.one_times_transposed, products.times, products.outer
+    assert [len(loop.signatures) for loop in loops] == [1, 1, 1, 1]
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """How often a conversion loaded the loops."""
+    calls = []
+    monkeypatch.setattr(kept_products, "load_loops", lambda: calls.append(None))
+    return calls
+
+
+def test_a_conversion_loads_the_loops(loaded):
+    sparsify(layer := nn.Linear(96, 130), random_masks(layer, kept=0.2))
+    assert loaded
+
+
+@pytest.mark.parametrize(
+    ("layer", "kept", "options"),
+    [
+        (nn.Linear(96, 130), 0.9, {}),
+        (nn.Linear(96, 130), 0.2, {"compute": "dense"}),
+        (nn.Linear(96, 130), 0.2, {"policy": "samo"}),
+        (nn.Linear(96, 130, dtype=torch.bfloat16), 0.2, {}),
+    ],
+)
+def test_a_conversion_loads_no_loops_that_nothing_would_run(layer, kept, options, loaded):
+    sparsify(layer, random_masks(layer, kept), **options)
+    assert not loaded
+
+
 def test_what_is_chosen():
     _, layout, values = weight(80, 100, 0.35)
     chosen = {
@@ -119,6 +161,13 @@ def test_what_is_chosen():
         ("times", "sparse"),
         ("outer", "sparse"),
     } | {(name, "auto") for name in ("times", "outer") if layout.nnz <= 0.3 * 8000}
+
+
+def test_only_who_asks_for_it_multiplies_here_on_a_processor_that_was_not_measured(monkeypatch):
+    _, layout, values = weight(80, 100, 0.1)
+    monkeypatch.setattr(kept_products, "MEASURED", False)
+    assert not kept_products.chosen("times", "auto", values, layout)
+    assert kept_products.chosen("times", "sparse", values, layout)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

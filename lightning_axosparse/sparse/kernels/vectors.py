@@ -72,6 +72,18 @@ def load(_: Any, like: Any, array: Any, offset: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def load_some(_: Any, like: Any, array: Any, offset: Any, number: Any) -> Any:
+    """Return what :func:`load` does, with zeros after the first ``number``, which are not read."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, array, offset, number = args
+        pointer = _pointer(context, builder, signature.args[1], array, offset)
+        return _masked_load(builder, pointer, _first(builder, number, like.lanes))
+
+    return like(like, array, types.intp, types.intp), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def store(_: Any, vector: Any, array: Any, offset: Any) -> Any:
     """Write ``vector`` to the flat ``array`` from ``offset`` on."""
 
@@ -154,22 +166,10 @@ def add_sparse_products(
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         total, values, offsets, entry, end, inputs, at = args
         kinds, lanes, place = signature.args, total.type.count, entry.type
-        numbers = ir.Constant(ir.VectorType(place, lanes), list(range(lanes)))
-        left = _splat(builder, builder.sub(end, entry), lanes)
-        mask = builder.icmp_signed("<", numbers, left)
+        mask = _first(builder, builder.sub(end, entry), lanes)
 
         def load(kind: Any, array: Any) -> Any:
-            pointer = _pointer(context, builder, kind, array, entry)
-            vector = ir.VectorType(pointer.type.pointee, lanes)
-            element = "f32" if vector.element == _FLOAT else "i8"
-            name = f"llvm.masked.load.v{lanes}{element}.p0"
-            empty = ir.Constant(vector, None)
-            arguments = [vector.as_pointer(), _INDEX, mask.type, vector]
-            function = cgutils.get_or_insert_function(
-                builder.module, ir.FunctionType(vector, arguments), name
-            )
-            cast = builder.bitcast(pointer, vector.as_pointer())
-            return builder.call(function, [cast, ir.Constant(_INDEX, 1), mask, empty])
+            return _masked_load(builder, _pointer(context, builder, kind, array, entry), mask)
 
         factors = load(kinds[1], values)
         places = builder.zext(load(kinds[2], offsets), ir.VectorType(place, lanes))
@@ -267,6 +267,25 @@ def _fma(builder: Any, left: Any, right: Any, total: Any) -> Any:
     name = f"llvm.fma.v{total.type.count}f32"
     function = cgutils.get_or_insert_function(builder.module, kind, name)
     return builder.call(function, [left, right, total])
+
+
+def _first(builder: Any, number: Any, lanes: int) -> Any:
+    """Return a mask of the first ``number`` lanes."""
+    lane = ir.Constant(ir.VectorType(number.type, lanes), list(range(lanes)))
+    return builder.icmp_signed("<", lane, _splat(builder, number, lanes))
+
+
+def _masked_load(builder: Any, pointer: Any, mask: Any) -> Any:
+    vector = ir.VectorType(pointer.type.pointee, mask.type.count)
+    element = "f32" if vector.element == _FLOAT else "i8"
+    name = f"llvm.masked.load.v{vector.count}{element}.p0"
+    arguments = [vector.as_pointer(), _INDEX, mask.type, vector]
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(vector, arguments), name
+    )
+    cast = builder.bitcast(pointer, vector.as_pointer())
+    empty = ir.Constant(vector, None)
+    return builder.call(function, [cast, ir.Constant(_INDEX, 1), mask, empty])
 
 
 def _pointer(context: Any, builder: Any, kind: Any, array: Any, offset: Any) -> Any:

@@ -1,0 +1,253 @@
+"""Convolves with kept values on a CPU, in compiled code that unfolds no image.
+
+A kept entry of a filter multiplies one plane of numbers, shifted by the entry's place in the
+filter, and adds it to another plane (Park et al., ICLR 2017). A plane is flat and padded, so a
+shift is an offset, and each kept value is multiplied with consecutive numbers. Where a plane and
+its shift begin is the place of an entry; ``places`` and ``transposed_places`` compute the places of
+all kept entries before they are used at many positions.
+
+A sum runs over the kept entries in the order of their places, so it does not depend on the number
+of threads, and a position's result does not depend on the positions beside it.
+
+The functions take flat arrays and check nothing. A row is an output channel of the weight, or, in
+what ``transposed_places`` wrote, a plane of the inputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from lightning_axosparse.sparse.kernels import SEGMENT
+from lightning_axosparse.sparse.kernels.vectors import (
+    broadcast,
+    dot,
+    item,
+    lanes_of,
+    load,
+    load_some,
+    multiply_add,
+    store,
+    zeros,
+)
+
+_compiled = njit(nogil=True, cache=True, error_model="numpy")
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def places(
+    counts: Any,
+    offsets: Any,
+    segments: int,
+    columns: Any,
+    group: tuple[int, int],
+    places: Any,
+    begins: Any,
+) -> None:
+    """Write the places of all kept entries in the inputs.
+
+    Args:
+        counts: kept entries in each segment, row after row.
+        offsets: the offset of each kept entry in its segment.
+        segments: how many a row has.
+        columns: the place of each column of the weight, int32.
+        group: rows that see the same inputs, and how far on those of the next ones are.
+        places: one for each kept entry, int32, to write.
+        begins: the first kept entry of each row, and their number, int64, to write.
+    """
+    entry = 0
+    for row in range(len(begins) - 1):
+        begins[row] = entry
+        first = row // group[0] * group[1]
+        for segment in range(segments):
+            end = entry + item(counts, row * segments + segment)
+            for k in range(entry, end):
+                places[k] = first + item(columns, segment * SEGMENT + item(offsets, k))
+            entry = end
+    begins[-1] = entry
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def transposed_places(
+    counts: Any,
+    offsets: Any,
+    segments: int,
+    columns: tuple[Any, Any],
+    group: tuple[int, int],
+    values: Any,
+    rows: tuple[int, int],
+    places: Any,
+    transposed: Any,
+    begins: Any,
+) -> None:
+    """Write the kept entries plane after plane of the inputs, and their places in the outputs.
+
+    Args:
+        counts: as for :func:`places`.
+        offsets: as for :func:`places`.
+        segments: as for :func:`places`.
+        columns: the plane of each column of the weight, and its shift, int32.
+        group: rows that see the same inputs, and how many planes these have.
+        values: the kept values.
+        rows: the numbers of an output plane, and the place of its first number.
+        places: one for each kept entry, int32, to write.
+        transposed: the kept values in the order of planes, to write.
+        begins: the first kept entry of each plane, and their number, int64, to write.
+    """
+    begins[:] = 0
+    height = len(counts) // segments
+    for write in (False, True):
+        entry = 0
+        for row in range(height):
+            first = row // group[0] * group[1]
+            for segment in range(segments):
+                end = entry + item(counts, row * segments + segment)
+                for k in range(entry, end):
+                    column = segment * SEGMENT + item(offsets, k)
+                    plane = first + item(columns[0], column)
+                    if write:
+                        at = begins[plane]
+                        places[at] = row * rows[0] + rows[1] - item(columns[1], column)
+                        transposed[at] = item(values, k)
+                    begins[plane] += 1
+                entry = end
+        # The numbers of entries become their first ones, and these, when all are written, the next.
+        last = np.int64(0)
+        for plane in range(len(begins)):
+            number = begins[plane]
+            begins[plane] = last
+            last = number if write else last + number
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def convolve(
+    source: Any,
+    places: Any,
+    values: Any,
+    begins: Any,
+    rows: tuple[int, int],
+    bias: Any,
+    target: Any,
+    stride: int,
+    positions: int,
+) -> None:
+    """Compute ``positions`` numbers of some rows: the sums of their kept values times the source.
+
+    Args:
+        source: the planes to read.
+        places: the place of each kept entry in it.
+        values: the kept entries.
+        begins: the first kept entry of each row, and their number.
+        rows: the first row to compute, and the one after the last.
+        bias: one number for each row, or none.
+        target: the planes to write, one for each row.
+        stride: the numbers of such a plane.
+        positions: the numbers of it to write; at least 16.
+    """
+    position = 0
+    while position < positions:
+        part = (source, places, values, begins, rows, bias, target, stride)
+        # The last numbers are computed with some of those before them, to the same result.
+        if positions >= 64:
+            position += _convolve(zeros(64), min(position, positions - 64), *part)
+        else:
+            position += _convolve(zeros(16), min(position, positions - 16), *part)
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _convolve(
+    zero: Any,
+    position: int,
+    source: Any,
+    places: Any,
+    values: Any,
+    begins: Any,
+    rows: tuple[int, int],
+    bias: Any,
+    target: Any,
+    stride: int,
+) -> int:
+    for row in range(rows[0], rows[1]):
+        total = broadcast(zero, bias[row] if len(bias) else 0.0)
+        for k in range(item(begins, row), item(begins, row + 1)):
+            numbers = load(zero, source, np.intp(item(places, k)) + position)
+            total = multiply_add(broadcast(zero, item(values, k)), numbers, total)
+        store(total, target, row * stride + position)
+    return int(lanes_of(zero))
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def correlate(
+    source: Any,
+    places: Any,
+    begins: Any,
+    rows: tuple[int, int],
+    gradient: tuple[Any, int, int],
+    positions: int,
+    products: Any,
+) -> None:
+    """Add to each kept entry of some rows the products of its numbers with the row's gradient.
+
+    Args:
+        source: the planes of the inputs.
+        places: the place of each kept entry in it.
+        begins: the first kept entry of each row, and their number.
+        rows: the first row to compute, and the one after the last.
+        gradient: the gradient of the outputs, the numbers of its planes, and the place of the
+            first number in a plane.
+        positions: how many numbers of a plane to multiply.
+        products: one for each kept entry; they are added to it.
+    """
+    position = 0
+    while position < positions:
+        left = positions - position
+        part = (position, source, places, begins, rows, gradient, products)
+        if left >= 256:
+            position += _correlate(zeros(256), *part)
+        elif left >= 64:
+            position += _correlate(zeros(64), *part)
+        else:
+            position += _correlate_some(zeros(16), min(left, 16), *part)
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _correlate(
+    zero: Any,
+    position: int,
+    source: Any,
+    places: Any,
+    begins: Any,
+    rows: tuple[int, int],
+    gradient: tuple[Any, int, int],
+    products: Any,
+) -> int:
+    for row in range(rows[0], rows[1]):
+        factor = load(zero, gradient[0], row * gradient[1] + gradient[2] + position)
+        for k in range(item(begins, row), item(begins, row + 1)):
+            numbers = load(zero, source, np.intp(item(places, k)) + position)
+            products[k] += dot(factor, numbers)
+    return int(lanes_of(zero))
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _correlate_some(
+    zero: Any,
+    number: int,
+    position: int,
+    source: Any,
+    places: Any,
+    begins: Any,
+    rows: tuple[int, int],
+    gradient: tuple[Any, int, int],
+    products: Any,
+) -> int:
+    """Do what :func:`_correlate` does for fewer positions than there are lanes."""
+    for row in range(rows[0], rows[1]):
+        at = row * gradient[1] + gradient[2] + position
+        factor = load_some(zero, gradient[0], at, number)
+        for k in range(item(begins, row), item(begins, row + 1)):
+            numbers = load_some(zero, source, np.intp(item(places, k)) + position, number)
+            products[k] += dot(factor, numbers)
+    return int(lanes_of(zero))
