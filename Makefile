@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint clean
+.PHONY: train test lint docs clean
 
 train: .venv/installed
 	$(BIN)/axosparse-train $(ARGS)
@@ -16,6 +16,9 @@ lint: .venv/checkable
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+docs: .venv/checkable
+	$(BIN)/mkdocs build
 
 # Both are made anew when what they were made from has changed.
 INSTALL = { test -x $(BIN)/pip || $(PYTHON) -m venv .venv; } && \
@@ -30,4 +33,4 @@ INSTALL = { test -x $(BIN)/pip || $(PYTHON) -m venv .venv; } && \
 	touch $@
 
 clean:
-	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv build dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import lightning_axosparse
+from tests.parity import test_containers, test_transformers
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "lightning_axosparse"
@@ -97,6 +100,16 @@ def test_the_glossary_is_short() -> None:
     assert len(words) == len(set(words)) <= 40
 
 
+def text(page: Path) -> str:
+    """A page with the files that it includes."""
+    return re.sub(
+        r'^--8<-- "(.*)"$',
+        lambda included: (REPOSITORY / included[1]).read_text(),
+        page.read_text(),
+        flags=re.MULTILINE,
+    )
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
@@ -106,5 +119,43 @@ def test_links_lead_somewhere(page: Path) -> None:
         linked = (page.parent / path).resolve() if path else page
         assert linked.exists(), target
         if anchor:
-            headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
+            headings = re.findall(r"^#+ (.*)$", text(linked), re.MULTILINE)
             assert anchor in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def test_every_benchmark_has_a_page() -> None:
+    folders = {path.parent.name for path in (REPOSITORY / "benchmarks").glob("*/README.md")}
+    pages = {path.stem for path in (REPOSITORY / "docs" / "benchmarks").glob("*.md")}
+    assert pages == folders
+
+
+def test_the_networks_that_are_said_to_run_are_those_that_tests_train() -> None:
+    page = (REPOSITORY / "docs" / "will-my-module-run.md").read_text()
+    rows = re.findall(r"^\| [^|]+ \| (`[^|]+`) \| `(\w+)\.py`: ([^|]+) \|$", page, re.MULTILINE)
+    listed = {(file, network): inline_code(paths) for paths, file, network in rows}
+    tested = {
+        ("test_transformers", name): options["pipeline"]
+        for name, (_, options) in test_transformers.ROWS.items()
+    } | {
+        ("test_containers", name): options["pipeline"]
+        for name, (_, options) in test_containers.NETWORKS.items()
+    }
+    assert listed.keys() == tested.keys()
+    for row, pipeline in tested.items():
+        paths = [pipeline] if isinstance(pipeline, str) else pipeline
+        assert len(paths) == len(listed[row])
+        assert all(path.endswith(f".{end}") for path, end in zip(paths, listed[row], strict=True))
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    strategy = (tmp_path / "api" / "strategy" / "index.html").read_text()
+    assert "message-driven scheduling" in strategy  # from the docstring
+    assert "g_inter" in strategy
