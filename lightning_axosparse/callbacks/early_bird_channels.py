@@ -75,8 +75,8 @@ class EarlyBirdChannels(Callback):
         pruning_ratio: fraction to prune, in (0, 1), of all channels that can be removed.
         slimming: factor of the L1 penalty on the scales of these channels, until the draw. Its
             subgradient is added to their gradients before these are clipped.
-        floor: each layer keeps at least this fraction, in [0, 1], of its channels, and never less
-            than one channel.
+        floor: each layer keeps at least this fraction, in [0, 1], of what it would keep if all kept
+            the same fraction, and never less than one channel.
         network: name of the part of the module whose ``forward`` is traced, such as "model"; None:
             the module itself.
         every: how often masks are computed and compared.
@@ -118,7 +118,7 @@ class EarlyBirdChannels(Callback):
         self,
         pruning_ratio: float = 0.5,
         slimming: float = 1e-4,
-        floor: float = 0.05,
+        floor: float = 0.5,
         network: str | None = None,
         every: When = "1 epoch",
         draw_after: When | None = None,

@@ -69,11 +69,12 @@ def channel_masks(
     Args:
         scales: name of a BatchNorm -> its weight, shape (channels,).
         pruning_ratio: fraction of all channels to prune.
-        floor: the fraction of its channels that each layer keeps at least; never less than one.
+        floor: each layer keeps at least this fraction of what it would keep if all kept the same
+            fraction, and never less than one channel.
 
     Returns:
         name -> bool tensor (on CPU), True for each channel that stays; equal scales are pruned in
-        the order of the layers. Less is pruned where the floors demand it.
+        the order of the layers.
 
     Raises:
         ValueError: if a scale is NaN.
@@ -87,7 +88,7 @@ def channel_masks(
             )
     ranked = []
     for size in sizes.values():
-        least = max(1, math.ceil(floor * len(size)))
+        least = max(1, math.ceil(floor * (1 - pruning_ratio) * len(size)))
         ranked.append(size.clone())
         ranked[-1][size.argsort(stable=True)[len(size) - least :]] = math.inf
     flat = torch.cat(ranked)
@@ -134,7 +135,7 @@ class ChannelTicket:
         cls,
         module: nn.Module,
         pruning_ratio: float,
-        floor: float = 0.05,
+        floor: float = 0.5,
         network: str | None = None,
     ) -> ChannelTicket:
         """Return the ticket of the channels that have the largest scales now.

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def test_the_largest_scales_stay_above_the_floors(
     assert {name: mask.shape for name, mask in masks.items()} == {
         name: scale.shape for name, scale in scales.items()
     }
-    least = {n: max(1, -int(-floor * len(s) // 1)) for n, s in scales.items()}
+    least = {n: max(1, math.ceil(floor * (1 - ratio) * len(s))) for n, s in scales.items()}
     kept = {name: int(mask.sum()) for name, mask in masks.items()}
     assert all(kept[name] >= least[name] for name in kept)
     wanted = sum(sizes) - round(ratio * sum(sizes))
