@@ -191,13 +191,16 @@ class KeptValues:
     Attributes:
         product: that product.
         bias_dtype: dtype of the bias, if there is one.
+        training: whether the layer is in training mode.
     """
 
     product: KeptProduct
     bias_dtype: torch.dtype | None
+    training: bool
 
     def operands(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Operands | None:
-        """Cast the operands."""
+        """Cast the operands, and let a resident dense copy follow autocast."""
+        self.product.form.for_values(weight, self.training)
         return self.product.operands(x, weight, bias)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -229,7 +232,7 @@ def _operation(layer: nn.Module) -> Operation | None:
     product = kept_product(layer)
     if product is not None:
         bias: Any = layer.bias
-        return KeptValues(product, None if bias is None else bias.dtype)
+        return KeptValues(product, None if bias is None else bias.dtype, layer.training)
     forward = type(layer).forward
     if forward is nn.Linear.forward:
         return MatrixProduct(transposes=True)

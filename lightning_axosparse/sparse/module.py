@@ -209,10 +209,7 @@ def kept_product(module: nn.Module) -> linear.KeptProduct | None:
     by_rows = linear.rows_are_outputs(_dense_class(module), tuple(module._layouts))
     if by_rows is None:
         return None
-    values = module._parameters["weight"]
-    assert values is not None
-    form = module._forms["weight"].for_values(values, module.training)
-    return linear.KeptProduct(module._layouts["weight"], form, by_rows)
+    return linear.KeptProduct(module._layouts["weight"], module._forms["weight"], by_rows)
 
 
 def forget_layout(module: nn.Module, name: str) -> None:

@@ -120,7 +120,7 @@ def test_what_follows_may_work_in_place() -> None:
 
     layers = nn.Linear(6, 8), nn.ReLU(inplace=True), Conv1D(6, 8), nn.ReLU(inplace=True)
     compare(Inner(*layers), inputs(2, 5, 6), products=6)
-    ordinary, split = sparse_and_split(*layers)
+    ordinary, split = sparse_and_split(*copy.deepcopy(layers))
     for x in inputs(2, 5, 6):
         mean_square(ordinary, x).backward()
     assert split.train(inputs(2, 5, 6)) == 6
