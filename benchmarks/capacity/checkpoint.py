@@ -74,6 +74,7 @@ class Saves(Callback):
 
 def measure(form: str, width: int, folder: Path) -> Saves:
     """Take a step and write a checkpoint in one of the forms."""
+    torch.manual_seed(0)
     saves = Saves(folder / form)
     trainer = L.Trainer(
         accelerator="cpu",

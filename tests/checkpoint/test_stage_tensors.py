@@ -51,7 +51,7 @@ class Counting:
         self.now -= 1
 
 
-def write(folder: Path, module: L.LightningModule, callback: Any = None, **options: Any) -> None:
+def write(folder: Path, module: type[Net], callback: Any = None, **options: Any) -> None:
     distributed = options.pop("save_distributed_checkpoint", False)
     run = trainer(
         AxoSparseStrategy(2, 2, save_distributed_checkpoint=distributed),
@@ -62,21 +62,21 @@ def write(folder: Path, module: L.LightningModule, callback: Any = None, **optio
         **options,
     )
     L.seed_everything(0, verbose=False)
-    run.fit(module, loader(1, batches=2))
+    run.fit(module(), loader(1, batches=2))
 
 
 def two_ranks(folder: Path) -> dict[str, Any]:
     counting = Counting()
-    write(folder / "streamed", Net())
+    write(folder / "streamed", Net)
     facts = {"most": counting.most, "all": counting.all}
-    write(folder / "compact", Net(), plugins=[CompactCheckpointIO()])
-    write(folder / "theirs", Net(), plugins=[TorchCheckpointIO()])
-    write(folder / "read", Reading())
-    write(folder / "read folder", Reading(), save_distributed_checkpoint=True)
+    write(folder / "compact", Net, plugins=[CompactCheckpointIO()])
+    write(folder / "theirs", Net, plugins=[TorchCheckpointIO()])
+    write(folder / "read", Reading)
+    write(folder / "read folder", Reading, save_distributed_checkpoint=True)
     before = counting.all
     for name, save_last in (("linked", "link"), ("copied", True)):
         best = ModelCheckpoint(folder / name, "{step}", save_last=save_last)
-        write(folder, Net(), best, max_epochs=3, save_distributed_checkpoint=True)
+        write(folder, Net, best, max_epochs=3, save_distributed_checkpoint=True)
     facts["sharded"] = counting.all - before
     return facts
 
@@ -127,7 +127,7 @@ def test_old_folders_are_removed_and_the_last_is_linked(facts: Any, folder: Path
 
 def test_a_plugin_for_one_file_and_a_folder_are_refused_together(tmp_path: Path) -> None:
     with pytest.raises(MisconfigurationException, match=r"CompactCheckpointIO writes one file"):
-        write(tmp_path, Net(), plugins=[CompactCheckpointIO()], save_distributed_checkpoint=True)
+        write(tmp_path, Net, plugins=[CompactCheckpointIO()], save_distributed_checkpoint=True)
 
 
 def test_a_folder_is_local() -> None:

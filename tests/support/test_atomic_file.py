@@ -42,7 +42,7 @@ def test_weights_that_cannot_be_written_leave_the_old_file(
 def test_a_ticket_that_cannot_be_written_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def half(content: Any, file: Any) -> None:
+    def half(content: Any, file: Any, **others: Any) -> None:
         file.write(b"half")
         raise OSError("no space left")
 
