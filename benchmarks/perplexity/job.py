@@ -16,8 +16,7 @@ from torch import nn
 from benchmarks.perplexity.arms import Dense, Pruned, Rates
 from benchmarks.perplexity.settling import Settling
 from benchmarks.perplexity.tasks import Task
-from lightning_axosparse import AxoSparseStrategy, Ticket, sparsify
-from lightning_axosparse.callbacks.early_bird import ticket_callback
+from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, Ticket, sparsify
 from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.pipeline.partition import partition_layers
 from lightning_axosparse.sparse.state_size import state_bytes
@@ -79,7 +78,7 @@ class Job:
             "test": round(math.exp(tested["test_loss"]), 4),
             **self._pruning(trainer, model),
         }
-        return {**measured, "seconds": round(time.process_time() - start)}
+        return {**measured, "seconds": round(time.process_time() - start, 1)}
 
     def _callbacks(self, model: GPT, densities: Mapping[str, float]) -> list[L.Callback]:
         if isinstance(self.arm, Pruned):
@@ -92,8 +91,8 @@ class Job:
         """Return when the ticket was drawn, what it keeps, and the bytes of the stages' state."""
         if isinstance(self.arm, Settling):
             return {"distances": self.arm.found(trainer)}
-        search = ticket_callback(trainer)
-        ticket = None if search is None else search.ticket
+        tickets = [c.ticket for c in trainer.callbacks if isinstance(c, EarlyBirdTicket)]
+        ticket = tickets[0] if tickets else None
         measured: dict[str, Any] = {"stage_bytes": stage_bytes(model, ticket)}
         if ticket is not None:
             measured["draw_step"] = ticket.step

@@ -18,9 +18,10 @@ def plot_settling(results: Results, jobs: Sequence[Job], file: Path) -> None:
     lines = [line for line in map(results.of, jobs) if line is not None]
     intervals = lines[0]["arm"]["intervals"]
     figure = Figure(figsize=(4 * len(intervals), 3.6), layout="constrained")
-    for axes, count in zip(figure.subplots(1, len(intervals), sharey=True), intervals, strict=True):
+    rows = figure.subplots(1, len(intervals), sharey=True, squeeze=False)
+    for axes, count in zip(rows[0], intervals, strict=True):
         for colour, line in enumerate(lines):
-            for style, ratio in zip((":", "-", "--"), line["arm"]["ratios"], strict=True):
+            for style, ratio in zip((":", "-", "--"), line["arm"]["ratios"], strict=False):
                 distances = line["distances"][f"{ratio}/{count}"]
                 shares = [share_of_run(line, place, count) for place in range(len(distances))]
                 label = f"{line['task']['learning_rate']:g}, {ratio:.0%}"
