@@ -29,7 +29,7 @@ INSTALL = { test -x $(BIN)/pip || $(PYTHON) -m venv .venv; } && \
 	touch $@
 
 .venv/checkable: pyproject.toml constraints.txt
-	$(INSTALL) '.[mpich,images,notebook,dev]'
+	$(INSTALL) '.[mpich,images,notebook,docs,dev]'
 	touch $@
 
 clean:
