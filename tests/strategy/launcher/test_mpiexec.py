@@ -17,6 +17,7 @@ def test_ranks_know_of_the_terminal_and_not_of_another_job(monkeypatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.setenv("COLUMNS", "70")
     monkeypatch.delenv("TTY_COMPATIBLE", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "w") as terminal:
         monkeypatch.setattr(sys, "stdout", terminal)
@@ -28,6 +29,7 @@ def test_ranks_know_of_the_terminal_and_not_of_another_job(monkeypatch):
     assert at_terminal["COLUMNS"] == "70"
     assert "TTY_COMPATIBLE" not in captured
     for variables in (at_terminal, captured):
+        assert variables["OMP_WAIT_POLICY"] == "passive"
         assert not {"PMI_RANK", "SLURM_NTASKS"} & set(variables)
         assert variables["HYDRA_FULL_ERROR"] == "1"
         assert str(REPOSITORY) in variables["PYTHONPATH"].split(os.pathsep)
