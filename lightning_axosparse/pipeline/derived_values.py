@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
     Attributes:
         layer: the layer that was called last.
-        result: the how-manieth result since; 0 is the layer's output.
+        result: number of the result since then; 0 is the layer's output.
         leaf: index among the leaves of the result.
     """
 
@@ -101,9 +101,15 @@ class DerivedValues(PausableMode):
         self.placeholders: dict[int, list[Tensor]] = {}
         """Per earlier layer, placeholders made since its call, which must not get a gradient."""
 
-    def begin_stage(self) -> None:
-        """Take in that from now on values are made, not received."""
+    def begin_stage(self, sends: bool) -> None:
+        """Take in that from now on values are made, not received.
+
+        Args:
+            sends: whether some of them may have to be sent; else nothing more is followed.
+        """
         self._is_before_stage = False
+        if not sends:
+            self._made.clear()
 
     def end_layer(self, index: int, output: Any) -> None:
         """Note the output of a layer that this stage has computed."""

@@ -14,7 +14,7 @@ So the code before the layers runs on every stage and the code behind them on th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -84,11 +84,16 @@ class Visit:
 
 
 class _Running(NamedTuple):
-    """The micro-batch whose step runs, and what is followed of it."""
+    """The micro-batch whose step runs, and what is followed of it.
+
+    Attributes:
+        sends: whether a later stage goes on with the step, and needs what this one leaves.
+    """
 
     visit: Visit
     side_outputs: SideOutputs
     values: DerivedValues
+    sends: bool
 
 
 class PipelinedLayers:
@@ -140,13 +145,15 @@ class PipelinedLayers:
         """Compute the layers of ``visit.stage`` inside the context."""
         received = visit.received
         side_outputs = SideOutputs(self._watched, received.side_outputs, visit.withheld)
+        sends = visit.stage < len(self.parts) - 1
         # The last stage's buffers are those that count.
-        buffers = {} if self._is_last(visit.stage) else self._buffers
+        buffers = self._buffers if sends else {}
         values = DerivedValues(received.values, buffers, self.names)
         visit.unused = values.placeholders
-        self._running = _Running(visit, side_outputs, values)
+        self._running = _Running(visit, side_outputs, values, sends)
         try:
-            with values:
+            # One stage that computes everything has nothing to follow.
+            with values if len(self.parts) > 1 else nullcontext():
                 yield
         finally:
             side_outputs.end()
@@ -164,9 +171,6 @@ class PipelinedLayers:
                 "pipelined container. In a pipeline every step has to call every layer once, in "
                 "order."
             )
-
-    def _is_last(self, stage: int) -> bool:
-        return stage == len(self.parts) - 1
 
     def _forward(self, index: int, compute: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -191,10 +195,10 @@ class PipelinedLayers:
     def _begin(self, running: _Running, index: int, part: range) -> None:
         """Prepare for the stage's own layers, and for what is received before them."""
         # From here on, so that what is replayed is not taken for a side output of this stage.
-        if index == max(0, part.start - 1) and not self._is_last(running.visit.stage):
+        if index == max(0, part.start - 1) and running.sends:
             running.side_outputs.watch(part)
         if index == part.start:
-            running.values.begin_stage()
+            running.values.begin_stage(running.sends)
             running.visit.rng.seed_inside_layers(running.visit.microbatch, running.visit.stage)
 
     def _run(
@@ -209,7 +213,8 @@ class PipelinedLayers:
         running.side_outputs.begin_layer(index)
         output = self._compute(running.visit, index, compute, args, kwargs)
         running.side_outputs.end_layer(index, output)
-        _note_output(running, index, output)
+        if running.sends:
+            _note_output(running, index, output)
         return output
 
     def _compute(
@@ -293,7 +298,8 @@ def _replacement(running: _Running, index: int, is_received: bool) -> Any:
         if output is None:
             output = fill(described(received), placeholders)
     output = running.values.replace_output(index, output, placeholders)
-    running.side_outputs.describe(index, output)
+    if running.sends:
+        running.side_outputs.describe(index, output)
     if is_received:
         running.side_outputs.note_output(index, output)
     return output

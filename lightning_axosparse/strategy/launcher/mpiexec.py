@@ -36,7 +36,7 @@ _RANK_VARIABLES = (
     "SLURM_",
 )
 # Idle threads of torch would spin, on cores that other ranks and sparse products use.
-_OPEN_MP = {"OMP_WAIT_POLICY": "passive"}
+_IDLE_THREADS = {"OMP_WAIT_POLICY": "passive"}
 # Open MPI 5 and 4 start more ranks than cores only with these variables. Like MPICH, they then do
 # not bind a rank and its data loader workers to a core.
 _OPEN_MPI = {
@@ -121,7 +121,7 @@ def stop(process: subprocess.Popen[bytes], signum: int) -> None:
 def environment() -> dict[str, str]:
     """The environment variables of the ranks."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_RANK_VARIABLES)}
-    variables = _OPEN_MPI | _OPEN_MP | kept
+    variables = _OPEN_MPI | _IDLE_THREADS | kept
     variables["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     if sys.stdout.isatty() and _file_number(sys.stdout) != subprocess.PIPE:
         # The ranks write to a pipe of mpiexec, and cannot see that a terminal shows their output.
