@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -23,18 +22,15 @@ from lightning_axosparse.callbacks.masked_training import (
 )
 from lightning_axosparse.callbacks.moments import (
     WHEN,
-    Moment,
     Progress,
     When,
-    total_steps,
-    validate_end,
 )
+from lightning_axosparse.callbacks.ticket_search import TicketSearch, misconfigured
 from lightning_axosparse.callbacks.trainer_info import callbacks_of
 from lightning_axosparse.pruning.bitmask import MaskBits
 from lightning_axosparse.pruning.densities import SCOPES, Scope, Share
 from lightning_axosparse.pruning.mask_distance import DISTANCES, Distance
 from lightning_axosparse.pruning.mask_rule import MaskRule
-from lightning_axosparse.pruning.mask_window import MaskWindow
 from lightning_axosparse.pruning.pattern import ENTRIES, parse_pattern
 from lightning_axosparse.pruning.prunable import Prune, few
 from lightning_axosparse.pruning.rewind import EarlierWeights
@@ -83,7 +79,7 @@ _PATTERN = Kind(
 )
 
 
-class EarlyBirdTicket(Callback):
+class EarlyBirdTicket(TicketSearch):
     """Finds an early-bird ticket while training, then stores the pruned weights sparse.
 
     At regular intervals the callback computes the masks that keep the entries of highest score,
@@ -221,10 +217,11 @@ class EarlyBirdTicket(Callback):
                 'policy="samo" keeps dense weights for the products; got compute="sparse". Choose '
                 'policy="sparse", or compute="auto".'
             )
+        super().__init__(every, draw_after, draw_by, distance, threshold, window)
         self.policy = policy
         self.compute = compute
         self.pruning_ratio = pruning_ratio
-        with _misconfigured():
+        with misconfigured():
             self._rule = MaskRule(
                 pruning_ratio,
                 score,
@@ -236,7 +233,7 @@ class EarlyBirdTicket(Callback):
             )
         self._masked = None
         if method != "early-bird":
-            with _misconfigured():
+            with misconfigured():
                 self._rule.validate_method(method)
             self._masked = MaskedTraining(
                 method, pruning_ratio, drop_fraction, every, draw_after, draw_by
@@ -248,21 +245,13 @@ class EarlyBirdTicket(Callback):
             )
         self.rewind_to = rewind_to
         self._earlier = EarlierWeights()
-        self.every, self.draw_after, self.draw_by = every, draw_after, draw_by
         self.distance = distance
-        self.threshold = threshold
-        self.ticket = Ticket.load(ticket) if isinstance(ticket, str | os.PathLike) else ticket
+        self.ticket: Ticket | None = (
+            Ticket.load(ticket) if isinstance(ticket, str | os.PathLike) else ticket
+        )
         self.learning_rate_factor = learning_rate_factor
-        self.distances: dict[int, float] = {}
-        self._window = MaskWindow(window, distance)
-        self._looked: Progress | None = None
-        """Up to where masks that were due have been compared; None outside of training."""
         self._drawn_at: int | None = None
         """Optimizer steps of this run before the draw; None if it has not drawn a ticket."""
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Validate the run on every rank, before any weight changes."""
-        self.validate_fit(trainer)
 
     def validate_fit(self, trainer: Trainer) -> None:
         """Validate strategy, module and callbacks; the launcher calls this before it starts ranks.
@@ -281,21 +270,19 @@ class EarlyBirdTicket(Callback):
                 "EarlyBirdTicket needs strategy='axosparse' (AxoSparseStrategy); "
                 f"{type(trainer.strategy).__name__} cannot store weights sparse."
             )
-        times = self.every, self.draw_after, self.draw_by, self.rewind_to
-        if self.ticket is None and float in map(type, times):
-            validate_end(trainer)
+        self._validate_shares(trainer, self.rewind_to)
         with unless_made_later(trainer.lightning_module):
             self._validate_model(trainer.lightning_module)
             if trainer.strategy.launcher is not None and self.ticket is None:
                 optimizers = optimizers_before_setup(trainer.lightning_module)
-                with _misconfigured():
+                with misconfigured():
                     self._rule.resolved(trainer.lightning_module, optimizers)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prune by the ticket if there is one: given by the user, or drawn before a resume."""
         self._validate_model(pl_module)
         if self.ticket is None:
-            with _misconfigured():
+            with misconfigured():
                 self._rule = self._rule.resolved(pl_module, trainer.optimizers)
         for optimizer in trainer.optimizers:
             validate_elementwise_optimizers(optimizer)
@@ -303,21 +290,15 @@ class EarlyBirdTicket(Callback):
             self._prune(trainer, self.ticket)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare masks that were due where the checkpoint of a resumed run was written.
-
-        It may have been written before this callback's own hook, at the last batch of an epoch, at
-        which Lightning does not resume.
-        """
-        now = Progress(trainer.global_step, trainer.current_epoch)
-        if self._drawn_at is not None and now.steps < self._drawn_at:
+        """Go on with a resumed run, and compare masks that were due before it stopped."""
+        if self._drawn_at is not None and trainer.global_step < self._drawn_at:
             self._drawn_at = None  # Another run drew the ticket.
-        self._looked = self._looked or now
         strategy: Any = trainer.strategy
         self._earlier.keep_only(strategy.held_parameters())
         if self._masked is not None and self.ticket is None:
             self._masked.schedule(trainer)
             self._masked.resume(trainer)
-        self._look(trainer, pl_module, now)
+        super().on_train_start(trainer, pl_module)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -339,56 +320,27 @@ class EarlyBirdTicket(Callback):
         if self.rewind_to is None or self.ticket is not None or self._earlier.taken:
             return
         now = Progress(trainer.global_step, trainer.current_epoch)
-        if Moment.of(self.rewind_to, partial(total_steps, trainer)).reached(now):
+        if self._reached(self.rewind_to, trainer, now):
             strategy: Any = trainer.strategy
             self._earlier.take(strategy.held_parameters())
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+    def _compare(
+        self, trainer: Trainer, module: LightningModule, now: Progress, late: bool, on_step: bool
     ) -> None:
-        """Compare masks if they are due inside an epoch."""
-        if not trainer.is_last_batch:
-            now = Progress(trainer.global_step, trainer.current_epoch)
-            self._look(trainer, pl_module, now, on_step=True)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare masks if they are due at the end of an epoch, which has been validated."""
-        self._look(trainer, pl_module, Progress(trainer.global_step, trainer.current_epoch + 1))
-
-    def _look(
-        self, trainer: Trainer, module: LightningModule, now: Progress, on_step: bool = False
-    ) -> None:
-        """If that is due, compare the masks with the window, and draw the ticket if they agree."""
-        looked, self._looked = self._looked, now
-        if self.ticket is not None:
-            return
-        assert looked is not None
-        total = partial(total_steps, trainer)
-        late = self.draw_by is not None and Moment.of(self.draw_by, total).reached(now)
-        if self._masked is not None:
-            if late:
-                score = partial(self._masks, trainer, module)
-                self._draw(trainer, module, self._masked.final(score))
-            return
-        if not late and not Moment.of(self.every, total).again_since(looked, now):
-            return
-        masks = self._masks(trainer, module, self.pruning_ratio)
-        strategy: Any = trainer.strategy
-        distance = self._window.add(
-            masks, strategy.counted_parameters(), strategy.inter_group, strategy.data_group
-        )
-        if distance is not None:
-            self.distances[now.steps] = distance
-            module.log("mask_distance", distance, on_step=on_step, on_epoch=not on_step)
-        early = self.draw_after is not None and not Moment.of(self.draw_after, total).reached(now)
-        settled = self._window.full and distance is not None and distance < self.threshold
-        if late or (settled and not early):
+        """Draw masks that a schedule changes at its end; compare others."""
+        if self._masked is None:
+            super()._compare(trainer, module, now, late, on_step)
+        elif late:
+            masks = self._masked.final(partial(self._masks, trainer, module))
             self._draw(trainer, module, masks)
+
+    def _new_masks(
+        self, trainer: Trainer, module: LightningModule
+    ) -> tuple[MaskBits, float | None]:
+        strategy: Any = trainer.strategy
+        masks = self._masks(trainer, module, self.pruning_ratio)
+        counted = strategy.counted_parameters()
+        return masks, self._window.add(masks, counted, strategy.inter_group, strategy.data_group)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warn if no ticket was drawn."""
@@ -405,12 +357,9 @@ class EarlyBirdTicket(Callback):
                 "longer."
             )
             return
-        last = f"{[*self.distances.values()][-1]:.3f}" if self.distances else "none"
         rank_zero_warn(
-            f"{drawn}: the masks have not settled (last mask_distance: {last}, threshold: "
-            f"{self.threshold}, window: {self._window.size}). The weights are dense. Set "
-            "draw_by, a larger threshold, a shorter interval (every) or a smaller window, or train "
-            "longer."
+            f"{drawn}: {self._not_settled()}. The weights are dense. Set draw_by, a larger "
+            "threshold, a shorter interval (every) or a smaller window, or train longer."
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -439,13 +388,7 @@ class EarlyBirdTicket(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the search from a checkpoint of this or another grid."""
         if state_dict["ticket"] is not None:
-            ticket = Ticket.from_state_dict(state_dict["ticket"])
-            if self.ticket not in (None, ticket):
-                raise MisconfigurationException(
-                    "The checkpoint holds another ticket than the one given as `ticket=`. Resume "
-                    "without `ticket=`, or start a new run from the weights alone."
-                )
-            self.ticket = ticket
+            self._take_ticket(Ticket.from_state_dict(state_dict["ticket"]))
         self._looked = state_dict["looked"] and Progress(*state_dict["looked"])
         self._drawn_at = state_dict["drawn_at"]
         self.distances = dict(state_dict["distances"])
@@ -527,17 +470,8 @@ class EarlyBirdTicket(Callback):
 
     def _validate_model(self, module: nn.Module) -> None:
         """Check that the ticket, or the rule by which one is searched, fits the model."""
-        with _misconfigured():
+        with misconfigured():
             if self.ticket is not None:
                 self.ticket.validate_fits(module)
             else:
                 self._rule.shares(module)
-
-
-@contextmanager
-def _misconfigured() -> Iterator[None]:
-    """Raise what is wrong with the rule as a misconfiguration."""
-    try:
-        yield
-    except ValueError as error:
-        raise MisconfigurationException(str(error)) from error

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -19,12 +16,10 @@ from torch.optim import Optimizer
 from lightning_axosparse.callbacks.early_bird import EarlyBirdTicket
 from lightning_axosparse.callbacks.moments import (
     WHEN,
-    Moment,
     Progress,
     When,
-    total_steps,
-    validate_end,
 )
+from lightning_axosparse.callbacks.ticket_search import TicketSearch, misconfigured
 from lightning_axosparse.callbacks.trainer_info import callbacks_of
 from lightning_axosparse.distributed.process_groups import all_gather, broadcast_from_first
 from lightning_axosparse.pruning.bitmask import MaskBits
@@ -32,7 +27,6 @@ from lightning_axosparse.pruning.channel_ticket import RATIO, ChannelTicket, cha
 from lightning_axosparse.pruning.channels import Channels, find_channels
 from lightning_axosparse.pruning.layer_channels import validate_channelwise_optimizer
 from lightning_axosparse.pruning.mask_distance import DISTANCES, Distance
-from lightning_axosparse.pruning.mask_window import MaskWindow
 from lightning_axosparse.strategy.validation import optimizers_before_setup, unless_made_later
 from lightning_axosparse.support.arguments import (
     FRACTION,
@@ -56,7 +50,7 @@ _KEEP_OTHER_WEIGHTS = (
 )
 
 
-class EarlyBirdChannels(Callback):
+class EarlyBirdChannels(TicketSearch):
     """Finds an early-bird ticket of channels while training, then shrinks the network to it.
 
     This is the method of You et al. (ICLR 2020), on network slimming (Liu et al., ICCV 2017): an L1
@@ -128,23 +122,14 @@ class EarlyBirdChannels(Callback):
         window: int = 5,
         ticket: ChannelTicket | str | os.PathLike[str] | None = None,
     ) -> None:
+        super().__init__(every, draw_after, draw_by, distance, threshold, window)
         self.pruning_ratio, self.slimming, self.floor = pruning_ratio, slimming, floor
         self.network = network
-        self.every, self.draw_after, self.draw_by = every, draw_after, draw_by
-        self.threshold = threshold
         if isinstance(ticket, str | os.PathLike):
             ticket = ChannelTicket.load(ticket)
-        self.ticket = ticket
-        self.distances: dict[int, float] = {}
-        self._window = MaskWindow(window, distance)
+        self.ticket: ChannelTicket | None = ticket
         self._channels: Channels | None = None
         """What can be removed; None before training, and where a ticket is used from the start."""
-        self._looked: Progress | None = None
-        """Up to where masks that were due have been compared; None outside of training."""
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Validate the run on every rank, before any weight changes."""
-        self.validate_fit(trainer)
 
     def validate_fit(self, trainer: Trainer) -> None:
         """Validate strategy, module and callbacks; the launcher calls this before it starts ranks.
@@ -162,8 +147,7 @@ class EarlyBirdChannels(Callback):
                 "EarlyBirdChannels needs strategy='axosparse' (AxoSparseStrategy); "
                 f"{type(trainer.strategy).__name__} cannot remove channels."
             )
-        if self.ticket is None and float in map(type, (self.every, self.draw_after, self.draw_by)):
-            validate_end(trainer)
+        self._validate_shares(trainer)
         with unless_made_later(trainer.lightning_module):
             self._find(trainer.lightning_module)
         if trainer.strategy.launcher is not None:
@@ -171,7 +155,7 @@ class EarlyBirdChannels(Callback):
 
     def _find(self, module: nn.Module) -> Channels | None:
         """Find the channels that a search may remove, or check that the ticket fits the module."""
-        with _misconfigured():
+        with misconfigured():
             if self.ticket is None:
                 return find_channels(module, self.network)
             self.ticket.validate(module)
@@ -186,16 +170,6 @@ class EarlyBirdChannels(Callback):
         elif self._channels is not None:
             rank_zero_info(str(self._channels))
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare masks that were due where the checkpoint of a resumed run was written.
-
-        It may have been written before this callback's own hook, at the last batch of an epoch, at
-        which Lightning does not resume.
-        """
-        now = Progress(trainer.global_step, trainer.current_epoch)
-        self._looked = self._looked or now
-        self._look(trainer, pl_module, now)
-
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
@@ -205,33 +179,14 @@ class EarlyBirdChannels(Callback):
                 if scale.grad is not None:
                     scale.grad.add_(scale.detach().sign(), alpha=self.slimming)
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        """Compare masks if they are due inside an epoch."""
-        if not trainer.is_last_batch:
-            now = Progress(trainer.global_step, trainer.current_epoch)
-            self._look(trainer, pl_module, now, on_step=True)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare masks if they are due at the end of an epoch, which has been validated."""
-        self._look(trainer, pl_module, Progress(trainer.global_step, trainer.current_epoch + 1))
-
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warn if no ticket was drawn."""
         self._looked = None
         if self.ticket is None:
-            last = f"{[*self.distances.values()][-1]:.3f}" if self.distances else "none"
             rank_zero_warn(
-                f"No ticket of channels was drawn in {trainer.global_step} optimizer steps: the "
-                f"masks have not settled (last mask_distance: {last}, threshold: {self.threshold}, "
-                f"window: {self._window.size}). The network has all its channels. Set draw_by, a "
-                "larger threshold or a smaller window, or train longer."
+                f"No ticket of channels was drawn in {trainer.global_step} optimizer steps: "
+                f"{self._not_settled()}. The network has all its channels. Set draw_by, a larger "
+                "threshold or a smaller window, or train longer."
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -247,40 +202,18 @@ class EarlyBirdChannels(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the search, or the ticket, from a checkpoint of this or another grid."""
         if state_dict["ticket"] is not None:
-            ticket = ChannelTicket.from_state_dict(state_dict["ticket"])
-            if self.ticket not in (None, ticket):
-                raise MisconfigurationException(
-                    "The checkpoint holds another ticket than the one given as `ticket=`. Resume "
-                    "without `ticket=`, or start a new run from the weights alone."
-                )
-            self.ticket = ticket
+            self._take_ticket(ChannelTicket.from_state_dict(state_dict["ticket"]))
         self._looked = state_dict["looked"] and Progress(*state_dict["looked"])
         self.distances = dict(state_dict["distances"])
         self._window.load_state(state_dict["window"])
 
-    def _look(
-        self, trainer: Trainer, module: LightningModule, now: Progress, on_step: bool = False
-    ) -> None:
-        """If that is due, compare the masks with the window, and draw the ticket if they agree."""
-        looked, self._looked = self._looked, now
-        if self.ticket is not None:
-            return
-        assert looked is not None
-        total = partial(total_steps, trainer)
-        late = self.draw_by is not None and Moment.of(self.draw_by, total).reached(now)
-        if not late and not Moment.of(self.every, total).again_since(looked, now):
-            return
+    def _new_masks(
+        self, trainer: Trainer, module: LightningModule
+    ) -> tuple[MaskBits, float | None]:
         masks = self._masks(trainer)
-        distance = self._window.add(masks, set(masks), None, None)  # Every rank has all masks.
-        if distance is not None:
-            self.distances[now.steps] = distance
-            module.log("mask_distance", distance, on_step=on_step, on_epoch=not on_step)
-        early = self.draw_after is not None and not Moment.of(self.draw_after, total).reached(now)
-        settled = self._window.full and distance is not None and distance < self.threshold
-        if late or (settled and not early):
-            self._draw(trainer, masks)
+        return masks, self._window.add(masks, set(masks), None, None)  # Every rank has all masks.
 
-    def _draw(self, trainer: Trainer, masks: MaskBits) -> None:
+    def _draw(self, trainer: Trainer, module: LightningModule, masks: MaskBits) -> None:
         assert self._channels is not None
         step, distances = trainer.global_step, self.distances
         ticket = ChannelTicket(masks, self._channels, self.pruning_ratio, step, distances)
@@ -314,15 +247,6 @@ class EarlyBirdChannels(Callback):
         return MaskBits(channel_masks(scales, self.pruning_ratio, self.floor))
 
 
-@contextmanager
-def _misconfigured() -> Iterator[None]:
-    """Raise what is wrong with a model or an optimizer as a misconfiguration."""
-    try:
-        yield
-    except ValueError as error:
-        raise MisconfigurationException(str(error)) from error
-
-
 def _validate_callbacks(callbacks: list[Callback]) -> None:
     for callback in callbacks:
         if isinstance(callback, _KEEP_OTHER_WEIGHTS):
@@ -334,6 +258,6 @@ def _validate_callbacks(callbacks: list[Callback]) -> None:
 
 
 def _validate_optimizers(optimizers: list[Optimizer]) -> None:
-    with _misconfigured():
+    with misconfigured():
         for optimizer in optimizers:
             validate_channelwise_optimizer(optimizer)

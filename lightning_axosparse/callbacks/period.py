@@ -6,24 +6,16 @@ from typing import Literal
 
 from lightning.pytorch import Trainer
 
-from lightning_axosparse.callbacks.early_bird import EarlyBirdTicket
-from lightning_axosparse.callbacks.early_bird_channels import EarlyBirdChannels
+from lightning_axosparse.callbacks.ticket_search import TicketSearch
 from lightning_axosparse.callbacks.trainer_info import callbacks_of
 
 Period = Literal["dense", "sparse"]
 """What the model is: dense before a ticket was drawn, sparse or with fewer channels after it."""
 
-Search = EarlyBirdTicket | EarlyBirdChannels
-"""A callback that looks for a ticket."""
 
-
-def search_of(trainer: Trainer) -> Search | None:
+def search_of(trainer: Trainer) -> TicketSearch | None:
     """Return the trainer's callback that draws a ticket, if there is one."""
-    found: list[Search] = [
-        *callbacks_of(trainer, EarlyBirdTicket),
-        *callbacks_of(trainer, EarlyBirdChannels),
-    ]
-    return found[0] if found else None
+    return next(iter(callbacks_of(trainer, TicketSearch)), None)
 
 
 def period_of(trainer: Trainer) -> Period:

@@ -1,0 +1,167 @@
+"""What callbacks that search for a ticket share: when masks are compared, and when one is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_axosparse.callbacks.moments import Moment, Progress, When, total_steps, validate_end
+from lightning_axosparse.pruning.bitmask import MaskBits
+from lightning_axosparse.pruning.channel_ticket import ChannelTicket
+from lightning_axosparse.pruning.mask_distance import Distance
+from lightning_axosparse.pruning.mask_window import MaskWindow
+from lightning_axosparse.pruning.ticket import Ticket
+
+
+class TicketSearch(Callback):
+    """Compares masks at intervals, and draws a ticket when the newest have settled.
+
+    Args:
+        every: how often masks are compared.
+        draw_after: the ticket is not drawn before; None: at any time.
+        draw_by: the ticket is drawn at the latest then; None: only when masks have settled.
+        distance: how masks are compared.
+        threshold: the largest distance between masks that have settled.
+        window: how many masks must agree.
+
+    Attributes:
+        ticket: the ticket once it is drawn or given, else None.
+        distances: number of optimizer steps -> the largest distance of the masks after them to
+            the window, from the second masks on.
+    """
+
+    ticket: Ticket | ChannelTicket | None
+
+    def __init__(
+        self,
+        every: When,
+        draw_after: When | None,
+        draw_by: When | None,
+        distance: Distance,
+        threshold: float,
+        window: int,
+    ) -> None:
+        self.every, self.draw_after, self.draw_by = every, draw_after, draw_by
+        self.threshold = threshold
+        self.distances: dict[int, float] = {}
+        self._window = MaskWindow(window, distance)
+        self._looked: Progress | None = None
+        """Up to where masks that were due have been compared; None outside of training."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Validate the run on every rank, before any weight changes."""
+        self.validate_fit(trainer)
+
+    def validate_fit(self, trainer: Trainer) -> None:
+        """Validate strategy, module and callbacks; the launcher calls this before it starts ranks.
+
+        Raises:
+            MisconfigurationException: if something does not fit.
+        """
+        raise NotImplementedError
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare masks that were due where the checkpoint of a resumed run was written.
+
+        It may have been written before this callback's own hook, at the last batch of an epoch, at
+        which Lightning does not resume.
+        """
+        now = Progress(trainer.global_step, trainer.current_epoch)
+        self._looked = self._looked or now
+        self._look(trainer, pl_module, now)
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Compare masks if they are due inside an epoch."""
+        if not trainer.is_last_batch:
+            now = Progress(trainer.global_step, trainer.current_epoch)
+            self._look(trainer, pl_module, now, on_step=True)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare masks if they are due at the end of an epoch, which has been validated."""
+        self._look(trainer, pl_module, Progress(trainer.global_step, trainer.current_epoch + 1))
+
+    def _look(
+        self, trainer: Trainer, module: LightningModule, now: Progress, on_step: bool = False
+    ) -> None:
+        looked, self._looked = self._looked, now
+        if self.ticket is not None:
+            return
+        assert looked is not None
+        late = self._reached(self.draw_by, trainer, now)
+        total = partial(total_steps, trainer)
+        if late or Moment.of(self.every, total).again_since(looked, now):
+            self._compare(trainer, module, now, late, on_step)
+
+    def _compare(
+        self, trainer: Trainer, module: LightningModule, now: Progress, late: bool, on_step: bool
+    ) -> None:
+        """Compare the masks with the window, and draw the ticket if they agree, or it is late."""
+        masks, distance = self._new_masks(trainer, module)
+        if distance is not None:
+            self.distances[now.steps] = distance
+            module.log("mask_distance", distance, on_step=on_step, on_epoch=not on_step)
+        early = self.draw_after is not None and not self._reached(self.draw_after, trainer, now)
+        settled = self._window.full and distance is not None and distance < self.threshold
+        if late or (settled and not early):
+            self._draw(trainer, module, masks)
+
+    def _new_masks(
+        self, trainer: Trainer, module: LightningModule
+    ) -> tuple[MaskBits, float | None]:
+        """Compute masks, and return them with their distance to the window, into which they go."""
+        raise NotImplementedError
+
+    def _draw(self, trainer: Trainer, module: LightningModule, masks: MaskBits) -> None:
+        """Make the masks the ticket of all ranks, and prune by it."""
+        raise NotImplementedError
+
+    def _reached(self, when: When | None, trainer: Trainer, now: Progress) -> bool:
+        return when is not None and Moment.of(when, partial(total_steps, trainer)).reached(now)
+
+    def _validate_shares(self, trainer: Trainer, *others: When | None) -> None:
+        """Check that a run of which times are shares has an end."""
+        times = self.every, self.draw_after, self.draw_by, *others
+        if self.ticket is None and float in map(type, times):
+            validate_end(trainer)
+
+    def _take_ticket(self, ticket: Any) -> None:
+        """Go on with the ticket of a checkpoint.
+
+        Raises:
+            MisconfigurationException: if the user has given another.
+        """
+        if self.ticket not in (None, ticket):
+            raise MisconfigurationException(
+                "The checkpoint holds another ticket than the one given as `ticket=`. Resume "
+                "without `ticket=`, or start a new run from the weights alone."
+            )
+        self.ticket = ticket
+
+    def _not_settled(self) -> str:
+        """Why no ticket was drawn, and of what the masks are judged by."""
+        last = f"{[*self.distances.values()][-1]:.3f}" if self.distances else "none"
+        return (
+            f"the masks have not settled (last mask_distance: {last}, threshold: "
+            f"{self.threshold}, window: {self._window.size})"
+        )
+
+
+@contextmanager
+def misconfigured() -> Iterator[None]:
+    """Raise what is wrong with a rule, a model or an optimizer as a misconfiguration."""
+    try:
+        yield
+    except ValueError as error:
+        raise MisconfigurationException(str(error)) from error
