@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from lightning_axosparse.pruning.layer_channels import (
     layer_inputs,
     layer_outputs,
 )
+from lightning_axosparse.pruning.ticket_file import content_of, fields_of
 from lightning_axosparse.sparse.convert import renew_reducers
 from lightning_axosparse.sparse.optimizer_state import validate_state
 from lightning_axosparse.sparse.parameters import owned_parameters
@@ -43,8 +43,8 @@ from lightning_axosparse.support.arguments import (
     list_of,
     number,
 )
-from lightning_axosparse.support.checksum import verified, with_checksum
-from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
+from lightning_axosparse.support.checksum import with_checksum
+from lightning_axosparse.support.corrupt_file import CorruptFileError
 from lightning_axosparse.support.release_memory import release_freed_memory
 
 _FIELDS = {
@@ -234,13 +234,7 @@ class ChannelTicket:
         Raises:
             CorruptFileError: if the state is not as it was written, or is of another version.
         """
-        if state["format"] != _FORMAT:
-            raise CorruptFileError(
-                f"it is a {state['format']}, but this version of lightning_axosparse reads "
-                f"{_FORMAT}"
-            )
-        fields = verified(state, "the ticket of channels")
-        del fields["format"]
+        fields = fields_of(state, _FORMAT, "the ticket of channels")
         channels = fields.pop("channels")
         inputs = {
             layer: [Segment(**segment) for segment in segments]
@@ -271,11 +265,7 @@ class ChannelTicket:
             FileNotFoundError: if there is no such file.
             CorruptFileError: if the file is not as it was written, or has no ticket of channels.
         """
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"There is no file '{path}'.")
-        archive.check(path)
-        with reading(path):
-            content = torch.load(path, map_location="cpu", weights_only=True)
+        with content_of(path) as content:
             if cls.is_state(content):
                 return cls.from_state_dict(content)
             ticket = cls.in_checkpoint(content)

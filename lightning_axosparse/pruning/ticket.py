@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from lightning_axosparse.pruning.densities import SCOPES, Scope
 from lightning_axosparse.pruning.mask_distance import overlap_distance
 from lightning_axosparse.pruning.mask_rule import MaskRule
 from lightning_axosparse.pruning.prunable import Prune, few
+from lightning_axosparse.pruning.ticket_file import content_of, fields_of
 from lightning_axosparse.sparse.parameters import layouts
 from lightning_axosparse.support import archive
 from lightning_axosparse.support.arguments import (
@@ -32,8 +32,8 @@ from lightning_axosparse.support.arguments import (
     checked,
     one_of,
 )
-from lightning_axosparse.support.checksum import verified, with_checksum
-from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
+from lightning_axosparse.support.checksum import with_checksum
+from lightning_axosparse.support.corrupt_file import CorruptFileError
 
 _FIELDS = {
     "masks": MASKS,
@@ -227,13 +227,7 @@ class Ticket:
         Raises:
             CorruptFileError: if the state is not as it was written, or is of another version.
         """
-        if state["format"] != _FORMAT:
-            raise CorruptFileError(
-                f"it is a {state['format']}, but this version of lightning_axosparse reads "
-                f"{_FORMAT}"
-            )
-        fields = verified(state, "the ticket")
-        del fields["format"]
+        fields = fields_of(state, _FORMAT, "the ticket")
         return cls(MaskBits.from_state_dict(fields.pop("masks")), **fields)
 
     @checked(ValueError, path=PATH)
@@ -250,11 +244,7 @@ class Ticket:
             FileNotFoundError: if there is no such file.
             CorruptFileError: if the file is not as it was written, or is not a ticket.
         """
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"There is no ticket file '{path}'.")
-        archive.check(path)
-        with reading(path):
-            state = torch.load(path, map_location="cpu", weights_only=True)
+        with content_of(path) as state:
             if not cls.is_state(state):
                 raise CorruptFileError("it is not a ticket, which Ticket.save writes")
             return cls.from_state_dict(state)
