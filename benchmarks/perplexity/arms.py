@@ -28,6 +28,9 @@ class Dense:
     after: float = 0.25
 
 
+SCREENED: dict[str, Any] = {}
+
+
 @dataclass(frozen=True)
 class Pruned:
     """Pruned by ``EarlyBirdTicket``, of whose arguments most attributes are.
@@ -39,7 +42,9 @@ class Pruned:
         ratio: fraction of the entries to prune.
         factor: what the learning rates are multiplied by from the draw on; without a draw, from
             ``draw_after`` on.
-        score: by what entries are ranked.
+        score: what says how much each weight keeps.
+        entries: which entries of each weight are kept.
+        scope: how the weights share what is kept.
         floor: the least share of each weight.
         dense: kinds and name patterns of weights that are not pruned.
         every: how often masks are compared, as a share of the run.
@@ -52,6 +57,8 @@ class Pruned:
     ratio: float = 0.8
     factor: float = 2.0
     score: str = "saliency"
+    entries: str = "score"
+    scope: Literal["global", "layer", "uniform-stage", "erk"] = "global"
     floor: float = 0.05
     dense: tuple[str, ...] = ()
     every: float = 1 / 32
@@ -68,7 +75,8 @@ class Pruned:
             densities: the fraction that random masks keep of each weight.
         """
         prune = dict.fromkeys(self.dense, False)
-        options: dict[str, Any] = {"score": self.score, "draw_by": self.draw_by}
+        options: dict[str, Any] = {"score": self.score, "draw_by": self.draw_by, "scope": self.scope}
+        options["entries"] = SCREENED.get(self.entries, self.entries)
         if self.masks == "shuffled":
             options = {"score": chance, "draw_by": self.draw_after, "scope": densities}
         elif self.masks == "random":

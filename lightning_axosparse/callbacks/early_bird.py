@@ -30,7 +30,7 @@ from lightning_axosparse.callbacks.trainer_info import callbacks_of
 from lightning_axosparse.pruning.bitmask import MaskBits
 from lightning_axosparse.pruning.densities import SCOPES, Scope, Share
 from lightning_axosparse.pruning.mask_distance import DISTANCES, Distance
-from lightning_axosparse.pruning.mask_rule import MaskRule
+from lightning_axosparse.pruning.mask_rule import Entries, MaskRule
 from lightning_axosparse.pruning.pattern import ENTRIES, parse_pattern
 from lightning_axosparse.pruning.prunable import Prune, few
 from lightning_axosparse.pruning.rewind import EarlierWeights
@@ -170,6 +170,7 @@ class EarlyBirdTicket(TicketSearch):
         MisconfigurationException,
         pruning_ratio=number("a number in (0, 1)", lambda ratio: 0 < ratio < 1),
         score=one_of("auto", *SCORES) | FUNCTION,
+        entries=one_of("score", "magnitude", "random") | FUNCTION,
         scope=one_of(*SCOPES) | DENSITIES,
         floor=FRACTION,
         stage_imbalance=number("a finite number, at least 1", lambda most: 1 <= most < inf) | NONE,
@@ -211,6 +212,7 @@ class EarlyBirdTicket(TicketSearch):
         ticket: Ticket | str | os.PathLike[str] | None = None,
         policy: Literal["auto", "sparse", "samo"] = "auto",
         compute: Compute = "auto",
+        entries: Entries = "score",
     ) -> None:
         if policy == "samo" and compute == "sparse":
             raise MisconfigurationException(
@@ -230,6 +232,7 @@ class EarlyBirdTicket(TicketSearch):
                 dict(prune) if isinstance(prune, Mapping) else prune,
                 stage_imbalance,
                 parse_pattern(pattern) or ENTRIES,
+                entries,
             )
         self._masked = None
         if method != "early-bird":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +21,24 @@ from lightning_axosparse.pruning.pattern import (
     PatternedWeights,
 )
 from lightning_axosparse.pruning.prunable import Prune, few, prunable
-from lightning_axosparse.pruning.scores import SCORES, Score, Scores, State, has_second_moment
-from lightning_axosparse.pruning.selection import highest
+from lightning_axosparse.pruning.scores import (
+    SCORES,
+    Score,
+    Scores,
+    State,
+    by_chance,
+    has_second_moment,
+)
+from lightning_axosparse.pruning.selection import highest, kept_of
 from lightning_axosparse.pruning.stage_balance import balanced
+
+Entries = Literal["score", "magnitude", "random"] | Score
+"""By what the entries of a weight are chosen, once it is known how many it keeps."""
 
 
 @dataclass(frozen=True)
 class MaskRule:
-    """A rule for masks: the entries of highest score are kept.
+    """A rule for masks: scores say how many entries each weight keeps, and which ones.
 
     Attributes:
         ratio: fraction of the entries of all pruned weights to prune, in [0, 1).
@@ -42,6 +54,9 @@ class MaskRule:
             least 1 (:mod:`lightning_axosparse.pruning.stage_balance`); None: no limit.
         pattern: which entries are kept or pruned together
             (:mod:`lightning_axosparse.pruning.pattern`).
+        entries: which entries of each weight are kept, of as many as its scores are worth. "score":
+            those of highest score; "magnitude": the largest; "random": any, the same ones each time
+            for a weight of one name; or those for which a function, as for ``score``, is highest.
 
     Raises:
         ValueError: if ``stage_imbalance`` is given with another scope than "global", or ``pattern``
@@ -55,6 +70,7 @@ class MaskRule:
     prune: Prune | None = None
     stage_imbalance: float | None = None
     pattern: Pattern = ENTRIES
+    entries: Entries = "score"
 
     def __post_init__(self) -> None:
         if isinstance(self.pattern, NOfM):
@@ -189,18 +205,37 @@ class MaskRule:
         rule = self.resolved(module, optimizers)
         counted: Mapping[str, Tensor] = weights or dict(module.named_parameters())
         counted = {name: counted[name] for name in rule.sizes(module) if name in counted}
-        score = SCORES[rule.score] if isinstance(rule.score, str) else rule.score
         states: dict[str, State] = {
             name: next((o.state[weight] for o in optimizers if weight in o.state), {})
             for name, weight in counted.items()
         }
         patterned = rule._patterned(module)
-        scores = patterned.scores(Scores(score, counted, states))
+        scores = patterned.scores(Scores(rule._score, counted, states))
         divided = rule._shares(patterned.sizes, stages)
         if rule.stage_imbalance is None or stages is None:
-            return patterned.masks(highest(scores, divided, group))
-        [share] = divided
-        return patterned.masks(balanced(scores, share, stages, rule.stage_imbalance, group))
+            units = highest(scores, divided, group)
+        else:
+            [share] = divided
+            units = balanced(scores, share, stages, rule.stage_imbalance, group)
+        if rule.entries != "score":
+            alone = [
+                Share({name: patterned.sizes[name]}, kept)
+                for name, kept in kept_of(units, patterned.sizes, group).items()
+            ]
+            chosen = rule._chosen_by(counted, states)
+            units = highest(patterned.scores(chosen), alone, group)
+        return patterned.masks(units)
+
+    @property
+    def _score(self) -> Score:
+        return SCORES[self.score] if isinstance(self.score, str) else self.score
+
+    def _chosen_by(self, weights: Mapping[str, Tensor], states: Mapping[str, State]) -> Scores:
+        """Return the scores by which the entries of each weight are chosen."""
+        if self.entries == "random":
+            return Scores(by_chance, weights, {n: {"seed": crc32(n.encode())} for n in weights})
+        entries = SCORES[self.entries] if isinstance(self.entries, str) else self.entries
+        return Scores(entries, weights, states)
 
     @property
     def score_name(self) -> str:
