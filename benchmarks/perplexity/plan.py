@@ -19,8 +19,10 @@ TICKET = Pruned()
 CONTROL = Dense(TICKET.factor, TICKET.draw_after)
 DENSE = Dense()
 
-MASKS: tuple[Arm, ...] = tuple(
-    replace(TICKET, masks=masks) for masks in ("random", "shuffled", "initial")
+MASKS: tuple[Arm, ...] = (
+    replace(TICKET, masks="random"),
+    replace(TICKET, entries="random"),
+    replace(TICKET, masks="initial"),
 )
 DRAWS: tuple[Arm, ...] = tuple(
     replace(TICKET, draw_after=share, draw_by=share) for share in (0.0625, 0.125, 0.25, 0.375, 0.5)
@@ -28,18 +30,38 @@ DRAWS: tuple[Arm, ...] = tuple(
 RATIOS: tuple[Arm, ...] = tuple(replace(TICKET, ratio=ratio) for ratio in (0.9, 0.5))
 
 AT_A_QUARTER = replace(TICKET, draw_by=0.25)
+ENTRIES = ("score", "random", "magnitude", "even", "lots")
+FACTORS = (2.0, 1.5, 1.0)
+
+
+def choices(floors: tuple[float, ...], factors: tuple[float, ...]) -> tuple[Arm, ...]:
+    """Return tickets by their entries, floor and rate, and the dense arms of these rates."""
+    tickets = (
+        replace(AT_A_QUARTER, entries=entries, floor=floor, factor=factor)
+        for factor in factors
+        for floor in floors
+        for entries in ENTRIES
+    )
+    return (*(Dense(factor, TICKET.draw_after) for factor in factors), *tickets)
+
+
 VARIANTS: tuple[Arm, ...] = (
-    AT_A_QUARTER,
     replace(AT_A_QUARTER, floor=0.0),
     replace(AT_A_QUARTER, floor=0.01),
     replace(AT_A_QUARTER, factor=3.0),
-    replace(AT_A_QUARTER, draw_after=0.125, draw_by=0.125),
-    replace(AT_A_QUARTER, draw_after=0.0625, draw_by=0.0625),
-    replace(AT_A_QUARTER, factor=1.5),
-    replace(AT_A_QUARTER, dense=("embedding",)),
-    replace(AT_A_QUARTER, draw_after=0.4, draw_by=0.4),
+    replace(AT_A_QUARTER, entries="random", scope="erk"),
+    replace(AT_A_QUARTER, entries="random", floor=0.6),
+    replace(AT_A_QUARTER, entries="random", dense=("embedding",)),
 )
-"""Variants of one setting each, tried on seeds that report nothing else."""
+"""Variants of one setting or two, tried on seeds that report nothing else."""
+
+METHODS: tuple[Arm, ...] = (
+    replace(TICKET, method="gradual", draw_after=0.125, draw_by=0.5),
+    replace(TICKET, method="set", draw_by=0.75),
+    replace(TICKET, method="rigl", draw_by=0.75),
+    replace(TICKET, pattern="4x1"),
+    replace(TICKET, pattern="2:4", ratio=0.5),
+)
 
 
 @dataclass(frozen=True)
@@ -61,9 +83,13 @@ class Comparison:
 
 PHASES: dict[str, tuple[Comparison, ...]] = {
     "choose": (
-        Comparison(SMALL, (DENSE, CONTROL, *VARIANTS), CHOOSING, "validation"),
-        Comparison(MAIN, (DENSE, CONTROL, *VARIANTS[:4]), (0,), "validation"),
+        Comparison(SMALL, choices((0.05,), (2.0,)), CHOOSING, "validation"),
+        Comparison(SMALL, choices((0.05, 0.3), FACTORS), CHOOSING[:1], "validation"),
+        Comparison(MAIN, choices((0.05,), FACTORS), CHOOSING[:1], "validation"),
+        Comparison(LONG, choices((0.05,), FACTORS), CHOOSING[:1], "validation"),
+        Comparison(SMALL, (DENSE, CONTROL, *VARIANTS), CHOOSING[:1], "validation"),
     ),
+    "methods": (Comparison(SMALL, (DENSE, CONTROL, *METHODS), CHOOSING, "validation"),),
     "draw": (Comparison(QUICK, (DENSE, CONTROL, *DRAWS), (0, 1), "validation"),),
     "show": (
         Comparison(MAIN, (TICKET, DENSE, CONTROL), FRESH, "test"),

@@ -100,6 +100,11 @@ class EarlyBirdTicket(TicketSearch):
             saliency where the optimizer has a second moment, else magnitude. Or a function of a
             weight and its optimizer state that returns a tensor of the weight's shape; it is called
             several times and has to return the same.
+        entries: which entries of each weight are kept, of as many as its scores are worth. "score":
+            those of highest score; "magnitude": the largest; "random": any, the same ones for a
+            weight of one name in every run; or a function as for ``score``. However it is chosen,
+            the score decides how much each weight keeps
+            (:class:`lightning_axosparse.pruning.mask_rule.MaskRule`).
         scope: "global": all weights are ranked together; "layer": the same ratio in every weight;
             "uniform-stage": the same ratio in every stage; "erk": by the dimensions of each weight;
             or a mapping of patterns of names to the fractions that these weights keep, while the
@@ -194,6 +199,7 @@ class EarlyBirdTicket(TicketSearch):
         self,
         pruning_ratio: float = 0.8,
         score: Literal["auto", "magnitude", "saliency"] | Score = "auto",
+        entries: Entries = "score",
         scope: Scope = "global",
         floor: float = 0.05,
         stage_imbalance: float | None = None,
@@ -212,7 +218,6 @@ class EarlyBirdTicket(TicketSearch):
         ticket: Ticket | str | os.PathLike[str] | None = None,
         policy: Literal["auto", "sparse", "samo"] = "auto",
         compute: Compute = "auto",
-        entries: Entries = "score",
     ) -> None:
         if policy == "samo" and compute == "sparse":
             raise MisconfigurationException(
@@ -227,12 +232,12 @@ class EarlyBirdTicket(TicketSearch):
             self._rule = MaskRule(
                 pruning_ratio,
                 score,
+                entries,
                 dict(scope) if isinstance(scope, Mapping) else scope,
                 floor,
                 dict(prune) if isinstance(prune, Mapping) else prune,
                 stage_imbalance,
                 parse_pattern(pattern) or ENTRIES,
-                entries,
             )
         self._masked = None
         if method != "early-bird":
@@ -420,6 +425,7 @@ class EarlyBirdTicket(TicketSearch):
             pruning_ratio=self.pruning_ratio,
             score=self._rule.score_name,
             scope=self._rule.scope if isinstance(self._rule.scope, str) else "given",
+            entries=self._rule.entries_name,
             step=trainer.global_step,
             distance=self.distance,
             distances=self.distances,

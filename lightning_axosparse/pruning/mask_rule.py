@@ -45,6 +45,9 @@ class MaskRule:
         score: "magnitude", "saliency", or a function of a weight and its optimizer state
             (:mod:`lightning_axosparse.pruning.scores`); "auto": saliency where the optimizer has a
             second moment of all pruned weights, else magnitude.
+        entries: which entries of each weight are kept, of as many as its scores are worth. "score":
+            those of highest score; "magnitude": the largest; "random": any, the same ones each time
+            for a weight of one name; or those for which a function, as for ``score``, is highest.
         scope: how the weights share what is kept
             (:func:`lightning_axosparse.pruning.densities.shares`).
         floor: where several weights are ranked together, each keeps at least this fraction, in
@@ -54,9 +57,6 @@ class MaskRule:
             least 1 (:mod:`lightning_axosparse.pruning.stage_balance`); None: no limit.
         pattern: which entries are kept or pruned together
             (:mod:`lightning_axosparse.pruning.pattern`).
-        entries: which entries of each weight are kept, of as many as its scores are worth. "score":
-            those of highest score; "magnitude": the largest; "random": any, the same ones each time
-            for a weight of one name; or those for which a function, as for ``score``, is highest.
 
     Raises:
         ValueError: if ``stage_imbalance`` is given with another scope than "global", or ``pattern``
@@ -65,12 +65,12 @@ class MaskRule:
 
     ratio: float
     score: str | Score = "auto"
+    entries: Entries = "score"
     scope: Scope = "global"
     floor: float = 0.0
     prune: Prune | None = None
     stage_imbalance: float | None = None
     pattern: Pattern = ENTRIES
-    entries: Entries = "score"
 
     def __post_init__(self) -> None:
         if isinstance(self.pattern, NOfM):
@@ -240,6 +240,13 @@ class MaskRule:
     @property
     def score_name(self) -> str:
         """The name of the score."""
-        if isinstance(self.score, str):
-            return self.score
-        return getattr(self.score, "__name__", type(self.score).__name__)
+        return _name(self.score)
+
+    @property
+    def entries_name(self) -> str:
+        """The name of what the entries of a weight are chosen by."""
+        return _name(self.entries)
+
+
+def _name(score: str | Score) -> str:
+    return score if isinstance(score, str) else getattr(score, "__name__", type(score).__name__)

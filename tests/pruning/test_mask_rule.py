@@ -118,7 +118,7 @@ def test_entries_are_chosen_of_as_many_as_the_score_gives_a_weight(square, entri
 
 
 def test_the_least_entries_are_kept_of_a_weight_where_a_function_says_so(square):
-    masks = MaskRule(0.6, "magnitude", "layer", entries=least).masks(square)
+    masks = MaskRule(0.6, "magnitude", least, "layer").masks(square)
     for index, mask in enumerate(masks.values()):
         values = square[index].weight.detach().abs()
         assert int(mask.sum()) == 160
