@@ -10,7 +10,17 @@ from benchmarks.perplexity.job import Arm, Job
 from benchmarks.perplexity.results import Results
 from benchmarks.perplexity.settling import Settling
 from benchmarks.perplexity.table import compare, settled
-from benchmarks.perplexity.tasks import LONG, MAIN, QUICK, SMALL, WIKI, Task
+from benchmarks.perplexity.tasks import (
+    AS_LARGE,
+    AS_LARGE_PRUNED,
+    DEEP,
+    LONG,
+    MAIN,
+    QUICK,
+    SMALL,
+    WIKI,
+    Task,
+)
 
 CHOOSING = (0, 1, 2)
 FRESH = (3, 4, 5)
@@ -55,6 +65,20 @@ VARIANTS: tuple[Arm, ...] = (
 )
 """Variants of one setting or two, tried on seeds that report nothing else."""
 
+FLOORS: tuple[Arm, ...] = tuple(
+    replace(AT_A_QUARTER, entries=entries, floor=floor)
+    for entries in ("score", "random")
+    for floor in (0.0, 0.01, 0.05, 0.3)
+)
+
+
+def at_ratio(ratio: float) -> tuple[Arm, ...]:
+    """Return tickets that prune a fraction, by their entries."""
+    return tuple(
+        replace(AT_A_QUARTER, ratio=ratio, entries=entries) for entries in ("score", "random")
+    )
+
+
 METHODS: tuple[Arm, ...] = (
     replace(TICKET, method="gradual", draw_after=0.125, draw_by=0.5),
     replace(TICKET, method="set", draw_by=0.75),
@@ -88,6 +112,17 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
         Comparison(MAIN, choices((0.05,), FACTORS), CHOOSING[:1], "validation"),
         Comparison(LONG, choices((0.05,), FACTORS), CHOOSING[:1], "validation"),
         Comparison(SMALL, (DENSE, CONTROL, *VARIANTS), CHOOSING[:1], "validation"),
+    ),
+    "floors": tuple(
+        Comparison(task, (DENSE, CONTROL, *FLOORS), CHOOSING[:1], "validation")
+        for task in (SMALL, *DEEP)
+    ),
+    "bytes": (
+        *(Comparison(task, (DENSE, CONTROL), CHOOSING, "validation") for task in AS_LARGE),
+        *(
+            Comparison(task, (DENSE, CONTROL, *at_ratio(ratio)), CHOOSING, "validation")
+            for task, ratio in {SMALL: TICKET.ratio, **AS_LARGE_PRUNED}.items()
+        ),
     ),
     "methods": (Comparison(SMALL, (DENSE, CONTROL, *METHODS), CHOOSING, "validation"),),
     "draw": (Comparison(QUICK, (DENSE, CONTROL, *DRAWS), (0, 1), "validation"),),

@@ -30,7 +30,7 @@ from lightning_axosparse.callbacks.trainer_info import callbacks_of
 from lightning_axosparse.pruning.bitmask import MaskBits
 from lightning_axosparse.pruning.densities import SCOPES, Scope, Share
 from lightning_axosparse.pruning.mask_distance import DISTANCES, Distance
-from lightning_axosparse.pruning.mask_rule import Entries, MaskRule
+from lightning_axosparse.pruning.mask_rule import EntryChoice, MaskRule
 from lightning_axosparse.pruning.pattern import ENTRIES, parse_pattern
 from lightning_axosparse.pruning.prunable import Prune, few
 from lightning_axosparse.pruning.rewind import EarlierWeights
@@ -199,7 +199,7 @@ class EarlyBirdTicket(TicketSearch):
         self,
         pruning_ratio: float = 0.8,
         score: Literal["auto", "magnitude", "saliency"] | Score = "auto",
-        entries: Entries = "score",
+        entries: EntryChoice = "score",
         scope: Scope = "global",
         floor: float = 0.05,
         stage_imbalance: float | None = None,

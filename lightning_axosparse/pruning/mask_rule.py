@@ -32,7 +32,7 @@ from lightning_axosparse.pruning.scores import (
 from lightning_axosparse.pruning.selection import highest, kept_of
 from lightning_axosparse.pruning.stage_balance import balanced
 
-Entries = Literal["score", "magnitude", "random"] | Score
+EntryChoice = Literal["score", "magnitude", "random"] | Score
 """By what the entries of a weight are chosen, once it is known how many it keeps."""
 
 
@@ -65,7 +65,7 @@ class MaskRule:
 
     ratio: float
     score: str | Score = "auto"
-    entries: Entries = "score"
+    entries: EntryChoice = "score"
     scope: Scope = "global"
     floor: float = 0.0
     prune: Prune | None = None
@@ -211,27 +211,33 @@ class MaskRule:
         }
         patterned = rule._patterned(module)
         scores = patterned.scores(Scores(rule._score, counted, states))
-        divided = rule._shares(patterned.sizes, stages)
-        if rule.stage_imbalance is None or stages is None:
-            units = highest(scores, divided, group)
-        else:
-            [share] = divided
-            units = balanced(scores, share, stages, rule.stage_imbalance, group)
-        if rule.entries != "score":
-            alone = [
-                Share({name: patterned.sizes[name]}, kept)
-                for name, kept in kept_of(units, patterned.sizes, group).items()
-            ]
-            chosen = rule._chosen_by(counted, states)
-            units = highest(patterned.scores(chosen), alone, group)
-        return patterned.masks(units)
+        if rule.entries == "score":
+            return patterned.masks(rule._ranked(scores, patterned.sizes, stages, group))
+        kept = kept_of(rule._ranked(scores, patterned.sizes, stages, group), patterned.sizes, group)
+        alone = [Share({name: patterned.sizes[name]}, count) for name, count in kept.items()]
+        chosen = patterned.scores(rule._chosen_by(counted, states))
+        return patterned.masks(highest(chosen, alone, group))
+
+    def _ranked(
+        self,
+        scores: Mapping[str, Tensor],
+        sizes: Mapping[str, torch.Size],
+        stages: Stages | None,
+        group: ProcessGroup | None,
+    ) -> dict[str, Tensor]:
+        """Return the masks of the units of highest score."""
+        divided = self._shares(sizes, stages)
+        if self.stage_imbalance is None or stages is None:
+            return highest(scores, divided, group)
+        [share] = divided
+        return balanced(scores, share, stages, self.stage_imbalance, group)
 
     @property
     def _score(self) -> Score:
         return SCORES[self.score] if isinstance(self.score, str) else self.score
 
     def _chosen_by(self, weights: Mapping[str, Tensor], states: Mapping[str, State]) -> Scores:
-        """Return the scores by which the entries of each weight are chosen."""
+        """Return that by which the entries of each weight are chosen."""
         if self.entries == "random":
             return Scores(by_chance, weights, {n: {"seed": crc32(n.encode())} for n in weights})
         entries = SCORES[self.entries] if isinstance(self.entries, str) else self.entries
