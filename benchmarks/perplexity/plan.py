@@ -52,7 +52,7 @@ def choices(floors: tuple[float, ...], factors: tuple[float, ...]) -> tuple[Arm,
         for floor in floors
         for entries in ENTRIES
     )
-    return (*(Dense(factor, TICKET.draw_after) for factor in factors), *tickets)
+    return (*tickets, *(Dense(factor, TICKET.draw_after) for factor in factors))
 
 
 VARIANTS: tuple[Arm, ...] = (
