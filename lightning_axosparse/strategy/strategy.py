@@ -44,7 +44,8 @@ from lightning_axosparse.pipeline.loss_weights import (
 )
 from lightning_axosparse.pipeline.partition import UNPARTITIONED, Partition, partition_layers
 from lightning_axosparse.pipeline.profile import profile_example, validate_example_input
-from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES, Schedule
+from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES
+from lightning_axosparse.pipeline.schedule_choice import ScheduleRule
 from lightning_axosparse.pipeline.sharding import Sharding
 from lightning_axosparse.planning.grid_comparison import default_microbatches
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
@@ -63,7 +64,7 @@ from lightning_axosparse.strategy.construction import (
 )
 from lightning_axosparse.strategy.learning_rate import scaled_rates
 from lightning_axosparse.strategy.lightning.device import move_optimizers
-from lightning_axosparse.strategy.lightning.hooks import checkpoint_hooks
+from lightning_axosparse.strategy.lightning.hooks import checkpoint_hooks, overrides
 from lightning_axosparse.strategy.lightning.loop_check import LoopCheck
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
 from lightning_axosparse.strategy.offload import OptimizerOffload, validate_bucketwise_optimizers
@@ -163,7 +164,9 @@ class AxoSparseStrategy(MPIStrategy):
             gets its gradient earlier: for linear layers, Hugging Face's ``Conv1D`` and
             convolutions whose weights are dense, and in "message-driven" and "zb-h1". Gradients
             are the same to the bit, and complete before anything of Lightning reads them. None
-            takes "deferred" for "zb-h1" and "together" for all others.
+            runs the first 16 batches, and as many after a draw, in both ways and keeps the faster
+            one, for stages on CPUs that exchange messages and without ``recompute``; "deferred"
+            for "zb-h1"; else "together".
         transport: "mpi" gives each stage a rank; "loopback" runs all stages of a replica in one
             process, through the same schedule, for notebooks, debuggers and tests.
         split_batch: splits a batch into micro-batches, ``(batch, microbatches) -> list``, such as
@@ -307,14 +310,16 @@ class AxoSparseStrategy(MPIStrategy):
         return self._microbatches or default_microbatches(self.g_inter)
 
     @property
-    def _defers(self) -> bool:
-        """Whether weight gradients are passes of their own."""
-        return self._weight_gradients == "deferred" or self.schedule not in SCHEDULES
-
-    @property
-    def _schedule_class(self) -> type[Schedule]:
-        """The class of the training schedule."""
-        return (DEFERRING_SCHEDULES if self._defers else SCHEDULES)[self.schedule]
+    def _schedules(self) -> ScheduleRule:
+        """How the training schedule is chosen."""
+        may_defer = (
+            self.g_inter > 1
+            and self._recompute is None
+            and self.transport == "mpi"
+            and self.root_device.type == "cpu"
+            and not overrides(self._module, "backward")
+        )
+        return ScheduleRule(self.schedule, self._weight_gradients, may_defer)
 
     # Validation, before any rank is started
 
@@ -355,7 +360,7 @@ class AxoSparseStrategy(MPIStrategy):
         self.connect(self._module)
         if trainer.state.fn == TrainerFn.FITTING:
             validate_module(self._module)
-            if self._defers:
+            if self._schedules.defers:
                 validate_split_module(self._module)
             if self.launcher is not None:
                 self._validate_optimizers(optimizers_before_setup(self._module))
@@ -485,7 +490,7 @@ class AxoSparseStrategy(MPIStrategy):
             self._stages,
             self.root_device,
             recompute,
-            self._schedule_class.defers_weight_gradients,
+            self._schedules.splits_backward,
         )
         kept, _ = stage_module.sharding.split(self._stages)
         validate_values(kept.items(), self.grid.stage)
@@ -549,7 +554,7 @@ class AxoSparseStrategy(MPIStrategy):
         runner = StepRunner(
             trainer,
             self.precision_plugin,
-            self._schedule_class,
+            self._schedules,
             BatchSplitter(trainer, self.microbatches, self._split_batch),
             self._loss_rule,
             self._step_outputs == "all",
@@ -709,7 +714,7 @@ class AxoSparseStrategy(MPIStrategy):
 
     def _after_draw(self) -> None:
         """Use the memory that pruning has freed."""
-        self._running.runner.limit.measure_again()
+        self._running.runner.measure_again()
         if self._running.regrid is not None:
             self._running.regrid.after_draw()
 

@@ -30,7 +30,7 @@ from lightning_axosparse.pipeline.microbatch import MicroBatch, of_replica
 from lightning_axosparse.pipeline.outputs import loss_alone, merge, with_loss
 from lightning_axosparse.pipeline.reductions import ReductionTracker
 from lightning_axosparse.pipeline.rng import PipelineRNG
-from lightning_axosparse.pipeline.schedule import Schedule
+from lightning_axosparse.pipeline.schedule_choice import ScheduleRule
 from lightning_axosparse.pipeline.stage_step import (
     Batch,
     StageStep,
@@ -61,7 +61,7 @@ class OpenPipeline:
     Args:
         stage_module: the part of the module on this rank.
         limit: most micro-batches that a stage may hold.
-        schedule: class of the training schedule.
+        schedules: chooses the class of the training schedule.
         precision: the precision plugin.
         rng: random numbers of the pipeline.
     """
@@ -70,7 +70,7 @@ class OpenPipeline:
         self,
         stage_module: StageModule,
         limit: InFlightLimit,
-        schedule: type[Schedule],
+        schedules: ScheduleRule,
         precision: Precision,
         rng: PipelineRNG,
     ) -> None:
@@ -86,7 +86,7 @@ class OpenPipeline:
             self.pipeline = Pipeline(
                 stage_module.layers,
                 links,
-                schedule,
+                schedules.choice(len(stage_module.layers.parts), groups),
                 limit,
                 rng,
                 self.tracker,
@@ -193,7 +193,7 @@ class StepRunner:
     Args:
         trainer: the running Trainer.
         precision: the pipeline's precision plugin.
-        schedule: class of the training schedule.
+        schedules: chooses the class of the training schedule.
         splitter: splits batches into micro-batches.
         rule: how the losses of micro-batches make up that of the batch.
         sends_outputs: whether every rank gets what steps return; else the last stage does, and the
@@ -208,7 +208,7 @@ class StepRunner:
         self,
         trainer: pl.Trainer,
         precision: Precision,
-        schedule: type[Schedule],
+        schedules: ScheduleRule,
         splitter: BatchSplitter,
         rule: LossRule,
         sends_outputs: bool,
@@ -217,7 +217,7 @@ class StepRunner:
         limit: InFlightLimit,
     ) -> None:
         self._trainer, self._precision = trainer, precision
-        self._schedule, self._splitter, self._rule = schedule, splitter, rule
+        self._schedules, self._splitter, self._rule = schedules, splitter, rule
         self._sends_outputs = sends_outputs
         self._warned: set[str | None] = {None}
         self._stashed = StashedGradients()
@@ -227,7 +227,7 @@ class StepRunner:
         _agree_on_seed(stage_module)
         stages = stage_module.last_stage + 1
         self._rng = PipelineRNG(torch.initial_seed(), stages, stage_module.device)
-        self._open = OpenPipeline(stage_module, limit, schedule, precision, self._rng)
+        self._open = OpenPipeline(stage_module, limit, schedules, precision, self._rng)
 
     def open(self, stage_module: StageModule, limit: InFlightLimit) -> None:
         """Run the next steps on another grid of ranks; to be called after :meth:`close`.
@@ -237,7 +237,7 @@ class StepRunner:
             limit: most micro-batches that a stage may hold.
         """
         _agree_on_seed(stage_module)
-        self._open = OpenPipeline(stage_module, limit, self._schedule, self._precision, self._rng)
+        self._open = OpenPipeline(stage_module, limit, self._schedules, self._precision, self._rng)
 
     def close(self) -> None:
         """Give the module its own logging and metrics back, with the states that count."""
@@ -247,6 +247,11 @@ class StepRunner:
     def limit(self) -> InFlightLimit:
         """Most micro-batches that a stage may hold."""
         return self._open.pipeline.limit
+
+    def measure_again(self) -> None:
+        """Choose the in-flight limit and the schedule again, because the model became smaller."""
+        self._open.pipeline.limit.measure_again()
+        self._open.pipeline.choice.measure_again()
 
     @property
     def peak_in_flight(self) -> dict[int, int]:
