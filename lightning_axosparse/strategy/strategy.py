@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from time import time
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -68,6 +68,7 @@ from lightning_axosparse.strategy.lightning.loop_check import LoopCheck
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
 from lightning_axosparse.strategy.offload import OptimizerOffload, validate_bucketwise_optimizers
 from lightning_axosparse.strategy.regrid.regrid import Regrid, Regridded
+from lightning_axosparse.strategy.sharded_module import is_left_sharded, whole
 from lightning_axosparse.strategy.stage_module import StageModule
 from lightning_axosparse.strategy.train_step import StepRunner
 from lightning_axosparse.strategy.validation import (
@@ -120,6 +121,13 @@ class _Session:
     runner: StepRunner
     offload: OptimizerOffload | None
     regrid: Regrid | None
+    tensors: StageTensors
+
+
+class _Stored(NamedTuple):
+    """What checkpoints are made of: the run's, or after it that of the module it left sharded."""
+
+    stage_module: StageModule
     tensors: StageTensors
 
 
@@ -299,7 +307,7 @@ class AxoSparseStrategy(MPIStrategy):
         """The move to shorter pipelines in the last fit, if there was one."""
         self._session: _Session | None = None
         self._keeps_sharded = False
-        self._ended: StageModule | None = None
+        self._ended: _Stored | None = None
 
     @property
     def microbatches(self) -> int:
@@ -408,6 +416,7 @@ class AxoSparseStrategy(MPIStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """Shard the module over the stages, after its optimizers were configured for all of it."""
         assert self.accelerator is not None
+        self._ended = None
         self._validate_run(trainer)
         partition = self._partition_layers()
         self.accelerator.setup(trainer)
@@ -421,15 +430,16 @@ class AxoSparseStrategy(MPIStrategy):
         rule = self._in_flight_rule(trainer)
         runner = self._start_runner(trainer, stage_module, rule, steps_in_parts=offload is not None)
         regrid = self._plan_regrid(trainer, partition, stage_module, runner, rule)
-        tensors = StageTensors(lambda: stage_module.groups.inter)
-        self._session = _Session(stage_module, runner, offload, regrid, tensors)
+        self._session = _Session(stage_module, runner, offload, regrid, _tensors_of(stage_module))
         self.learning_rate_factor = 1.0
         self.on_gradients = None
 
     def teardown(self) -> None:
-        """Undo what setup changed; under ``mpiexec`` every rank gets the whole module, dense."""
+        """Undo what setup changed; under ``mpiexec`` the module stays sharded."""
         self._session = None
         super().teardown()
+        if self._ended is not None:
+            self._ended.stage_module.leave_sharded()
 
     def model_to_device(self) -> None:
         """Do nothing: sharding moves what this rank keeps."""
@@ -487,6 +497,7 @@ class AxoSparseStrategy(MPIStrategy):
             recompute,
             self._schedule_class.defers_weight_gradients,
         )
+        stage_module.bring()
         kept, _ = stage_module.sharding.split(self._stages)
         validate_values(kept.items(), self.grid.stage)
         stage_module.shard(self.optimizers)
@@ -494,12 +505,38 @@ class AxoSparseStrategy(MPIStrategy):
         return stage_module
 
     def _end_run(self, stage_module: StageModule) -> None:
-        """Gather the module on every rank; but not where the launcher's caller gets the parts."""
-        if self._keeps_sharded:
+        """Leave the module sharded, unless this rank has all of it, or the next run needs it."""
+        in_parts = len(stage_module.stages) <= stage_module.last_stage and self._balance != "time"
+        if self._keeps_sharded or in_parts:
             stage_module.end_run()
-            self._ended = stage_module
+            self._ended = _Stored(stage_module, _tensors_of(stage_module))
         else:
             stage_module.unshard(self.optimizers)
+
+    @contextmanager
+    def summon_full_params(self, rank0_only: bool = True) -> Iterator[None]:
+        """Bring the module together that a run under ``mpiexec`` or ``srun`` has left sharded.
+
+        Inside the context ``state_dict`` and the parameters are those of the whole module; what is
+        stored sparse stays so. Changes of other ranks' layers are lost when it ends. Collective
+        over all ranks, a tensor at a time. Where the module is whole it does nothing.
+
+        Args:
+            rank0_only: only the first rank gets the module; else every rank does.
+
+        Raises:
+            RuntimeError: during a run; use ``trainer.save_checkpoint`` there.
+        """
+        if self._session is not None:
+            raise RuntimeError(
+                "summon_full_params() was called during a run. Call it when `fit`, `validate`, "
+                "`test` or `predict` has returned; in hooks save with `trainer.save_checkpoint`."
+            )
+        if is_left_sharded(self._module):
+            with whole(self._module, self.is_global_zero or not rank0_only):
+                yield
+        else:
+            yield
 
     def keep_sharded(self) -> None:
         """Leave the module sharded when a run ends; the launcher calls this on each rank."""
@@ -509,7 +546,7 @@ class AxoSparseStrategy(MPIStrategy):
         """Yield what this rank returns to the caller of the launcher, and free it."""
         if self._ended is None:
             return
-        yield from self._ended.release(self.optimizers)
+        yield from self._ended.stage_module.release(self.optimizers)
         self._ended = None
 
     def _place_optimizers(self, stage_module: StageModule) -> OptimizerOffload | None:
@@ -671,15 +708,15 @@ class AxoSparseStrategy(MPIStrategy):
 
     def held_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that this rank keeps, by name, in the module's order."""
-        return self._running.stage_module.sharding.held()
+        return self._stored.stage_module.sharding.held()
 
     def counted_parameters(self) -> set[str]:
         """The names of those that this rank counts: each is counted once over a pipeline."""
-        return self._running.stage_module.sharding.counted()
+        return self._stored.stage_module.sharding.counted()
 
     def parameter_stages(self) -> dict[str, frozenset[int]]:
         """The stages that keep each parameter of the whole model, by name."""
-        return dict(self._running.stage_module.sharding.holders)
+        return dict(self._stored.stage_module.sharding.holders)
 
     def sparsify(
         self, masks: Mapping[str, Tensor], policy: Policy = "sparse", compute: Compute = "auto"
@@ -721,31 +758,35 @@ class AxoSparseStrategy(MPIStrategy):
         Larger tensors are deferred until :meth:`save_checkpoint` writes them, unless a hook reads
         the checkpoint before.
         """
-        if self._session is None:
+        if self._session is None and self._ended is None:
             return self._module.state_dict()
         if self.grid.data_rank > 0:
             return {}
-        stage_module, metrics = self._session.stage_module, self._session.runner.metrics
-        groups = stage_module.groups
-        with metrics.states_shared(
-            partial(groups.all_gather_from_stage, stage=stage_module.last_stage)
-        ):
+        stage_module, tensors = self._stored
+        with self._metric_states_shared(stage_module):
             if self.grid.replica > 0:
                 return {}
             return self._for_hooks(
-                gather_model_state(
-                    stage_module.sharding, stage_module.stages, self._session.tensors
-                )
+                gather_model_state(stage_module.sharding, stage_module.stages, tensors)
             )
+
+    def _metric_states_shared(self, stage_module: StageModule) -> AbstractContextManager[None]:
+        """Show the states of metrics over all replicas; after a run they are this rank's."""
+        if self._session is None:
+            return nullcontext()
+        gathered = stage_module.groups.all_gather_from_stage
+        return self._session.runner.metrics.states_shared(
+            partial(gathered, stage=stage_module.last_stage)
+        )
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
         """Write a checkpoint; collective over the stages of the first replica."""
-        if self._session is None:
+        if self._session is None and self._ended is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self.grid.replica == 0:
-            tensors = self._session.tensors
+            tensors = self._stored.tensors
             if self._save_distributed_checkpoint:
                 save_sharded(checkpoint, validate_local(filepath, storage_options), tensors)
             elif tensors.is_first:
@@ -769,7 +810,7 @@ class AxoSparseStrategy(MPIStrategy):
         """A part of a checkpoint, whole on the first rank if a hook of the user reads it."""
         if not checkpoint_hooks(self._module.trainer, "on_save_checkpoint"):
             return state
-        tensors = self._running.tensors
+        tensors = self._stored.tensors
         if not tensors.is_first:
             tensors.serve()
             return state
@@ -800,14 +841,14 @@ class AxoSparseStrategy(MPIStrategy):
             optimizer = optimizer.optimizer
         if self.grid.replica > 0:
             return {}
-        stage_module = self._running.stage_module
+        stage_module, tensors = self._stored
         return self._for_hooks(
             gather_optimizer_state(
                 optimizer,
                 stage_module.optimizer_groups[self.optimizers.index(optimizer)],
                 stage_module.sharding.names,
                 sparse_parameters(self._module),
-                self._running.tensors,
+                tensors,
             )
         )
 
@@ -842,6 +883,12 @@ class AxoSparseStrategy(MPIStrategy):
             raise RuntimeError("AxoSparseStrategy holds a module only while the Trainer runs.")
         return self._session
 
+    @property
+    def _stored(self) -> _Stored:
+        if self._session is None and self._ended is not None:
+            return self._ended
+        return _Stored(self._running.stage_module, self._running.tensors)
+
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Make the strategy known by its name."""
@@ -851,3 +898,7 @@ class AxoSparseStrategy(MPIStrategy):
             description="message-driven pipeline x data parallelism over MPI",
             override=True,
         )
+
+
+def _tensors_of(stage_module: StageModule) -> StageTensors:
+    return StageTensors(lambda: stage_module.groups.inter)

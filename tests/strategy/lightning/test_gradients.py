@@ -1,4 +1,4 @@
-"""Who may look at gradients before the optimizer or while they are cleared, and when they are freed."""
+"""Who may look at gradients before the optimizer and while they are cleared."""
 
 from __future__ import annotations
 
