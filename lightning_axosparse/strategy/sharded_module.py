@@ -7,8 +7,8 @@ one at a time.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -38,7 +38,7 @@ def leave_sharded(module: nn.Module, freed: Mapping[Tensor, Tensor]) -> None:
     for tensor, meta in freed.items():
         _to_meta(tensor, meta.shape)
     take(module)
-    _left[module] = module.register_state_dict_pre_hook(_refuse_state_dict)
+    _refuse(module)
 
 
 def is_left_sharded(module: nn.Module) -> bool:
@@ -75,7 +75,7 @@ def bring(module: nn.Module, wanted: Collection[str]) -> list[str]:
         if not holders:
             continue
         if rank == holders[0] and asking:
-            packed = pack(tensor, owned[name], []) if name in owned else tensor.cpu()
+            packed = _packed(tensor, owned.get(name, []))
             for other in asking:
                 dist.send_object_list([packed], dst=other)
         elif rank in asking:
@@ -96,33 +96,51 @@ def whole(module: nn.Module, on_this_rank: bool) -> Iterator[None]:
     tensors = dict(chain(module.named_parameters(), module.named_buffers()))
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     brought = bring(module, tensors if on_this_rank else ())
-    hook = _left.pop(module)
-    if on_this_rank:
-        hook.remove()
     try:
-        yield
+        with in_parts(module) if on_this_rank else nullcontext():
+            yield
     finally:
         owned = owners(module)
         for name in brought:
-            forget(tensors[name], owned.get(name, []), [])  # type: ignore[arg-type]
-            free(tensors[name])
-            _to_meta(tensors[name], shapes[name])
-        hook.remove()
-        _left[module] = module.register_state_dict_pre_hook(_refuse_state_dict)
+            tensor = tensors[name]
+            if isinstance(tensor, nn.Parameter):
+                forget(tensor, owned[name], [])
+            free(tensor)
+            _to_meta(tensor, shapes[name])
 
 
-def _fill(tensor: Tensor, received: Any, owned: Collection[Owner]) -> None:
+@contextmanager
+def in_parts(module: nn.Module) -> Iterator[None]:
+    """Let ``state_dict`` of a module that is left sharded return what is there, in the context."""
+    left = is_left_sharded(module)
+    take(module)
+    try:
+        yield
+    finally:
+        if left:
+            _refuse(module)
+
+
+def _packed(tensor: Tensor, owned: Sequence[Owner]) -> Any:
+    return pack(tensor, owned, []) if isinstance(tensor, nn.Parameter) else tensor.cpu()
+
+
+def _fill(tensor: Tensor, received: Any, owned: Sequence[Owner]) -> None:
     free(tensor)
     if isinstance(tensor, nn.Parameter):
         unpack(received, tensor, owned, [], torch.device("cpu"))
     else:
-        tensor.set_(received)  # type: ignore[call-overload]
+        tensor.set_(received)
 
 
 def _to_meta(tensor: Tensor, shape: torch.Size) -> None:
     if not tensor.is_meta:
         meta = torch.empty(shape, dtype=tensor.dtype, device="meta")
         swap_values(tensor, meta.requires_grad_(tensor.requires_grad))
+
+
+def _refuse(module: nn.Module) -> None:
+    _left[module] = module.register_state_dict_pre_hook(_refuse_state_dict)
 
 
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> Any:

@@ -68,7 +68,7 @@ from lightning_axosparse.strategy.lightning.loop_check import LoopCheck
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
 from lightning_axosparse.strategy.offload import OptimizerOffload, validate_bucketwise_optimizers
 from lightning_axosparse.strategy.regrid.regrid import Regrid, Regridded
-from lightning_axosparse.strategy.sharded_module import is_left_sharded, whole
+from lightning_axosparse.strategy.sharded_module import in_parts, is_left_sharded, whole
 from lightning_axosparse.strategy.stage_module import StageModule
 from lightning_axosparse.strategy.train_step import StepRunner
 from lightning_axosparse.strategy.validation import (
@@ -763,7 +763,7 @@ class AxoSparseStrategy(MPIStrategy):
         if self.grid.data_rank > 0:
             return {}
         stage_module, tensors = self._stored
-        with self._metric_states_shared(stage_module):
+        with self._metric_states_shared(stage_module), in_parts(self._module):
             if self.grid.replica > 0:
                 return {}
             return self._for_hooks(
@@ -830,7 +830,9 @@ class AxoSparseStrategy(MPIStrategy):
             strict = False
         else:
             allocate(self._sharding().split(self._stages)[0].values())
-        self._module.load_state_dict(all_made(values_held(state, self._module)), strict=strict)
+        with in_parts(self._module):
+            held = values_held(state, self._module)
+        self._module.load_state_dict(all_made(held), strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer's state on the first rank, an empty dict on others; collective.
@@ -839,6 +841,8 @@ class AxoSparseStrategy(MPIStrategy):
         """
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
+        if self._session is None and self._ended is None:
+            return optimizer.state_dict()
         if self.grid.replica > 0:
             return {}
         stage_module, tensors = self._stored
