@@ -313,9 +313,7 @@ def one_times_transposed(
 
 
 @_compiled  # type: ignore[untyped-decorator]
-def _columns(
-    counts: Any, first: int, segments: int, offsets: Any, start: int, columns: Any
-) -> int:
+def _columns(counts: Any, first: int, segments: int, offsets: Any, start: int, columns: Any) -> int:
     """Write the columns of a row's kept entries; return their number.
 
     Most segments have fewer entries than are written at once. So no branch depends on how many, and
