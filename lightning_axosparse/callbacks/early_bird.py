@@ -43,6 +43,7 @@ from lightning_axosparse.strategy.validation import (
     optimizers_before_setup,
     unless_made_later,
     validate_beside_pruning,
+    validate_one_optimizer,
 )
 from lightning_axosparse.support.arguments import (
     DENSITIES,
@@ -292,6 +293,7 @@ class EarlyBirdTicket(TicketSearch):
         if self.ticket is None:
             with misconfigured():
                 self._rule = self._rule.resolved(pl_module, trainer.optimizers)
+        validate_one_optimizer(trainer.optimizers, type(self).__name__)
         for optimizer in trainer.optimizers:
             validate_elementwise_optimizers(optimizer)
         if self.ticket is not None:
