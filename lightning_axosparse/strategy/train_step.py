@@ -81,7 +81,13 @@ class OpenPipeline:
             held = stage_module.sharding.held()
             counted = {held[name] for name in stage_module.sharding.counted()}
             undo.callback(restore_precision, precision)
-            pipeline_precision(precision, groups.inter, groups.world, counted.__contains__)
+            pipeline_precision(
+                precision,
+                groups.inter,
+                groups.world,
+                counted.__contains__,
+                stage_module.remote_gradients.forget_norms,
+            )
             links = stage_module.links(limit.largest)
             self.pipeline = Pipeline(
                 stage_module.layers,
@@ -334,6 +340,7 @@ class StepRunner:
         # The hooks alone: a plugin's own pre_backward would scale the loss, which is done.
         Precision.pre_backward(self._precision, loss, module)
         self._stashed.restore()
+        self._open.stage_module.remote_gradients.present()
         return Precision.post_backward(self._precision, loss, module)
 
     @contextmanager
