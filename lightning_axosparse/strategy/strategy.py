@@ -64,6 +64,7 @@ from lightning_axosparse.strategy.construction import (
 )
 from lightning_axosparse.strategy.learning_rate import scaled_rates
 from lightning_axosparse.strategy.lightning.device import move_optimizers
+from lightning_axosparse.strategy.lightning.gradients import GradientNorms
 from lightning_axosparse.strategy.lightning.hooks import checkpoint_hooks, overrides
 from lightning_axosparse.strategy.lightning.loop_check import LoopCheck
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
@@ -435,6 +436,9 @@ class AxoSparseStrategy(MPIStrategy):
         offload = self._place_optimizers(stage_module, optimizers)
         self.setup_precision_plugin()
         self._check_loops(trainer)
+        if stage_module.groups.inter is not None:
+            norms = GradientNorms(trainer, stage_module.remote_gradients)
+            self._undo.enter_context(norms.added_to(trainer))
         tensors = StageTensors(lambda: stage_module.groups.inter)
         steps_in_parts = offload is not None
         if self._pipelines:
@@ -652,6 +656,7 @@ class AxoSparseStrategy(MPIStrategy):
             if self.on_gradients is not None:
                 self._running.stage_module.await_gradients(self.held_parameters().values())
                 self.on_gradients()
+            self._running.stage_module.remote_gradients.forget_norms()
             closed = time()
             return result
 
@@ -692,6 +697,18 @@ class AxoSparseStrategy(MPIStrategy):
     def held_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that this rank keeps, by name, in the module's order."""
         return self._running.stage_module.sharding.held()
+
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every parameter of the whole model, by name, one at a time, for hooks.
+
+        Use it in place of ``named_parameters()`` where values of all stages are needed, as for
+        histograms. Every rank of a pipeline has to iterate, to the end.
+
+        Yields:
+            The name and the parameter, or a copy of that of another stage, with its ``grad``. A
+            weight that is stored sparse is the vector of its kept values.
+        """
+        yield from self._running.stage_module.whole_parameters()
 
     def counted_parameters(self) -> set[str]:
         """The names of those that this rank counts: each is counted once over a pipeline."""
