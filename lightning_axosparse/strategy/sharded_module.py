@@ -86,7 +86,7 @@ def bring(module: nn.Module, wanted: Collection[str]) -> list[str]:
 
 
 @contextmanager
-def whole(module: nn.Module, on_this_rank: bool) -> Iterator[None]:
+def summoned(module: nn.Module, on_this_rank: bool) -> Iterator[None]:
     """Have all of a sharded module inside the context; collective over the job.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -44,7 +44,8 @@ from lightning_axosparse.pipeline.loss_weights import (
 )
 from lightning_axosparse.pipeline.partition import UNPARTITIONED, Partition, partition_layers
 from lightning_axosparse.pipeline.profile import profile_example, validate_example_input
-from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES, Schedule
+from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES
+from lightning_axosparse.pipeline.schedule_choice import ScheduleRule
 from lightning_axosparse.pipeline.sharding import Sharding
 from lightning_axosparse.planning.grid_comparison import default_microbatches
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
@@ -63,12 +64,13 @@ from lightning_axosparse.strategy.construction import (
 )
 from lightning_axosparse.strategy.learning_rate import scaled_rates
 from lightning_axosparse.strategy.lightning.device import move_optimizers
-from lightning_axosparse.strategy.lightning.hooks import checkpoint_hooks
+from lightning_axosparse.strategy.lightning.gradients import GradientNorms
+from lightning_axosparse.strategy.lightning.hooks import checkpoint_hooks, overrides
 from lightning_axosparse.strategy.lightning.loop_check import LoopCheck
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
 from lightning_axosparse.strategy.offload import OptimizerOffload, validate_bucketwise_optimizers
 from lightning_axosparse.strategy.regrid.regrid import Regrid, Regridded
-from lightning_axosparse.strategy.sharded_module import in_parts, is_left_sharded, whole
+from lightning_axosparse.strategy.sharded_module import in_parts, is_left_sharded, summoned
 from lightning_axosparse.strategy.stage_module import StageModule
 from lightning_axosparse.strategy.train_step import StepRunner
 from lightning_axosparse.strategy.validation import (
@@ -80,12 +82,14 @@ from lightning_axosparse.strategy.validation import (
     validate_layers_exist,
     validate_local,
     validate_module,
+    validate_one_optimizer,
     validate_optimizers,
     validate_regrid_module,
     validate_regrid_stages,
     validate_split_module,
     validate_weight_gradients,
 )
+from lightning_axosparse.strategy.whole_step import WholeStepRunner
 from lightning_axosparse.support.arguments import (
     BOOL,
     BYTES,
@@ -118,7 +122,7 @@ class _Session:
     """
 
     stage_module: StageModule
-    runner: StepRunner
+    runner: StepRunner | WholeStepRunner
     offload: OptimizerOffload | None
     regrid: Regrid | None
     tensors: StageTensors
@@ -171,7 +175,9 @@ class AxoSparseStrategy(MPIStrategy):
             gets its gradient earlier: for linear layers, Hugging Face's ``Conv1D`` and
             convolutions whose weights are dense, and in "message-driven" and "zb-h1". Gradients
             are the same to the bit, and complete before anything of Lightning reads them. None
-            takes "deferred" for "zb-h1" and "together" for all others.
+            runs the first 16 batches, and as many after a draw, in both ways and keeps the faster
+            one, for stages on CPUs that exchange messages and without ``recompute``; "deferred"
+            for "zb-h1"; else "together".
         transport: "mpi" gives each stage a rank; "loopback" runs all stages of a replica in one
             process, through the same schedule, for notebooks, debuggers and tests.
         split_batch: splits a batch into micro-batches, ``(batch, microbatches) -> list``, such as
@@ -315,14 +321,22 @@ class AxoSparseStrategy(MPIStrategy):
         return self._microbatches or default_microbatches(self.g_inter)
 
     @property
-    def _defers(self) -> bool:
-        """Whether weight gradients are passes of their own."""
-        return self._weight_gradients == "deferred" or self.schedule not in SCHEDULES
+    def _pipelines(self) -> bool:
+        """Whether there are stages or micro-batches, or layers that are computed again."""
+        split = self.g_inter > 1 or self.microbatches > 1
+        return split or self._recompute is not None or self._schedules.defers
 
     @property
-    def _schedule_class(self) -> type[Schedule]:
-        """The class of the training schedule."""
-        return (DEFERRING_SCHEDULES if self._defers else SCHEDULES)[self.schedule]
+    def _schedules(self) -> ScheduleRule:
+        """How the training schedule is chosen."""
+        may_defer = (
+            self.g_inter > 1
+            and self._recompute is None
+            and self.transport == "mpi"
+            and self.root_device.type == "cpu"
+            and not overrides(self._module, "backward")
+        )
+        return ScheduleRule(self.schedule, self._weight_gradients, may_defer)
 
     # Validation, before any rank is started
 
@@ -362,8 +376,9 @@ class AxoSparseStrategy(MPIStrategy):
         """Check what does not depend on the layers."""
         self.connect(self._module)
         if trainer.state.fn == TrainerFn.FITTING:
-            validate_module(self._module)
-            if self._defers:
+            if self._pipelines:
+                validate_module(self._module)
+            if self._schedules.defers:
                 validate_split_module(self._module)
             if self.launcher is not None:
                 self._validate_optimizers(optimizers_before_setup(self._module))
@@ -374,8 +389,9 @@ class AxoSparseStrategy(MPIStrategy):
             validate_default_checkpoint_io(self.checkpoint_io)
 
     def _validate_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        validate_optimizers(optimizers)
+        validate_optimizers(optimizers, self._pipelines, self.grid.g_data)
         if self._offload_bucket is not None:
+            validate_one_optimizer(optimizers, "offload_optimizer")
             for optimizer in optimizers:
                 validate_bucketwise_optimizers(optimizer)
 
@@ -423,20 +439,33 @@ class AxoSparseStrategy(MPIStrategy):
         self.precision_plugin.convert_module(self._module)
         self._configure_optimizers(trainer)
         partition = self._balance_by_time(partition)
-        stage_module = self._shard_module(partition)
-        offload = self._place_optimizers(stage_module)
+        # Those of an earlier fit may belong to another module.
+        optimizers = self.optimizers if trainer.state.fn == TrainerFn.FITTING else []
+        stage_module = self._shard_module(partition, optimizers)
+        offload = self._place_optimizers(stage_module, optimizers)
         self.setup_precision_plugin()
         self._check_loops(trainer)
-        rule = self._in_flight_rule(trainer)
-        runner = self._start_runner(trainer, stage_module, rule, steps_in_parts=offload is not None)
-        regrid = self._plan_regrid(trainer, partition, stage_module, runner, rule)
-        self._session = _Session(stage_module, runner, offload, regrid, _tensors_of(stage_module))
+        if stage_module.groups.inter is not None:
+            norms = GradientNorms(trainer, stage_module.remote_gradients)
+            self._undo.enter_context(norms.added_to(trainer))
+        tensors = _tensors_of(stage_module)
+        steps_in_parts = offload is not None
+        if self._pipelines:
+            rule = self._in_flight_rule(trainer)
+            runner = self._start_pipeline(trainer, stage_module, rule, steps_in_parts)
+            regrid = self._plan_regrid(trainer, partition, stage_module, runner, rule)
+            self._session = _Session(stage_module, runner, offload, regrid, tensors)
+        else:
+            whole = WholeStepRunner(trainer, self.precision_plugin, steps_in_parts, stage_module)
+            self._undo.callback(whole.close)
+            self._session = _Session(stage_module, whole, offload, None, tensors)
         self.learning_rate_factor = 1.0
         self.on_gradients = None
 
     def teardown(self) -> None:
         """Undo what setup changed; under ``mpiexec`` the module stays sharded."""
-        self._session = None
+        if self._pipelines:
+            self._session = None
         super().teardown()
         if self._ended is not None:
             self._ended.stage_module.leave_sharded()
@@ -482,7 +511,7 @@ class AxoSparseStrategy(MPIStrategy):
         rank_zero_info(str(partition))
         return partition
 
-    def _shard_module(self, partition: Partition) -> StageModule:
+    def _shard_module(self, partition: Partition, optimizers: Sequence[Optimizer]) -> StageModule:
         """Drop the tensors of other ranks' stages; teardown gathers them again."""
         assert self._groups is not None
         recompute = None
@@ -495,23 +524,23 @@ class AxoSparseStrategy(MPIStrategy):
             self._stages,
             self.root_device,
             recompute,
-            self._schedule_class.defers_weight_gradients,
+            self._schedules.splits_backward,
         )
         stage_module.bring()
         kept, _ = stage_module.sharding.split(self._stages)
         validate_values(kept.items(), self.grid.stage)
-        stage_module.shard(self.optimizers)
+        stage_module.shard(optimizers)
         self._undo.callback(self._end_run, stage_module)
         return stage_module
 
     def _end_run(self, stage_module: StageModule) -> None:
         """Leave the module sharded, unless this rank has all of it, or the next run needs it."""
-        in_parts = len(stage_module.stages) <= stage_module.last_stage and self._balance != "time"
-        if self._keeps_sharded or in_parts:
+        is_part = not stage_module.is_whole and self._balance != "time"
+        if self._keeps_sharded or is_part:
             stage_module.end_run()
             self._ended = _Stored(stage_module, _tensors_of(stage_module))
         else:
-            stage_module.unshard(self.optimizers)
+            stage_module.unshard()
 
     @contextmanager
     def summon_full_params(self, rank0_only: bool = True) -> Iterator[None]:
@@ -533,7 +562,7 @@ class AxoSparseStrategy(MPIStrategy):
                 "`test` or `predict` has returned; in hooks save with `trainer.save_checkpoint`."
             )
         if is_left_sharded(self._module):
-            with whole(self._module, self.is_global_zero or not rank0_only):
+            with summoned(self._module, self.is_global_zero or not rank0_only):
                 yield
         else:
             yield
@@ -546,16 +575,18 @@ class AxoSparseStrategy(MPIStrategy):
         """Yield what this rank returns to the caller of the launcher, and free it."""
         if self._ended is None:
             return
-        yield from self._ended.stage_module.release(self.optimizers)
+        yield from self._ended.stage_module.release()
         self._ended = None
 
-    def _place_optimizers(self, stage_module: StageModule) -> OptimizerOffload | None:
+    def _place_optimizers(
+        self, stage_module: StageModule, optimizers: Sequence[Optimizer]
+    ) -> OptimizerOffload | None:
         """Move the optimizers' state to the device, or offload it to the host."""
         if self._offload_bucket is None:
-            move_optimizers(self.optimizers, self.root_device)
-        elif self.optimizers:
+            move_optimizers(optimizers, self.root_device)
+        elif optimizers:
             offload = OptimizerOffload(
-                self.optimizers[0],
+                optimizers[0],
                 self._offload_bucket,
                 self.root_device,
                 stage_module.await_gradients,
@@ -576,7 +607,7 @@ class AxoSparseStrategy(MPIStrategy):
             self._in_flight, self.schedule, self.root_device, free, lambda: trainer.global_step
         )
 
-    def _start_runner(
+    def _start_pipeline(
         self,
         trainer: pl.Trainer,
         stage_module: StageModule,
@@ -586,7 +617,7 @@ class AxoSparseStrategy(MPIStrategy):
         runner = StepRunner(
             trainer,
             self.precision_plugin,
-            self._schedule_class,
+            self._schedules,
             BatchSplitter(trainer, self.microbatches, self._split_batch),
             self._loss_rule,
             self._step_outputs == "all",
@@ -647,12 +678,6 @@ class AxoSparseStrategy(MPIStrategy):
         context = self.precision_plugin.predict_step_context
         return self._running.runner.evaluate(self._module.predict_step, context, *args, **kwargs)
 
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """Give the parameters the gradients that :meth:`training_step` has computed."""
-        return self._running.runner.backward(closure_loss)
-
     def optimizer_step(
         self,
         optimizer: Optimizer,
@@ -669,6 +694,7 @@ class AxoSparseStrategy(MPIStrategy):
             if self.on_gradients is not None:
                 self._running.stage_module.await_gradients(self.held_parameters().values())
                 self.on_gradients()
+            self._running.stage_module.remote_gradients.forget_norms()
             closed = time()
             return result
 
@@ -710,6 +736,18 @@ class AxoSparseStrategy(MPIStrategy):
         """The parameters that this rank keeps, by name, in the module's order."""
         return self._stored.stage_module.sharding.held()
 
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every parameter of the whole model, by name, one at a time, for hooks.
+
+        Use it in place of ``named_parameters()`` where values of all stages are needed, as for
+        histograms. Every rank of a pipeline has to iterate, to the end.
+
+        Yields:
+            The name and the parameter, or a copy of that of another stage, with its ``grad``. A
+            weight that is stored sparse is the vector of its kept values.
+        """
+        yield from self._running.stage_module.whole_parameters()
+
     def counted_parameters(self) -> set[str]:
         """The names of those that this rank counts: each is counted once over a pipeline."""
         return self._stored.stage_module.sharding.counted()
@@ -746,7 +784,7 @@ class AxoSparseStrategy(MPIStrategy):
 
     def _after_draw(self) -> None:
         """Use the memory that pruning has freed."""
-        self._running.runner.limit.measure_again()
+        self._running.runner.measure_again()
         if self._running.regrid is not None:
             self._running.regrid.after_draw()
 
@@ -762,22 +800,16 @@ class AxoSparseStrategy(MPIStrategy):
             return self._module.state_dict()
         if self.grid.data_rank > 0:
             return {}
+        if self._is_ordinary:
+            return super().lightning_module_state_dict()
         stage_module, tensors = self._stored
-        with self._metric_states_shared(stage_module), in_parts(self._module):
+        shared = self._session.runner.metric_states_shared() if self._session else nullcontext()
+        with shared, in_parts(self._module):
             if self.grid.replica > 0:
                 return {}
             return self._for_hooks(
                 gather_model_state(stage_module.sharding, stage_module.stages, tensors)
             )
-
-    def _metric_states_shared(self, stage_module: StageModule) -> AbstractContextManager[None]:
-        """Show the states of metrics over all replicas; after a run they are this rank's."""
-        if self._session is None:
-            return nullcontext()
-        gathered = stage_module.groups.all_gather_from_stage
-        return self._session.runner.metrics.states_shared(
-            partial(gathered, stage=stage_module.last_stage)
-        )
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
@@ -824,7 +856,7 @@ class AxoSparseStrategy(MPIStrategy):
         if ticket is not None:
             ticket.apply(self._module)
         state = checkpoint["state_dict"]
-        if self._session is not None:
+        if self._session is not None and not self._is_ordinary:
             stage_module = self._session.stage_module
             state = local_model_state(state, stage_module.sharding, stage_module.stages)
             strict = False
@@ -845,11 +877,13 @@ class AxoSparseStrategy(MPIStrategy):
             return optimizer.state_dict()
         if self.grid.replica > 0:
             return {}
+        if self._is_ordinary:
+            return super().optimizer_state(optimizer)
         stage_module, tensors = self._stored
         return self._for_hooks(
             gather_optimizer_state(
                 optimizer,
-                stage_module.optimizer_groups[self.optimizers.index(optimizer)],
+                stage_module.group_names(optimizer),
                 stage_module.sharding.names,
                 sparse_parameters(self._module),
                 tensors,
@@ -859,13 +893,13 @@ class AxoSparseStrategy(MPIStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of the whole optimizers' states."""
         stage_module, offload = self._running.stage_module, self._running.offload
+        if self._is_ordinary and offload is None:
+            super().load_optimizer_state_dict(all_made(checkpoint))
+            return
         names, sparse = stage_module.sharding.names, sparse_parameters(self._module)
-        for optimizer, state, groups in zip(
-            self.optimizers,
-            checkpoint["optimizer_states"],
-            stage_module.optimizer_groups,
-            strict=True,
-        ):
+        states = checkpoint["optimizer_states"]
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            groups = stage_module.group_names(optimizer)
             local = local_optimizer_state(state, optimizer, groups, names, sparse)
             if offload is None:
                 optimizer.load_state_dict(local)
@@ -875,6 +909,17 @@ class AxoSparseStrategy(MPIStrategy):
             restore_masters(optimizer, sparse.values())
 
     # State
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the running session: a callback that holds the Trainer may be pickled."""
+        return {**super().__getstate__(), "_session": None, "_ended": None}
+
+    @property
+    def _is_ordinary(self) -> bool:
+        """Whether this rank has the module as one process has it: all of it, and dense."""
+        if self._save_distributed_checkpoint or sparse_parameters(self._module):
+            return False
+        return self.g_inter == 1 or (self._session is None and self._ended is None)
 
     @property
     def _module(self) -> pl.LightningModule:
