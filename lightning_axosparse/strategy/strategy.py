@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from lightning_axosparse.checkpoint.atomic_io import (
     AtomicCheckpointIO,
     clear_unfinished_checkpoints,
+    local_path,
 )
 from lightning_axosparse.checkpoint.gather import (
     gather_model_state,
@@ -63,6 +64,9 @@ from lightning_axosparse.strategy.construction import (
 )
 from lightning_axosparse.strategy.learning_rate import scaled_rates
 from lightning_axosparse.strategy.lightning.device import move_optimizers
+from lightning_axosparse.strategy.lightning.finetuning import (
+    parameters_told_apart_by_identity,
+)
 from lightning_axosparse.strategy.lightning.hooks import checkpoint_hooks
 from lightning_axosparse.strategy.lightning.loop_check import LoopCheck
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
@@ -430,6 +434,8 @@ class AxoSparseStrategy(MPIStrategy):
         offload = self._place_optimizers(stage_module, optimizers)
         self.setup_precision_plugin()
         self._check_loops(trainer)
+        if not stage_module.is_whole:
+            self._undo.enter_context(parameters_told_apart_by_identity())
         tensors = StageTensors(lambda: stage_module.groups.inter)
         steps_in_parts = offload is not None
         if self._pipelines:
@@ -514,9 +520,9 @@ class AxoSparseStrategy(MPIStrategy):
 
     def _end_run(self, stage_module: StageModule) -> None:
         """Gather the module on every rank; but not where the launcher's caller gets the parts."""
+        self._ended = stage_module
         if self._keeps_sharded:
             stage_module.end_run()
-            self._ended = stage_module
         else:
             stage_module.unshard()
 
@@ -775,7 +781,9 @@ class AxoSparseStrategy(MPIStrategy):
     ) -> dict[str, Any]:
         """Read a checkpoint; the tensors of a sharded one are deferred until a stage needs them."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        if checkpoint_hooks(self._module.trainer, "on_load_checkpoint"):
+        local = local_path(checkpoint_path)
+        is_sharded = local is not None and local.is_dir()
+        if is_sharded and checkpoint_hooks(self._module.trainer, "on_load_checkpoint"):
             checkpoint = all_made(checkpoint)
         return checkpoint
 
@@ -783,13 +791,7 @@ class AxoSparseStrategy(MPIStrategy):
         """A part of a checkpoint, whole on the first rank if a hook of the user reads it."""
         if not checkpoint_hooks(self._module.trainer, "on_save_checkpoint"):
             return state
-        tensors = self._running.tensors
-        if not tensors.is_first:
-            tensors.serve()
-            return state
-        state = all_made(state)
-        tensors.end()
-        return state
+        return _made(state, self._running.tensors)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load this rank's part of a whole module's state, after removing the same channels."""
@@ -814,17 +816,25 @@ class AxoSparseStrategy(MPIStrategy):
             optimizer = optimizer.optimizer
         if self.grid.replica > 0:
             return {}
+        if self._session is None and self._ended is not None and not self._ended.is_whole:
+            tensors = StageTensors(lambda: self.inter_group)
+            return _made(self._gathered_state(optimizer, self._ended, tensors), tensors)
         if self._is_ordinary:
             return super().optimizer_state(optimizer)
-        stage_module = self._running.stage_module
+        session = self._running
         return self._for_hooks(
-            gather_optimizer_state(
-                optimizer,
-                stage_module.group_names(optimizer),
-                stage_module.sharding.names,
-                sparse_parameters(self._module),
-                self._running.tensors,
-            )
+            self._gathered_state(optimizer, session.stage_module, session.tensors)
+        )
+
+    def _gathered_state(
+        self, optimizer: Optimizer, stage_module: StageModule, tensors: StageTensors
+    ) -> dict[str, Any]:
+        return gather_optimizer_state(
+            optimizer,
+            stage_module.group_names(optimizer),
+            stage_module.sharding.names,
+            sparse_parameters(self._module),
+            tensors,
         )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -854,9 +864,10 @@ class AxoSparseStrategy(MPIStrategy):
     @property
     def _is_ordinary(self) -> bool:
         """Whether this rank has the module as one process has it: all of it, and dense."""
-        if self._save_distributed_checkpoint or sparse_parameters(self._module):
-            return False
-        return self.g_inter == 1 or self._session is None
+        if self._session is None:
+            return True
+        whole = self.g_inter == 1 and not self._save_distributed_checkpoint
+        return whole and not sparse_parameters(self._module)
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -878,3 +889,13 @@ class AxoSparseStrategy(MPIStrategy):
             description="message-driven pipeline x data parallelism over MPI",
             override=True,
         )
+
+
+def _made(state: dict[str, Any], tensors: StageTensors) -> dict[str, Any]:
+    """A gathered part of a checkpoint with the tensors of all stages; empty but on the first."""
+    if not tensors.is_first:
+        tensors.serve()
+        return state
+    state = all_made(state)
+    tensors.end()
+    return state
