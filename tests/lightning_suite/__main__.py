@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from itertools import groupby
 from pathlib import Path
 
 from tests.lightning_suite.expectations import EXPECTED, Outcomes, judge, parse
@@ -20,8 +21,8 @@ from tests.lightning_suite.plugin import MODE, OUTCOMES
 from tests.ranks import REPOSITORY, warm_python
 
 FOLDERS = ("trainer", "callbacks", "checkpointing", "loops", "models", "core", "tuner")
-ALONE = 60
-"""Seconds that a test may take that runs on several ranks."""
+ALONE = 20
+"""Seconds that a test may take that runs on several ranks, on average of a file."""
 
 
 def main() -> int:
@@ -42,9 +43,8 @@ def main() -> int:
         if mode.ranks == 1:
             ours = run(mode, suite, given.folders)
         else:
-            ours = run_each(
-                mode, suite, [test for test, (how, _) in before.items() if how == "passed"]
-            )
+            passed = [test for test, (outcome, _) in before.items() if outcome == "passed"]
+            ours = run_on_ranks(mode, suite, passed)
         verdict = judge(ours, before, expected.get(mode.name, {}), given.folders)
         print(f"{mode.name}: {verdict}", flush=True)
         fine = fine and bool(verdict)
@@ -64,13 +64,24 @@ def run(mode: Mode, suite: str, folders: list[str]) -> Outcomes:
     return outcomes
 
 
-def run_each(mode: Mode, suite: str, tests: list[str]) -> Outcomes:
-    """Run each test on ranks of its own, all of which run it; the first rank's outcome."""
+def run_on_ranks(mode: Mode, suite: str, tests: list[str]) -> Outcomes:
+    """Run tests on ranks that all run the same one; the first rank's outcomes.
+
+    The tests of a file share a job. One that ends its job, or hangs, has failed, and the tests
+    behind it get another.
+    """
     mpiexec = [str(Path(sys.executable).parent / "mpiexec"), "-n", str(mode.ranks)]
     outcomes: dict[str, list[str]] = {}
-    for test in tests:
-        found = _pytest([*mpiexec, *warm_python()], mode, suite, [test], seconds=ALONE)
-        outcomes[test] = found.get(test, ["failed", "the ranks ended, or did not in time"])
+    for file, group in groupby(tests, lambda test: test.split("::")[0]):
+        left = list(group)
+        while left:
+            print(f"  {mode.name}: {file} ({len(left)}) ...", flush=True)
+            outcomes |= _pytest(
+                [*mpiexec, *warm_python()], mode, suite, left, ALONE * (len(left) + 1)
+            )
+            left = [test for test in left if test not in outcomes]
+            if left:
+                outcomes[left.pop(0)] = ["failed", "the ranks ended, or waited for each other"]
     return outcomes
 
 

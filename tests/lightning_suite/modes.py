@@ -89,10 +89,12 @@ def _with_strategy(make: Callable[..., AxoSparseStrategy], ranks: int) -> Callab
         if kwargs.get("strategy", "auto") == "auto" and not args:
             plugins = kwargs.get("plugins") or []
             plugins = plugins if isinstance(plugins, list) else [plugins]
-            # Lightning takes an environment from the strategy or from plugins, not from both.
             environments = [p for p in plugins if isinstance(p, ClusterEnvironment)]
-            kwargs["plugins"] = [p for p in plugins if p not in environments]
-            kwargs["strategy"] = make(cluster_environment=next(iter(environments), None))
+            kwargs["strategy"] = make()
+            if len(environments) == 1:
+                # Lightning takes an environment from the strategy or from plugins, not from both.
+                kwargs["plugins"] = [p for p in plugins if p is not environments[0]]
+                kwargs["strategy"] = make(cluster_environment=environments[0])
             if ranks > 1:
                 kwargs.setdefault("devices", ranks)
         original(self, *args, **kwargs)

@@ -54,12 +54,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         outcome = "xfailed" if hasattr(report, "wasxfail") else report.outcome
         if before != "failed":
             _outcomes[report.nodeid] = [outcome, _last_line(report)]
-
-
-def pytest_sessionfinish() -> None:
-    """Write the outcomes; several ranks those of the first."""
-    if placement().rank == 0:
-        Path(os.environ[OUTCOMES]).write_text(json.dumps(_outcomes))
+            if placement().rank == 0:  # At once, as ranks may not come to the end.
+                Path(os.environ[OUTCOMES]).write_text(json.dumps(_outcomes))
 
 
 def _last_line(report: pytest.TestReport) -> str:

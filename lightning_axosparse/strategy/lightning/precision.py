@@ -165,7 +165,7 @@ class _AgreedScaler(_Mixin):
 
 
 def _new(own: type) -> Any:
-    return own.__new__(own)
+    return object.__new__(own)
 
 
 def _mix_in(instance: object, mixin: type, **attributes: Any) -> None:
