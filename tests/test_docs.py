@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 import lightning_axosparse
-from tests.parity import test_containers, test_transformers
+from tests.parity import test_containers, test_families, test_transformers
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "lightning_axosparse"
-ROOMS = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+SUBPACKAGES = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 ARCHITECTURE = (REPOSITORY / "docs" / "architecture.md").read_text()
+LISTING = ARCHITECTURE.partition("## Subpackages")[2].partition("\n## ")[0]
 README = PAGES[0].read_text()
 HOW_IT_WORKS = README[README.index("## How it works") :]
 
@@ -35,7 +36,7 @@ PATHS, NAMES = (
         lambda code: re.fullmatch(r"[\w./]*(\.py|\.yaml|/)", code),
         lambda code: (
             re.fullmatch(r"\w+(\.\w+)+", code)
-            and code.split(".")[0] in ROOMS
+            and code.split(".")[0] in SUBPACKAGES
             and not code.endswith(".py")
         ),
     )
@@ -76,10 +77,9 @@ def test_paths_and_names_are_found() -> None:
     assert "pipeline.schedule.SCHEDULES" in NAMES
 
 
-def test_every_room_is_listed() -> None:
-    rooms = ARCHITECTURE[ARCHITECTURE.index("## Rooms") : ARCHITECTURE.index("## One batch's way")]
-    assert folders(rooms) == ROOMS
-    assert folders(HOW_IT_WORKS) == ROOMS
+def test_every_subpackage_is_listed() -> None:
+    assert folders(LISTING) == SUBPACKAGES
+    assert folders(HOW_IT_WORKS) == SUBPACKAGES
 
 
 def test_the_rooms_stand_in_the_order_of_their_imports() -> None:
@@ -89,8 +89,7 @@ def test_the_rooms_stand_in_the_order_of_their_imports() -> None:
     upwards = [
         name for layer in re.findall(r'"(.*?)"', layers[1])[::-1] for name in layer.split(" : ")
     ]
-    rooms = ARCHITECTURE[ARCHITECTURE.index("## Rooms") : ARCHITECTURE.index("## One batch's way")]
-    listed = re.findall(r"^\| `(\w+)/` ", rooms, re.MULTILINE)
+    listed = re.findall(r"^\| `(\w+)/` ", LISTING, re.MULTILINE)
     assert listed == upwards
 
 
@@ -133,13 +132,20 @@ def test_the_networks_that_are_said_to_run_are_those_that_tests_train() -> None:
     page = (REPOSITORY / "docs" / "will-my-module-run.md").read_text()
     rows = re.findall(r"^\| [^|]+ \| (`[^|]+`) \| `(\w+)\.py`: ([^|]+) \|$", page, re.MULTILINE)
     listed = {(file, network): inline_code(paths) for paths, file, network in rows}
-    tested = {
-        ("test_transformers", name): options["pipeline"]
-        for name, (_, options) in test_transformers.ROWS.items()
-    } | {
-        ("test_containers", name): options["pipeline"]
-        for name, (_, options) in test_containers.NETWORKS.items()
-    }
+    tested = (
+        {
+            ("test_transformers", name): options["pipeline"]
+            for name, (_, options) in test_transformers.ROWS.items()
+        }
+        | {
+            ("test_containers", name): options["pipeline"]
+            for name, (_, options) in test_containers.NETWORKS.items()
+        }
+        | {
+            ("test_families", name): options["pipeline"]
+            for name, (_, _, options) in test_families.ROWS.items()
+        }
+    )
     assert listed.keys() == tested.keys()
     for row, pipeline in tested.items():
         paths = [pipeline] if isinstance(pipeline, str) else pipeline

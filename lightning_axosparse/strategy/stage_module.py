@@ -17,6 +17,7 @@ from lightning_axosparse.distributed.process_groups import ProcessGroups
 from lightning_axosparse.pipeline.checkpointing import ActivationCheckpointing
 from lightning_axosparse.pipeline.p2p import ChannelLink, Link, LoopbackLink
 from lightning_axosparse.pipeline.partition import Partition
+from lightning_axosparse.pipeline.remote_gradients import RemoteGradients
 from lightning_axosparse.pipeline.sharding import Sharding, free
 from lightning_axosparse.pipeline.split_layers import SplitLayers
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
@@ -49,6 +50,7 @@ class StageModule:
         layers: the partitioned layers.
         split: the layers whose weight gradients may be made apart from backward passes.
         reducer: sums gradients over the ranks that keep the same parameters; None in a job of one.
+        remote_gradients: the gradients of parameters of other stages.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class StageModule:
     ) -> None:
         self.module, self.stages, self.device = module, stages, device
         self.groups, self.grid = groups, groups.grid
-        self.sharding = Sharding(module, partition.names, partition.parts)
+        self.sharding = Sharding(module, partition.names, partition.parts, device)
         self._recompute, self._splits_backward = recompute, splits_backward
         self.split = SplitLayers(module)
         self._example_input = module.example_input_array
@@ -74,6 +76,7 @@ class StageModule:
         self.reducer: GradientReducer | None = None
         groups.create_shared(self._shared_by_stages())
         self.layers = self._pipelined_layers(partition)
+        self.remote_gradients = RemoteGradients(self.sharding, groups.inter)
 
     @property
     def last_stage(self) -> int:
@@ -172,6 +175,22 @@ class StageModule:
             if first and self.sharding.source_of(name) in self.stages:
                 yield name, buffer
 
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each parameter of the whole model with its gradient; collective over a pipeline."""
+        held = self.sharding.held()
+        for name, stages in self.sharding.holders.items():
+            own, stage = held.get(name), min(stages)
+            values = own if own is None else (own.detach().cpu(), _on_cpu(own.grad))
+            values = self.groups.broadcast_along_pipeline(values, stage)
+            if own is not None:
+                yield name, own
+                continue
+            assert values is not None
+            parameter, gradient = values
+            parameter = parameter.to(self.device)
+            parameter.grad = gradient if gradient is None else gradient.to(self.device)
+            yield name, parameter
+
     def await_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Wait until the gradients of these parameters are reduced."""
         if self.reducer is not None:
@@ -244,6 +263,7 @@ class StageModule:
         # Lightning's model summary would send it through layers of other stages.
         if not self.is_whole:
             self.module.example_input_array = None
+        self.remote_gradients = RemoteGradients(self.sharding, self.groups.inter)
         if self.grid.world_size > 1:
             self.reducer = GradientReducer(self._reduction_groups(), self.grid.data_size)
 
@@ -307,6 +327,10 @@ class StageModule:
                 for key, value in self.groups.broadcast_along_pipeline(own, stage).items():
                     if self.grid.rank != source:
                         buffers[key].set_(value)  # type: ignore[call-overload]
+
+
+def _on_cpu(tensor: Tensor | None) -> Tensor | None:
+    return tensor if tensor is None else tensor.cpu()
 
 
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> Any:

@@ -45,7 +45,8 @@ from lightning_axosparse.pipeline.loss_weights import (
 )
 from lightning_axosparse.pipeline.partition import UNPARTITIONED, Partition, partition_layers
 from lightning_axosparse.pipeline.profile import profile_example, validate_example_input
-from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES, Schedule
+from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES
+from lightning_axosparse.pipeline.schedule_choice import ScheduleRule
 from lightning_axosparse.pipeline.sharding import Sharding
 from lightning_axosparse.planning.grid_comparison import default_microbatches
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
@@ -67,7 +68,8 @@ from lightning_axosparse.strategy.lightning.device import move_optimizers
 from lightning_axosparse.strategy.lightning.finetuning import (
     parameters_told_apart_by_identity,
 )
-from lightning_axosparse.strategy.lightning.hooks import checkpoint_hooks
+from lightning_axosparse.strategy.lightning.gradients import GradientNorms
+from lightning_axosparse.strategy.lightning.hooks import checkpoint_hooks, overrides
 from lightning_axosparse.strategy.lightning.loop_check import LoopCheck
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
 from lightning_axosparse.strategy.offload import OptimizerOffload, validate_bucketwise_optimizers
@@ -169,7 +171,9 @@ class AxoSparseStrategy(MPIStrategy):
             gets its gradient earlier: for linear layers, Hugging Face's ``Conv1D`` and
             convolutions whose weights are dense, and in "message-driven" and "zb-h1". Gradients
             are the same to the bit, and complete before anything of Lightning reads them. None
-            takes "deferred" for "zb-h1" and "together" for all others.
+            runs the first 16 batches, and as many after a draw, in both ways and keeps the faster
+            one, for stages on CPUs that exchange messages and without ``recompute``; "deferred"
+            for "zb-h1"; else "together".
         transport: "mpi" gives each stage a rank; "loopback" runs all stages of a replica in one
             process, through the same schedule, for notebooks, debuggers and tests.
         split_batch: splits a batch into micro-batches, ``(batch, microbatches) -> list``, such as
@@ -316,17 +320,19 @@ class AxoSparseStrategy(MPIStrategy):
     def _pipelines(self) -> bool:
         """Whether there are stages or micro-batches, or layers that are computed again."""
         split = self.g_inter > 1 or self.microbatches > 1
-        return split or self._recompute is not None or self._defers
+        return split or self._recompute is not None or self._schedules.defers
 
     @property
-    def _defers(self) -> bool:
-        """Whether weight gradients are passes of their own."""
-        return self._weight_gradients == "deferred" or self.schedule not in SCHEDULES
-
-    @property
-    def _schedule_class(self) -> type[Schedule]:
-        """The class of the training schedule."""
-        return (DEFERRING_SCHEDULES if self._defers else SCHEDULES)[self.schedule]
+    def _schedules(self) -> ScheduleRule:
+        """How the training schedule is chosen."""
+        may_defer = (
+            self.g_inter > 1
+            and self._recompute is None
+            and self.transport == "mpi"
+            and self.root_device.type == "cpu"
+            and not overrides(self._module, "backward")
+        )
+        return ScheduleRule(self.schedule, self._weight_gradients, may_defer)
 
     # Validation, before any rank is started
 
@@ -368,7 +374,7 @@ class AxoSparseStrategy(MPIStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             if self._pipelines:
                 validate_module(self._module)
-            if self._defers:
+            if self._schedules.defers:
                 validate_split_module(self._module)
             if self.launcher is not None:
                 self._validate_optimizers(optimizers_before_setup(self._module))
@@ -436,6 +442,9 @@ class AxoSparseStrategy(MPIStrategy):
         self._check_loops(trainer)
         if not stage_module.is_whole:
             self._undo.enter_context(parameters_told_apart_by_identity())
+        if stage_module.groups.inter is not None:
+            norms = GradientNorms(trainer, stage_module.remote_gradients)
+            self._undo.enter_context(norms.added_to(trainer))
         tensors = StageTensors(lambda: stage_module.groups.inter)
         steps_in_parts = offload is not None
         if self._pipelines:
@@ -510,7 +519,7 @@ class AxoSparseStrategy(MPIStrategy):
             self._stages,
             self.root_device,
             recompute,
-            self._schedule_class.defers_weight_gradients,
+            self._schedules.splits_backward,
         )
         kept, _ = stage_module.sharding.split(self._stages)
         validate_values(kept.items(), self.grid.stage)
@@ -576,7 +585,7 @@ class AxoSparseStrategy(MPIStrategy):
         runner = StepRunner(
             trainer,
             self.precision_plugin,
-            self._schedule_class,
+            self._schedules,
             BatchSplitter(trainer, self.microbatches, self._split_batch),
             self._loss_rule,
             self._step_outputs == "all",
@@ -653,6 +662,7 @@ class AxoSparseStrategy(MPIStrategy):
             if self.on_gradients is not None:
                 self._running.stage_module.await_gradients(self.held_parameters().values())
                 self.on_gradients()
+            self._running.stage_module.remote_gradients.forget_norms()
             closed = time()
             return result
 
@@ -694,6 +704,18 @@ class AxoSparseStrategy(MPIStrategy):
         """The parameters that this rank keeps, by name, in the module's order."""
         return self._running.stage_module.sharding.held()
 
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every parameter of the whole model, by name, one at a time, for hooks.
+
+        Use it in place of ``named_parameters()`` where values of all stages are needed, as for
+        histograms. Every rank of a pipeline has to iterate, to the end.
+
+        Yields:
+            The name and the parameter, or a copy of that of another stage, with its ``grad``. A
+            weight that is stored sparse is the vector of its kept values.
+        """
+        yield from self._running.stage_module.whole_parameters()
+
     def counted_parameters(self) -> set[str]:
         """The names of those that this rank counts: each is counted once over a pipeline."""
         return self._running.stage_module.sharding.counted()
@@ -730,7 +752,7 @@ class AxoSparseStrategy(MPIStrategy):
 
     def _after_draw(self) -> None:
         """Use the memory that pruning has freed."""
-        self._running.runner.limit.measure_again()
+        self._running.runner.measure_again()
         if self._running.regrid is not None:
             self._running.regrid.after_draw()
 

@@ -31,7 +31,7 @@ from lightning_axosparse.pipeline.microbatch import MicroBatch, of_replica
 from lightning_axosparse.pipeline.outputs import loss_alone, merge, with_loss
 from lightning_axosparse.pipeline.reductions import ReductionTracker
 from lightning_axosparse.pipeline.rng import PipelineRNG
-from lightning_axosparse.pipeline.schedule import Schedule
+from lightning_axosparse.pipeline.schedule_choice import ScheduleRule
 from lightning_axosparse.pipeline.stage_step import (
     Batch,
     StageStep,
@@ -63,7 +63,7 @@ class OpenPipeline:
     Args:
         stage_module: the part of the module on this rank.
         limit: most micro-batches that a stage may hold.
-        schedule: class of the training schedule.
+        schedules: chooses the class of the training schedule.
         precision: the precision plugin.
         rng: random numbers of the pipeline.
         give_gradients: gives parameters the gradients that a step has computed.
@@ -73,7 +73,7 @@ class OpenPipeline:
         self,
         stage_module: StageModule,
         limit: InFlightLimit,
-        schedule: type[Schedule],
+        schedules: ScheduleRule,
         precision: Precision,
         rng: PipelineRNG,
         give_gradients: Callable[[], None],
@@ -85,13 +85,19 @@ class OpenPipeline:
             held = stage_module.sharding.held()
             counted = {held[name] for name in stage_module.sharding.counted()}
             undo.callback(restore_precision, precision)
-            pipeline_precision(precision, groups.inter, groups.world, counted.__contains__)
+            pipeline_precision(
+                precision,
+                groups.inter,
+                groups.world,
+                counted.__contains__,
+                stage_module.remote_gradients.forget_norms,
+            )
             replace_backward(precision, give_gradients)
             links = stage_module.links(limit.largest)
             self.pipeline = Pipeline(
                 stage_module.layers,
                 links,
-                schedule,
+                schedules.choice(len(stage_module.layers.parts), groups),
                 limit,
                 rng,
                 self.tracker,
@@ -198,7 +204,7 @@ class StepRunner:
     Args:
         trainer: the running Trainer.
         precision: the pipeline's precision plugin.
-        schedule: class of the training schedule.
+        schedules: chooses the class of the training schedule.
         splitter: splits batches into micro-batches.
         rule: how the losses of micro-batches make up that of the batch.
         sends_outputs: whether every rank gets what steps return; else the last stage does, and the
@@ -213,7 +219,7 @@ class StepRunner:
         self,
         trainer: pl.Trainer,
         precision: Precision,
-        schedule: type[Schedule],
+        schedules: ScheduleRule,
         splitter: BatchSplitter,
         rule: LossRule,
         sends_outputs: bool,
@@ -222,7 +228,7 @@ class StepRunner:
         limit: InFlightLimit,
     ) -> None:
         self._trainer, self._precision = trainer, precision
-        self._schedule, self._splitter, self._rule = schedule, splitter, rule
+        self._schedules, self._splitter, self._rule = schedules, splitter, rule
         self._sends_outputs = sends_outputs
         self._warned: set[str | None] = {None}
         self._stashed = StashedGradients()
@@ -246,7 +252,7 @@ class StepRunner:
 
     def _opened(self, stage_module: StageModule, limit: InFlightLimit) -> OpenPipeline:
         return OpenPipeline(
-            stage_module, limit, self._schedule, self._precision, self._rng, self._stashed.restore
+            stage_module, limit, self._schedules, self._precision, self._rng, self._give_gradients
         )
 
     def close(self) -> None:
@@ -257,6 +263,11 @@ class StepRunner:
     def limit(self) -> InFlightLimit:
         """Most micro-batches that a stage may hold."""
         return self._open.pipeline.limit
+
+    def measure_again(self) -> None:
+        """Choose the in-flight limit and the schedule again, because the model became smaller."""
+        self._open.pipeline.limit.measure_again()
+        self._open.pipeline.choice.measure_again()
 
     @property
     def peak_in_flight(self) -> dict[int, int]:
@@ -338,6 +349,11 @@ class StepRunner:
             with run.metrics.batch(len(microbatches)):
                 last = run.pipeline.evaluate(evaluated)
             return self._combine(last, microbatches, evaluated.fingerprint)
+
+    def _give_gradients(self) -> None:
+        """Give the parameters the gradients that the step has computed."""
+        self._stashed.restore()
+        self._open.stage_module.remote_gradients.present()
 
     @contextmanager
     def gradients_kept_local(self) -> Iterator[None]:

@@ -91,6 +91,9 @@ class WholeStepRunner:
         finally:
             self._reduces = True
 
+    def measure_again(self) -> None:
+        """Do nothing: neither limit nor schedule is chosen here."""
+
     def metric_states_shared(self) -> AbstractContextManager[None]:
         """Do nothing: every rank has the metrics of its own batches."""
         return nullcontext()

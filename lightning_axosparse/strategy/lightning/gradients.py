@@ -1,14 +1,16 @@
-"""Keeps gradients that ``training_step`` makes until Lightning's ``backward``."""
+"""Keeps gradients that ``training_step`` makes until Lightning's ``backward``, for hooks to see."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import lightning.pytorch as pl
 from torch import Tensor, nn
 
-from lightning_axosparse.strategy.lightning.hooks import overrides
+from lightning_axosparse.pipeline.remote_gradients import RemoteGradients
+from lightning_axosparse.strategy.lightning.hooks import RankLocalCallback, overrides
 
 _MODULE_HOOKS = (
     "on_after_backward",
@@ -76,3 +78,31 @@ def gradients_are_seen(trainer: pl.Trainer) -> bool:
             for callback in trainer.callbacks  # type: ignore[attr-defined]
         )
     )
+
+
+class GradientNorms(RankLocalCallback):
+    """Lets hooks know the norms of all stages' gradients; collective where a hook may read them.
+
+    Args:
+        trainer: the running Trainer, with its callbacks.
+        gradients: those of other stages.
+    """
+
+    def __init__(self, trainer: pl.Trainer, gradients: RemoteGradients) -> None:
+        self._gradients = gradients
+        module = trainer.lightning_module
+        owners = (module, *trainer.callbacks)  # type: ignore[attr-defined]
+        self._after_backward = any(overrides(each, "on_after_backward") for each in owners)
+        self._before_step = overrides(module, "configure_gradient_clipping") or any(
+            overrides(each, "on_before_optimizer_step") for each in owners
+        )
+
+    def on_after_backward(self, *_: Any) -> None:
+        """Measure what the hooks of this name may read."""
+        if self._after_backward:
+            self._gradients.measure()
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        """Measure what the hooks of this name, and the module's own clipping, may read."""
+        if self._before_step:
+            self._gradients.measure()

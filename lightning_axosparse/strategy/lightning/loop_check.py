@@ -8,18 +8,17 @@ never in between.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback
 from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_axosparse.distributed.process_groups import ProcessGroups, all_gather
 from lightning_axosparse.distributed.rank_status import this_rank
+from lightning_axosparse.strategy.lightning.hooks import RankLocalCallback
 
 _LOOPS = {
     RunningStage.TRAINING: "training",
@@ -104,7 +103,7 @@ def validate_positions(ranks: Sequence[LoopPosition]) -> None:
             )
 
 
-class LoopCheck(Callback):
+class LoopCheck(RankLocalCallback):
     """Compares the positions of all ranks where a loop begins and where it ends.
 
     Args:
@@ -113,23 +112,6 @@ class LoopCheck(Callback):
 
     def __init__(self, groups: ProcessGroups) -> None:
         self._groups = groups
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LoopCheck:
-        # Users copy the Trainer's callbacks, but process groups cannot be copied.
-        return self
-
-    @contextmanager
-    def added_to(self, trainer: pl.Trainer) -> Iterator[None]:
-        """Add this callback to the Trainer's inside the context."""
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        # First, since the hooks of the others may contain collectives.
-        callbacks.insert(0, self)
-        try:
-            yield
-        finally:
-            callbacks = trainer.callbacks  # type: ignore[attr-defined]
-            if self in callbacks:  # A hook may have replaced the list.
-                callbacks.remove(self)
 
     def on_exception(self, trainer: pl.Trainer, module: Any, exception: BaseException) -> None:
         """End the job, before another callback waits for ranks that have not failed."""
