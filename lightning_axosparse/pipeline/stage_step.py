@@ -310,7 +310,8 @@ def loss_of(output: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         raise MisconfigurationException(
             "In a pipeline `training_step` has to return a loss tensor, or a dict with the key "
-            f"'loss', for every batch; it returned {type(output).__name__}. To skip a batch, "
-            "return a loss multiplied by zero."
+            f"'loss', for every batch; it returned {type(output).__name__}. Lightning skips a "
+            "batch for None on one process alone, since other ranks would wait for its gradients. "
+            "To skip a batch, return a loss multiplied by zero."
         )
     return loss

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from lightning_axosparse.checkpoint.atomic_io import (
     AtomicCheckpointIO,
     clear_unfinished_checkpoints,
+    local_path,
 )
 from lightning_axosparse.checkpoint.gather import (
     gather_model_state,
@@ -64,6 +65,9 @@ from lightning_axosparse.strategy.construction import (
 )
 from lightning_axosparse.strategy.learning_rate import scaled_rates
 from lightning_axosparse.strategy.lightning.device import move_optimizers
+from lightning_axosparse.strategy.lightning.finetuning import (
+    parameters_told_apart_by_identity,
+)
 from lightning_axosparse.strategy.lightning.gradients import GradientNorms
 from lightning_axosparse.strategy.lightning.hooks import checkpoint_hooks, overrides
 from lightning_axosparse.strategy.lightning.loop_check import LoopCheck
@@ -445,6 +449,8 @@ class AxoSparseStrategy(MPIStrategy):
         offload = self._place_optimizers(stage_module, optimizers)
         self.setup_precision_plugin()
         self._check_loops(trainer)
+        if not stage_module.is_whole:
+            self._undo.enter_context(parameters_told_apart_by_identity())
         if stage_module.groups.inter is not None:
             norms = GradientNorms(trainer, stage_module.remote_gradients)
             self._undo.enter_context(norms.added_to(trainer))
@@ -834,7 +840,9 @@ class AxoSparseStrategy(MPIStrategy):
     ) -> dict[str, Any]:
         """Read a checkpoint; the tensors of a sharded one are deferred until a stage needs them."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        if checkpoint_hooks(self._module.trainer, "on_load_checkpoint"):
+        local = local_path(checkpoint_path)
+        is_sharded = local is not None and local.is_dir()
+        if is_sharded and checkpoint_hooks(self._module.trainer, "on_load_checkpoint"):
             checkpoint = all_made(checkpoint)
         return checkpoint
 
