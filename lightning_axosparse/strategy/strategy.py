@@ -66,6 +66,7 @@ from lightning_axosparse.strategy.lightning.device import move_optimizers
 from lightning_axosparse.strategy.lightning.gradients import GradientNorms
 from lightning_axosparse.strategy.lightning.hooks import checkpoint_hooks
 from lightning_axosparse.strategy.lightning.loop_check import LoopCheck
+from lightning_axosparse.strategy.lightning.prediction_writers import without_writing
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
 from lightning_axosparse.strategy.offload import OptimizerOffload, validate_bucketwise_optimizers
 from lightning_axosparse.strategy.regrid.regrid import Regrid, Regridded
@@ -361,7 +362,7 @@ class AxoSparseStrategy(MPIStrategy):
             if self.launcher is not None:
                 self._validate_optimizers(optimizers_before_setup(self._module))
         if self.g_inter > 1:
-            validate_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+            validate_callbacks(trainer.callbacks, self.transport)  # type: ignore[attr-defined]
         validate_regrid_stages(self._regrid, self.g_inter)
         if self._save_distributed_checkpoint:
             validate_default_checkpoint_io(self.checkpoint_io)
@@ -421,6 +422,8 @@ class AxoSparseStrategy(MPIStrategy):
         self._check_loops(trainer)
         rule = self._in_flight_rule(trainer)
         runner = self._start_runner(trainer, stage_module, rule, steps_in_parts=offload is not None)
+        if self.grid.rank != self.grid.same_batch_ranks[0]:
+            self._undo.enter_context(without_writing(trainer))
         regrid = self._plan_regrid(trainer, partition, stage_module, runner, rule)
         if stage_module.groups.inter is not None:
             norms = GradientNorms(trainer, stage_module.remote_gradients)

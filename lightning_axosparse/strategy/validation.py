@@ -15,7 +15,12 @@ from typing import Any, Literal
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.optim import LBFGS, Optimizer
@@ -205,8 +210,12 @@ def validate_regrid_module(module: nn.Module) -> None:
 # Callbacks
 
 
-def validate_callbacks(callbacks: Sequence[Callback]) -> None:
+def validate_callbacks(callbacks: Sequence[Callback], transport: str = "mpi") -> None:
     """Check that no callback needs the whole module on every rank.
+
+    Args:
+        callbacks: those of a run with several stages.
+        transport: "loopback" where one process has all stages.
 
     Raises:
         MisconfigurationException: naming the callback and what to use instead.
@@ -219,10 +228,19 @@ def validate_callbacks(callbacks: Sequence[Callback]) -> None:
                 " top of the weights. Use lightning_axosparse.EarlyBirdTicket(pruning_ratio=...),"
                 " which ranks all stages' weights together and stores what is kept."
             )
+        if transport == "loopback":
+            continue
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise MisconfigurationException(
                 f"{name} keeps an averaged copy of the whole module, but a stage of a pipeline"
-                " holds only its own layers. Leave the callback out, or train with g_inter=1."
+                " holds only its own layers, and a checkpoint would have the average of one stage."
+                " Leave the callback out, or train with g_inter=1."
+            )
+        if isinstance(callback, BatchSizeFinder):
+            raise MisconfigurationException(
+                f"{name} tries batch sizes until the memory of one process is full, which Lightning"
+                " does not support on several ranks. Find the batch size by measuring: it is the"
+                " micro-batch that has to fit, of which a stage holds `strategy.in_flight`."
             )
 
 
