@@ -208,7 +208,7 @@ class StageModule:
             partition.layers,
             partition.parts,
             self._recompute,
-            self.module.named_buffers(),
+            self.module.named_buffers,
         )
 
     def _update_param_groups(self, optimizers: Sequence[Optimizer]) -> None:

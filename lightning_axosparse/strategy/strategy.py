@@ -73,6 +73,7 @@ from lightning_axosparse.strategy.regrid.regrid import Regrid, Regridded
 from lightning_axosparse.strategy.stage_module import StageModule
 from lightning_axosparse.strategy.train_step import StepRunner
 from lightning_axosparse.strategy.validation import (
+    advise_on_batch_norm,
     optimizers_before_setup,
     unless_made_later,
     validate_arguments,
@@ -416,6 +417,8 @@ class AxoSparseStrategy(MPIStrategy):
         self.precision_plugin.convert_module(self._module)
         self._configure_optimizers(trainer)
         partition = self._balance_by_time(partition)
+        if trainer.state.fn == TrainerFn.FITTING:
+            advise_on_batch_norm(self._module, self.microbatches)
         stage_module = self._shard_module(partition)
         offload = self._place_optimizers(stage_module)
         self.setup_precision_plugin()

@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.optim import LBFGS, Optimizer
@@ -158,6 +159,24 @@ def validate_split_module(module: LightningModule) -> None:
             f"{type(module).__name__} overrides `backward`, which may read gradients that "
             "weight_gradients='deferred' and schedule='zb-h1' make only after it. Leave these "
             "arguments out, or `backward`."
+        )
+
+
+def advise_on_batch_norm(module: nn.Module, microbatches: int) -> None:
+    """Say that norms with running statistics see micro-batches, if the module has some."""
+    norms = [
+        (name, part)
+        for name, part in module.named_modules()
+        if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats
+    ]
+    if norms and microbatches > 1:
+        name, part = norms[0]
+        others = f" and {len(norms) - 1} more like it" if len(norms) > 1 else ""
+        rank_zero_info(
+            f"{name!r} ({type(part).__name__}){others} normalizes by the statistics of a "
+            f"micro-batch, and updates its running statistics {microbatches} times a batch, as "
+            "with gradient accumulation: expect other losses than on one process. With "
+            "microbatches=1 they are those of the batch."
         )
 
 
