@@ -89,7 +89,7 @@ def prune_before_training(model: GPT, kind: str, ratio: float) -> None:
 
 
 def masks_of(model: GPT, ratio: float, scope: Scope = "global") -> dict[str, torch.Tensor]:
-    return MaskRule(ratio, "magnitude", scope).masks(model)
+    return MaskRule(ratio, "magnitude", scope=scope).masks(model)
 
 
 def train(model: GPT, optimizer: torch.optim.Optimizer) -> None:

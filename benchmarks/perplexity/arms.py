@@ -9,8 +9,8 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from lightning.pytorch import Callback
-from torch import Tensor
 
+from benchmarks.perplexity.entries import TRIED
 from lightning_axosparse import EarlyBirdTicket, Ticket
 from lightning_axosparse.examples.gpt import GPT
 
@@ -33,27 +33,35 @@ class Pruned:
     """Pruned by ``EarlyBirdTicket``, of whose arguments most attributes are.
 
     Attributes:
-        masks: "ticket": drawn while training; "shuffled": at random, with the layer densities of
-            the ticket, at ``draw_after``; "random": the same from the start; "initial": the largest
-            weights of the initialization, from the start. The learning rates of all are the same.
+        masks: "ticket": drawn while training; "random": random from the start, with the layer
+            densities of the ticket; "initial": the largest weights of the initialization, from the
+            start. The learning rates of all are the same.
         ratio: fraction of the entries to prune.
         factor: what the learning rates are multiplied by from the draw on; without a draw, from
             ``draw_after`` on.
-        score: by what entries are ranked.
+        score: what says how much each weight keeps.
+        entries: which entries of each weight are kept.
+        scope: how the weights share what is kept.
         floor: the least share of each weight.
         dense: kinds and name patterns of weights that are not pruned.
+        pattern: what is kept or pruned together.
+        method: how masks change before the draw.
         every: how often masks are compared, as a share of the run.
         threshold: the distance at which the ticket is drawn.
         draw_after: the earliest draw, as a share of the run.
         draw_by: the latest draw.
     """
 
-    masks: Literal["ticket", "shuffled", "random", "initial"] = "ticket"
+    masks: Literal["ticket", "random", "initial"] = "ticket"
     ratio: float = 0.8
     factor: float = 2.0
     score: str = "saliency"
+    entries: str = "score"
+    scope: Literal["global", "layer", "uniform-stage", "erk"] = "global"
     floor: float = 0.05
     dense: tuple[str, ...] = ()
+    pattern: str | None = None
+    method: Literal["early-bird", "gradual", "set", "rigl"] = "early-bird"
     every: float = 1 / 32
     threshold: float = 0.5
     draw_after: float = 0.25
@@ -68,30 +76,28 @@ class Pruned:
             densities: the fraction that random masks keep of each weight.
         """
         prune = dict.fromkeys(self.dense, False)
-        options: dict[str, Any] = {"score": self.score, "draw_by": self.draw_by}
-        if self.masks == "shuffled":
-            options = {"score": chance, "draw_by": self.draw_after, "scope": densities}
-        elif self.masks == "random":
-            options["ticket"] = of_densities(model, densities).random(seed)
+        ticket = None
+        if self.masks == "random":
+            ticket = of_densities(model, densities).random(seed)
         elif self.masks == "initial":
-            options["ticket"] = Ticket.magnitude(model, self.ratio, floor=self.floor, prune=prune)
+            ticket = Ticket.magnitude(model, self.ratio, floor=self.floor, prune=prune)
         search = EarlyBirdTicket(
             self.ratio,
+            score=self.score,  # type: ignore[arg-type]
+            entries=TRIED.get(self.entries, self.entries),  # type: ignore[arg-type]
+            scope=self.scope,
             floor=self.floor,
             prune=prune,
+            pattern=self.pattern,
+            method=self.method,
             every=self.every,
             threshold=self.threshold,
             draw_after=self.draw_after,
+            draw_by=self.draw_by,
             learning_rate_factor=self.factor,
-            **options,
+            ticket=ticket,
         )
-        return [search] if search.ticket is None else [search, Rates(self.factor, self.draw_after)]
-
-
-def chance(weight: Tensor, state: object) -> Tensor:
-    """Return random scores: the same each time for a weight that has not changed."""
-    generator = torch.Generator().manual_seed(int(1e6 * float(weight.abs().sum())))
-    return torch.rand(weight.shape, generator=generator)
+        return [search] if ticket is None else [search, Rates(self.factor, self.draw_after)]
 
 
 class Rates(Callback):

@@ -10,7 +10,17 @@ from benchmarks.perplexity.job import Arm, Job
 from benchmarks.perplexity.results import Results
 from benchmarks.perplexity.settling import Settling
 from benchmarks.perplexity.table import compare, settled
-from benchmarks.perplexity.tasks import LONG, MAIN, QUICK, SMALL, WIKI, Task
+from benchmarks.perplexity.tasks import (
+    AS_LARGE,
+    AS_LARGE_PRUNED,
+    DEEP,
+    LONG,
+    MAIN,
+    QUICK,
+    SMALL,
+    WIKI,
+    Task,
+)
 
 CHOOSING = (0, 1, 2)
 FRESH = (3, 4, 5)
@@ -19,8 +29,10 @@ TICKET = Pruned()
 CONTROL = Dense(TICKET.factor, TICKET.draw_after)
 DENSE = Dense()
 
-MASKS: tuple[Arm, ...] = tuple(
-    replace(TICKET, masks=masks) for masks in ("random", "shuffled", "initial")
+MASKS: tuple[Arm, ...] = (
+    replace(TICKET, masks="random"),
+    replace(TICKET, entries="random"),
+    replace(TICKET, masks="initial"),
 )
 DRAWS: tuple[Arm, ...] = tuple(
     replace(TICKET, draw_after=share, draw_by=share) for share in (0.0625, 0.125, 0.25, 0.375, 0.5)
@@ -28,18 +40,54 @@ DRAWS: tuple[Arm, ...] = tuple(
 RATIOS: tuple[Arm, ...] = tuple(replace(TICKET, ratio=ratio) for ratio in (0.9, 0.5))
 
 AT_A_QUARTER = replace(TICKET, draw_by=0.25)
+ENTRIES = ("random", "score", "magnitude", "even", "lots")
+FACTORS = (2.0, 1.5, 1.0)
+
+
+def choices(
+    entries: tuple[str, ...], floors: tuple[float, ...], factors: tuple[float, ...]
+) -> tuple[Arm, ...]:
+    """Return tickets by their entries, floor and rate, and the dense arms of these rates."""
+    tickets = (
+        replace(AT_A_QUARTER, entries=each, floor=floor, factor=factor)
+        for each in entries
+        for floor in floors
+        for factor in factors
+    )
+    return (*tickets, *(Dense(factor, TICKET.draw_after) for factor in factors))
+
+
 VARIANTS: tuple[Arm, ...] = (
-    AT_A_QUARTER,
     replace(AT_A_QUARTER, floor=0.0),
     replace(AT_A_QUARTER, floor=0.01),
     replace(AT_A_QUARTER, factor=3.0),
-    replace(AT_A_QUARTER, draw_after=0.125, draw_by=0.125),
-    replace(AT_A_QUARTER, draw_after=0.0625, draw_by=0.0625),
-    replace(AT_A_QUARTER, factor=1.5),
-    replace(AT_A_QUARTER, dense=("embedding",)),
-    replace(AT_A_QUARTER, draw_after=0.4, draw_by=0.4),
+    replace(AT_A_QUARTER, entries="random", scope="erk"),
+    replace(AT_A_QUARTER, entries="random", floor=0.6),
+    replace(AT_A_QUARTER, entries="random", dense=("embedding",)),
 )
-"""Variants of one setting each, tried on seeds that report nothing else."""
+"""Variants of one setting or two, tried on seeds that report nothing else."""
+
+FLOORS: tuple[Arm, ...] = tuple(
+    replace(AT_A_QUARTER, entries=entries, floor=floor)
+    for entries in ("score", "random")
+    for floor in (0.0, 0.01, 0.05, 0.3)
+)
+
+
+def at_ratio(ratio: float) -> tuple[Arm, ...]:
+    """Return tickets that prune a fraction, by their entries."""
+    return tuple(
+        replace(AT_A_QUARTER, ratio=ratio, entries=entries) for entries in ("score", "random")
+    )
+
+
+METHODS: tuple[Arm, ...] = (
+    replace(TICKET, method="gradual", draw_after=0.125, draw_by=0.5),
+    replace(TICKET, method="set", draw_by=0.75),
+    replace(TICKET, method="rigl", draw_by=0.75),
+    replace(TICKET, pattern="4x1"),
+    replace(TICKET, pattern="2:4", ratio=0.5),
+)
 
 
 @dataclass(frozen=True)
@@ -61,9 +109,24 @@ class Comparison:
 
 PHASES: dict[str, tuple[Comparison, ...]] = {
     "choose": (
-        Comparison(SMALL, (DENSE, CONTROL, *VARIANTS), CHOOSING, "validation"),
-        Comparison(MAIN, (DENSE, CONTROL, *VARIANTS[:4]), (0,), "validation"),
+        Comparison(SMALL, choices(ENTRIES, (0.05,), (2.0,)), CHOOSING, "validation"),
+        Comparison(MAIN, choices(ENTRIES[:2], (0.05,), FACTORS), CHOOSING[:1], "validation"),
+        Comparison(LONG, choices(ENTRIES[:2], (0.05,), FACTORS[:1]), CHOOSING[:1], "validation"),
+        Comparison(SMALL, choices(ENTRIES[:2], (0.05, 0.3), FACTORS), CHOOSING[:1], "validation"),
+        Comparison(SMALL, (DENSE, CONTROL, *VARIANTS), CHOOSING[:1], "validation"),
     ),
+    "floors": tuple(
+        Comparison(task, (DENSE, CONTROL, *FLOORS), CHOOSING[:1], "validation")
+        for task in (SMALL, *DEEP)
+    ),
+    "bytes": (
+        *(Comparison(task, (DENSE, CONTROL), CHOOSING, "validation") for task in AS_LARGE),
+        *(
+            Comparison(task, (DENSE, CONTROL, *at_ratio(ratio)), CHOOSING, "validation")
+            for task, ratio in {SMALL: TICKET.ratio, **AS_LARGE_PRUNED}.items()
+        ),
+    ),
+    "methods": (Comparison(SMALL, (DENSE, CONTROL, *METHODS), CHOOSING, "validation"),),
     "draw": (Comparison(QUICK, (DENSE, CONTROL, *DRAWS), (0, 1), "validation"),),
     "show": (
         Comparison(MAIN, (TICKET, DENSE, CONTROL), FRESH, "test"),

@@ -56,7 +56,7 @@ class Results:
         Raises:
             ValueError: if the ticket's job was not finished.
         """
-        if not isinstance(job.arm, Pruned) or job.arm.masks not in ("random", "shuffled"):
+        if not isinstance(job.arm, Pruned) or job.arm.masks != "random":
             return {}
         line = self.of(replace(job, arm=replace(job.arm, masks="ticket")))
         if line is None:

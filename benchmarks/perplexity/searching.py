@@ -3,7 +3,8 @@
     python -m benchmarks.perplexity.searching
 
 Prints the bytes of a window of masks, and how much the resident set grows at most while masks are
-computed, both by score. The largest weight matters: scores are computed weight by weight.
+computed, by score and choice of entries. The largest weight matters: scores are computed weight by
+weight.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import torch
 from benchmarks.memory.step import resident
 from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.pruning.bitmask import MaskBits
-from lightning_axosparse.pruning.mask_rule import MaskRule
+from lightning_axosparse.pruning.mask_rule import EntryChoice, MaskRule
 
 WINDOW = 5
 
 
-def measure(width: int, depth: int, score: str) -> dict[str, int]:
+def measure(width: int, depth: int, score: str, entries: EntryChoice = "score") -> dict[str, int]:
     """Fill a window of masks; bytes."""
     torch.manual_seed(0)
     model = GPT(width=width, depth=depth, heads=max(1, width // 64), vocabulary=10_000)
@@ -30,15 +31,15 @@ def measure(width: int, depth: int, score: str) -> dict[str, int]:
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    rule = MaskRule(0.8, score, floor=0.05)
+    rule = MaskRule(0.8, score, entries, floor=0.05)
     sizes = rule.sizes(model)
     base = resident(peak=False)
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     window = [MaskBits(rule.masks(model, [optimizer])) for _ in range(WINDOW)]
-    entries = sum(size.numel() for size in sizes.values())
+    count = sum(size.numel() for size in sizes.values())
     return {
-        "entries": entries,
-        "weights": 4 * entries,
+        "entries": count,
+        "weights": 4 * count,
         "largest": 4 * max(size.numel() for size in sizes.values()),
         "window": sum(b.nbytes for masks in window for b in masks.state_dict()["bits"].values()),
         "peak": resident(peak=True) - base,
@@ -52,13 +53,21 @@ def main() -> None:
     options = arguments.parse_args()
     torch.set_num_threads(1)
     measure(64, 1, "saliency")  # so that code and tables are loaded
-    print("| score | weights | the largest | window of 5 masks | bits an entry | most growth |")
-    print("| --- | --: | --: | --: | --: | --: |")
-    for score in ("magnitude", "saliency"):
-        found = measure(options.width, options.depth, score)
+    columns = ["score", "entries", "weights", "the largest"]
+    columns += ["window of 5 masks", "bits an entry", "most growth"]
+    print(f"| {' | '.join(columns)} |\n| --- | --- | --: | --: | --: | --: | --: |")
+    rules: tuple[tuple[str, EntryChoice], ...] = (
+        ("magnitude", "score"),
+        ("saliency", "score"),
+        ("saliency", "magnitude"),
+        ("saliency", "random"),
+    )
+    for score, entries in rules:
+        found = measure(options.width, options.depth, score, entries)
         sizes = [f"{found[key] / 1e6:.1f} MB" for key in ("weights", "largest", "window")]
         bits = 8 * found["window"] / WINDOW / found["entries"]
-        print(f"| {score} | {' | '.join(sizes)} | {bits:.2f} | {found['peak'] / 1e6:.1f} MB |")
+        cells = [score, entries, *sizes, f"{bits:.2f}", f"{found['peak'] / 1e6:.1f} MB"]
+        print(f"| {' | '.join(map(str, cells))} |")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -91,7 +91,34 @@ LONG = Task("LONG", "files", steps=192)
 WIKI = Task("WIKI", "english")
 QUICK = Task("QUICK", "files", width=64, context=32, steps=32, held_out=512)
 
-TASKS = {task.name: task for task in (MAIN, SMALL, LONG, WIKI, QUICK)}
+DEEP = tuple(replace(SMALL, name=f"DEEP {depth}", depth=depth) for depth in (6, 12))
+"""SMALL with more blocks."""
+
+
+def shaped(width: int, depth: int, learning_rate: float = SMALL.learning_rate) -> Task:
+    """Return SMALL with another model and rate."""
+    name = f"SMALL {width}x{depth}, {learning_rate:g}"
+    return replace(SMALL, name=name, width=width, depth=depth, learning_rate=learning_rate)
+
+
+AS_LARGE = tuple(
+    shaped(width, depth, rate)
+    for width, depth in ((112, 1), (80, 2), (68, 3), (60, 4))
+    for rate in (3e-3, 6e-3)
+)
+"""Dense models whose state is as large as that of SMALL's ticket, 3 MB."""
+
+AS_LARGE_PRUNED = {
+    shaped(128, 2): 0.61,
+    shaped(128, 6): 0.866,
+    shaped(192, 2): 0.823,
+    shaped(192, 4): 0.911,
+}
+"""Models, and the fraction to prune that leaves them with as much."""
+
+TASKS = {
+    task.name: task for task in (MAIN, SMALL, LONG, WIKI, QUICK, *DEEP, *AS_LARGE, *AS_LARGE_PRUNED)
+}
 
 
 def split_by_file(files: list[Path]) -> tuple[Tensor, Tensor, Tensor]:

@@ -218,7 +218,10 @@ def simulated(choice: Choice, case: Case, trial: int, costs: Overhead) -> float:
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--trials", type=int, default=7)
-    arguments.add_argument("--cases", type=int, default=len(CASES), help="only so many, the first")
+    places = range(len(CASES))
+    arguments.add_argument(
+        "--cases", type=int, nargs="+", choices=places, default=places, help="besides the first"
+    )
     options = arguments.parse_args()
     count = options.trials
     world = MPI.COMM_WORLD
@@ -234,7 +237,7 @@ def main() -> None:
     }
     if world.rank == 0:
         head()
-    for case in CASES[: options.cases]:
+    for case in [CASES[place] for place in sorted({0, *options.cases})]:
         run = {name: mine.runner(choice, case) for name, choice in runners.items()}
         if case is CASES[0]:
             run["1F1B"] = mine.recorded_runner(runners["1F1B"], case)

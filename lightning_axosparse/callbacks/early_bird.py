@@ -30,7 +30,7 @@ from lightning_axosparse.callbacks.trainer_info import callbacks_of
 from lightning_axosparse.pruning.bitmask import MaskBits
 from lightning_axosparse.pruning.densities import SCOPES, Scope, Share
 from lightning_axosparse.pruning.mask_distance import DISTANCES, Distance
-from lightning_axosparse.pruning.mask_rule import MaskRule
+from lightning_axosparse.pruning.mask_rule import EntryChoice, MaskRule
 from lightning_axosparse.pruning.pattern import ENTRIES, parse_pattern
 from lightning_axosparse.pruning.prunable import Prune, few
 from lightning_axosparse.pruning.rewind import EarlierWeights
@@ -43,6 +43,7 @@ from lightning_axosparse.strategy.validation import (
     optimizers_before_setup,
     unless_made_later,
     validate_beside_pruning,
+    validate_one_optimizer,
 )
 from lightning_axosparse.support.arguments import (
     DENSITIES,
@@ -100,6 +101,11 @@ class EarlyBirdTicket(TicketSearch):
             saliency where the optimizer has a second moment, else magnitude. Or a function of a
             weight and its optimizer state that returns a tensor of the weight's shape; it is called
             several times and has to return the same.
+        entries: which entries of each weight are kept, of as many as its scores are worth. "score":
+            those of highest score; "magnitude": the largest; "random": any, the same ones for a
+            weight of one name in every run; or a function as for ``score``. However it is chosen,
+            the score decides how much each weight keeps
+            (:class:`lightning_axosparse.pruning.mask_rule.MaskRule`).
         scope: "global": all weights are ranked together; "layer": the same ratio in every weight;
             "uniform-stage": the same ratio in every stage; "erk": by the dimensions of each weight;
             or a mapping of patterns of names to the fractions that these weights keep, while the
@@ -170,6 +176,7 @@ class EarlyBirdTicket(TicketSearch):
         MisconfigurationException,
         pruning_ratio=number("a number in (0, 1)", lambda ratio: 0 < ratio < 1),
         score=one_of("auto", *SCORES) | FUNCTION,
+        entries=one_of("score", "magnitude", "random") | FUNCTION,
         scope=one_of(*SCOPES) | DENSITIES,
         floor=FRACTION,
         stage_imbalance=number("a finite number, at least 1", lambda most: 1 <= most < inf) | NONE,
@@ -193,6 +200,7 @@ class EarlyBirdTicket(TicketSearch):
         self,
         pruning_ratio: float = 0.8,
         score: Literal["auto", "magnitude", "saliency"] | Score = "auto",
+        entries: EntryChoice = "score",
         scope: Scope = "global",
         floor: float = 0.05,
         stage_imbalance: float | None = None,
@@ -225,6 +233,7 @@ class EarlyBirdTicket(TicketSearch):
             self._rule = MaskRule(
                 pruning_ratio,
                 score,
+                entries,
                 dict(scope) if isinstance(scope, Mapping) else scope,
                 floor,
                 dict(prune) if isinstance(prune, Mapping) else prune,
@@ -284,6 +293,7 @@ class EarlyBirdTicket(TicketSearch):
         if self.ticket is None:
             with misconfigured():
                 self._rule = self._rule.resolved(pl_module, trainer.optimizers)
+        validate_one_optimizer(trainer.optimizers, type(self).__name__)
         for optimizer in trainer.optimizers:
             validate_elementwise_optimizers(optimizer)
         if self.ticket is not None:
@@ -417,6 +427,7 @@ class EarlyBirdTicket(TicketSearch):
             pruning_ratio=self.pruning_ratio,
             score=self._rule.score_name,
             scope=self._rule.scope if isinstance(self._rule.scope, str) else "given",
+            entries=self._rule.entries_name,
             step=trainer.global_step,
             distance=self.distance,
             distances=self.distances,

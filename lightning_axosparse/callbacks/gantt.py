@@ -22,7 +22,8 @@ COLOURS: dict[Activity, str] = {
     "compress": "#ffd8a8",
 }
 _PASSES: set[Activity] = {"forward", "backward", "weight gradient"}
-_INNER: set[Activity] = {"densify", "compress"}
+INNER: set[Activity] = {"densify", "compress"}
+"""What runs inside a pass."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def plot_gantt(axes: Axes, step: RecordedStep) -> None:
     end = max((placed.span.end for placed in step.spans), default=step.start) - step.start
     for placed in step.spans:
         span, y = placed.span, rows[placed.replica, placed.span.stage]
-        inner = span.activity in _INNER
+        inner = span.activity in INNER
         height, edge, layer = (0.3, 0, 2) if inner else (0.8, 0.3, 1)
         left, width = (span.start - step.start) * 1e3, (span.end - span.start) * 1e3
         colour = COLOURS[span.activity]

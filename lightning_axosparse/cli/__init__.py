@@ -1,4 +1,4 @@
 """The commands `axosparse-train`, `axosparse-sweep` and `axosparse-plan`.
 
-It may import from every room.
+It may import from every subpackage.
 """

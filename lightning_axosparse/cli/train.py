@@ -169,12 +169,12 @@ def main(config: DictConfig) -> float | None:
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         return _job_of_sweep(config)
     try:
-        with recorded(Path(config.folder), _message):
+        with recorded(Path(config.folder), message):
             return train(config)
     except (InstantiationException, MisconfigurationException, ValueError) as error:
         if os.environ.get("HYDRA_FULL_ERROR"):
             raise
-        raise SystemExit(f"axosparse-train: {_message(error)}") from error
+        raise SystemExit(f"axosparse-train: {message(error)}") from error
 
 
 def _job_of_sweep(config: DictConfig) -> float | None:
@@ -191,14 +191,14 @@ def _job_of_sweep(config: DictConfig) -> float | None:
         _log.info("Finished before: %s", config.folder)
         return before.validation_loss
     try:
-        with recorded(Path(config.folder), _message):
+        with recorded(Path(config.folder), message):
             return train(config)
     except Exception as error:
-        _log.error("Failed: %s", _message(error))
+        _log.error("Failed: %s", message(error))
         return math.nan
 
 
-def _message(error: Exception) -> str:
+def message(error: Exception) -> str:
     """Return the error's message; for an object, after its group of the configuration."""
     if not isinstance(error, InstantiationException):
         return str(error) or type(error).__name__

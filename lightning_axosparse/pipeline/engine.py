@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol, cast
 
 from lightning_axosparse.distributed.backoff import BackOff
@@ -13,6 +14,7 @@ from lightning_axosparse.pipeline.p2p import Link
 from lightning_axosparse.pipeline.reductions import ReductionTracker
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.schedule import ForwardOnly, Op, Schedule
+from lightning_axosparse.pipeline.schedule_choice import ScheduleChoice
 from lightning_axosparse.pipeline.split_layers import SplitLayers
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.pipeline.stage_step import (
@@ -178,27 +180,27 @@ class Pipeline:
     Args:
         layers: the pipelined layers.
         links: the link of each stage in this process: one stage, or all of them.
-        schedule: class of the training schedule.
+        choice: chooses the class of the training schedule.
         limit: most micro-batches that a stage may hold.
         rng: random numbers of the pipeline.
         tracker: follows the reductions in steps of the last stage.
-        split: the layers whose weight gradients a schedule may defer; installed if it does.
+        split: the layers whose weight gradients a schedule may defer; installed if one does.
     """
 
     def __init__(
         self,
         layers: PipelinedLayers,
         links: Mapping[int, Link],
-        schedule: type[Schedule],
+        choice: ScheduleChoice,
         limit: InFlightLimit,
         rng: PipelineRNG,
         tracker: ReductionTracker,
         split: SplitLayers,
     ) -> None:
-        self.limit = limit
+        self.limit, self.choice = limit, choice
         self.peak_in_flight: dict[int, int] = {}
         """Most micro-batches that each stage of this process held in its last training batch."""
-        self._layers, self._links, self._schedule = layers, links, schedule
+        self._layers, self._links = layers, links
         self._rng, self._tracker, self._split = rng, tracker, split
         self._stages = len(layers.parts)
 
@@ -209,6 +211,7 @@ class Pipeline:
             The last stage's step, which has the losses and the outputs; None on other ranks.
         """
         self.limit.begin_batch()
+        schedule = self.choice.begin_batch()
         first, shared = min(self._links), (batch, self._layers, self._rng, self._tracker)
         steps = {
             stage: TrainingStageStep(
@@ -216,9 +219,12 @@ class Pipeline:
             )
             for stage in self._links
         }
-        runs = self._runs(steps, self._schedule, len(batch.microbatches))
-        with self._rng.batch(), self._split.batch():
+        runs = self._runs(steps, schedule, len(batch.microbatches))
+        split = self._split.batch() if schedule.defers_weight_gradients else nullcontext()
+        with self._rng.batch(), split, self.choice.timed():
             run(runs)
+        if any(step.reordered_sums for step in steps.values()):
+            self.choice.found_reordered_sums()
         self.peak_in_flight = {each.stage: each.peak_in_flight for each in runs}
         return steps.get(self._stages - 1)
 

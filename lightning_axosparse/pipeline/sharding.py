@@ -66,6 +66,10 @@ class Sharding:
         prefixes = (".".join(parts[:length]) for length in range(1, len(parts)))
         return next((self._stage_of_layer[p] for p in prefixes if p in self._stage_of_layer), None)
 
+    def holders_of(self, name: str) -> frozenset[int]:
+        """The stages that keep a parameter, which may be younger than this object."""
+        return self.holders.get(name) or self._holders_of_name(name)
+
     def source_of(self, key: str) -> int:
         """The stage whose value of a state key counts.
 
@@ -80,7 +84,7 @@ class Sharding:
         return {
             name: parameter
             for name, parameter in self.module.named_parameters()
-            if self._is_local(self.holders[name])
+            if self._is_local(self.holders_of(name))
         }
 
     def counted(self) -> set[str]:

@@ -295,7 +295,6 @@ class SplitLayers:
     @contextmanager
     def batch(self) -> Iterator[None]:
         """Split the layers that are called inside the context, for one batch."""
-        self.parameters = set()
         for layer in self._layers:
             # Layers go over to sparse storage between two batches.
             operation, parameters = _operation(layer), tuple(layer.parameters(recurse=False))
@@ -305,6 +304,7 @@ class SplitLayers:
             yield
         finally:
             self._calls.clear()
+            self.parameters = set()
 
     @contextmanager
     def deferring(

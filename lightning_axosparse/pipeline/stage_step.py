@@ -243,6 +243,11 @@ class TrainingStageStep(StageStep):
             self._queue.end_backwards()
         return factor
 
+    @property
+    def reordered_sums(self) -> bool:
+        """Whether weight gradients that were made later stand in another order in a sum."""
+        return self._queue.reordered
+
     def make_weight_gradient(self, microbatch: int) -> bool:
         """Make one of the weight gradients that backward passes have left.
 

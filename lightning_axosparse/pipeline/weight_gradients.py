@@ -72,6 +72,9 @@ class WeightGradientQueue:
         self._left: Counter[int] = Counter()
         self._scratch = Scratch()
         self._backwards_ended = False
+        self._begun: set[nn.Parameter] = set()
+        self.reordered = False
+        """Whether a parameter got terms from elsewhere before its products were computed."""
 
     def add(self, microbatch: int, product: WeightProduct) -> None:
         """Queue a product of a micro-batch's backward pass."""
@@ -111,6 +114,9 @@ class WeightGradientQueue:
         products = self._products.pop(key)
         self._left[key[0]] -= 1
         parameters = products[0].parameters
+        if parameters[0] not in self._begun:
+            self._begun.add(parameters[0])
+            self.reordered |= any(parameter.grad is not None for parameter in parameters)
         # The first term becomes the gradient.
         scratch = None if parameters[0].grad is None else self._scratch
         with torch.no_grad():

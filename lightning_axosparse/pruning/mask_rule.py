@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -19,20 +21,33 @@ from lightning_axosparse.pruning.pattern import (
     PatternedWeights,
 )
 from lightning_axosparse.pruning.prunable import Prune, few, prunable
-from lightning_axosparse.pruning.scores import SCORES, Score, Scores, State, has_second_moment
-from lightning_axosparse.pruning.selection import highest
+from lightning_axosparse.pruning.scores import (
+    SCORES,
+    Score,
+    Scores,
+    State,
+    by_chance,
+    has_second_moment,
+)
+from lightning_axosparse.pruning.selection import highest, kept_of
 from lightning_axosparse.pruning.stage_balance import balanced
+
+EntryChoice = Literal["score", "magnitude", "random"] | Score
+"""By what the entries of a weight are chosen, once it is known how many it keeps."""
 
 
 @dataclass(frozen=True)
 class MaskRule:
-    """A rule for masks: the entries of highest score are kept.
+    """A rule for masks: scores say how many entries each weight keeps, and which ones.
 
     Attributes:
         ratio: fraction of the entries of all pruned weights to prune, in [0, 1).
         score: "magnitude", "saliency", or a function of a weight and its optimizer state
             (:mod:`lightning_axosparse.pruning.scores`); "auto": saliency where the optimizer has a
             second moment of all pruned weights, else magnitude.
+        entries: which entries of each weight are kept, of as many as its scores are worth. "score":
+            those of highest score; "magnitude": the largest; "random": any, the same ones each time
+            for a weight of one name; or those for which a function, as for ``score``, is highest.
         scope: how the weights share what is kept
             (:func:`lightning_axosparse.pruning.densities.shares`).
         floor: where several weights are ranked together, each keeps at least this fraction, in
@@ -50,6 +65,7 @@ class MaskRule:
 
     ratio: float
     score: str | Score = "auto"
+    entries: EntryChoice = "score"
     scope: Scope = "global"
     floor: float = 0.0
     prune: Prune | None = None
@@ -189,22 +205,54 @@ class MaskRule:
         rule = self.resolved(module, optimizers)
         counted: Mapping[str, Tensor] = weights or dict(module.named_parameters())
         counted = {name: counted[name] for name in rule.sizes(module) if name in counted}
-        score = SCORES[rule.score] if isinstance(rule.score, str) else rule.score
         states: dict[str, State] = {
             name: next((o.state[weight] for o in optimizers if weight in o.state), {})
             for name, weight in counted.items()
         }
         patterned = rule._patterned(module)
-        scores = patterned.scores(Scores(score, counted, states))
-        divided = rule._shares(patterned.sizes, stages)
-        if rule.stage_imbalance is None or stages is None:
-            return patterned.masks(highest(scores, divided, group))
+        scores = patterned.scores(Scores(rule._score, counted, states))
+        if rule.entries == "score":
+            return patterned.masks(rule._ranked(scores, patterned.sizes, stages, group))
+        kept = kept_of(rule._ranked(scores, patterned.sizes, stages, group), patterned.sizes, group)
+        alone = [Share({name: patterned.sizes[name]}, count) for name, count in kept.items()]
+        chosen = patterned.scores(rule._chosen_by(counted, states))
+        return patterned.masks(highest(chosen, alone, group))
+
+    def _ranked(
+        self,
+        scores: Mapping[str, Tensor],
+        sizes: Mapping[str, torch.Size],
+        stages: Stages | None,
+        group: ProcessGroup | None,
+    ) -> dict[str, Tensor]:
+        """Return the masks of the units of highest score."""
+        divided = self._shares(sizes, stages)
+        if self.stage_imbalance is None or stages is None:
+            return highest(scores, divided, group)
         [share] = divided
-        return patterned.masks(balanced(scores, share, stages, rule.stage_imbalance, group))
+        return balanced(scores, share, stages, self.stage_imbalance, group)
+
+    @property
+    def _score(self) -> Score:
+        return SCORES[self.score] if isinstance(self.score, str) else self.score
+
+    def _chosen_by(self, weights: Mapping[str, Tensor], states: Mapping[str, State]) -> Scores:
+        """Return that by which the entries of each weight are chosen."""
+        if self.entries == "random":
+            return Scores(by_chance, weights, {n: {"seed": crc32(n.encode())} for n in weights})
+        entries = SCORES[self.entries] if isinstance(self.entries, str) else self.entries
+        return Scores(entries, weights, states)
 
     @property
     def score_name(self) -> str:
         """The name of the score."""
-        if isinstance(self.score, str):
-            return self.score
-        return getattr(self.score, "__name__", type(self.score).__name__)
+        return _name(self.score)
+
+    @property
+    def entries_name(self) -> str:
+        """The name of what the entries of a weight are chosen by."""
+        return _name(self.entries)
+
+
+def _name(score: str | Score) -> str:
+    return score if isinstance(score, str) else getattr(score, "__name__", type(score).__name__)

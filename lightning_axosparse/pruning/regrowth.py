@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_axosparse.pruning.bitmask import MaskBits
 from lightning_axosparse.pruning.densities import Share
-from lightning_axosparse.pruning.scores import Score, Scores, State
+from lightning_axosparse.pruning.scores import Score, Scores, State, by_chance
 from lightning_axosparse.pruning.selection import highest
 
 Growth = Literal["random", "gradient"]
@@ -83,9 +83,7 @@ def _gradient(weight: Tensor, state: State) -> Tensor:
 
 def _random(weight: Tensor, state: State) -> Tensor:
     """Random numbers, of which none exceeds one that survived."""
-    generator = torch.Generator().manual_seed(state["seed"])
-    numbers = torch.rand(weight.shape, generator=generator).to(weight.device)
-    return torch.where(state["kept"], torch.inf, numbers)
+    return torch.where(state["kept"], torch.inf, by_chance(weight, state))
 
 
 _GROWTH: dict[Growth, Score] = {"gradient": _gradient, "random": _random}

@@ -7,7 +7,7 @@ summed over the ranks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -48,6 +48,21 @@ def highest(
         masks.update(_of_share(_Keys(scores, share, double), group))
     shapes = {name: size for share in shares for name, size in share.sizes.items()}
     return {name: masks[name].view(shapes[name]) for name in scores}
+
+
+def kept_of(
+    masks: Mapping[str, Tensor], names: Iterable[str], group: ProcessGroup | None = None
+) -> dict[str, int]:
+    """Count what each weight of all ranks keeps.
+
+    Args:
+        masks: name -> mask of the weights that this rank counts.
+        names: of the weights of all ranks, in the same order on each.
+        group: as for :func:`highest`.
+    """
+    ordered = list(names)
+    counts = torch.tensor([int(masks[n].sum()) if n in masks else 0 for n in ordered])
+    return dict(zip(ordered, all_sum(counts, group).tolist(), strict=True))
 
 
 class _Keys(Mapping[str, Tensor]):

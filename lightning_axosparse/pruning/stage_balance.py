@@ -6,13 +6,11 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from math import ceil
 
-import torch
 from torch import Size, Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_axosparse.distributed.process_groups import all_sum
 from lightning_axosparse.pruning.densities import Share, Stages
-from lightning_axosparse.pruning.selection import highest
+from lightning_axosparse.pruning.selection import highest, kept_of
 
 
 def balanced(
@@ -45,7 +43,7 @@ def balanced(
     shares = [share]
     while True:
         masks = highest(scores, shares, group)
-        limited = limit_stages(share, _kept(masks, share, group), stages, imbalance)
+        limited = limit_stages(share, kept_of(masks, share.sizes, group), stages, imbalance)
         if limited is None:
             return masks
         shares = limited
@@ -118,9 +116,3 @@ def _room(entries: list[int], most: int) -> int:
 
 def _entries(sizes: Mapping[str, Size]) -> int:
     return sum(size.numel() for size in sizes.values())
-
-
-def _kept(masks: Mapping[str, Tensor], share: Share, group: ProcessGroup | None) -> dict[str, int]:
-    """How many entries each weight of all ranks keeps."""
-    counts = torch.tensor([int(masks[n].sum()) if n in masks else 0 for n in share.sizes])
-    return dict(zip(share.sizes, all_sum(counts, group).tolist(), strict=True))

@@ -40,12 +40,13 @@ _FIELDS = {
     "pruning_ratio": FRACTION,
     "score": TEXT | NONE,
     "scope": one_of(*SCOPES, "given"),
+    "entries": TEXT,
     "step": INDEX | NONE,
     "distance": one_of("relative", "overlap", "hamming"),
     "distances": DISTANCES,
 }
 _KIND = "lightning_axosparse.Ticket/"
-_FORMAT = f"{_KIND}3"
+_FORMAT = f"{_KIND}4"
 
 
 @dataclass(frozen=True, repr=False)
@@ -56,10 +57,11 @@ class Ticket:
         masks: parameter name -> bool tensor of its shape, True where an entry is kept. Any mapping
             may be given; each mask is stored at one bit per entry and unpacked (on CPU) when read.
         pruning_ratio: the fraction of entries that was to be pruned.
-        score: by what the entries were ranked: "magnitude", "saliency" or the name of a function;
-            None if the ticket was made by hand.
+        score: by what weights were ranked: "magnitude", "saliency" or the name of a function; None
+            if the ticket was made by hand.
         scope: how the weights shared what is kept, as for ``EarlyBirdTicket``; "given" if densities
             were.
+        entries: by what the entries of each weight were chosen, as for ``EarlyBirdTicket``.
         step: number of optimizer steps before the draw; None if the ticket was made by hand.
         distance: how ``distances`` were measured: "relative", "overlap" or "hamming".
         distances: number of optimizer steps -> the largest distance of the masks after them to
@@ -73,6 +75,7 @@ class Ticket:
     pruning_ratio: float
     score: str | None = None
     scope: str = "global"
+    entries: str = "score"
     step: int | None = None
     distance: str = "relative"
     distances: Mapping[int, float] = field(default_factory=dict)
@@ -137,7 +140,7 @@ class Ticket:
         Raises:
             ValueError: if the arguments do not fit the model, or a weight is NaN.
         """
-        rule = MaskRule(pruning_ratio, "magnitude", scope, floor, prune)
+        rule = MaskRule(pruning_ratio, "magnitude", scope=scope, floor=floor, prune=prune)
         known = scope if isinstance(scope, str) else "given"
         return cls(rule.masks(module), pruning_ratio, rule.score_name, known)
 
@@ -155,7 +158,7 @@ class Ticket:
         for name, mask in self.masks.items():
             order = torch.randperm(mask.numel(), generator=generator)
             masks[name] = (order < int(mask.sum())).view(mask.shape)
-        return Ticket(masks, self.pruning_ratio, "random", self.scope)
+        return Ticket(masks, self.pruning_ratio, self.score, self.scope, "random")
 
     def overlap(self, other: Ticket) -> float:
         """Return the fraction of the kept entries that two tickets of one model have in common.
@@ -253,7 +256,8 @@ class Ticket:
         return (
             f"Ticket({len(self.masks)} parameters, {self.sparsity:.1%} of "
             f"{sum(shape.numel() for shape in self.shapes.values())} entries pruned, "
-            f"score={self.score!r}, scope={self.scope!r}, step={self.step})"
+            f"score={self.score!r}, scope={self.scope!r}, entries={self.entries!r}, "
+            f"step={self.step})"
         )
 
     @property

@@ -256,8 +256,8 @@ def _new_class(dense_class: type[nn.Module], names: tuple[str, ...]) -> type[Spa
     elif issubclass(dense_class, nn.Embedding | nn.EmbeddingBag) and "weight" in names:
         mixin = SparseEmbedding
     body: dict[str, Any] = {name: property(_reader(name)) for name in names}
-    rooms = linear, convolution, embedding
-    forward = next(filter(None, (room.layer_forward(dense_class, names) for room in rooms)), None)
+    kinds = linear, convolution, embedding
+    forward = next(filter(None, (kind.layer_forward(dense_class, names) for kind in kinds)), None)
     if forward is not None:
         body["forward"] = forward
     body["__module__"] = dense_class.__module__

@@ -1,4 +1,4 @@
 """The Lightning strategy: its hooks, steps, sharding and validation, and the offloaded optimizer.
 
-It may import from every room but callbacks, cli and examples.
+It may import from every subpackage but callbacks, cli and examples.
 """

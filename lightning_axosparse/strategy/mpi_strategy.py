@@ -159,8 +159,13 @@ class MPIStrategy(ParallelStrategy):
         self._undo.close()
         super().teardown()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what connects this process to others, and how the run is undone."""
+        return {**super().__getstate__(), "_groups": None, "_undo": ExitStack()}
+
     def on_exception(self, exception: BaseException) -> None:
         """Abort the job, so that no other rank waits for this one for ever."""
+        super().on_exception(exception)
         if self._ranks > 1:
             mark_finished()
             environment.abort_job(exception, self.grid)

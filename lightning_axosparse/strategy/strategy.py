@@ -44,7 +44,8 @@ from lightning_axosparse.pipeline.loss_weights import (
 )
 from lightning_axosparse.pipeline.partition import UNPARTITIONED, Partition, partition_layers
 from lightning_axosparse.pipeline.profile import profile_example, validate_example_input
-from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES, Schedule
+from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES
+from lightning_axosparse.pipeline.schedule_choice import ScheduleRule
 from lightning_axosparse.pipeline.sharding import Sharding
 from lightning_axosparse.planning.grid_comparison import default_microbatches
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
@@ -64,7 +65,7 @@ from lightning_axosparse.strategy.construction import (
 from lightning_axosparse.strategy.learning_rate import scaled_rates
 from lightning_axosparse.strategy.lightning.device import move_optimizers
 from lightning_axosparse.strategy.lightning.gradients import GradientNorms
-from lightning_axosparse.strategy.lightning.hooks import checkpoint_hooks
+from lightning_axosparse.strategy.lightning.hooks import checkpoint_hooks, overrides
 from lightning_axosparse.strategy.lightning.loop_check import LoopCheck
 from lightning_axosparse.strategy.lightning.prediction_writers import without_writing
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
@@ -82,12 +83,14 @@ from lightning_axosparse.strategy.validation import (
     validate_layers_exist,
     validate_local,
     validate_module,
+    validate_one_optimizer,
     validate_optimizers,
     validate_regrid_module,
     validate_regrid_stages,
     validate_split_module,
     validate_weight_gradients,
 )
+from lightning_axosparse.strategy.whole_step import WholeStepRunner
 from lightning_axosparse.support.arguments import (
     BOOL,
     BYTES,
@@ -120,7 +123,7 @@ class _Session:
     """
 
     stage_module: StageModule
-    runner: StepRunner
+    runner: StepRunner | WholeStepRunner
     offload: OptimizerOffload | None
     regrid: Regrid | None
     tensors: StageTensors
@@ -166,7 +169,9 @@ class AxoSparseStrategy(MPIStrategy):
             gets its gradient earlier: for linear layers, Hugging Face's ``Conv1D`` and
             convolutions whose weights are dense, and in "message-driven" and "zb-h1". Gradients
             are the same to the bit, and complete before anything of Lightning reads them. None
-            takes "deferred" for "zb-h1" and "together" for all others.
+            runs the first 16 batches, and as many after a draw, in both ways and keeps the faster
+            one, for stages on CPUs that exchange messages and without ``recompute``; "deferred"
+            for "zb-h1"; else "together".
         transport: "mpi" gives each stage a rank; "loopback" runs all stages of a replica in one
             process, through the same schedule, for notebooks, debuggers and tests.
         split_batch: splits a batch into micro-batches, ``(batch, microbatches) -> list``, such as
@@ -310,14 +315,22 @@ class AxoSparseStrategy(MPIStrategy):
         return self._microbatches or default_microbatches(self.g_inter)
 
     @property
-    def _defers(self) -> bool:
-        """Whether weight gradients are passes of their own."""
-        return self._weight_gradients == "deferred" or self.schedule not in SCHEDULES
+    def _pipelines(self) -> bool:
+        """Whether there are stages or micro-batches, or layers that are computed again."""
+        split = self.g_inter > 1 or self.microbatches > 1
+        return split or self._recompute is not None or self._schedules.defers
 
     @property
-    def _schedule_class(self) -> type[Schedule]:
-        """The class of the training schedule."""
-        return (DEFERRING_SCHEDULES if self._defers else SCHEDULES)[self.schedule]
+    def _schedules(self) -> ScheduleRule:
+        """How the training schedule is chosen."""
+        may_defer = (
+            self.g_inter > 1
+            and self._recompute is None
+            and self.transport == "mpi"
+            and self.root_device.type == "cpu"
+            and not overrides(self._module, "backward")
+        )
+        return ScheduleRule(self.schedule, self._weight_gradients, may_defer)
 
     # Validation, before any rank is started
 
@@ -357,8 +370,9 @@ class AxoSparseStrategy(MPIStrategy):
         """Check what does not depend on the layers."""
         self.connect(self._module)
         if trainer.state.fn == TrainerFn.FITTING:
-            validate_module(self._module)
-            if self._defers:
+            if self._pipelines:
+                validate_module(self._module)
+            if self._schedules.defers:
                 validate_split_module(self._module)
             if self.launcher is not None:
                 self._validate_optimizers(optimizers_before_setup(self._module))
@@ -369,8 +383,9 @@ class AxoSparseStrategy(MPIStrategy):
             validate_default_checkpoint_io(self.checkpoint_io)
 
     def _validate_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        validate_optimizers(optimizers)
+        validate_optimizers(optimizers, self._pipelines, self.grid.g_data)
         if self._offload_bucket is not None:
+            validate_one_optimizer(optimizers, "offload_optimizer")
             for optimizer in optimizers:
                 validate_bucketwise_optimizers(optimizer)
 
@@ -419,26 +434,35 @@ class AxoSparseStrategy(MPIStrategy):
         partition = self._balance_by_time(partition)
         if trainer.state.fn == TrainerFn.FITTING:
             advise_on_batch_norm(self._module, self.microbatches)
-        stage_module = self._shard_module(partition)
-        offload = self._place_optimizers(stage_module)
+        # Those of an earlier fit may belong to another module.
+        optimizers = self.optimizers if trainer.state.fn == TrainerFn.FITTING else []
+        stage_module = self._shard_module(partition, optimizers)
+        offload = self._place_optimizers(stage_module, optimizers)
         self.setup_precision_plugin()
         self._check_loops(trainer)
-        rule = self._in_flight_rule(trainer)
-        runner = self._start_runner(trainer, stage_module, rule, steps_in_parts=offload is not None)
         if self.grid.rank != self.grid.same_batch_ranks[0]:
             self._undo.enter_context(without_writing(trainer))
-        regrid = self._plan_regrid(trainer, partition, stage_module, runner, rule)
         if stage_module.groups.inter is not None:
             norms = GradientNorms(trainer, stage_module.remote_gradients)
             self._undo.enter_context(norms.added_to(trainer))
         tensors = StageTensors(lambda: stage_module.groups.inter)
-        self._session = _Session(stage_module, runner, offload, regrid, tensors)
+        steps_in_parts = offload is not None
+        if self._pipelines:
+            rule = self._in_flight_rule(trainer)
+            runner = self._start_pipeline(trainer, stage_module, rule, steps_in_parts)
+            regrid = self._plan_regrid(trainer, partition, stage_module, runner, rule)
+            self._session = _Session(stage_module, runner, offload, regrid, tensors)
+        else:
+            whole = WholeStepRunner(trainer, self.precision_plugin, steps_in_parts, stage_module)
+            self._undo.callback(whole.close)
+            self._session = _Session(stage_module, whole, offload, None, tensors)
         self.learning_rate_factor = 1.0
         self.on_gradients = None
 
     def teardown(self) -> None:
         """Undo what setup changed; under ``mpiexec`` every rank gets the whole module, dense."""
-        self._session = None
+        if self._pipelines:
+            self._session = None
         super().teardown()
 
     def model_to_device(self) -> None:
@@ -482,7 +506,7 @@ class AxoSparseStrategy(MPIStrategy):
         rank_zero_info(str(partition))
         return partition
 
-    def _shard_module(self, partition: Partition) -> StageModule:
+    def _shard_module(self, partition: Partition, optimizers: Sequence[Optimizer]) -> StageModule:
         """Drop the tensors of other ranks' stages; teardown gathers them again."""
         assert self._groups is not None
         recompute = None
@@ -495,11 +519,11 @@ class AxoSparseStrategy(MPIStrategy):
             self._stages,
             self.root_device,
             recompute,
-            self._schedule_class.defers_weight_gradients,
+            self._schedules.splits_backward,
         )
         kept, _ = stage_module.sharding.split(self._stages)
         validate_values(kept.items(), self.grid.stage)
-        stage_module.shard(self.optimizers)
+        stage_module.shard(optimizers)
         self._undo.callback(self._end_run, stage_module)
         return stage_module
 
@@ -509,7 +533,7 @@ class AxoSparseStrategy(MPIStrategy):
             stage_module.end_run()
             self._ended = stage_module
         else:
-            stage_module.unshard(self.optimizers)
+            stage_module.unshard()
 
     def keep_sharded(self) -> None:
         """Leave the module sharded when a run ends; the launcher calls this on each rank."""
@@ -519,16 +543,18 @@ class AxoSparseStrategy(MPIStrategy):
         """Yield what this rank returns to the caller of the launcher, and free it."""
         if self._ended is None:
             return
-        yield from self._ended.release(self.optimizers)
+        yield from self._ended.release()
         self._ended = None
 
-    def _place_optimizers(self, stage_module: StageModule) -> OptimizerOffload | None:
+    def _place_optimizers(
+        self, stage_module: StageModule, optimizers: Sequence[Optimizer]
+    ) -> OptimizerOffload | None:
         """Move the optimizers' state to the device, or offload it to the host."""
         if self._offload_bucket is None:
-            move_optimizers(self.optimizers, self.root_device)
-        elif self.optimizers:
+            move_optimizers(optimizers, self.root_device)
+        elif optimizers:
             offload = OptimizerOffload(
-                self.optimizers[0],
+                optimizers[0],
                 self._offload_bucket,
                 self.root_device,
                 stage_module.await_gradients,
@@ -549,7 +575,7 @@ class AxoSparseStrategy(MPIStrategy):
             self._in_flight, self.schedule, self.root_device, free, lambda: trainer.global_step
         )
 
-    def _start_runner(
+    def _start_pipeline(
         self,
         trainer: pl.Trainer,
         stage_module: StageModule,
@@ -559,7 +585,7 @@ class AxoSparseStrategy(MPIStrategy):
         runner = StepRunner(
             trainer,
             self.precision_plugin,
-            self._schedule_class,
+            self._schedules,
             BatchSplitter(trainer, self.microbatches, self._split_batch),
             self._loss_rule,
             self._step_outputs == "all",
@@ -619,12 +645,6 @@ class AxoSparseStrategy(MPIStrategy):
         """Run ``predict_step`` forward; every stage returns the last stage's predictions."""
         context = self.precision_plugin.predict_step_context
         return self._running.runner.evaluate(self._module.predict_step, context, *args, **kwargs)
-
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """Give the parameters the gradients that :meth:`training_step` has computed."""
-        return self._running.runner.backward(closure_loss)
 
     def optimizer_step(
         self,
@@ -732,7 +752,7 @@ class AxoSparseStrategy(MPIStrategy):
 
     def _after_draw(self) -> None:
         """Use the memory that pruning has freed."""
-        self._running.runner.limit.measure_again()
+        self._running.runner.measure_again()
         if self._running.regrid is not None:
             self._running.regrid.after_draw()
 
@@ -748,11 +768,10 @@ class AxoSparseStrategy(MPIStrategy):
             return self._module.state_dict()
         if self.grid.data_rank > 0:
             return {}
-        stage_module, metrics = self._session.stage_module, self._session.runner.metrics
-        groups = stage_module.groups
-        with metrics.states_shared(
-            partial(groups.all_gather_from_stage, stage=stage_module.last_stage)
-        ):
+        if self._is_ordinary:
+            return super().lightning_module_state_dict()
+        stage_module = self._session.stage_module
+        with self._session.runner.metric_states_shared():
             if self.grid.replica > 0:
                 return {}
             return self._for_hooks(
@@ -806,7 +825,7 @@ class AxoSparseStrategy(MPIStrategy):
         if ticket is not None:
             ticket.apply(self._module)
         state = checkpoint["state_dict"]
-        if self._session is not None:
+        if self._session is not None and not self._is_ordinary:
             stage_module = self._session.stage_module
             state = local_model_state(state, stage_module.sharding, stage_module.stages)
             strict = False
@@ -823,11 +842,13 @@ class AxoSparseStrategy(MPIStrategy):
             optimizer = optimizer.optimizer
         if self.grid.replica > 0:
             return {}
+        if self._is_ordinary:
+            return super().optimizer_state(optimizer)
         stage_module = self._running.stage_module
         return self._for_hooks(
             gather_optimizer_state(
                 optimizer,
-                stage_module.optimizer_groups[self.optimizers.index(optimizer)],
+                stage_module.group_names(optimizer),
                 stage_module.sharding.names,
                 sparse_parameters(self._module),
                 self._running.tensors,
@@ -837,13 +858,13 @@ class AxoSparseStrategy(MPIStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of the whole optimizers' states."""
         stage_module, offload = self._running.stage_module, self._running.offload
+        if self._is_ordinary and offload is None:
+            super().load_optimizer_state_dict(all_made(checkpoint))
+            return
         names, sparse = stage_module.sharding.names, sparse_parameters(self._module)
-        for optimizer, state, groups in zip(
-            self.optimizers,
-            checkpoint["optimizer_states"],
-            stage_module.optimizer_groups,
-            strict=True,
-        ):
+        states = checkpoint["optimizer_states"]
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            groups = stage_module.group_names(optimizer)
             local = local_optimizer_state(state, optimizer, groups, names, sparse)
             if offload is None:
                 optimizer.load_state_dict(local)
@@ -853,6 +874,17 @@ class AxoSparseStrategy(MPIStrategy):
             restore_masters(optimizer, sparse.values())
 
     # State
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the running session: a callback that holds the Trainer may be pickled."""
+        return {**super().__getstate__(), "_session": None, "_ended": None}
+
+    @property
+    def _is_ordinary(self) -> bool:
+        """Whether this rank has the module as one process has it: all of it, and dense."""
+        if self._save_distributed_checkpoint or sparse_parameters(self._module):
+            return False
+        return self.g_inter == 1 or self._session is None
 
     @property
     def _module(self) -> pl.LightningModule:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,7 +31,7 @@ from lightning_axosparse.pipeline.microbatch import MicroBatch, of_replica
 from lightning_axosparse.pipeline.outputs import loss_alone, merge, with_loss
 from lightning_axosparse.pipeline.reductions import ReductionTracker
 from lightning_axosparse.pipeline.rng import PipelineRNG
-from lightning_axosparse.pipeline.schedule import Schedule
+from lightning_axosparse.pipeline.schedule_choice import ScheduleRule
 from lightning_axosparse.pipeline.stage_step import (
     Batch,
     StageStep,
@@ -48,6 +49,7 @@ from lightning_axosparse.strategy.lightning.loop_check import position
 from lightning_axosparse.strategy.lightning.metrics import PipelinedMetrics
 from lightning_axosparse.strategy.lightning.precision import (
     pipeline_precision,
+    replace_backward,
     restore_precision,
     scale_loss,
 )
@@ -61,18 +63,20 @@ class OpenPipeline:
     Args:
         stage_module: the part of the module on this rank.
         limit: most micro-batches that a stage may hold.
-        schedule: class of the training schedule.
+        schedules: chooses the class of the training schedule.
         precision: the precision plugin.
         rng: random numbers of the pipeline.
+        give_gradients: gives parameters the gradients that a step has computed.
     """
 
     def __init__(
         self,
         stage_module: StageModule,
         limit: InFlightLimit,
-        schedule: type[Schedule],
+        schedules: ScheduleRule,
         precision: Precision,
         rng: PipelineRNG,
+        give_gradients: Callable[[], None],
     ) -> None:
         module, grid, groups = stage_module.module, stage_module.grid, stage_module.groups
         self.stage_module = stage_module
@@ -88,11 +92,12 @@ class OpenPipeline:
                 counted.__contains__,
                 stage_module.remote_gradients.forget_norms,
             )
+            replace_backward(precision, give_gradients)
             links = stage_module.links(limit.largest)
             self.pipeline = Pipeline(
                 stage_module.layers,
                 links,
-                schedule,
+                schedules.choice(len(stage_module.layers.parts), groups),
                 limit,
                 rng,
                 self.tracker,
@@ -199,7 +204,7 @@ class StepRunner:
     Args:
         trainer: the running Trainer.
         precision: the pipeline's precision plugin.
-        schedule: class of the training schedule.
+        schedules: chooses the class of the training schedule.
         splitter: splits batches into micro-batches.
         rule: how the losses of micro-batches make up that of the batch.
         sends_outputs: whether every rank gets what steps return; else the last stage does, and the
@@ -214,7 +219,7 @@ class StepRunner:
         self,
         trainer: pl.Trainer,
         precision: Precision,
-        schedule: type[Schedule],
+        schedules: ScheduleRule,
         splitter: BatchSplitter,
         rule: LossRule,
         sends_outputs: bool,
@@ -223,7 +228,7 @@ class StepRunner:
         limit: InFlightLimit,
     ) -> None:
         self._trainer, self._precision = trainer, precision
-        self._schedule, self._splitter, self._rule = schedule, splitter, rule
+        self._schedules, self._splitter, self._rule = schedules, splitter, rule
         self._sends_outputs = sends_outputs
         self._warned: set[str | None] = {None}
         self._stashed = StashedGradients()
@@ -233,7 +238,7 @@ class StepRunner:
         _agree_on_seed(stage_module)
         stages = stage_module.last_stage + 1
         self._rng = PipelineRNG(torch.initial_seed(), stages, stage_module.device)
-        self._open = OpenPipeline(stage_module, limit, schedule, precision, self._rng)
+        self._open = self._opened(stage_module, limit)
 
     def open(self, stage_module: StageModule, limit: InFlightLimit) -> None:
         """Run the next steps on another grid of ranks; to be called after :meth:`close`.
@@ -243,7 +248,12 @@ class StepRunner:
             limit: most micro-batches that a stage may hold.
         """
         _agree_on_seed(stage_module)
-        self._open = OpenPipeline(stage_module, limit, self._schedule, self._precision, self._rng)
+        self._open = self._opened(stage_module, limit)
+
+    def _opened(self, stage_module: StageModule, limit: InFlightLimit) -> OpenPipeline:
+        return OpenPipeline(
+            stage_module, limit, self._schedules, self._precision, self._rng, self._give_gradients
+        )
 
     def close(self) -> None:
         """Give the module its own logging and metrics back, with the states that count."""
@@ -254,15 +264,21 @@ class StepRunner:
         """Most micro-batches that a stage may hold."""
         return self._open.pipeline.limit
 
+    def measure_again(self) -> None:
+        """Choose the in-flight limit and the schedule again, because the model became smaller."""
+        self._open.pipeline.limit.measure_again()
+        self._open.pipeline.choice.measure_again()
+
     @property
     def peak_in_flight(self) -> dict[int, int]:
         """Most micro-batches that each stage of this rank held in its last training batch."""
         return self._open.pipeline.peak_in_flight
 
-    @property
-    def metrics(self) -> PipelinedMetrics:
-        """The metrics of the module."""
-        return self._open.metrics
+    def metric_states_shared(self) -> AbstractContextManager[None]:
+        """Give every rank the last stage's states of metrics inside the context; collective."""
+        stage_module = self._open.stage_module
+        collect = partial(stage_module.groups.all_gather_from_stage, stage=stage_module.last_stage)
+        return self._open.metrics.states_shared(collect)
 
     def train(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the module's ``training_step`` forward and backward.
@@ -334,14 +350,10 @@ class StepRunner:
                 last = run.pipeline.evaluate(evaluated)
             return self._combine(last, microbatches, evaluated.fingerprint)
 
-    def backward(self, loss: Tensor) -> Tensor:
-        """Run the hooks of Lightning's backward, and give parameters the gradients of the batch."""
-        module = self._open.stage_module.module
-        # The hooks alone: a plugin's own pre_backward would scale the loss, which is done.
-        Precision.pre_backward(self._precision, loss, module)
+    def _give_gradients(self) -> None:
+        """Give the parameters the gradients that the step has computed."""
         self._stashed.restore()
         self._open.stage_module.remote_gradients.present()
-        return Precision.post_backward(self._precision, loss, module)
 
     @contextmanager
     def gradients_kept_local(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ several optimizers, when they are configured.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -132,19 +132,19 @@ def validate_regrid_stages(regrid: int | Literal["auto"] | None, g_inter: int) -
 
 
 def validate_module(module: LightningModule) -> None:
-    """Check that the module leaves optimization to Lightning.
+    """Check that a module whose steps are pipelined leaves optimization to Lightning.
 
     Raises:
         MisconfigurationException: if the module optimizes by hand.
     """
     if not module.automatic_optimization:
         raise MisconfigurationException(
-            f"{type(module).__name__} sets `automatic_optimization = False`, but under"
-            " AxoSparseStrategy only the last stage reaches the code that follows the model in"
-            " `training_step`: the other stages would never call `optimizer.step()`. Return the"
-            " loss from `training_step` instead and leave `automatic_optimization` alone; where two"
-            " optimizers were wanted, give one several parameter groups:"
-            " `AdamW([{'params': a, 'lr': 1e-3}, {'params': b, 'lr': 1e-4}])`."
+            f"{type(module).__name__} sets `automatic_optimization = False`, but in a pipeline "
+            "`training_step` runs once for each micro-batch, and its code behind the layers on the "
+            "last stage alone: the other stages would never call `optimizer.step()`, and the last "
+            "would call it for each micro-batch. Return the loss from `training_step` instead and "
+            "leave `automatic_optimization` alone; or train with g_inter=1 and microbatches=1, "
+            "where replicas optimize by hand as with Lightning's ddp."
         )
 
 
@@ -297,30 +297,77 @@ def optimizers_before_setup(module: LightningModule) -> list[Optimizer]:
     return found
 
 
-def validate_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Check that there is one optimizer, which each stage can step by itself.
+def validate_optimizers(optimizers: Sequence[Optimizer], pipelines: bool, g_data: int) -> None:
+    """Check that the ranks can step the optimizers, each its own parameters.
 
     Args:
         optimizers: what ``configure_optimizers`` returned.
+        pipelines: whether steps run on micro-batches or on several stages.
+        g_data: number of replicas.
 
     Raises:
-        MisconfigurationException: if there are several, or one calls its closure again.
+        MisconfigurationException: if there are several in a pipeline, or one calls its closure
+            again.
     """
-    if len(optimizers) > 1:
+    if len(optimizers) > 1 and pipelines:
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         raise MisconfigurationException(
             f"`configure_optimizers` returned {len(optimizers)} optimizers ({names}), which takes"
-            " manual optimization; AxoSparseStrategy drives one. Give one optimizer several"
-            " parameter groups: `AdamW([{'params': a, 'lr': 1e-3}, {'params': b, 'lr': 1e-4}])`."
+            " manual optimization; in a pipeline AxoSparseStrategy drives one. Give one optimizer"
+            " several parameter groups: `AdamW([{'params': a, 'lr': 1e-3}, {'params': b, 'lr':"
+            " 1e-4}])`; or train with g_inter=1 and microbatches=1. Optimizers stepped in turn, as"
+            " in a GAN, would take a pipeline of micro-batches for each of their losses."
         )
     for optimizer in optimizers:
-        if isinstance(optimizer, LBFGS):
+        if isinstance(optimizer, LBFGS) and (pipelines or g_data > 1):
             raise MisconfigurationException(
                 f"`configure_optimizers` returned {type(optimizer).__name__}, which calls the"
-                " closure as often as its line search over all parameters wants, but each stage"
-                " holds only some of them. With AxoSparseStrategy use an optimizer that takes one"
-                " step a batch, such as AdamW or SGD."
+                " closure as often as the loss and the gradients of all parameters want, but each"
+                " stage holds only some of them, and each replica has a loss of its own. Use an"
+                " optimizer that takes one step a batch, such as AdamW or SGD, or train on one"
+                " rank with g_inter=1 and microbatches=1."
             )
+
+
+def validate_one_optimizer(optimizers: Sequence[Optimizer], feature: str) -> None:
+    """Check that there is not more than one optimizer.
+
+    Args:
+        optimizers: what ``configure_optimizers`` returned.
+        feature: what works with one alone, for the message.
+
+    Raises:
+        MisconfigurationException: if there are several.
+    """
+    if len(optimizers) > 1:
+        raise MisconfigurationException(
+            f"{feature} works with one optimizer, but `configure_optimizers` returned"
+            f" {len(optimizers)}. Give one optimizer several parameter groups, or leave"
+            f" {feature} out."
+        )
+
+
+def validate_parameters_known(
+    optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str]
+) -> None:
+    """Check that optimizers have the module's parameters, and no others.
+
+    Args:
+        optimizers: those of the run.
+        names: of the module's parameters.
+
+    Raises:
+        MisconfigurationException: if one has a parameter that no stage would keep.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter not in names:
+                    raise MisconfigurationException(
+                        f"`configure_optimizers` gave {type(optimizer).__name__} a parameter of "
+                        f"shape {tuple(parameter.shape)} that is not part of the module, so it is "
+                        "not known which stage keeps it. Make it an attribute of the module."
+                    )
 
 
 # Ranks

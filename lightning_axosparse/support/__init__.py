@@ -1,4 +1,4 @@
-"""What every room uses: atomic files, checksums, argument validation, free memory, time spans.
+"""What all others use: atomic files, checksums, argument validation, free memory, time spans.
 
-It imports from no other room.
+It imports from no other subpackage.
 """

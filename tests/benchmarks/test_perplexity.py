@@ -43,13 +43,13 @@ def test_finished_jobs_are_not_run_again(english, tmp_path):
     assert len(before.splitlines()) == 2
 
     initial = replace(ticket, arm=replace(ticket.arm, masks="initial"))
-    shuffled = replace(ticket, arm=replace(ticket.arm, masks="shuffled"))
+    shuffled = replace(ticket, arm=replace(ticket.arm, entries="random"))
     settling = Job(TINY, Settling(ratios=(0.5,), intervals=(8,), window=2), 0)
     results.complete([ticket, shuffled, random, initial, settling], english)
     assert results.path.read_text().startswith(before)
     lines = results.lines()
     kinds = [line["arm"].get("masks", line["arm"]["kind"]) for line in lines]
-    assert kinds == ["ticket", "dense", "shuffled", "random", "initial", "settling"]
+    assert kinds == ["ticket", "dense", "ticket", "random", "initial", "settling"]
     assert len({line["test"] for line in lines[:-1]}) == 5  # five arms are five trainings
     for line in lines:
         assert 1 < line["validation"] < 1000

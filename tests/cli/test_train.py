@@ -50,7 +50,10 @@ def test_groups():
         "arm",
         "callbacks",
         "data",
+        "debug",
         "experiment",
+        "hparams_search",
+        "hydra",
         "logger",
         "model",
         "pruning",
@@ -72,7 +75,7 @@ def test_every_choice_composes_and_describes_objects_that_exist(choice, tmp_path
         assert callback is None or isinstance(instantiate(callback), L.Callback)
     if isinstance(config.strategy, DictConfig):
         strategy = instantiate(config.strategy)
-        assert config.trainer.devices % strategy.g_inter == 0
+        assert config.trainer.devices % strategy.g_inter == 0 or strategy.transport == "loopback"
 
 
 def test_the_main_job_is_the_default():
@@ -183,6 +186,48 @@ def test_the_whole_error_is_raised_where_hydra_is_asked_for_it(
     monkeypatch.setattr(sys, "argv", ["axosparse-train", *SMALL, "model.heads=time"])
     with pytest.raises(InstantiationException):
         entry.main()
+
+
+@pytest.mark.parametrize("how", ["default", "fdr", "limit", "overfit", "profiler"])
+def test_debugging_a_run_in_one_process(how, text, tmp_path):
+    small = ["model.depth=1", "model.width=16", "data.context=8", "pruning.compute=dense"]
+    small += ["trainer.max_epochs=2"] * (how == "overfit")
+    config = configured(*SMALL, f"debug={how}", f"data.path={text}", f"folder={tmp_path}", *small)
+    assert config.trainer.devices == 1
+    train(config)
+    report = json.loads((tmp_path / "report.json").read_text())
+    batches = {"default": 4, "fdr": 1, "limit": 12, "overfit": 6, "profiler": 4}
+    assert len(report["losses"]) == batches[how]
+    assert bool(list(tmp_path.glob("fit-profile*.txt"))) == (how == "profiler")
+    assert (report["draw"] is None) == (how == "overfit")
+
+
+def test_a_search_finds_the_better_rate(text, tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    folder = tmp_path / "search"
+    small = ["hydra.sweeper.n_trials=3", "debug=fdr", f"data.path={text}", "model.depth=1"]
+    script = tmp_path / "search.py"
+    script.write_text("from lightning_axosparse.cli import train\ntrain.main()\n")
+    command = [*warm_python(), str(script), *SMALL, *small, "hparams_search=optuna"]
+    where = f"hydra.sweep.dir={folder}"
+    subprocess.run([*command, where], check=True, cwd=tmp_path, timeout=PATIENCE)
+    results = [RunResult.load(folder / str(job) / "result.jsonl") for job in range(3)]
+    found = OmegaConf.load(folder / "optimization_results.yaml")
+    assert found.best_value == min(result.validation_loss for result in results)
+    rates = {result.settings["model"]["learning_rate"] for result in results}
+    assert len(rates) == 3
+    assert found.best_params["model.learning_rate"] in rates
+    assert all(5e-4 <= rate <= 1e-2 for rate in rates)
+
+
+def test_a_job_of_slurm_has_one_task_with_a_core_for_each_rank():
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    with initialize_config_dir(str(configuration()), version_base="1.3"):
+        overrides = ["hydra/launcher=slurm", "trainer.devices=6"]
+        config = compose("config", overrides, return_hydra_config=True)
+    launcher = config.hydra.launcher
+    assert launcher._target_.endswith(".SlurmLauncher")
+    assert (launcher.nodes, launcher.tasks_per_node, launcher.cpus_per_task) == (1, 1, 6)
 
 
 def test_a_vgg_loses_channels_on_two_ranks(tmp_path):

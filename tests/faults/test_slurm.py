@@ -19,6 +19,7 @@ import lightning as L
 import pytest
 import torch
 
+from tests.debian import install
 from tests.parity.cases import Net, fit, trainer
 from tests.ranks import PATIENCE, REPOSITORY
 
@@ -51,6 +52,7 @@ import torch
 from tests.ranks import without_transformers
 without_transformers()
 from lightning_axosparse import AxoSparseStrategy
+from tests.debian import install
 from tests.parity.cases import Net, fit, trainer
 
 class Doomed(Net):
@@ -69,8 +71,8 @@ if run.is_global_zero:
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """The environment of a user of a Slurm with one node, this one."""
-    if missing(programs()) and os.environ.get("CI") and os.geteuid() == 0:
-        install()
+    if missing(programs()):
+        install("slurm-wlm", "munge")
     found = programs()
     if absent := missing(found):
         pytest.skip(f"no {', '.join(absent)}: Debian has them in slurm-wlm and munge")
@@ -102,17 +104,6 @@ def programs() -> dict[str, str | None]:
 
 def missing(found: dict[str, str | None]) -> list[str]:
     return [name for name, program in found.items() if program is None]
-
-
-def install() -> None:
-    """Install Debian's packages, where there are any and a mirror answers."""
-    if shutil.which("apt-get") is None:
-        return
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    packages = ("slurm-wlm", "munge")
-    options = ("-qq", "-o", "DPkg::Lock::Timeout=60", "-o", "Acquire::Retries=2")
-    for command in (("update",), ("install", "-y", "--no-install-recommends", *packages)):
-        subprocess.run(["apt-get", *options, *command], env=environment, timeout=300, check=False)
 
 
 def configure(folder: Path) -> dict[str, str]:

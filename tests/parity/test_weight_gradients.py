@@ -58,15 +58,17 @@ ROWS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 TOGETHER = {"schedule": "message-driven", "weight_gradients": "together"}
 DEFERRED = {"weight_gradients": "deferred"}
+FASTER = {"schedule": "message-driven"}
+"""Both in turn, then the faster one."""
 
 
-def train(row: str, arguments: dict[str, Any]) -> tuple[Record, float]:
+def train(row: str, arguments: dict[str, Any], **more: Any) -> tuple[Record, float]:
     """The record of a run, and the seconds of its weight gradients."""
     from lightning_axosparse import AxoSparseStrategy
     from lightning_axosparse.support.trace import clock
 
     ranks, strategy, options = ROWS[row]
-    options = {"max_epochs": 2, "limit_val_batches": 0, **options}
+    options = {"max_epochs": 2, "limit_val_batches": 0, **options, **more}
     if options.pop("ticket", False):
         options["callbacks"] = [EarlyBirdTicket(0.6, draw_after="1 epoch", draw_by="1 epoch")]
     if options.get("precision") == "16-mixed":  # by its name, Lightning would take bf16-mixed
@@ -76,6 +78,21 @@ def train(row: str, arguments: dict[str, Any]) -> tuple[Record, float]:
     clock.totals.clear()
     run = trainer(AxoSparseStrategy(**{**strategy, **arguments}), ranks, **options)
     return fit(run, Mixed()), clock.totals["weight gradient"]
+
+
+def train_by_times(row: str) -> tuple[list[tuple[Record, float]], bool]:
+    """A run long enough for a choice, made together and by choice, and whether one was made."""
+    from lightning_axosparse.pipeline.schedule_choice import FasterSchedule
+
+    made = []
+    choose = FasterSchedule._choose
+    options = {"max_epochs": 8}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            FasterSchedule, "_choose", lambda self: made.append(chosen := choose(self)) or chosen
+        )
+        records = [train(row, arguments, **options) for arguments in (TOGETHER, FASTER)]
+    return records, len(made) == 1
 
 
 def train_rows(ranks: int) -> dict[str, list[tuple[Record, float]]]:
@@ -99,6 +116,16 @@ def test_deferred_weight_gradients_change_no_bit(row: str, runs: Any) -> None:
         (expected, never), (record, seconds) = found[row]
         assert never == 0 < seconds
         assert len(expected.losses) >= 6
+        assert difference(expected, record) == 0
+
+
+def test_the_choice_by_times_changes_no_bit() -> None:
+    for ((expected, never), (record, seconds)), chosen in run_ranks(
+        2, train_by_times, "2x1 clipped, accumulated"
+    ):
+        assert never == 0 < seconds
+        assert len(expected.losses) > 16
+        assert chosen
         assert difference(expected, record) == 0
 
 

@@ -23,6 +23,7 @@ from lightning_axosparse.pipeline.partition import balance
 from lightning_axosparse.pipeline.reductions import ReductionTracker
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES
+from lightning_axosparse.pipeline.schedule_choice import GivenSchedule
 from lightning_axosparse.pipeline.split_layers import SplitLayers
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.pipeline.stage_step import Batch, TrainingBatch
@@ -48,7 +49,8 @@ def pipeline(
     links = dict(enumerate(LoopbackLink.chain(stages)))
     randomness = PipelineRNG(0, stages, torch.device("cpu"))
     limit, tracker = FixedInFlightLimit(in_flight), ReductionTracker()
-    return Pipeline(dealt, links, EVERY[schedule], limit, randomness, tracker, split), dealt
+    choice = GivenSchedule(EVERY[schedule])
+    return Pipeline(dealt, links, choice, limit, randomness, tracker, split), dealt
 
 
 class NoLog:

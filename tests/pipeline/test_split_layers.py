@@ -222,10 +222,11 @@ def test_weights_get_no_gradient_before_their_product_is_computed() -> None:
     layer = split.model.layers[0]
     with split.layers.batch():
         split.backward(0, mean_square(split.model, inputs(5, 6)[0]))
+        assert split.layers.parameters == {layer.weight, layer.bias}
+    assert not split.layers.parameters
     assert layer.weight.grad is None
     assert layer.bias.grad is None
     assert split.model.scale.grad is not None
-    assert split.layers.parameters == {layer.weight, layer.bias}
     assert split.queue.bytes_of(0) == 2 * 5 * 6 * 4
     assert split.compute() == 1
     assert layer.weight.grad is not None
@@ -490,3 +491,14 @@ def test_layers_on_the_meta_device_or_with_a_forward_of_their_own_are_left_alone
     assert "forward" in vars(model.layers[0])
     assert "forward" not in vars(model.layers[1])
     assert model.layers[2].forward is own
+
+
+def test_a_weight_that_is_read_elsewhere_too_is_found() -> None:
+    for reads in (False, True):
+        split = Split(Inner(nn.Linear(6, 6)))
+        layer = split.model.layers[0]
+        with split.layers.batch():
+            loss = mean_square(split.model, inputs(5, 6)[0])
+            split.backward(0, loss + layer.weight.square().sum() if reads else loss)
+        split.compute()
+        assert split.queue.reordered == reads

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from lightning_axosparse.pruning.mask_rule import MaskRule
+from lightning_axosparse.pruning.pattern import parse_pattern
 
 
 @pytest.fixture
@@ -76,3 +79,63 @@ def test_weights_that_were_not_trained_are_named(model):
 def test_nothing_to_prune_is_refused(model):
     with pytest.raises(ValueError, match="nothing to prune"):
         MaskRule(0.5, prune={"*": False}).shares(model)
+
+
+def kept(masks):
+    return {name: int(mask.sum()) for name, mask in masks.items()}
+
+
+@pytest.fixture
+def square():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
+
+
+def least(weight, state):
+    return -weight.abs()
+
+
+UNITS = {
+    "4x1": lambda m: m.unflatten(0, (5, 4)).sum(1),
+    "2:4": lambda m: m.unflatten(1, (5, 4)).sum(2),
+}
+
+
+@pytest.mark.parametrize("entries", ["magnitude", "random", least])
+@pytest.mark.parametrize(("pattern", "sums"), [(None, None), ("4x1", {0, 4}), ("2:4", {2})])
+def test_entries_are_chosen_of_as_many_as_the_score_gives_a_weight(square, entries, pattern, sums):
+    square[0].weight.data *= 3
+    rule = MaskRule(0.5, "magnitude", pattern=parse_pattern(pattern))
+    by_score = rule.masks(square)
+    masks = replace(rule, entries=entries).masks(square)
+    assert kept(masks) == kept(by_score)
+    assert kept(masks)["1.weight"] < kept(masks)["0.weight"] or pattern == "2:4"
+    same = all(torch.equal(masks[name], mask) for name, mask in by_score.items())
+    assert same == (entries == "magnitude")
+    if sums:
+        found = torch.stack([UNITS[pattern](mask) for mask in masks.values()])
+        assert set(found.unique().tolist()) == sums
+
+
+def test_the_least_entries_are_kept_of_a_weight_where_a_function_says_so(square):
+    masks = MaskRule(0.6, "magnitude", least, "layer").masks(square)
+    for index, mask in enumerate(masks.values()):
+        values = square[index].weight.detach().abs()
+        assert int(mask.sum()) == 160
+        assert values[mask].max() <= values[~mask].min()
+
+
+def test_random_entries_stay_the_same_while_weights_change(square):
+    rule = MaskRule(0.6, "magnitude", entries="random")
+    masks = rule.masks(square)
+    assert not torch.equal(masks["0.weight"], masks["1.weight"])
+    state = torch.get_rng_state()
+    square[0].weight.data = square[0].weight.data.flip(0, 1)
+    again = rule.masks(square)
+    assert all(torch.equal(again[name], mask) for name, mask in masks.items())
+    assert torch.equal(torch.get_rng_state(), state)
+    square[0].weight.data *= 1.2  # It keeps more, the other weight less.
+    other = rule.masks(square)
+    assert kept(other)["0.weight"] > kept(masks)["0.weight"]
+    assert not (masks["0.weight"] & ~other["0.weight"]).any()
+    assert not (other["1.weight"] & ~masks["1.weight"]).any()

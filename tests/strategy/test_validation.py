@@ -154,12 +154,14 @@ def test_callbacks_where_one_process_has_all_stages(callback: Callback) -> None:
 
 def test_optimizers() -> None:
     parameters = [nn.Parameter(torch.zeros(1))]
-    validate_optimizers([])
-    validate_optimizers([AdamW(parameters)])
+    validate_optimizers([], pipelines=True, g_data=2)
+    validate_optimizers([AdamW(parameters)], pipelines=True, g_data=2)
     with pytest.raises(MisconfigurationException, match=r"2 optimizers \(AdamW, AdamW\)"):
-        validate_optimizers([AdamW(parameters), AdamW(parameters)])
-    with pytest.raises(MisconfigurationException, match="LBFGS"):
-        validate_optimizers([LBFGS(parameters)])
+        validate_optimizers([AdamW(parameters), AdamW(parameters)], pipelines=True, g_data=1)
+    for pipelines, g_data in ((True, 1), (False, 2)):
+        with pytest.raises(MisconfigurationException, match="LBFGS"):
+            validate_optimizers([LBFGS(parameters)], pipelines, g_data)
+    validate_optimizers([LBFGS(parameters), AdamW(parameters)], pipelines=False, g_data=1)
 
 
 @pytest.mark.parametrize(("devices", "nodes", "job"), [(4, 1, 1), (4, 1, 4), (4, 2, 8), (1, 1, 1)])

@@ -64,7 +64,8 @@ class TrainingReport(L.Callback):
     """Writes the losses, times and memory of a training, before and after the draw.
 
     At the end of ``fit``, and again after ``test``, the folder contains ``report.json``,
-    ``report.md``, the plots ``loss.png``, ``mask_distance.png`` and, with a
+    ``report.md``, ``report.html`` (all of it in one file that needs no other, with charts that
+    zoom), the plots ``loss.png``, ``mask_distance.png`` and, with a
     :class:`PipelineTimeline` in the trainer, ``gantt.png``, and the ticket as ``ticket.pt``, if one
     was drawn or given. :attr:`facts` has the same as objects. The trainer's loggers get the bytes
     of the model state over all ranks, dense and sparse, the density of each pruned weight, and the
@@ -200,17 +201,20 @@ class TrainingReport(L.Callback):
         if self.facts is None or not trainer.is_global_zero:
             return []
         # matplotlib takes long to import, and only this rank needs it.
+        from lightning_axosparse.callbacks.report.html import html
         from lightning_axosparse.callbacks.report.plots import save_plots
 
         folder = folder_of(trainer, self.folder)
         timelines = callbacks_of(trainer, PipelineTimeline)
         steps = [step for timeline in timelines for step in timeline.steps]
         search = search_of(trainer)
-        if search is not None and search.ticket is not None:
-            search.ticket.save(folder / "ticket.pt")
+        ticket = None if search is None else search.ticket
+        if ticket is not None:
+            ticket.save(folder / "ticket.pt")
         self.facts.save(folder / "report.json")
         plots = save_plots(self.facts, steps, folder)
         (folder / "report.md").write_text(markdown(self.facts, plots))
+        (folder / "report.html").write_text(html(self.facts, steps, ticket))
         return plots
 
 

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from lightning_axosparse.callbacks.report.page import page, picture, table
 from lightning_axosparse.callbacks.report.tables import Section, as_markdown
 from lightning_axosparse.cli.sweep.job import Job, command, jobs_in
 from lightning_axosparse.cli.sweep.points import points
 from lightning_axosparse.cli.sweep.tables import sections, write_csv
-
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem }
-table { border-collapse: collapse; font-size: 13px; display: block; overflow-x: auto }
-th, td { border-bottom: 1px solid #ddd; padding: .25rem .6rem; text-align: left }
-code { background: #f4f4f4; overflow-wrap: anywhere } img { max-width: 100% }
-"""
 
 
 def gather(folder: Path) -> list[Job]:
@@ -79,22 +72,9 @@ def _markdown(
 def _page(
     folder: Path, jobs: Sequence[Job], tables: Sequence[Section], pictures: Sequence[str]
 ) -> str:
-    blocks = ["<h1>Sweep</h1>", f"<p>{_finished(jobs)}</p>"]
+    blocks = [f"<p>{_finished(jobs)}</p>"]
     if resume := resume_command(folder):
         blocks.append(f"<p>The command that goes on with it: <code>{escape(resume)}</code></p>")
     for name in pictures:
-        data = base64.b64encode((folder / name).read_bytes()).decode()
-        blocks.append(f'<p><img alt="{name}" src="data:image/png;base64,{data}"></p>')
-    blocks += [_html(table) for table in tables]
-    head = f'<meta charset="utf-8"><title>Sweep</title><style>{_STYLE}</style>'
-    return "\n".join(
-        ["<!doctype html>", f"<html><head>{head}</head><body>", *blocks, "</body></html>"]
-    )
-
-
-def _html(table: Section) -> str:
-    head = "".join(f"<th>{escape(column)}</th>" for column in table.columns)
-    rows = "\n".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows
-    )
-    return f"<h2>{escape(table.title)}</h2>\n<table>\n<tr>{head}</tr>\n{rows}\n</table>"
+        blocks.append(f"<p>{picture(name, (folder / name).read_bytes())}</p>")
+    return page("Sweep", [*blocks, *map(table, tables)])

@@ -69,6 +69,12 @@ def job_size() -> int:
     return MPI.COMM_WORLD.size
 
 
+def torchrun_processes() -> int:
+    """Number of processes that torchrun has started, this one among them; 0 if none or one."""
+    size = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+    return size if size > 1 else 0
+
+
 def world_communicator() -> MPI.Intracomm:
     """The communicator of all ranks of the job; the first call initializes MPI."""
     from mpi4py import MPI
@@ -83,6 +89,13 @@ def check_connected() -> None:
         MisconfigurationException: if MPI connects another number of ranks than were started.
     """
     if job_size() == 1:
+        if processes := torchrun_processes():
+            raise MisconfigurationException(
+                f"torchrun started {processes} processes, but the ranks of this strategy are those "
+                f"of an MPI job. Start them with `mpiexec -n {processes} python train.py`, under "
+                "Slurm with `srun --mpi=pmi2 -K python train.py`, or start `python train.py`, "
+                "which starts its ranks itself."
+            )
         return
     from mpi4py import MPI
 

@@ -65,10 +65,12 @@ def starts_accumulation(trainer: pl.Trainer) -> bool:
 def gradients_are_seen(trainer: pl.Trainer) -> bool:
     """Whether anything reads gradients between the backward pass and the optimizer step.
 
-    Clipping and loss scaling do, and so may hooks of the module or of a callback.
+    Clipping and loss scaling do, and so may hooks of the module or of a callback, and a module that
+    optimizes by hand.
     """
     return (
         bool(trainer.gradient_clip_val)
+        or not trainer.lightning_module.automatic_optimization
         or getattr(trainer.precision_plugin, "scaler", None) is not None
         or overrides(trainer.lightning_module, *_MODULE_HOOKS)
         or any(

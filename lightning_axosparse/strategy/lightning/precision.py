@@ -1,12 +1,14 @@
-"""Clips gradients by the norm over all stages, and keeps one loss scale for all ranks."""
+"""Makes a precision plugin differentiate, clip gradients and scale losses as the ranks need it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -21,7 +23,7 @@ def pipeline_precision(
     world_group: dist.ProcessGroup | None,
     counted: Callable[[nn.Parameter], bool],
     clipped: Callable[[], object],
-) -> Precision:
+) -> None:
     """Adapt a precision plugin to a module whose parameters are spread over stages.
 
     The plugin's class becomes a subclass of its own class, with the name unchanged, since Lightning
@@ -34,9 +36,6 @@ def pipeline_precision(
         counted: whether this stage counts a parameter in the norm. A parameter that several stages
             hold, with the same gradient, must be counted by exactly one.
         clipped: called when gradients were clipped.
-
-    Returns:
-        The same plugin.
     """
     restore_precision(plugin)
     functions = {"_counted": staticmethod(counted), "_clipped": staticmethod(clipped)}
@@ -44,11 +43,36 @@ def pipeline_precision(
     scaler = getattr(plugin, "scaler", None)
     if scaler is not None:
         _mix_in(scaler, _AgreedScaler, _world_group=world_group)
-    return plugin
+
+
+def replace_backward(plugin: Precision, give_gradients: Callable[[], None]) -> None:
+    """Let a precision plugin take over gradients that there are, instead of differentiating.
+
+    Args:
+        plugin: a plugin after :func:`pipeline_precision`; changed in place, until
+            :func:`restore_precision`.
+        give_gradients: gives parameters their gradients.
+    """
+    _mix_in(plugin, _ReplacedBackward, _give_gradients=staticmethod(give_gradients))
+
+
+def surround_backward(
+    plugin: Precision, context: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Let a precision plugin run each backward pass in a context, as if it did so itself.
+
+    Args:
+        plugin: what Lightning or the user chose; changed in place, until :func:`restore_precision`.
+        context: makes the context.
+    """
+    restore_precision(plugin)
+    _mix_in(plugin, _SurroundedBackward, _context=staticmethod(context))
 
 
 def restore_precision(plugin: Precision) -> None:
-    """Undo :func:`pipeline_precision`; the loss scale keeps its value."""
+    """Give the plugin its own methods back; the loss scale keeps its value."""
+    _take_out(plugin, _SurroundedBackward)
+    _take_out(plugin, _ReplacedBackward)
     _take_out(plugin, _PipelineClipping)
     _take_out(getattr(plugin, "scaler", None), _AgreedScaler)
 
@@ -57,6 +81,31 @@ def scale_loss(plugin: Precision, loss: Tensor) -> Tensor:
     """Multiply the loss by the loss scale, if there is one."""
     scaler: torch.amp.GradScaler | None = getattr(plugin, "scaler", None)
     return loss if scaler is None else scaler.scale(loss)
+
+
+class _SurroundedBackward:
+    """Makes a precision plugin run each backward pass in a context."""
+
+    _context: Callable[[], AbstractContextManager[None]]
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Differentiate a loss."""
+        with self._context():
+            super().backward(*args, **kwargs)  # type: ignore[misc]
+
+
+class _ReplacedBackward:
+    """Makes a precision plugin take over gradients that there are."""
+
+    _give_gradients: Callable[[], None]
+
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
+        """Run the hooks alone: a plugin's own method would scale the loss, which is done."""
+        return Precision.pre_backward(cast(Precision, self), tensor, module)
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Give the parameters their gradients."""
+        self._give_gradients()
 
 
 class _PipelineClipping:

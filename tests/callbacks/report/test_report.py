@@ -104,7 +104,10 @@ def test_one_rank_before_and_after_the_draw(data, tmp_path):
     assert rank.work["sparse"].seconds_per_step()["densify, compress"] > 0
     written = {path.name for path in tmp_path.iterdir()}
     pictures = {"loss.png", "mask_distance.png", "gantt.png"}
-    assert pictures | {"report.json", "report.md"} <= written
+    assert pictures | {"report.json", "report.md", "report.html"} <= written
+    assert (tmp_path / "report.html").read_text().count('<figure class="masks">') == len(
+        search.ticket.masks
+    )
     assert Ticket.load(tmp_path / "ticket.pt") == search.ticket
 
     result = RunResult.of(facts, {"seed": 0})

@@ -29,7 +29,8 @@ def scaled(**options: Any) -> MixedPrecision:
 
 
 def alone(plugin: Precision) -> Precision:
-    return pipeline_precision(plugin, None, None, lambda parameter: True, lambda: None)
+    pipeline_precision(plugin, None, None, lambda parameter: True, lambda: None)
+    return plugin
 
 
 @pytest.mark.parametrize(
@@ -154,8 +155,9 @@ def clip_and_scale() -> tuple[Any, Any]:
     stage = dist.get_rank()
     parameters, optimizer = optimizer_of(STAGES[stage])
     counted = {id(p) for name, p in parameters.items() if (name, stage) != ("shared", 3)}
-    plugin = pipeline_precision(
-        scaled(init_scale=4.0, growth_interval=1),
+    plugin = scaled(init_scale=4.0, growth_interval=1)
+    pipeline_precision(
+        plugin,
         dist.group.WORLD,
         dist.group.WORLD,
         lambda parameter: id(parameter) in counted,

@@ -1,0 +1,150 @@
+"""Computes the metrics of saved weights and samples of text: the command ``axosparse-eval``."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import hydra
+import lightning as L
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from lightning_axosparse.callbacks.report.tables import Section, terminal
+from lightning_axosparse.checkpoint import sharded
+from lightning_axosparse.checkpoint.load import load_sparse
+from lightning_axosparse.checkpoint.safetensors import SafetensorsState
+from lightning_axosparse.cli.train import configuration, message, printable, validate_trainer
+from lightning_axosparse.support.arguments import (
+    INDEX,
+    NOT_NEGATIVE,
+    SEED,
+    TEXT,
+    check,
+    list_of,
+    one_of,
+)
+from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
+
+METRICS = "metrics.json"
+_KINDS = {
+    "checkpoint": TEXT,
+    "loops": list_of("a list of loops", one_of("validate", "test")),
+    "seed": SEED,
+    "sample.prompts": list_of("a list of texts", TEXT),
+    "sample.length": INDEX,
+    "sample.temperature": NOT_NEGATIVE,
+}
+
+
+def evaluate(config: DictConfig) -> dict[str, float]:
+    """Run the loops on the saved weights; save and print the metrics, and print samples of text.
+
+    Args:
+        config: as in ``conf/eval.yaml``.
+
+    Returns:
+        What the loops logged, which is in ``metrics.json``, too.
+
+    Raises:
+        FileNotFoundError: if there is no such checkpoint.
+        ValueError: if a value is invalid, or the weights do not fit to the model.
+        InstantiationException: if a class rejects its arguments; its cause says why.
+    """
+    check(ValueError, {name: OmegaConf.select(config, name) for name in _KINDS}, _KINDS)
+    validate_trainer(config.trainer)
+    source = Path(config.checkpoint)
+    if not source.exists():
+        raise FileNotFoundError(
+            f"There is no file or folder '{source}' (seen from '{Path.cwd()}'). Give `checkpoint` "
+            "a Lightning checkpoint, or a .safetensors file of its weights."
+        )
+    L.seed_everything(config.seed)
+    data = instantiate(config.data)
+    model, unloaded = restored(config.model, source)
+    trainer: L.Trainer = instantiate(
+        config.trainer, logger=[instantiate(logger) for logger in config.logger.values()]
+    )
+    metrics: dict[str, float] = {}
+    for name in config.loops:
+        loop = trainer.validate if name == "validate" else trainer.test
+        loop(model, datamodule=data, ckpt_path=unloaded, verbose=False)
+        metrics |= {key: float(value) for key, value in trainer.callback_metrics.items()}
+        unloaded = None  # The first loop has loaded it.
+    if trainer.is_global_zero:
+        folder = Path(config.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / METRICS).write_text(json.dumps(metrics, indent=2) + "\n")
+        show(config, metrics, model)
+    return metrics
+
+
+def restored(config: DictConfig, source: Path) -> tuple[L.LightningModule, Path | None]:
+    """Make the model of saved weights.
+
+    The hyperparameters in a checkpoint replace the arguments in ``config``; a safetensors file has
+    none, and its weights are loaded at once, the pruned ones into sparse storage.
+
+    Returns:
+        The model, and what the Trainer has to load yet; None if nothing.
+    """
+    if source.suffix == ".safetensors":
+        model: L.LightningModule = instantiate(config)
+        state = SafetensorsState(source)
+        if state.sparse:
+            load_sparse(model, source)
+        else:
+            model.load_state_dict(dict(state))
+        return model, None
+    table = sharded.table(source) if source.is_dir() else source
+    with reading(table):
+        contents = torch.load(table, map_location="cpu", mmap=True, weights_only=True)
+    if not isinstance(contents, Mapping) or "state_dict" not in contents:
+        raise ValueError(f"'{source}' is no Lightning checkpoint: it has no `state_dict`.")
+    return instantiate(config, **contents.get("hyper_parameters", {})), source
+
+
+def show(config: DictConfig, metrics: Mapping[str, float], model: Any) -> None:
+    """Print the metrics, and what the model writes after each prompt, if it writes."""
+    console = Console()
+    rows = [(name, f"{value:.6g}") for name, value in metrics.items()]
+    console.print(terminal([Section(str(config.checkpoint), ("metric", "value"), rows)]))
+    sample = config.sample
+    if sample.length and callable(generate := getattr(model, "generate", None)):
+        for prompt in sample.prompts:
+            console.rule(f"After {prompt!r}")
+            text = generate(prompt, sample.length, sample.temperature, seed=config.seed)
+            console.print(printable(text), markup=False, highlight=False)
+        console.rule()
+    console.print(f"Metrics: {Path(config.folder) / METRICS}", soft_wrap=True)
+
+
+@hydra.main(version_base="1.3", config_path=str(configuration()), config_name="eval")
+def main(config: DictConfig) -> None:
+    """Run the command.
+
+    An invalid value ends it with one line; with HYDRA_FULL_ERROR=1 the error is raised.
+    """
+    try:
+        evaluate(config)
+    except (
+        InstantiationException,
+        MisconfigurationException,
+        ValueError,
+        FileNotFoundError,
+        CorruptFileError,
+    ) as error:
+        if os.environ.get("HYDRA_FULL_ERROR"):
+            raise
+        raise SystemExit(f"axosparse-eval: {message(error)}") from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""Chooses the class of the training schedule: one that is given, or the faster of two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import Literal, NamedTuple, Protocol
+
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_axosparse.distributed.process_groups import ProcessGroups, all_gather
+from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES, Schedule
+
+_WARM_UP = 2
+_TRIALS = 7
+
+
+class ScheduleChoice(Protocol):
+    """The schedule of a pipeline's training batches, the same on all ranks in any one batch."""
+
+    def begin_batch(self) -> type[Schedule]:
+        """Choose the schedule of the training batch that begins; may be collective over the job."""
+
+    def timed(self) -> AbstractContextManager[None]:
+        """Run the passes of the batch in this context."""
+
+    def found_reordered_sums(self) -> None:
+        """Take in that deferral has changed the order of a sum in the batch."""
+
+    def measure_again(self) -> None:
+        """Choose again, because passes take other times now."""
+
+
+class GivenSchedule:
+    """The schedule that the user asked for.
+
+    Args:
+        schedule: its class.
+    """
+
+    def __init__(self, schedule: type[Schedule]) -> None:
+        self._schedule = schedule
+
+    def begin_batch(self) -> type[Schedule]:
+        """Return the schedule."""
+        return self._schedule
+
+    def timed(self) -> AbstractContextManager[None]:
+        """Measure nothing."""
+        return nullcontext()
+
+    def found_reordered_sums(self) -> None:
+        """Do nothing: the user has chosen."""
+
+    def measure_again(self) -> None:
+        """Do nothing: the user has chosen."""
+
+
+class Trials(NamedTuple):
+    """What one rank has measured.
+
+    Attributes:
+        together: median seconds of a batch's passes with whole backward passes.
+        deferred: the same with deferred weight gradients.
+        reordered: whether deferral has changed the order of a sum.
+    """
+
+    together: float
+    deferred: float
+    reordered: bool
+
+
+class FasterSchedule:
+    """Runs the first batches by two schedules in turn, and the others by the faster one.
+
+    Both make the same gradients to the bit, unless a step reads a weight besides calling its layer;
+    where that is found the choice is ``together``, because it must not depend on times. Whether
+    deferral pays depends on how long stages wait, and on what a split layer costs, which differs
+    by processor.
+
+    Args:
+        together: the schedule whose backward passes are whole.
+        deferred: the one that defers weight gradients.
+        gather: returns the values of all ranks on every rank; collective over the job.
+    """
+
+    def __init__(
+        self,
+        together: type[Schedule],
+        deferred: type[Schedule],
+        gather: Callable[[Trials], list[Trials]],
+    ) -> None:
+        self._together, self._deferred, self._gather = together, deferred, gather
+        self.measure_again()
+
+    def measure_again(self) -> None:
+        """Run both in turn again."""
+        self._chosen: type[Schedule] | None = None
+        self._seconds: list[float] = []
+        self._reordered = False
+
+    def begin_batch(self) -> type[Schedule]:
+        """Return the schedule of the next batch; gathers once, when all trials have run."""
+        if self._chosen is not None:
+            return self._chosen
+        if len(self._seconds) == _WARM_UP + 2 * _TRIALS:
+            self._chosen = self._choose()
+            return self._chosen
+        # The first batch, in which memory is measured, is one that takes more of it.
+        return (self._deferred, self._together)[len(self._seconds) % 2]
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Measure the passes of a batch."""
+        began = perf_counter()
+        yield
+        if self._chosen is None:
+            self._seconds.append(perf_counter() - began)
+
+    def found_reordered_sums(self) -> None:
+        """Choose ``together`` in the end."""
+        self._reordered = True
+
+    def _choose(self) -> type[Schedule]:
+        timed = self._seconds[_WARM_UP:]
+        deferred, together = median(timed[::2]), median(timed[1::2])
+        ranks = self._gather(Trials(together, deferred, self._reordered))
+        if any(rank.reordered for rank in ranks):
+            rank_zero_info(
+                "Weight gradients are made in backward passes: the step reads a weight besides "
+                "calling its layer, and deferral would change the order of its gradient's terms."
+            )
+            return self._together
+        together, deferred = max(r.together for r in ranks), max(r.deferred for r in ranks)
+        defers = deferred < together
+        rank_zero_info(
+            f"Weight gradients are made {'where a stage waits' if defers else 'in backward passes'}"
+            f": the passes of a batch take {deferred * 1e3:,.1f} ms if they are deferred, and "
+            f"{together * 1e3:,.1f} ms if not."
+        )
+        return self._deferred if defers else self._together
+
+
+@dataclass(frozen=True)
+class ScheduleRule:
+    """How the schedule follows from the strategy's arguments.
+
+    Attributes:
+        schedule: name of the training schedule.
+        weight_gradients: as the user gave it; None to take what is faster.
+        may_defer: whether nothing else forbids deferral.
+    """
+
+    schedule: str
+    weight_gradients: Literal["deferred", "together"] | None
+    may_defer: bool
+
+    @property
+    def defers(self) -> bool:
+        """Whether the user asked for deferred weight gradients."""
+        return self.weight_gradients == "deferred" or self.schedule not in SCHEDULES
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether some batch may defer weight gradients."""
+        return self.defers or (
+            self.weight_gradients is None and self.schedule == "message-driven" and self.may_defer
+        )
+
+    def choice(self, stages: int, groups: ProcessGroups) -> ScheduleChoice:
+        """The choice for a pipeline of so many stages.
+
+        Args:
+            stages: stages of the pipeline.
+            groups: the process groups of its grid.
+        """
+        if self.defers:
+            return GivenSchedule(DEFERRING_SCHEDULES[self.schedule])
+        together = SCHEDULES[self.schedule]
+        if stages == 1 or not self.splits_backward:
+            return GivenSchedule(together)
+        deferred = DEFERRING_SCHEDULES[self.schedule]
+        return FasterSchedule(together, deferred, partial(all_gather, group=groups.world))

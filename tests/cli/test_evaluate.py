@@ -1,0 +1,125 @@
+"""The command that evaluates saved weights: files, folders, sparse files, one and two ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from lightning.pytorch.callbacks import ModelCheckpoint
+from omegaconf import DictConfig
+
+from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, load_sparse, save_safetensors
+from lightning_axosparse.checkpoint.consolidate import consolidate
+from lightning_axosparse.cli import evaluate as entry
+from lightning_axosparse.cli.evaluate import evaluate
+from lightning_axosparse.cli.train import configuration
+from lightning_axosparse.examples.gpt import GPT
+from lightning_axosparse.examples.text import TextDataModule
+
+SMALL = ["data.context=16", "data.batch_size=8", "sample.length=5"]
+SHAPE = {"width": 16, "depth": 2, "heads": 2, "context": 16}
+
+
+def configured(*overrides: str) -> DictConfig:
+    with initialize_config_dir(str(configuration()), version_base="1.3"):
+        return compose("eval", [*SMALL, *overrides])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float]]:
+    """A run with a ticket, its files, and the metrics that its own Trainer finds."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "text.txt").write_text("Full many a glorious morning have I seen. " * 100)
+    data = TextDataModule(folder / "text.txt", context=16, batch_size=8)
+    L.seed_everything(0, verbose=False)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=6,
+        strategy=AxoSparseStrategy(save_distributed_checkpoint=True),
+        callbacks=[
+            EarlyBirdTicket(0.5, draw_by=3),
+            ModelCheckpoint(folder, "sharded", every_n_train_steps=6),
+        ],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    model = GPT(**SHAPE)
+    trainer.fit(model, datamodule=data)
+    consolidate(folder / "sharded.ckpt", folder / "one.ckpt")
+    loops = (trainer.validate, trainer.test)
+    [validated], [tested] = (loop(model, datamodule=data, verbose=False) for loop in loops)
+    sparse = GPT(**SHAPE)
+    load_sparse(sparse, folder / "one.ckpt")
+    save_safetensors(sparse, folder / "sparse.safetensors")
+    save_safetensors(sparse, folder / "dense.safetensors", sparse=False)
+    return folder, validated | tested
+
+
+@pytest.mark.parametrize(
+    "name", ["one.ckpt", "sharded.ckpt", "sparse.safetensors", "dense.safetensors"]
+)
+def test_the_metrics_are_those_of_the_run(run, name, tmp_path, capsys):
+    folder, expected = run
+    shape = [f"model.{key}={value}" for key, value in SHAPE.items()]
+    if name.endswith(".ckpt"):
+        shape = []  # its hyperparameters describe the model
+    found = evaluate(
+        configured(
+            f"checkpoint={folder / name}",
+            f"data.path={folder / 'text.txt'}",
+            f"folder={tmp_path / 'out'}",
+            "trainer.enable_progress_bar=false",
+            *shape,
+        )
+    )
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text()) == found
+    shown = capsys.readouterr().out
+    for words in ("test_loss", "val_perplexity", "After 'def '", "After 'class '"):
+        assert words in shown
+
+
+@pytest.mark.usefixtures("warm_ranks")
+def test_two_stages_find_the_same(run, tmp_path):
+    folder, expected = run
+    found = evaluate(
+        configured(
+            f"checkpoint={folder / 'one.ckpt'}",
+            f"data.path={folder / 'text.txt'}",
+            f"folder={tmp_path}",
+            "trainer.devices=2",
+            "strategy.g_inter=2",
+            "trainer.enable_progress_bar=false",
+        )
+    )
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["checkpoint=no/such.ckpt"], "There is no file or folder 'no/such.ckpt'"),
+        (["checkpoint={other}"], "'{other}' is no Lightning checkpoint"),
+        (["checkpoint={sparse}"], "'model.0.tokens.weight' has shape (256, 192) in the module"),
+        (["checkpoint={other}", "loops=[train]"], "loops=['train'] must be"),
+        (["checkpoint={other}", "sample.length=-1"], "sample.length=-1 must be"),
+    ],
+)
+def test_what_cannot_be_evaluated_ends_in_words(run, overrides, message, tmp_path, monkeypatch):
+    torch.save([1], tmp_path / "other.ckpt")
+    names = {"other": tmp_path / "other.ckpt", "sparse": run[0] / "sparse.safetensors"}
+    arguments = [override.format(**names) for override in overrides]
+    depth = ["model.depth=2", f"data.path={run[0] / 'text.txt'}", f"hydra.run.dir={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["axosparse-eval", *SMALL, *depth, *arguments])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        entry.main()
+    assert str(ended.value.code).startswith(f"axosparse-eval: {message.format(**names)}")

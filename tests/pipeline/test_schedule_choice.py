@@ -1,0 +1,126 @@
+"""The faster schedule is found by trials, and is the same on all ranks."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from lightning_axosparse.pipeline import schedule_choice
+from lightning_axosparse.pipeline.schedule import (
+    BubbleFilling,
+    MessageDriven,
+    OneForwardOneBackward,
+    Schedule,
+    ZeroBubbleH1,
+)
+from lightning_axosparse.pipeline.schedule_choice import FasterSchedule, ScheduleRule, Trials
+
+TRIALS = 16
+
+
+class Clock:
+    """Passes take as long as their schedule is said to."""
+
+    def __init__(self, together: float, deferred: float) -> None:
+        self.now, self._seconds = 0.0, {MessageDriven: together, BubbleFilling: deferred}
+
+    def run(self, schedule: type[Schedule]) -> None:
+        self.now += self._seconds[schedule]
+
+
+def run(choice: FasterSchedule, clock: Clock, monkeypatch: Any) -> Any:
+    """Run batches; yields their schedules."""
+    monkeypatch.setattr(schedule_choice, "perf_counter", lambda: clock.now)
+    while True:
+        schedule = choice.begin_batch()
+        with choice.timed():
+            clock.run(schedule)
+        yield schedule
+
+
+def alone(trials: Trials) -> list[Trials]:
+    return [trials]
+
+
+@pytest.mark.parametrize(
+    ("together", "deferred", "faster"),
+    [(1.0, 0.9, BubbleFilling), (0.9, 1.0, MessageDriven), (1.0, 1.0, MessageDriven)],
+)
+def test_the_faster_one_is_kept(
+    together: float, deferred: float, faster: Any, monkeypatch: Any
+) -> None:
+    choice = FasterSchedule(MessageDriven, BubbleFilling, alone)
+    schedules = list(islice(run(choice, Clock(together, deferred), monkeypatch), 40))
+    assert schedules[:TRIALS] == [BubbleFilling, MessageDriven] * (TRIALS // 2)
+    assert set(schedules[TRIALS:]) == {faster}
+
+
+def test_the_slowest_rank_decides_for_all(monkeypatch: Any) -> None:
+    slow = Trials(together=3.0, deferred=4.0, reordered=False)
+    gathered = []
+
+    def gather(trials: Trials) -> list[Trials]:
+        gathered.append(trials)
+        return [trials, slow]
+
+    choice = FasterSchedule(MessageDriven, BubbleFilling, gather)
+    *_, last = islice(run(choice, Clock(2.0, 1.0), monkeypatch), 40)
+    assert last is MessageDriven
+    assert gathered == [(2.0, 1.0, False)]
+
+
+def test_a_rank_that_sums_in_another_order_decides_for_all(monkeypatch: Any) -> None:
+    reordered = Trials(together=1.0, deferred=0.5, reordered=True)
+    choice = FasterSchedule(MessageDriven, BubbleFilling, lambda mine: [mine, reordered])
+    *_, last = islice(run(choice, Clock(1.0, 0.5), monkeypatch), 40)
+    assert last is MessageDriven
+
+
+def test_reordering_is_told_to_the_other_ranks(monkeypatch: Any) -> None:
+    gathered = []
+    choice = FasterSchedule(
+        MessageDriven, BubbleFilling, lambda mine: gathered.append(mine) or [mine]
+    )
+    running = run(choice, Clock(1.0, 0.5), monkeypatch)
+    next(running)
+    choice.found_reordered_sums()
+    *_, last = islice(running, 40)
+    assert gathered[0].reordered
+    assert last is MessageDriven
+
+
+def test_it_is_measured_again_when_passes_have_changed(monkeypatch: Any) -> None:
+    choice = FasterSchedule(MessageDriven, BubbleFilling, alone)
+    *_, before = islice(run(choice, Clock(1.0, 0.5), monkeypatch), 40)
+    choice.measure_again()
+    schedules = list(islice(run(choice, Clock(1.0, 2.0), monkeypatch), 40))
+    assert before is BubbleFilling
+    assert schedules[:2] == [BubbleFilling, MessageDriven]
+    assert schedules[-1] is MessageDriven
+
+
+@pytest.mark.parametrize(
+    ("schedule", "weight_gradients", "may_defer", "stages", "expected"),
+    [
+        ("message-driven", "deferred", False, 1, BubbleFilling),
+        ("message-driven", "together", True, 4, MessageDriven),
+        ("message-driven", None, False, 4, MessageDriven),
+        ("message-driven", None, True, 1, MessageDriven),
+        ("1f1b", None, True, 4, OneForwardOneBackward),
+        ("zb-h1", None, True, 4, ZeroBubbleH1),
+    ],
+)
+def test_what_is_given_or_cannot_be_deferred_is_not_tried(
+    schedule: str, weight_gradients: Any, may_defer: bool, stages: int, expected: Any
+) -> None:
+    rule = ScheduleRule(schedule, weight_gradients, may_defer)
+    groups: Any = None  # asked by none of them
+    choice = rule.choice(stages, groups)
+    chosen = []
+    for _ in range(TRIALS + 2):
+        chosen.append(choice.begin_batch())
+        with choice.timed():
+            pass
+    assert set(chosen) == {expected}
