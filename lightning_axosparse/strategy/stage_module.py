@@ -235,7 +235,7 @@ class StageModule:
             partition.layers,
             partition.parts,
             self._recompute,
-            self.module.named_buffers(),
+            self.module.named_buffers,
         )
 
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:

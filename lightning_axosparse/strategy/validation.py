@@ -15,7 +15,13 @@ from typing import Any, Literal
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.optim import LBFGS, Optimizer
@@ -156,6 +162,24 @@ def validate_split_module(module: LightningModule) -> None:
         )
 
 
+def advise_on_batch_norm(module: nn.Module, microbatches: int) -> None:
+    """Say that norms with running statistics see micro-batches, if the module has some."""
+    norms = [
+        (name, part)
+        for name, part in module.named_modules()
+        if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats
+    ]
+    if norms and microbatches > 1:
+        name, part = norms[0]
+        others = f" and {len(norms) - 1} more like it" if len(norms) > 1 else ""
+        rank_zero_info(
+            f"{name!r} ({type(part).__name__}){others} normalizes by the statistics of a "
+            f"micro-batch, and updates its running statistics {microbatches} times a batch, as "
+            "with gradient accumulation: expect other losses than on one process. With "
+            "microbatches=1 they are those of the batch."
+        )
+
+
 @contextmanager
 def unless_made_later(module: LightningModule) -> Iterator[None]:
     """Ignore errors about layers that the module's own hooks may yet make."""
@@ -205,8 +229,12 @@ def validate_regrid_module(module: nn.Module) -> None:
 # Callbacks
 
 
-def validate_callbacks(callbacks: Sequence[Callback]) -> None:
+def validate_callbacks(callbacks: Sequence[Callback], transport: str = "mpi") -> None:
     """Check that no callback needs the whole module on every rank.
+
+    Args:
+        callbacks: those of a run with several stages.
+        transport: "loopback" where one process has all stages.
 
     Raises:
         MisconfigurationException: naming the callback and what to use instead.
@@ -219,10 +247,19 @@ def validate_callbacks(callbacks: Sequence[Callback]) -> None:
                 " top of the weights. Use lightning_axosparse.EarlyBirdTicket(pruning_ratio=...),"
                 " which ranks all stages' weights together and stores what is kept."
             )
+        if transport == "loopback":
+            continue
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise MisconfigurationException(
                 f"{name} keeps an averaged copy of the whole module, but a stage of a pipeline"
-                " holds only its own layers. Leave the callback out, or train with g_inter=1."
+                " holds only its own layers, and a checkpoint would have the average of one stage."
+                " Leave the callback out, or train with g_inter=1."
+            )
+        if isinstance(callback, BatchSizeFinder):
+            raise MisconfigurationException(
+                f"{name} tries batch sizes until the memory of one process is full, which Lightning"
+                " does not support on several ranks. Find the batch size by measuring: it is the"
+                " micro-batch that has to fit, of which a stage holds `strategy.in_flight`."
             )
 
 
