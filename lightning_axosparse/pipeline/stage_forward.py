@@ -29,6 +29,7 @@ from lightning_axosparse.pipeline.reductions import ReductionTracker
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.side_outputs import Activation, SideOutputs, WatchedLayer
 from lightning_axosparse.support.torch_internals import tree_leaves
+from lightning_axosparse.support.troubleshooting import see
 
 
 class StageEdge(BaseException):
@@ -73,6 +74,7 @@ class Visit:
                     "changes it in place (write `x = x + y`, not `x.add_(y)`), or gives it to a "
                     "torch.autograd.Function. Do that inside a layer, put both ends into one stage "
                     "(balance=...), or carry the value along in what the layers return."
+                    + see("values-between-layers")
                 )
         for attribute, placeholders in self.withheld.items():
             if any(tensor.grad is not None for tensor in placeholders):
@@ -80,6 +82,7 @@ class Visit:
                     f"{attribute!r} is set by a layer of an earlier stage and read by stage "
                     f"{self.stage}. It is larger than what the layer returns, so it is not sent "
                     "along: return it from the layer, or set what the loss makes of it."
+                    + see("values-between-layers")
                 )
 
 
@@ -182,7 +185,7 @@ class PipelinedLayers:
             raise MisconfigurationException(
                 f"The step returned without calling layer {self.names[visit.next_layer]!r} of the "
                 "pipelined container. In a pipeline every step has to call every layer once, in "
-                "order."
+                "order." + see("steps")
             )
 
     def _forward(self, index: int, compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -271,7 +274,7 @@ class PipelinedLayers:
         raise MisconfigurationException(
             f"Layer {called!r} was called where {expected}. In one step of a pipelined module each "
             "layer is called once, in the order of the container: no layer may be skipped at "
-            "random, and the network may not be called twice."
+            "random, and the network may not be called twice." + see("steps")
         )
 
 
