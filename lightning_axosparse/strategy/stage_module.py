@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from lightning_axosparse.distributed.process_groups import ProcessGroups
 from lightning_axosparse.pipeline.checkpointing import ActivationCheckpointing
 from lightning_axosparse.pipeline.p2p import ChannelLink, Link, LoopbackLink
 from lightning_axosparse.pipeline.partition import Partition
+from lightning_axosparse.pipeline.remote_gradients import RemoteGradients
 from lightning_axosparse.pipeline.sharding import Sharding, free
 from lightning_axosparse.pipeline.split_layers import SplitLayers
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
@@ -25,6 +25,8 @@ from lightning_axosparse.sparse.parameter_state import forget
 from lightning_axosparse.sparse.parameters import owners, sparse_parameters
 from lightning_axosparse.sparse.scratch import scratch
 from lightning_axosparse.strategy.lightning.device import move_module
+from lightning_axosparse.strategy.sharded_module import bring, is_left_sharded, leave_sharded, take
+from lightning_axosparse.strategy.validation import validate_parameters_known
 
 
 class StageModule:
@@ -47,9 +49,8 @@ class StageModule:
         sharding: which tensors each stage keeps.
         layers: the partitioned layers.
         split: the layers whose weight gradients may be made apart from backward passes.
-        optimizer_groups: the parameter names of each parameter group of each optimizer, over all
-            stages.
         reducer: sums gradients over the ranks that keep the same parameters; None in a job of one.
+        remote_gradients: the gradients of parameters of other stages.
     """
 
     def __init__(
@@ -64,16 +65,17 @@ class StageModule:
     ) -> None:
         self.module, self.stages, self.device = module, stages, device
         self.groups, self.grid = groups, groups.grid
-        self.sharding = Sharding(module, partition.names, partition.parts)
+        self.sharding = Sharding(module, partition.names, partition.parts, device)
         self._recompute, self._splits_backward = recompute, splits_backward
         self.split = SplitLayers(module)
         self._example_input = module.example_input_array
-        # What the end of a run changes registers here how it is undone.
-        self._undo = ExitStack()
-        self.optimizer_groups: list[list[list[str]]] = []
+        self._freed: dict[Tensor, Tensor] = {}
+        self._optimizers: Sequence[Optimizer] = ()
+        self._group_names: list[list[list[str]]] = []
         self.reducer: GradientReducer | None = None
         groups.create_shared(self._shared_by_stages())
         self.layers = self._pipelined_layers(partition)
+        self.remote_gradients = RemoteGradients(self.sharding, groups.inter)
 
     @property
     def last_stage(self) -> int:
@@ -85,31 +87,48 @@ class StageModule:
         """Whether this rank runs the last stage, which alone runs a step to its end."""
         return self.last_stage in self.stages
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank runs all stages."""
+        return len(self.stages) > self.last_stage
+
+    def bring(self) -> None:
+        """Get what this rank's stages need of a module that the last run has left sharded.
+
+        Collective over the job.
+        """
+        if is_left_sharded(self.module):
+            kept, _ = self.sharding.split(self.stages)
+            bring(self.module, kept)
+            take(self.module)
+
     def shard(self, optimizers: Sequence[Optimizer]) -> None:
         """Drop the tensors of other stages from the module and its optimizers; collective.
 
         What is kept moves to the device, with the values that the first replica has.
+
+        Args:
+            optimizers: those that train the module.
         """
         names = self.sharding.names
-        self.optimizer_groups = [
-            [[names[parameter] for parameter in group["params"]] for group in opt.param_groups]
-            for opt in optimizers
-        ]
+        self._optimizers = optimizers
+        self._group_names = [[[] for _ in opt.param_groups] for opt in optimizers]
+        if not self.is_whole:
+            validate_parameters_known(optimizers, names)
+        self._note_group_names(names)
         owned = owners(self.module)
         self.sharding.shard(self.stages)
         held = self.sharding.held()
         for parameter, name in names.items():
             if name not in held:
                 forget(parameter, owned[name], optimizers)
-        self._update_param_groups(optimizers)
+        self._update_param_groups()
         move_module(self.module, self.device)
         self._broadcast_weights()
         self._attach()
 
     @contextmanager
-    def reshard(
-        self, partition: Partition, groups: ProcessGroups, optimizers: Sequence[Optimizer]
-    ) -> Iterator[None]:
+    def reshard(self, partition: Partition, groups: ProcessGroups) -> Iterator[None]:
         """Keep the tensors of this rank's stage in another grid; collective over the job.
 
         The context has to repartition :attr:`sharding` and to move the tensors between ranks.
@@ -117,48 +136,75 @@ class StageModule:
         Args:
             partition: the same layers, partitioned over the stages of the new grid.
             groups: the process groups of the new grid.
-            optimizers: the optimizers, between two steps.
         """
+        self.take_in_added_parameters()
         self._detach()
         yield
-        self._update_param_groups(optimizers)
+        self._update_param_groups()
         self.groups, self.grid = groups, groups.grid
         self.stages = range(self.grid.stage, self.grid.stage + 1)
         groups.create_shared(self._shared_by_stages())
         self.layers = self._pipelined_layers(partition)
         self._attach()
 
-    def unshard(self, optimizers: Sequence[Optimizer]) -> None:
-        """Gather the whole module on the CPU of every rank, dense; collective over the job."""
+    def unshard(self) -> None:
+        """Gather the whole module on the CPU of every rank, dense; collective over the job.
+
+        The optimizers have all parameters again, and the state of those that this rank kept.
+        """
+        self.take_in_added_parameters()
         self._detach()
-        densify(self.module, optimizers[0] if optimizers else None)
+        densify(self.module, self._optimizers[0] if self._optimizers else None)
         scratch.clear()
         self.sharding.unshard()
+        self._update_param_groups()
         self.module.cpu()
         self._gather_from_stages()
 
     def end_run(self) -> None:
         """Undo all of :meth:`shard` but that tensors of other stages are freed."""
         self._detach()
-        self.sharding.put_back()
+        self._freed = self.sharding.put_back()
         scratch.clear()
-        self._undo.callback(self.module.register_state_dict_pre_hook(_refuse_state_dict).remove)
+        outer = [name for name in self._buffers() if self.sharding.stage_of(name) is None]
+        self._share_buffers(outer)
 
-    def release(self, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Tensor]]:
+    def leave_sharded(self) -> None:
+        """Leave the tensors of other stages on the meta device, after :meth:`end_run`."""
+        leave_sharded(self.module, self._freed)
+        self._freed = {}
+
+    def release(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what the caller gets of this rank, by name and dense, and free it, after a run."""
-        self._undo.close()
+        take(self.module)
         owned, sparse = owners(self.module), sparse_parameters(self.module)
         first = self.grid.replica == 0
         for name, parameter in self.sharding.held().items():
-            if first and min(self.sharding.holders[name]) in self.stages:
+            if first and min(self.sharding.holders_of(name)) in self.stages:
                 dense = sparse[name].dense() if name in sparse else parameter.detach()
                 yield name, dense
                 del dense
-            forget(parameter, owned[name], optimizers)
+            forget(parameter, owned[name], self._optimizers)
             free(parameter)
         for name, buffer in self.module.named_buffers():
             if first and self.sharding.source_of(name) in self.stages:
                 yield name, buffer
+
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each parameter of the whole model with its gradient; collective over a pipeline."""
+        held = self.sharding.held()
+        for name, stages in self.sharding.holders.items():
+            own, stage = held.get(name), min(stages)
+            values = own if own is None else (own.detach().cpu(), _on_cpu(own.grad))
+            values = self.groups.broadcast_along_pipeline(values, stage)
+            if own is not None:
+                yield name, own
+                continue
+            assert values is not None
+            parameter, gradient = values
+            parameter = parameter.to(self.device)
+            parameter.grad = gradient if gradient is None else gradient.to(self.device)
+            yield name, parameter
 
     def await_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Wait until the gradients of these parameters are reduced."""
@@ -189,13 +235,38 @@ class StageModule:
             partition.layers,
             partition.parts,
             self._recompute,
-            self.module.named_buffers(),
+            self.module.named_buffers,
         )
 
-    def _update_param_groups(self, optimizers: Sequence[Optimizer]) -> None:
+    def group_names(self, optimizer: Optimizer) -> list[list[str]]:
+        """The parameter names of each parameter group of an optimizer, over all stages."""
+        self.take_in_added_parameters()
+        return self._group_names[self._optimizers.index(optimizer)]
+
+    def take_in_added_parameters(self) -> None:
+        """Note what was added to the optimizers since, such as layers that were unfrozen.
+
+        On every rank the user's code adds the same parameters of the whole module; the optimizers
+        keep those of this rank.
+        """
+        self._note_group_names(
+            {parameter: name for name, parameter in self.module.named_parameters()}
+        )
+        self._update_param_groups()
+
+    def _note_group_names(self, names: Mapping[nn.Parameter, str]) -> None:
+        for optimizer, groups in zip(self._optimizers, self._group_names, strict=True):
+            groups += [[] for _ in optimizer.param_groups[len(groups) :]]
+            for group, known in zip(optimizer.param_groups, groups, strict=True):
+                present = [names[p] for p in group["params"] if p in names]
+                known += [name for name in present if name not in known]
+
+    def _update_param_groups(self) -> None:
         """Give the optimizers' groups the parameters that this rank keeps, and no others."""
+        if self.is_whole:
+            return
         held = self.sharding.held()
-        for optimizer, groups in zip(optimizers, self.optimizer_groups, strict=True):
+        for optimizer, groups in zip(self._optimizers, self._group_names, strict=True):
             for group, names in zip(optimizer.param_groups, groups, strict=True):
                 group["params"] = [held[name] for name in names if name in held]
 
@@ -205,8 +276,9 @@ class StageModule:
             self.split.install()
         self.layers.install(self.stages)
         # Lightning's model summary would send it through layers of other stages.
-        if len(self.stages) <= self.last_stage:
+        if not self.is_whole:
             self.module.example_input_array = None
+        self.remote_gradients = RemoteGradients(self.sharding, self.groups.inter)
         if self.grid.world_size > 1:
             self.reducer = GradientReducer(self._reduction_groups(), self.grid.data_size)
 
@@ -239,7 +311,7 @@ class StageModule:
 
     def _holders(self, name: str) -> frozenset[int]:
         """The stages that keep a parameter, counted as the grid counts them."""
-        stages = self.sharding.holders[name]
+        stages = self.sharding.holders_of(name)
         return stages if self.grid.g_inter > 1 else frozenset([0])
 
     def _broadcast_weights(self) -> None:
@@ -262,19 +334,24 @@ class StageModule:
         ranks = self.grid.pipeline(self.grid.replica)
         with torch.no_grad():
             for name, parameter in self.module.named_parameters():
-                source = ranks[min(self.sharding.holders[name])]
+                source = ranks[min(self.sharding.holders_of(name))]
                 dist.broadcast(parameter.data, src=source, group=self.groups.inter)
-            buffers = dict(self.module.named_buffers())
-            for stage, source in enumerate(ranks):
-                own = {k: b for k, b in buffers.items() if self.sharding.source_of(k) == stage}
-                for key, value in self.groups.broadcast_along_pipeline(own, stage).items():
+        self._share_buffers(self._buffers())
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return dict(self.module.named_buffers())
+
+    @torch.no_grad()
+    def _share_buffers(self, names: Iterable[str]) -> None:
+        """Give the other stages of this pipeline these buffers of the stage that counts."""
+        buffers, names = self._buffers(), list(names)
+        for stage, source in enumerate(self.grid.pipeline(self.grid.replica)):
+            own = {name: buffers[name] for name in names if self.sharding.source_of(name) == stage}
+            if own:
+                for name, value in self.groups.broadcast_along_pipeline(own, stage).items():
                     if self.grid.rank != source:
-                        buffers[key].set_(value)  # type: ignore[call-overload]
+                        buffers[name].set_(value)  # type: ignore[call-overload]
 
 
-def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> Any:
-    raise RuntimeError(
-        f"{type(module).__name__}.state_dict() was called after the run had ended, when each rank "
-        "has only the weights of its own layers. Call it where `fit` has returned, whose module is "
-        "whole; on the ranks, save with `trainer.save_checkpoint` in `on_train_end`."
-    )
+def _on_cpu(tensor: Tensor | None) -> Tensor | None:
+    return tensor if tensor is None else tensor.cpu()

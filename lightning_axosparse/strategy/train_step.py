@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -48,6 +49,7 @@ from lightning_axosparse.strategy.lightning.loop_check import position
 from lightning_axosparse.strategy.lightning.metrics import PipelinedMetrics
 from lightning_axosparse.strategy.lightning.precision import (
     pipeline_precision,
+    replace_backward,
     restore_precision,
     scale_loss,
 )
@@ -64,6 +66,7 @@ class OpenPipeline:
         schedules: chooses the class of the training schedule.
         precision: the precision plugin.
         rng: random numbers of the pipeline.
+        give_gradients: gives parameters the gradients that a step has computed.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class OpenPipeline:
         schedules: ScheduleRule,
         precision: Precision,
         rng: PipelineRNG,
+        give_gradients: Callable[[], None],
     ) -> None:
         module, grid, groups = stage_module.module, stage_module.grid, stage_module.groups
         self.stage_module = stage_module
@@ -81,7 +85,14 @@ class OpenPipeline:
             held = stage_module.sharding.held()
             counted = {held[name] for name in stage_module.sharding.counted()}
             undo.callback(restore_precision, precision)
-            pipeline_precision(precision, groups.inter, groups.world, counted.__contains__)
+            pipeline_precision(
+                precision,
+                groups.inter,
+                groups.world,
+                counted.__contains__,
+                stage_module.remote_gradients.forget_norms,
+            )
+            replace_backward(precision, give_gradients)
             links = stage_module.links(limit.largest)
             self.pipeline = Pipeline(
                 stage_module.layers,
@@ -220,14 +231,14 @@ class StepRunner:
         self._schedules, self._splitter, self._rule = schedules, splitter, rule
         self._sends_outputs = sends_outputs
         self._warned: set[str | None] = {None}
-        self._stashed = StashedGradients()
+        self._stashed = StashedGradients(trainer)
         self._checks_loss = rule.check
         self._reduces = True
         self._waits = not steps_in_parts or gradients_are_seen(trainer)
         _agree_on_seed(stage_module)
         stages = stage_module.last_stage + 1
         self._rng = PipelineRNG(torch.initial_seed(), stages, stage_module.device)
-        self._open = OpenPipeline(stage_module, limit, schedules, precision, self._rng)
+        self._open = self._opened(stage_module, limit)
 
     def open(self, stage_module: StageModule, limit: InFlightLimit) -> None:
         """Run the next steps on another grid of ranks; to be called after :meth:`close`.
@@ -237,7 +248,12 @@ class StepRunner:
             limit: most micro-batches that a stage may hold.
         """
         _agree_on_seed(stage_module)
-        self._open = OpenPipeline(stage_module, limit, self._schedules, self._precision, self._rng)
+        self._open = self._opened(stage_module, limit)
+
+    def _opened(self, stage_module: StageModule, limit: InFlightLimit) -> OpenPipeline:
+        return OpenPipeline(
+            stage_module, limit, self._schedules, self._precision, self._rng, self._give_gradients
+        )
 
     def close(self) -> None:
         """Give the module its own logging and metrics back, with the states that count."""
@@ -258,10 +274,11 @@ class StepRunner:
         """Most micro-batches that each stage of this rank held in its last training batch."""
         return self._open.pipeline.peak_in_flight
 
-    @property
-    def metrics(self) -> PipelinedMetrics:
-        """The metrics of the module."""
-        return self._open.metrics
+    def metric_states_shared(self) -> AbstractContextManager[None]:
+        """Give every rank the last stage's states of metrics inside the context; collective."""
+        stage_module = self._open.stage_module
+        collect = partial(stage_module.groups.all_gather_from_stage, stage=stage_module.last_stage)
+        return self._open.metrics.states_shared(collect)
 
     def train(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the module's ``training_step`` forward and backward.
@@ -333,13 +350,10 @@ class StepRunner:
                 last = run.pipeline.evaluate(evaluated)
             return self._combine(last, microbatches, evaluated.fingerprint)
 
-    def backward(self, loss: Tensor) -> Tensor:
-        """Run the hooks of Lightning's backward, and give parameters the gradients of the batch."""
-        module = self._open.stage_module.module
-        # The hooks alone: a plugin's own pre_backward would scale the loss, which is done.
-        Precision.pre_backward(self._precision, loss, module)
+    def _give_gradients(self) -> None:
+        """Give the parameters the gradients that the step has computed."""
         self._stashed.restore()
-        return Precision.post_backward(self._precision, loss, module)
+        self._open.stage_module.remote_gradients.present()
 
     @contextmanager
     def gradients_kept_local(self) -> Iterator[None]:

@@ -81,12 +81,12 @@ def shard_reshard_unshard() -> dict[str, Any]:
     for parameter in stages.sharding.held().values():
         parameter.data.add_(1)
     new = old.shortened(1)
-    with stages.reshard(partition.with_stages(1), ProcessGroups(new), [optimizer]):
+    with stages.reshard(partition.with_stages(1), ProcessGroups(new)):
         Transfer(stages.sharding, old, new, [optimizer], CPU).run(partition.with_stages(1).parts)
     found["resharded"] = note()
     for parameter in stages.sharding.held().values():
         parameter.data.add_(1)
-    stages.unshard([optimizer])
+    stages.unshard()
     found["unsharded"] = weights(module)
     found["same objects"] = all(p is parameters[n] for n, p in module.named_parameters())
     found["own forward"] = not any("forward" in vars(layer) for layer in module.model)

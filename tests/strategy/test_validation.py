@@ -8,6 +8,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
     EarlyStopping,
     EMAWeightAveraging,
     ModelPruning,
@@ -135,6 +136,7 @@ def test_manual_optimization() -> None:
         (ModelPruning("l1_unstructured"), "EarlyBirdTicket"),
         (StochasticWeightAveraging(1e-3), "g_inter=1"),
         (EMAWeightAveraging(), "g_inter=1"),
+        (BatchSizeFinder(), "micro-batch"),
     ],
 )
 def test_callbacks(callback: Callback, instead: str) -> None:
@@ -143,14 +145,23 @@ def test_callbacks(callback: Callback, instead: str) -> None:
         validate_callbacks([EarlyStopping("loss"), callback])
 
 
+@pytest.mark.parametrize("callback", [EMAWeightAveraging(), BatchSizeFinder()])
+def test_callbacks_where_one_process_has_all_stages(callback: Callback) -> None:
+    validate_callbacks([callback], "loopback")
+    with pytest.raises(MisconfigurationException, match="EarlyBirdTicket"):
+        validate_callbacks([ModelPruning("l1_unstructured")], "loopback")
+
+
 def test_optimizers() -> None:
     parameters = [nn.Parameter(torch.zeros(1))]
-    validate_optimizers([])
-    validate_optimizers([AdamW(parameters)])
+    validate_optimizers([], pipelines=True, g_data=2)
+    validate_optimizers([AdamW(parameters)], pipelines=True, g_data=2)
     with pytest.raises(MisconfigurationException, match=r"2 optimizers \(AdamW, AdamW\)"):
-        validate_optimizers([AdamW(parameters), AdamW(parameters)])
-    with pytest.raises(MisconfigurationException, match="LBFGS"):
-        validate_optimizers([LBFGS(parameters)])
+        validate_optimizers([AdamW(parameters), AdamW(parameters)], pipelines=True, g_data=1)
+    for pipelines, g_data in ((True, 1), (False, 2)):
+        with pytest.raises(MisconfigurationException, match="LBFGS"):
+            validate_optimizers([LBFGS(parameters)], pipelines, g_data)
+    validate_optimizers([LBFGS(parameters), AdamW(parameters)], pipelines=False, g_data=1)
 
 
 @pytest.mark.parametrize(("devices", "nodes", "job"), [(4, 1, 1), (4, 1, 4), (4, 2, 8), (1, 1, 1)])

@@ -1,12 +1,14 @@
-"""Clips gradients by the norm over all stages, and keeps one loss scale for all ranks."""
+"""Makes a precision plugin differentiate, clip gradients and scale losses as the ranks need it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -20,7 +22,8 @@ def pipeline_precision(
     inter_group: dist.ProcessGroup | None,
     world_group: dist.ProcessGroup | None,
     counted: Callable[[nn.Parameter], bool],
-) -> Precision:
+    clipped: Callable[[], object],
+) -> None:
     """Adapt a precision plugin to a module whose parameters are spread over stages.
 
     The plugin's class becomes a subclass of its own class, with the name unchanged, since Lightning
@@ -32,20 +35,44 @@ def pipeline_precision(
         world_group: all ranks, which have to agree on the scale of the loss; None if there is one.
         counted: whether this stage counts a parameter in the norm. A parameter that several stages
             hold, with the same gradient, must be counted by exactly one.
-
-    Returns:
-        The same plugin.
+        clipped: called when gradients were clipped.
     """
     restore_precision(plugin)
-    _mix_in(plugin, _PipelineClipping, _inter_group=inter_group, _counted=staticmethod(counted))
+    functions = {"_counted": staticmethod(counted), "_clipped": staticmethod(clipped)}
+    _mix_in(plugin, _PipelineClipping, _inter_group=inter_group, **functions)
     scaler = getattr(plugin, "scaler", None)
     if scaler is not None:
         _mix_in(scaler, _AgreedScaler, _world_group=world_group)
-    return plugin
+
+
+def replace_backward(plugin: Precision, give_gradients: Callable[[], None]) -> None:
+    """Let a precision plugin take over gradients that there are, instead of differentiating.
+
+    Args:
+        plugin: a plugin after :func:`pipeline_precision`; changed in place, until
+            :func:`restore_precision`.
+        give_gradients: gives parameters their gradients.
+    """
+    _mix_in(plugin, _ReplacedBackward, _give_gradients=staticmethod(give_gradients))
+
+
+def surround_backward(
+    plugin: Precision, context: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Let a precision plugin run each backward pass in a context, as if it did so itself.
+
+    Args:
+        plugin: what Lightning or the user chose; changed in place, until :func:`restore_precision`.
+        context: makes the context.
+    """
+    restore_precision(plugin)
+    _mix_in(plugin, _SurroundedBackward, _context=staticmethod(context))
 
 
 def restore_precision(plugin: Precision) -> None:
-    """Undo :func:`pipeline_precision`; the loss scale keeps its value."""
+    """Give the plugin its own methods back; the loss scale keeps its value."""
+    _take_out(plugin, _SurroundedBackward)
+    _take_out(plugin, _ReplacedBackward)
     _take_out(plugin, _PipelineClipping)
     _take_out(getattr(plugin, "scaler", None), _AgreedScaler)
 
@@ -56,12 +83,52 @@ def scale_loss(plugin: Precision, loss: Tensor) -> Tensor:
     return loss if scaler is None else scaler.scale(loss)
 
 
-class _PipelineClipping:
+class _Mixin:
+    """What is put in front of an instance's class; a copy of the instance is without it."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        own = next(base for base in type(self).__mro__ if not issubclass(base, _Mixin))
+        state = self.__getstate__() if hasattr(self, "__getstate__") else vars(self)
+        return _new, (own,), state
+
+
+class _SurroundedBackward(_Mixin):
+    """Makes a precision plugin run each backward pass in a context."""
+
+    _context: Callable[[], AbstractContextManager[None]]
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Differentiate a loss."""
+        with self._context():
+            super().backward(*args, **kwargs)  # type: ignore[misc]
+
+
+class _ReplacedBackward(_Mixin):
+    """Makes a precision plugin take over gradients that there are."""
+
+    _give_gradients: Callable[[], None]
+
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
+        """Run the hooks alone: a plugin's own method would scale the loss, which is done."""
+        return Precision.pre_backward(cast(Precision, self), tensor, module)
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Give the parameters their gradients."""
+        self._give_gradients()
+
+
+class _PipelineClipping(_Mixin):
     """Makes a precision plugin clip by the norm over all stages."""
 
     _inter_group: dist.ProcessGroup | None
     _counted: Callable[[nn.Parameter], bool]
+    _clipped: Callable[[], object]
     main_params: Callable[[Optimizer], Any]
+
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Clip the gradients of this stage."""
+        super().clip_gradients(*args, **kwargs)  # type: ignore[misc]
+        self._clipped()
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Scale the gradients so that their norm over all stages is at most ``clip_val``."""
@@ -74,7 +141,7 @@ class _PipelineClipping:
             clip_grads_with_norm_(held, clip_val, squares.sqrt().to(held[0].grad))
 
 
-class _AgreedScaler:
+class _AgreedScaler(_Mixin):
     """Makes a gradient scaler find the same infinities, and so keep the same scale, on all ranks.
 
     Only last stages scale a loss, and a stage may have no gradients: PyTorch's own scaler raises
@@ -104,6 +171,10 @@ class _AgreedScaler:
         for here in found.values():
             here.fill_(anywhere.item())
         return found
+
+
+def _new(own: type) -> Any:
+    return object.__new__(own)
 
 
 def _mix_in(instance: object, mixin: type, **attributes: Any) -> None:

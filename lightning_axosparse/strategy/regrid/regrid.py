@@ -134,7 +134,7 @@ class Regrid:
         partition = self._partition.with_stages(stages)
         self._runner.close()
         groups = ProcessGroups(new)
-        with module.reshard(partition, groups, optimizers):
+        with module.reshard(partition, groups):
             Transfer(module.sharding, old, new, optimizers, module.device).run(partition.parts)
         self._runner.open(module, self._rule.limit(stages, groups))
         moved = Regridded(old, new, epoch, time() - began, self._microbatches)

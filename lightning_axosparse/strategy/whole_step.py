@@ -1,0 +1,99 @@
+"""Runs Lightning's steps where a rank has the whole module and takes each batch as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.precision import Precision
+
+from lightning_axosparse.distributed.rank_status import this_rank
+from lightning_axosparse.pipeline.in_flight import FixedInFlightLimit
+from lightning_axosparse.strategy.lightning.gradients import gradients_are_seen
+from lightning_axosparse.strategy.lightning.loop_check import position
+from lightning_axosparse.strategy.lightning.precision import (
+    restore_precision,
+    surround_backward,
+)
+from lightning_axosparse.strategy.stage_module import StageModule
+from lightning_axosparse.support.trace import clock
+
+
+class WholeStepRunner:
+    """Runs steps as Lightning does on one device, and averages gradients over replicas.
+
+    There is nothing to pipeline, so Lightning's own logging, metrics, closures and manual
+    optimization work as they are.
+
+    Args:
+        trainer: the running Trainer.
+        precision: the precision plugin.
+        steps_in_parts: whether the optimizer waits for each part of the gradients before it uses
+            it, by :meth:`StageModule.await_gradients`.
+        stage_module: the module, whole.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        precision: Precision,
+        steps_in_parts: bool,
+        stage_module: StageModule,
+    ) -> None:
+        self.limit = FixedInFlightLimit(1)
+        self.peak_in_flight = {0: 1}
+        self._trainer, self._precision, self._stage_module = trainer, precision, stage_module
+        self._reduces = True
+        self._waits = not steps_in_parts or gradients_are_seen(trainer)
+        surround_backward(precision, self._differentiates)
+
+    def close(self) -> None:
+        """Give the precision plugin its own backward pass back."""
+        restore_precision(self._precision)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's ``training_step``, whose loss Lightning differentiates."""
+        step = self._stage_module.module.training_step
+        return self.evaluate(step, self._precision.train_step_context, *args, **kwargs)
+
+    def evaluate(
+        self,
+        user_step: Callable[..., Any],
+        precision: Callable[[], AbstractContextManager[None]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a step of the module in the context that ``precision`` makes."""
+        with this_rank().step(*position(self._trainer)), clock.span("forward"), precision():
+            return user_step(*args, **kwargs)
+
+    @contextmanager
+    def _differentiates(self) -> Iterator[None]:
+        """All-reduce each gradient as soon as the backward pass in the context has made it."""
+        reducer = self._stage_module.reducer if self._reduces else None
+        if reducer is not None:
+            reducer.arm()
+        with clock.span("backward"):
+            yield
+        if reducer is not None:
+            reducer.start_rest()
+            if self._waits:
+                reducer.wait_for(reducer.under_way)
+
+    @contextmanager
+    def gradients_kept_local(self) -> Iterator[None]:
+        """Omit the all-reduce inside the context."""
+        self._reduces = False
+        try:
+            yield
+        finally:
+            self._reduces = True
+
+    def measure_again(self) -> None:
+        """Do nothing: neither limit nor schedule is chosen here."""
+
+    def metric_states_shared(self) -> AbstractContextManager[None]:
+        """Do nothing: every rank has the metrics of its own batches."""
+        return nullcontext()
