@@ -40,17 +40,19 @@ DRAWS: tuple[Arm, ...] = tuple(
 RATIOS: tuple[Arm, ...] = tuple(replace(TICKET, ratio=ratio) for ratio in (0.9, 0.5))
 
 AT_A_QUARTER = replace(TICKET, draw_by=0.25)
-ENTRIES = ("score", "random", "magnitude", "even", "lots")
+ENTRIES = ("random", "score", "magnitude", "even", "lots")
 FACTORS = (2.0, 1.5, 1.0)
 
 
-def choices(floors: tuple[float, ...], factors: tuple[float, ...]) -> tuple[Arm, ...]:
+def choices(
+    entries: tuple[str, ...], floors: tuple[float, ...], factors: tuple[float, ...]
+) -> tuple[Arm, ...]:
     """Return tickets by their entries, floor and rate, and the dense arms of these rates."""
     tickets = (
-        replace(AT_A_QUARTER, entries=entries, floor=floor, factor=factor)
-        for factor in factors
+        replace(AT_A_QUARTER, entries=each, floor=floor, factor=factor)
+        for each in entries
         for floor in floors
-        for entries in ENTRIES
+        for factor in factors
     )
     return (*tickets, *(Dense(factor, TICKET.draw_after) for factor in factors))
 
@@ -107,10 +109,10 @@ class Comparison:
 
 PHASES: dict[str, tuple[Comparison, ...]] = {
     "choose": (
-        Comparison(SMALL, choices((0.05,), (2.0,)), CHOOSING, "validation"),
-        Comparison(SMALL, choices((0.05, 0.3), FACTORS), CHOOSING[:1], "validation"),
-        Comparison(MAIN, choices((0.05,), FACTORS), CHOOSING[:1], "validation"),
-        Comparison(LONG, choices((0.05,), FACTORS), CHOOSING[:1], "validation"),
+        Comparison(SMALL, choices(ENTRIES, (0.05,), (2.0,)), CHOOSING, "validation"),
+        Comparison(MAIN, choices(ENTRIES[:2], (0.05,), FACTORS), CHOOSING[:1], "validation"),
+        Comparison(LONG, choices(ENTRIES[:2], (0.05,), FACTORS[:1]), CHOOSING[:1], "validation"),
+        Comparison(SMALL, choices(ENTRIES[:2], (0.05, 0.3), FACTORS), CHOOSING[:1], "validation"),
         Comparison(SMALL, (DENSE, CONTROL, *VARIANTS), CHOOSING[:1], "validation"),
     ),
     "floors": tuple(

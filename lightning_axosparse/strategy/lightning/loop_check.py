@@ -8,18 +8,17 @@ never in between.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback
 from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_axosparse.distributed.process_groups import ProcessGroups, all_gather
 from lightning_axosparse.distributed.rank_status import this_rank
+from lightning_axosparse.strategy.lightning.hooks import RankLocalCallback
 from lightning_axosparse.support.troubleshooting import see
 
 _LOOPS = {
@@ -106,7 +105,7 @@ def validate_positions(ranks: Sequence[LoopPosition]) -> None:
             )
 
 
-class LoopCheck(Callback):
+class LoopCheck(RankLocalCallback):
     """Compares the positions of all ranks where a loop begins and where it ends.
 
     Args:
@@ -115,23 +114,6 @@ class LoopCheck(Callback):
 
     def __init__(self, groups: ProcessGroups) -> None:
         self._groups = groups
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LoopCheck:
-        # Users copy the Trainer's callbacks, but process groups cannot be copied.
-        return self
-
-    @contextmanager
-    def added_to(self, trainer: pl.Trainer) -> Iterator[None]:
-        """Add this callback to the Trainer's inside the context."""
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        # First, since the hooks of the others may contain collectives.
-        callbacks.insert(0, self)
-        try:
-            yield
-        finally:
-            callbacks = trainer.callbacks  # type: ignore[attr-defined]
-            if self in callbacks:  # A hook may have replaced the list.
-                callbacks.remove(self)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """Compare the lengths of the training loaders."""

@@ -22,6 +22,7 @@ def pipeline_precision(
     inter_group: dist.ProcessGroup | None,
     world_group: dist.ProcessGroup | None,
     counted: Callable[[nn.Parameter], bool],
+    clipped: Callable[[], object],
 ) -> None:
     """Adapt a precision plugin to a module whose parameters are spread over stages.
 
@@ -34,9 +35,11 @@ def pipeline_precision(
         world_group: all ranks, which have to agree on the scale of the loss; None if there is one.
         counted: whether this stage counts a parameter in the norm. A parameter that several stages
             hold, with the same gradient, must be counted by exactly one.
+        clipped: called when gradients were clipped.
     """
     restore_precision(plugin)
-    _mix_in(plugin, _PipelineClipping, _inter_group=inter_group, _counted=staticmethod(counted))
+    functions = {"_counted": staticmethod(counted), "_clipped": staticmethod(clipped)}
+    _mix_in(plugin, _PipelineClipping, _inter_group=inter_group, **functions)
     scaler = getattr(plugin, "scaler", None)
     if scaler is not None:
         _mix_in(scaler, _AgreedScaler, _world_group=world_group)
@@ -110,7 +113,13 @@ class _PipelineClipping:
 
     _inter_group: dist.ProcessGroup | None
     _counted: Callable[[nn.Parameter], bool]
+    _clipped: Callable[[], object]
     main_params: Callable[[Optimizer], Any]
+
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Clip the gradients of this stage."""
+        super().clip_gradients(*args, **kwargs)  # type: ignore[misc]
+        self._clipped()
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Scale the gradients so that their norm over all stages is at most ``clip_val``."""

@@ -29,7 +29,7 @@ def scaled(**options: Any) -> MixedPrecision:
 
 
 def alone(plugin: Precision) -> Precision:
-    pipeline_precision(plugin, None, None, lambda parameter: True)
+    pipeline_precision(plugin, None, None, lambda parameter: True, lambda: None)
     return plugin
 
 
@@ -161,6 +161,7 @@ def clip_and_scale() -> tuple[Any, Any]:
         dist.group.WORLD,
         dist.group.WORLD,
         lambda parameter: id(parameter) in counted,
+        lambda: None,
     )
     clipped = []
     for clip_value in CLIP_VALUES:
