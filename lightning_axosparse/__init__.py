@@ -17,6 +17,7 @@ from lightning_axosparse.checkpoint.safetensors import save_safetensors
 from lightning_axosparse.pruning import ChannelTicket, Ticket
 from lightning_axosparse.sparse import densify, sparsify
 from lightning_axosparse.strategy.launcher.launcher import RankFailedError
+from lightning_axosparse.strategy.lightning.fabric import register_refusal
 from lightning_axosparse.strategy.strategy import AxoSparseStrategy
 from lightning_axosparse.support.corrupt_file import CorruptFileError
 
@@ -39,3 +40,4 @@ __all__ = [
 ]
 
 AxoSparseStrategy.register_strategies(StrategyRegistry)
+register_refusal(AxoSparseStrategy.strategy_name)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import lightning_axosparse
-from tests.parity import test_containers, test_transformers
+from tests.parity import test_containers, test_families, test_transformers
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "lightning_axosparse"
@@ -132,13 +132,20 @@ def test_the_networks_that_are_said_to_run_are_those_that_tests_train() -> None:
     page = (REPOSITORY / "docs" / "will-my-module-run.md").read_text()
     rows = re.findall(r"^\| [^|]+ \| (`[^|]+`) \| `(\w+)\.py`: ([^|]+) \|$", page, re.MULTILINE)
     listed = {(file, network): inline_code(paths) for paths, file, network in rows}
-    tested = {
-        ("test_transformers", name): options["pipeline"]
-        for name, (_, options) in test_transformers.ROWS.items()
-    } | {
-        ("test_containers", name): options["pipeline"]
-        for name, (_, options) in test_containers.NETWORKS.items()
-    }
+    tested = (
+        {
+            ("test_transformers", name): options["pipeline"]
+            for name, (_, options) in test_transformers.ROWS.items()
+        }
+        | {
+            ("test_containers", name): options["pipeline"]
+            for name, (_, options) in test_containers.NETWORKS.items()
+        }
+        | {
+            ("test_families", name): options["pipeline"]
+            for name, (_, _, options) in test_families.ROWS.items()
+        }
+    )
     assert listed.keys() == tested.keys()
     for row, pipeline in tested.items():
         paths = [pipeline] if isinstance(pipeline, str) else pipeline

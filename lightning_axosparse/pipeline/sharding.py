@@ -1,8 +1,8 @@
 """Keeps the tensors of a module that this rank's stages need, and drops the others.
 
 A parameter of a layer is kept by the layer's stage, one outside the layers by every stage, and one
-that several layers share by each of their stages. A tensor that is not kept is replaced by one on
-the meta device, so that names, shapes and ``state_dict`` keys do not change.
+that several layers share by each of their stages. A tensor that is not kept is replaced by a
+``RemoteTensor``, so that names, shapes and ``state_dict`` keys do not change.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_axosparse.pipeline.remote_tensor import RemoteTensor
 from lightning_axosparse.sparse.parameters import layouts
 from lightning_axosparse.support.torch_internals import swap_values
 
@@ -41,10 +42,18 @@ class Sharding:
         module: the user's module, whole.
         layers: names of the layers, as in ``module.named_modules()``.
         parts: the layer indices of each stage.
+        device: where the tensors are used that are kept.
     """
 
-    def __init__(self, module: nn.Module, layers: Sequence[str], parts: Sequence[range]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        layers: Sequence[str],
+        parts: Sequence[range],
+        device: torch.device | None = None,
+    ) -> None:
         self.module = module
+        self._device = device or torch.device("cpu")
         self.names = {parameter: name for name, parameter in module.named_parameters()}
         self._layers = list(layers)
         self._replaced: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
@@ -92,7 +101,7 @@ class Sharding:
         return kept, others
 
     def shard(self, local: Collection[int]) -> None:
-        """Replace all tensors that the ``local`` stages do not keep by meta tensors."""
+        """Replace all tensors that the ``local`` stages do not keep."""
         for tensor in self._replace_all(local, {}):
             free(tensor)
 
@@ -177,13 +186,14 @@ class Sharding:
         for name, layer in self.module.named_modules():
             if name not in self._stage_of_layer or self._stage_of_layer[name] in local:
                 continue
-            for owner in layer.modules():
+            for path, owner in layer.named_modules(prefix=name):
                 for tensors in (owner._parameters, owner._buffers):
-                    self._replace(tensors, metas, shapes)
+                    self._replace(path, tensors, metas, shapes)
         return [original for _, _, original in self._replaced]
 
     def _replace(
         self,
+        path: str,
         tensors: dict[str, Tensor | None],
         metas: dict[Tensor, Tensor],
         shapes: Mapping[Tensor, torch.Size],
@@ -192,13 +202,15 @@ class Sharding:
             if tensor is None or self._is_local(self._holders[tensor]):
                 continue
             if tensor not in metas:
-                metas[tensor] = self._meta(tensor, shapes.get(tensor, tensor.shape))
+                shape = shapes.get(tensor, tensor.shape)
+                metas[tensor] = self._remote(tensor, shape, f"{path}.{key}")
             self._replaced.append((tensors, key, tensor))
             tensors[key] = metas[tensor]
 
-    def _meta(self, tensor: Tensor, shape: torch.Size) -> Tensor:
+    def _remote(self, tensor: Tensor, shape: torch.Size, name: str) -> Tensor:
         meta = torch.empty(shape, dtype=tensor.dtype, device="meta")
-        return nn.Parameter(meta, tensor.requires_grad) if tensor in self.names else meta
+        remote = RemoteTensor.of(meta, name, self._device)
+        return nn.Parameter(remote, tensor.requires_grad) if tensor in self.names else remote
 
     def _holders_of_name(self, name: str) -> frozenset[int]:
         stage = self.stage_of(name)

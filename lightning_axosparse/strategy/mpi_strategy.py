@@ -24,6 +24,7 @@ from lightning_axosparse.strategy.lightning import collectives
 from lightning_axosparse.strategy.lightning.checkpoint_io import with_atomic_files
 from lightning_axosparse.strategy.lightning.sampling import process_dataloader
 from lightning_axosparse.strategy.validation import validate_world_size
+from lightning_axosparse.support.release_memory import map_larger_blocks
 
 T = TypeVar("T")
 
@@ -39,7 +40,8 @@ class MPIStrategy(ParallelStrategy):
         timeout: seconds that a rank waits for others at a time before it ends the job.
         accelerator: Lightning's, as are the following.
         parallel_devices: devices of this node's ranks.
-        cluster_environment: None asks MPI.
+        cluster_environment: what Lightning asks about the cluster, such as how Slurm requeues jobs;
+            None asks MPI. The ranks are those of the MPI job in both cases.
         checkpoint_io: reads and writes checkpoint files.
         precision_plugin: numeric precision.
 
@@ -58,10 +60,11 @@ class MPIStrategy(ParallelStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         environment.check_connected()
+        self._job = environment.MPIJobEnvironment()
         super().__init__(
             accelerator,
             parallel_devices,
-            cluster_environment or environment.MPIJobEnvironment(),
+            cluster_environment or self._job,
             checkpoint_io,
             precision_plugin,
         )
@@ -90,6 +93,26 @@ class MPIStrategy(ParallelStrategy):
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:
         self._num_nodes = num_nodes
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the job."""
+        return self._job.world_size()
+
+    @property
+    def global_rank(self) -> int:
+        """This rank's number in the job."""
+        return self._job.global_rank()
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its node."""
+        return self._job.local_rank()
+
+    @property
+    def node_rank(self) -> int:
+        """The number of this rank's node."""
+        return self._job.node_rank()
 
     @property
     def root_device(self) -> torch.device:
@@ -143,6 +166,7 @@ class MPIStrategy(ParallelStrategy):
             from lightning_axosparse.distributed.mpi.backend import init_process_group
             from lightning_axosparse.distributed.mpi.watchdog import watchdog
 
+            map_larger_blocks()
             self._undo.enter_context(environment.limited_threads())
             watchdog().timeout = self._timeout
             with blocked("all ranks to connect"):

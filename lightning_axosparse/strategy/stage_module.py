@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from lightning_axosparse.distributed.process_groups import ProcessGroups
 from lightning_axosparse.pipeline.checkpointing import ActivationCheckpointing
 from lightning_axosparse.pipeline.p2p import ChannelLink, Link, LoopbackLink
 from lightning_axosparse.pipeline.partition import Partition
+from lightning_axosparse.pipeline.remote_gradients import RemoteGradients
 from lightning_axosparse.pipeline.sharding import Sharding, free
 from lightning_axosparse.pipeline.split_layers import SplitLayers
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
@@ -25,6 +25,7 @@ from lightning_axosparse.sparse.parameter_state import forget
 from lightning_axosparse.sparse.parameters import owners, sparse_parameters
 from lightning_axosparse.sparse.scratch import scratch
 from lightning_axosparse.strategy.lightning.device import move_module
+from lightning_axosparse.strategy.sharded_module import bring, is_left_sharded, leave_sharded, take
 from lightning_axosparse.strategy.validation import validate_parameters_known
 
 
@@ -49,6 +50,7 @@ class StageModule:
         layers: the partitioned layers.
         split: the layers whose weight gradients may be made apart from backward passes.
         reducer: sums gradients over the ranks that keep the same parameters; None in a job of one.
+        remote_gradients: the gradients of parameters of other stages.
     """
 
     def __init__(
@@ -63,17 +65,17 @@ class StageModule:
     ) -> None:
         self.module, self.stages, self.device = module, stages, device
         self.groups, self.grid = groups, groups.grid
-        self.sharding = Sharding(module, partition.names, partition.parts)
+        self.sharding = Sharding(module, partition.names, partition.parts, device)
         self._recompute, self._splits_backward = recompute, splits_backward
         self.split = SplitLayers(module)
         self._example_input = module.example_input_array
-        # What the end of a run changes registers here how it is undone.
-        self._undo = ExitStack()
+        self._freed: dict[Tensor, Tensor] = {}
         self._optimizers: Sequence[Optimizer] = ()
         self._group_names: list[list[list[str]]] = []
         self.reducer: GradientReducer | None = None
         groups.create_shared(self._shared_by_stages())
         self.layers = self._pipelined_layers(partition)
+        self.remote_gradients = RemoteGradients(self.sharding, groups.inter)
 
     @property
     def last_stage(self) -> int:
@@ -89,6 +91,16 @@ class StageModule:
     def is_whole(self) -> bool:
         """Whether this rank runs all stages."""
         return len(self.stages) > self.last_stage
+
+    def bring(self) -> None:
+        """Get what this rank's stages need of a module that the last run has left sharded.
+
+        Collective over the job.
+        """
+        if is_left_sharded(self.module):
+            kept, _ = self.sharding.split(self.stages)
+            bring(self.module, kept)
+            take(self.module)
 
     def shard(self, optimizers: Sequence[Optimizer]) -> None:
         """Drop the tensors of other stages from the module and its optimizers; collective.
@@ -136,24 +148,35 @@ class StageModule:
         self._attach()
 
     def unshard(self) -> None:
-        """Gather the whole module on the CPU of every rank, dense; collective over the job."""
+        """Gather the whole module on the CPU of every rank, dense; collective over the job.
+
+        The optimizers have all parameters again, and the state of those that this rank kept.
+        """
+        self.take_in_added_parameters()
         self._detach()
         densify(self.module, self._optimizers[0] if self._optimizers else None)
         scratch.clear()
         self.sharding.unshard()
+        self._update_param_groups()
         self.module.cpu()
         self._gather_from_stages()
 
     def end_run(self) -> None:
         """Undo all of :meth:`shard` but that tensors of other stages are freed."""
         self._detach()
-        self.sharding.put_back()
+        self._freed = self.sharding.put_back()
         scratch.clear()
-        self._undo.callback(self.module.register_state_dict_pre_hook(_refuse_state_dict).remove)
+        outer = [name for name in self._buffers() if self.sharding.stage_of(name) is None]
+        self._share_buffers(outer)
+
+    def leave_sharded(self) -> None:
+        """Leave the tensors of other stages on the meta device, after :meth:`end_run`."""
+        leave_sharded(self.module, self._freed)
+        self._freed = {}
 
     def release(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what the caller gets of this rank, by name and dense, and free it, after a run."""
-        self._undo.close()
+        take(self.module)
         owned, sparse = owners(self.module), sparse_parameters(self.module)
         first = self.grid.replica == 0
         for name, parameter in self.sharding.held().items():
@@ -166,6 +189,22 @@ class StageModule:
         for name, buffer in self.module.named_buffers():
             if first and self.sharding.source_of(name) in self.stages:
                 yield name, buffer
+
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each parameter of the whole model with its gradient; collective over a pipeline."""
+        held = self.sharding.held()
+        for name, stages in self.sharding.holders.items():
+            own, stage = held.get(name), min(stages)
+            values = own if own is None else (own.detach().cpu(), _on_cpu(own.grad))
+            values = self.groups.broadcast_along_pipeline(values, stage)
+            if own is not None:
+                yield name, own
+                continue
+            assert values is not None
+            parameter, gradient = values
+            parameter = parameter.to(self.device)
+            parameter.grad = gradient if gradient is None else gradient.to(self.device)
+            yield name, parameter
 
     def await_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Wait until the gradients of these parameters are reduced."""
@@ -196,7 +235,7 @@ class StageModule:
             partition.layers,
             partition.parts,
             self._recompute,
-            self.module.named_buffers(),
+            self.module.named_buffers,
         )
 
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
@@ -239,6 +278,7 @@ class StageModule:
         # Lightning's model summary would send it through layers of other stages.
         if not self.is_whole:
             self.module.example_input_array = None
+        self.remote_gradients = RemoteGradients(self.sharding, self.groups.inter)
         if self.grid.world_size > 1:
             self.reducer = GradientReducer(self._reduction_groups(), self.grid.data_size)
 
@@ -296,17 +336,22 @@ class StageModule:
             for name, parameter in self.module.named_parameters():
                 source = ranks[min(self.sharding.holders_of(name))]
                 dist.broadcast(parameter.data, src=source, group=self.groups.inter)
-            buffers = dict(self.module.named_buffers())
-            for stage, source in enumerate(ranks):
-                own = {k: b for k, b in buffers.items() if self.sharding.source_of(k) == stage}
-                for key, value in self.groups.broadcast_along_pipeline(own, stage).items():
+        self._share_buffers(self._buffers())
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return dict(self.module.named_buffers())
+
+    @torch.no_grad()
+    def _share_buffers(self, names: Iterable[str]) -> None:
+        """Give the other stages of this pipeline these buffers of the stage that counts."""
+        buffers, names = self._buffers(), list(names)
+        for stage, source in enumerate(self.grid.pipeline(self.grid.replica)):
+            own = {name: buffers[name] for name in names if self.sharding.source_of(name) == stage}
+            if own:
+                for name, value in self.groups.broadcast_along_pipeline(own, stage).items():
                     if self.grid.rank != source:
-                        buffers[key].set_(value)  # type: ignore[call-overload]
+                        buffers[name].set_(value)  # type: ignore[call-overload]
 
 
-def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> Any:
-    raise RuntimeError(
-        f"{type(module).__name__}.state_dict() was called after the run had ended, when each rank "
-        "has only the weights of its own layers. Call it where `fit` has returned, whose module is "
-        "whole; on the ranks, save with `trainer.save_checkpoint` in `on_train_end`."
-    )
+def _on_cpu(tensor: Tensor | None) -> Tensor | None:
+    return tensor if tensor is None else tensor.cpu()

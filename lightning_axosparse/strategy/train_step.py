@@ -85,7 +85,13 @@ class OpenPipeline:
             held = stage_module.sharding.held()
             counted = {held[name] for name in stage_module.sharding.counted()}
             undo.callback(restore_precision, precision)
-            pipeline_precision(precision, groups.inter, groups.world, counted.__contains__)
+            pipeline_precision(
+                precision,
+                groups.inter,
+                groups.world,
+                counted.__contains__,
+                stage_module.remote_gradients.forget_norms,
+            )
             replace_backward(precision, give_gradients)
             links = stage_module.links(limit.largest)
             self.pipeline = Pipeline(
@@ -225,7 +231,7 @@ class StepRunner:
         self._schedules, self._splitter, self._rule = schedules, splitter, rule
         self._sends_outputs = sends_outputs
         self._warned: set[str | None] = {None}
-        self._stashed = StashedGradients()
+        self._stashed = StashedGradients(trainer)
         self._checks_loss = rule.check
         self._reduces = True
         self._waits = not steps_in_parts or gradients_are_seen(trainer)
@@ -246,7 +252,7 @@ class StepRunner:
 
     def _opened(self, stage_module: StageModule, limit: InFlightLimit) -> OpenPipeline:
         return OpenPipeline(
-            stage_module, limit, self._schedules, self._precision, self._rng, self._stashed.restore
+            stage_module, limit, self._schedules, self._precision, self._rng, self._give_gradients
         )
 
     def close(self) -> None:
@@ -343,6 +349,11 @@ class StepRunner:
             with run.metrics.batch(len(microbatches)):
                 last = run.pipeline.evaluate(evaluated)
             return self._combine(last, microbatches, evaluated.fingerprint)
+
+    def _give_gradients(self) -> None:
+        """Give the parameters the gradients that the step has computed."""
+        self._stashed.restore()
+        self._open.stage_module.remote_gradients.present()
 
     @contextmanager
     def gradients_kept_local(self) -> Iterator[None]:

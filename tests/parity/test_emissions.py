@@ -67,7 +67,7 @@ def in_float64(network: nn.Module) -> nn.Module:
     """Replace norms that round to float32, in backward too, where sums of gradients differ."""
     for module in list(network.modules()):
         for name, child in module.named_children():
-            if type(child).__name__.endswith("RMSNorm"):
+            if type(child).__name__.endswith(("RMSNorm", "T5LayerNorm")):
                 setattr(module, name, nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon))
     return network
 

@@ -1,11 +1,37 @@
-"""Tells which of Lightning's hooks a user has written."""
+"""Tells which of Lightning's hooks a user has written, and adds some of the strategy's own."""
 
 from __future__ import annotations
 
-from lightning.pytorch import Trainer
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 _KNOWN = ("lightning.", "lightning_axosparse.")
+_C = TypeVar("_C", bound="RankLocalCallback")
+
+
+class RankLocalCallback(Callback):
+    """A callback of the strategy, which refers to what one rank has for one run."""
+
+    def __deepcopy__(self: _C, memo: dict[int, Any]) -> _C:
+        # Users copy the Trainer's callbacks, but process groups cannot be copied.
+        return self
+
+    @contextmanager
+    def added_to(self, trainer: Trainer) -> Iterator[None]:
+        """Add this callback to the Trainer's inside the context."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        # First, since the hooks of the others may contain collectives, or read what this one knows.
+        callbacks.insert(0, self)
+        try:
+            yield
+        finally:
+            callbacks = trainer.callbacks  # type: ignore[attr-defined]
+            if self in callbacks:  # A hook may have replaced the list.
+                callbacks.remove(self)
 
 
 def overrides(owner: object | None, *hooks: str) -> bool:

@@ -8,18 +8,18 @@ never in between.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback
 from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_axosparse.distributed.process_groups import ProcessGroups, all_gather
 from lightning_axosparse.distributed.rank_status import this_rank
+from lightning_axosparse.strategy.lightning.hooks import RankLocalCallback
+from lightning_axosparse.support.troubleshooting import see
 
 _LOOPS = {
     RunningStage.TRAINING: "training",
@@ -86,6 +86,7 @@ def validate_positions(ranks: Sequence[LoopPosition]) -> None:
             "The ranks are at different positions: a loop has ended on some of them only. Let "
             "`trainer.should_stop`, `on_train_batch_start` and all else that ends or starts a loop "
             f"decide the same on every rank (`trainer.strategy.broadcast` shares a value):{listed}"
+            + see("batches")
         )
     if ranks[0].loop != "training":
         data_ranks = {rank.data_rank for rank in ranks}
@@ -100,11 +101,11 @@ def validate_positions(ranks: Sequence[LoopPosition]) -> None:
                 f"The ranks have unequal numbers of {ranks[0].loop} batches. Give every stage the "
                 "same loader and every replica a loader of the same length (a DistributedSampler "
                 "does; `limit_train_batches=` cuts what has no length), and end an epoch on all "
-                f"ranks or none:{listed}"
+                f"ranks or none:{listed}" + see("batches")
             )
 
 
-class LoopCheck(Callback):
+class LoopCheck(RankLocalCallback):
     """Compares the positions of all ranks where a loop begins and where it ends.
 
     Args:
@@ -114,22 +115,9 @@ class LoopCheck(Callback):
     def __init__(self, groups: ProcessGroups) -> None:
         self._groups = groups
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LoopCheck:
-        # Users copy the Trainer's callbacks, but process groups cannot be copied.
-        return self
-
-    @contextmanager
-    def added_to(self, trainer: pl.Trainer) -> Iterator[None]:
-        """Add this callback to the Trainer's inside the context."""
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        # First, since the hooks of the others may contain collectives.
-        callbacks.insert(0, self)
-        try:
-            yield
-        finally:
-            callbacks = trainer.callbacks  # type: ignore[attr-defined]
-            if self in callbacks:  # A hook may have replaced the list.
-                callbacks.remove(self)
+    def on_exception(self, trainer: pl.Trainer, module: Any, exception: BaseException) -> None:
+        """End the job, before another callback waits for ranks that have not failed."""
+        trainer.strategy.on_exception(exception)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """Compare the lengths of the training loaders."""

@@ -22,6 +22,7 @@ def pipeline_precision(
     inter_group: dist.ProcessGroup | None,
     world_group: dist.ProcessGroup | None,
     counted: Callable[[nn.Parameter], bool],
+    clipped: Callable[[], object],
 ) -> None:
     """Adapt a precision plugin to a module whose parameters are spread over stages.
 
@@ -34,9 +35,11 @@ def pipeline_precision(
         world_group: all ranks, which have to agree on the scale of the loss; None if there is one.
         counted: whether this stage counts a parameter in the norm. A parameter that several stages
             hold, with the same gradient, must be counted by exactly one.
+        clipped: called when gradients were clipped.
     """
     restore_precision(plugin)
-    _mix_in(plugin, _PipelineClipping, _inter_group=inter_group, _counted=staticmethod(counted))
+    functions = {"_counted": staticmethod(counted), "_clipped": staticmethod(clipped)}
+    _mix_in(plugin, _PipelineClipping, _inter_group=inter_group, **functions)
     scaler = getattr(plugin, "scaler", None)
     if scaler is not None:
         _mix_in(scaler, _AgreedScaler, _world_group=world_group)
@@ -80,7 +83,16 @@ def scale_loss(plugin: Precision, loss: Tensor) -> Tensor:
     return loss if scaler is None else scaler.scale(loss)
 
 
-class _SurroundedBackward:
+class _Mixin:
+    """What is put in front of an instance's class; a copy of the instance is without it."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        own = next(base for base in type(self).__mro__ if not issubclass(base, _Mixin))
+        state = self.__getstate__() if hasattr(self, "__getstate__") else vars(self)
+        return _new, (own,), state
+
+
+class _SurroundedBackward(_Mixin):
     """Makes a precision plugin run each backward pass in a context."""
 
     _context: Callable[[], AbstractContextManager[None]]
@@ -91,7 +103,7 @@ class _SurroundedBackward:
             super().backward(*args, **kwargs)  # type: ignore[misc]
 
 
-class _ReplacedBackward:
+class _ReplacedBackward(_Mixin):
     """Makes a precision plugin take over gradients that there are."""
 
     _give_gradients: Callable[[], None]
@@ -105,12 +117,18 @@ class _ReplacedBackward:
         self._give_gradients()
 
 
-class _PipelineClipping:
+class _PipelineClipping(_Mixin):
     """Makes a precision plugin clip by the norm over all stages."""
 
     _inter_group: dist.ProcessGroup | None
     _counted: Callable[[nn.Parameter], bool]
+    _clipped: Callable[[], object]
     main_params: Callable[[Optimizer], Any]
+
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Clip the gradients of this stage."""
+        super().clip_gradients(*args, **kwargs)  # type: ignore[misc]
+        self._clipped()
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Scale the gradients so that their norm over all stages is at most ``clip_val``."""
@@ -123,7 +141,7 @@ class _PipelineClipping:
             clip_grads_with_norm_(held, clip_val, squares.sqrt().to(held[0].grad))
 
 
-class _AgreedScaler:
+class _AgreedScaler(_Mixin):
     """Makes a gradient scaler find the same infinities, and so keep the same scale, on all ranks.
 
     Only last stages scale a loss, and a stage may have no gradients: PyTorch's own scaler raises
@@ -153,6 +171,10 @@ class _AgreedScaler:
         for here in found.values():
             here.fill_(anywhere.item())
         return found
+
+
+def _new(own: type) -> Any:
+    return object.__new__(own)
 
 
 def _mix_in(instance: object, mixin: type, **attributes: Any) -> None:

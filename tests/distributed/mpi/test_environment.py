@@ -176,3 +176,14 @@ def test_threads_are_limited_unless_the_user_chose_and_come_back(monkeypatch):
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+def test_processes_of_torchrun_are_refused_with_the_lines_that_start_ranks(plain_process):
+    plain_process.setenv("TORCHELASTIC_RUN_ID", "none")
+    plain_process.setenv("WORLD_SIZE", "1")
+    environment.check_connected()
+    plain_process.setenv("WORLD_SIZE", "3")
+    with pytest.raises(MisconfigurationException, match=r"`mpiexec -n 3 python train\.py`"):
+        environment.check_connected()
+    plain_process.setenv("PMI_SIZE", "2")
+    assert job_size() == 2  # of ranks that such a process has started

@@ -1,0 +1,142 @@
+"""Stands in for a tensor of another stage: has name and shape, and raises where values are read.
+
+Hooks may ask all parameters of a module for something, such as a norm. Those of other stages have
+no values on this rank. What only arranges them works: shapes, copies, an average that stays where
+the parameter is. What needs a value raises one error, which says where the value is to be had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_axosparse.support.torch_internals import (
+    plain_torch_functions,
+    tree_leaves,
+    tree_map_only,
+)
+
+NORMS = (1.0, 2.0, torch.inf)
+"""The norms of a gradient that stages tell each other."""
+
+
+class RemoteTensor(Tensor):
+    """A meta tensor for one that another stage keeps, and for what is computed of it.
+
+    Attributes:
+        origin: name of the tensor in the module.
+        near: the device on which the tensors of this rank are.
+        norms: by the exponent, the known norms of all of the values; emptied when they change.
+    """
+
+    origin: str
+    near: torch.device
+    norms: dict[float, float]
+
+    @classmethod
+    def of(cls, meta: Tensor, name: str, near: torch.device) -> RemoteTensor:
+        """Let a meta tensor stand in for the tensor ``name`` of another stage."""
+        remote = meta.as_subclass(cls)
+        remote.origin, remote.near, remote.norms = name, near, {}
+        return remote
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        remotes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
+        if func == _DEVICE:
+            # Where code that asks a parameter for its device makes tensors beside it.
+            return remotes[0].near
+        norm = _known_norm(func, *args, **kwargs)
+        if norm is not None:
+            return norm
+        try:
+            with plain_torch_functions():
+                result = func(*args, **kwargs)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise RuntimeError(_MESSAGE.format(name=remotes[0].origin)) from error
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if not made:
+            return result
+        if not (_makes_new(func) or all(tensor.is_meta for tensor in made)):
+            # Some kernels take the values of a meta tensor for none at all.
+            raise RuntimeError(_MESSAGE.format(name=remotes[0].origin))
+        if _changes_in_place(func):
+            for remote in remotes:
+                remote.norms.clear()
+
+        def derived(tensor: Tensor) -> Tensor:
+            if not tensor.is_meta or isinstance(tensor, cls):
+                return tensor
+            remote = cls.of(tensor, remotes[0].origin, remotes[0].near)
+            if func in _KEEPING_VALUES:
+                remote.norms = remotes[0].norms
+            return remote
+
+        return tree_map_only(Tensor, derived, result)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteTensor:
+        meta = torch.empty(self.shape, dtype=self.dtype, device="meta")
+        copied: Any = self.of(meta, self.origin, self.near).requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            copied = torch.nn.Parameter(copied, self.requires_grad)
+        memo[id(self)] = copied
+        return copied  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(_MESSAGE.format(name=self.origin))
+
+
+_MESSAGE = (
+    "{name!r} belongs to another stage of the pipeline: on this rank it has a shape, but no "
+    "values. In hooks, iterate `trainer.strategy.whole_parameters()` in place of "
+    "`named_parameters()`, on every rank and to its end, for values and gradients; for a file of "
+    "all weights call `trainer.save_checkpoint`. In place of a penalty in the loss, give the "
+    "optimizer its `weight_decay`."
+)
+# A property of this class would let torch itself take the tensor for one with memory.
+_DEVICE = Tensor.device.__get__
+_KEEPING_VALUES = {
+    Tensor.data.__get__,  # type: ignore[attr-defined]
+    Tensor.detach,
+    Tensor.clone,
+    Tensor.flatten,
+    Tensor.float,
+    Tensor.double,
+}
+
+
+def _changes_in_place(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+
+
+def _makes_new(func: Callable[..., Any]) -> bool:
+    """Whether a function takes the shape of a tensor alone, and returns others of that shape."""
+    name = getattr(func, "__name__", "")
+    return name.startswith("new_") or name.endswith("_like")
+
+
+def _known_norm(
+    func: Callable[..., Any], remote: Any = None, *args: Any, **kwargs: Any
+) -> Tensor | None:
+    """What a function returns, if it is a norm of all values and known."""
+    if func not in (Tensor.norm, torch.norm, torch.linalg.vector_norm):
+        return None
+    order = args[0] if args else kwargs.pop("p", kwargs.pop("ord", 2.0))
+    options = (*args[1:], *kwargs.values())
+    if not isinstance(remote, RemoteTensor) or not all(o is None or o is False for o in options):
+        return None
+    order = 2.0 if order in (None, "fro") else float(order)
+    if order not in remote.norms:
+        return None
+    return torch.tensor(remote.norms[order], dtype=remote.dtype, device=remote.near)

@@ -1,0 +1,296 @@
+"""Networks of public libraries, as these ship them and with their own losses, train in a pipeline
+as they do on one process, before and after a ticket was drawn.
+
+All in float64, also where the libraries round to float32 in between: sums of rounded parts differ.
+The others are in ``test_transformers`` and ``test_containers``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import lightning as L
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
+from tests.parity.cases import Record, difference, recorded, trainer
+from tests.parity.test_emissions import in_float64
+from tests.ranks import run_ranks
+
+VOCABULARY, WIDTH, LENGTH, LAYERS, CLASSES = 23, 16, 8, 3, 5
+BATCH, STEPS = 4, 5
+DECODER = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": 24,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": LENGTH,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+class Texts(Dataset):
+    """Token ids with padding, as tokenizers return them, and labels as collators make them."""
+
+    def __init__(self, masked: bool = False) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.ids = torch.randint(1, VOCABULARY, (STEPS * BATCH, LENGTH), generator=generator)
+        lengths = torch.randint(4, LENGTH + 1, (len(self.ids), 1), generator=generator)
+        self.mask = (torch.arange(LENGTH) < lengths).long()
+        hidden = torch.rand(self.ids.shape, generator=generator) < 0.4
+        counts = self.mask.bool() & hidden if masked else self.mask.bool()
+        self.labels = self.ids.where(counts, -100)
+        if masked:
+            self.ids = self.ids.where(~hidden, 0)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {
+            "input_ids": self.ids[index],
+            "attention_mask": self.mask[index],
+            "labels": self.labels[index],
+        }
+
+
+class Images(Dataset):
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.pixels = torch.randn(STEPS * BATCH, 3, 8, 8, generator=generator).double()
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"pixel_values": self.pixels[index], "labels": torch.tensor(index % CLASSES)}
+
+
+class Family(L.LightningModule):
+    """A network whose loss is its own."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.net = network
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.net(**batch).loss
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+
+
+class Translator(Family):
+    """``nn.Transformer``, with its masks."""
+
+    def __init__(self) -> None:
+        network = nn.Transformer(WIDTH, 2, 2, 2, 24, dropout=0.0, batch_first=True)
+        super().__init__(network)
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        source, labels = self.embed(batch["input_ids"]), batch["labels"]
+        target = self.embed(batch["input_ids"].roll(1, 1))
+        padding = batch["attention_mask"] == 0
+        causal = nn.Transformer.generate_square_subsequent_mask(LENGTH, dtype=target.dtype)
+        states = self.net(
+            source,
+            target,
+            tgt_mask=causal,
+            src_key_padding_mask=padding,
+            memory_key_padding_mask=padding,
+            tgt_is_causal=True,
+        )
+        return nn.functional.cross_entropy(self.head(states).mT, labels)
+
+
+class Recurrent(Family):
+    """A stack of LSTMs, with the states of the first one as those in which the others begin."""
+
+    def __init__(self) -> None:
+        stack = [nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(LAYERS)]
+        super().__init__(nn.ModuleDict({"layers": nn.ModuleList(stack)}))
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        x, state = self.embed(batch["input_ids"]), None
+        for layer in self.net["layers"]:
+            x, last = layer(x, state)
+            state = state or last
+        return nn.functional.cross_entropy(self.head(x)[:, :-1].mT, batch["labels"][:, 1:])
+
+
+def gpt2() -> Family:
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=LENGTH,
+        n_embd=WIDTH,
+        n_layer=LAYERS,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return Family(GPT2LMHeadModel(config))
+
+
+def llama() -> Family:
+    return Family(in_float64(LlamaForCausalLM(LlamaConfig(**DECODER))))
+
+
+def mixtral() -> Family:
+    config = MixtralConfig(
+        **DECODER,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        output_router_logits=True,
+        experts_implementation="eager",
+    )
+    return Family(in_float64(MixtralForCausalLM(config)))
+
+
+def bert() -> Family:
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=LENGTH,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return Family(BertForMaskedLM(config))
+
+
+def t5() -> Family:
+    config = T5Config(
+        vocab_size=VOCABULARY,
+        d_model=WIDTH,
+        d_kv=8,
+        d_ff=24,
+        num_layers=2,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    return Family(in_float64(T5ForConditionalGeneration(config)))
+
+
+def vit() -> Family:
+    config = ViTConfig(
+        image_size=8,
+        patch_size=4,
+        hidden_size=WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        intermediate_size=24,
+        num_labels=CLASSES,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return Family(ViTForImageClassification(config))
+
+
+def lora() -> Family:
+    config = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"])
+    return Family(get_peft_model(llama().net, config))
+
+
+# Row: network, data, options of the strategy.
+ROWS: dict[str, tuple[Callable[[], Family], Callable[[], Dataset], dict[str, Any]]] = {
+    "GPT-2": (gpt2, Texts, {"pipeline": "net.transformer.h"}),
+    "Llama": (llama, Texts, {"pipeline": "net.model.layers"}),
+    # The loss that balances experts is no mean over samples.
+    "Mixtral": (mixtral, Texts, {"pipeline": "net.model.layers", "microbatches": 1}),
+    "BERT": (bert, lambda: Texts(masked=True), {"pipeline": "net.bert.encoder.layer"}),
+    "T5": (t5, Texts, {"pipeline": ["net.encoder.block", "net.decoder.block"]}),
+    "ViT": (vit, Images, {"pipeline": "net.vit.layers"}),
+    "Transformer": (Translator, Texts, {"pipeline": ["net.encoder.layers", "net.decoder.layers"]}),
+    "LSTM": (Recurrent, Texts, {"pipeline": "net.layers"}),
+    "LoRA": (lora, Texts, {"pipeline": "net.base_model.model.model.layers"}),
+}
+
+# What the ticket prunes, where not all weights: of LoRA the frozen ones.
+PRUNED = {"LoRA": {"*.lora_*": False}}
+
+
+def train(row: str, strategy: Any, ticket: bool, ranks: int = 1) -> Record:
+    L.seed_everything(0, verbose=False)
+    make, data, _ = ROWS[row]
+    module = make()
+    early_bird = EarlyBirdTicket(0.5, every=1, draw_after=1, draw_by=2, prune=PRUNED.get(row))
+    callbacks = [early_bird] if ticket else []
+    run = trainer(
+        strategy, ranks, precision="64-true", max_epochs=1, limit_val_batches=1, callbacks=callbacks
+    )
+    with mock.patch.object(Tensor, "float", Tensor.double):
+        run.fit(module, DataLoader(data(), BATCH), DataLoader(data(), BATCH))
+    return recorded(run, module)
+
+
+def train_rows(ranks: int, ticket: bool, options: dict[str, Any]) -> dict[str, Record]:
+    return {
+        row: train(
+            row,
+            AxoSparseStrategy(**{"g_inter": ranks, "microbatches": 2, **own, **options}),
+            ticket,
+            1 if options else ranks,
+        )
+        for row, (_, _, own) in ROWS.items()
+    }
+
+
+@pytest.fixture(scope="module", params=["ticket on ranks", "one process"])
+def runs(request: pytest.FixtureRequest) -> tuple[dict[str, Record], list[dict[str, Record]]]:
+    """The records of every network on one process and on every rank of a pipeline.
+
+    On real ranks a ticket is drawn after two of five steps.
+    """
+    if request.param == "one process":
+        expected = {row: train(row, "auto", ticket=False) for row in ROWS}
+        return expected, [train_rows(3, False, {"transport": "loopback"})]
+    expected = {row: train(row, AxoSparseStrategy(), ticket=True) for row in ROWS}
+    return expected, run_ranks(2, train_rows, 2, True, {})
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_network_trains_as_on_one_process(row: str, runs: Any) -> None:
+    expected, ranks = runs
+    assert len(expected[row].losses) == STEPS
+    for records in ranks:
+        assert difference(expected[row], records[row]) <= 1e-12

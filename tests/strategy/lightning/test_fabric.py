@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_axosparse import sparsify
+
+
+def test_the_strategy_is_refused_with_what_works():
+    with pytest.raises(MisconfigurationException, match="Write a LightningModule"):
+        L.Fabric(accelerator="cpu", devices=1, strategy="axosparse")
+
+
+def test_sparse_storage_trains_under_fabric_like_masked_dense_weights():
+    torch.manual_seed(0)
+    data = torch.randn(3, 8, 4)
+    mask = torch.rand(4, 4) > 0.5
+
+    def trained(sparse: bool) -> torch.Tensor:
+        torch.manual_seed(1)
+        model = nn.Linear(4, 4, bias=False)
+        with torch.no_grad():
+            model.weight *= mask
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        if sparse:
+            sparsify(model, {"weight": mask}, optimizer)
+        fabric = L.Fabric(accelerator="cpu", devices=1)
+        wrapped, stepped = fabric.setup(model, optimizer)
+        for batch in data:
+            stepped.zero_grad()
+            fabric.backward(wrapped(batch).square().sum())
+            if not sparse:
+                model.weight.grad *= mask
+            stepped.step()
+        return model.weight.detach() * 1.0
+
+    assert torch.allclose(trained(True), trained(False), rtol=0, atol=1e-6)
