@@ -568,7 +568,7 @@ class AxoSparseStrategy(MPIStrategy):
         Raises:
             RuntimeError: during a run; use ``trainer.save_checkpoint`` there.
         """
-        if self._session is not None:
+        if self._pipelines and self._session is not None:
             raise RuntimeError(
                 "summon_full_params() was called during a run. Call it when `fit`, `validate`, "
                 "`test` or `predict` has returned; in hooks save with `trainer.save_checkpoint`."
