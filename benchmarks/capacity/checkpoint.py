@@ -67,9 +67,9 @@ class Saves(Callback):
         """Write and measure."""
         release_freed_memory()
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-        before = resident(peak=False)
+        before = resident("VmRSS")
         trainer.save_checkpoint(self.path)
-        self.risen = (resident(peak=True) - before) / 1e6
+        self.risen = (resident("VmHWM") - before) / 1e6
 
 
 def measure(form: str, width: int, folder: Path) -> Saves:

@@ -39,11 +39,11 @@ class Equal(L.LightningModule):
         self.layers: nn.Sequential | None = None
 
     def configure_model(self) -> None:
-        atexit.register(self.report, resident(peak=False))
+        atexit.register(self.report, resident("VmRSS"))
         self.layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
 
     def report(self, before: int) -> None:
-        peak = resident(peak=True) - before
+        peak = resident("VmHWM") - before
         row = {"rank": self.rank, "peak": peak, "share": 4 * self.kept, "before": before}
         (Path(self.folder) / f"{self.rank}.json").write_text(json.dumps(row))
 

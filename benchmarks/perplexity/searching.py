@@ -33,7 +33,7 @@ def measure(width: int, depth: int, score: str, entries: EntryChoice = "score") 
     optimizer.zero_grad()
     rule = MaskRule(0.8, score, entries, floor=0.05)
     sizes = rule.sizes(model)
-    base = resident(peak=False)
+    base = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     window = [MaskBits(rule.masks(model, [optimizer])) for _ in range(WINDOW)]
     count = sum(size.numel() for size in sizes.values())
@@ -42,7 +42,7 @@ def measure(width: int, depth: int, score: str, entries: EntryChoice = "score") 
         "weights": 4 * count,
         "largest": 4 * max(size.numel() for size in sizes.values()),
         "window": sum(b.nbytes for masks in window for b in masks.state_dict()["bits"].values()),
-        "peak": resident(peak=True) - base,
+        "peak": resident("VmHWM") - base,
     }
 
 
