@@ -18,6 +18,7 @@ from lightning_axosparse.support.torch_internals import (
     tree_leaves,
     tree_map_only,
 )
+from lightning_axosparse.support.troubleshooting import see
 
 NORMS = (1.0, 2.0, torch.inf)
 """The norms of a gradient that stages tell each other."""
@@ -101,7 +102,7 @@ _MESSAGE = (
     "values. In hooks, iterate `trainer.strategy.whole_parameters()` in place of "
     "`named_parameters()`, on every rank and to its end, for values and gradients; for a file of "
     "all weights call `trainer.save_checkpoint`. In place of a penalty in the loss, give the "
-    "optimizer its `weight_decay`."
+    "optimizer its `weight_decay`." + see("values-between-layers")
 )
 # A property of this class would let torch itself take the tensor for one with memory.
 _DEVICE = Tensor.device.__get__

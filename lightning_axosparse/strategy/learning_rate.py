@@ -21,7 +21,7 @@ def scaled_rates(optimizer: Optimizer, factor: float) -> Iterator[None]:
     """
     groups = [group for group in optimizer.param_groups if "lr" in group]
     own = [group["lr"] for group in groups]
-    scaled = [rate * factor for rate in own]
+    scaled = own if factor == 1 else [rate * factor for rate in own]
     for group, rate in zip(groups, scaled, strict=True):
         group["lr"] = rate
     try:

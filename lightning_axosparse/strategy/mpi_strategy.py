@@ -40,7 +40,8 @@ class MPIStrategy(ParallelStrategy):
         timeout: seconds that a rank waits for others at a time before it ends the job.
         accelerator: Lightning's, as are the following.
         parallel_devices: devices of this node's ranks.
-        cluster_environment: None asks MPI.
+        cluster_environment: what Lightning asks about the cluster, such as how Slurm requeues jobs;
+            None asks MPI. The ranks are those of the MPI job in both cases.
         checkpoint_io: reads and writes checkpoint files.
         precision_plugin: numeric precision.
 
@@ -59,10 +60,11 @@ class MPIStrategy(ParallelStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         environment.check_connected()
+        self._job = environment.MPIJobEnvironment()
         super().__init__(
             accelerator,
             parallel_devices,
-            cluster_environment or environment.MPIJobEnvironment(),
+            cluster_environment or self._job,
             checkpoint_io,
             precision_plugin,
         )
@@ -91,6 +93,26 @@ class MPIStrategy(ParallelStrategy):
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:
         self._num_nodes = num_nodes
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the job."""
+        return self._job.world_size()
+
+    @property
+    def global_rank(self) -> int:
+        """This rank's number in the job."""
+        return self._job.global_rank()
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its node."""
+        return self._job.local_rank()
+
+    @property
+    def node_rank(self) -> int:
+        """The number of this rank's node."""
+        return self._job.node_rank()
 
     @property
     def root_device(self) -> torch.device:

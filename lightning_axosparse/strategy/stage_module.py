@@ -148,11 +148,16 @@ class StageModule:
         self._attach()
 
     def unshard(self) -> None:
-        """Gather the whole module on the CPU of every rank, dense; collective over the job."""
+        """Gather the whole module on the CPU of every rank, dense; collective over the job.
+
+        The optimizers have all parameters again, and the state of those that this rank kept.
+        """
+        self.take_in_added_parameters()
         self._detach()
         densify(self.module, self._optimizers[0] if self._optimizers else None)
         scratch.clear()
         self.sharding.unshard()
+        self._update_param_groups()
         self.module.cpu()
         self._gather_from_stages()
 
@@ -230,7 +235,7 @@ class StageModule:
             partition.layers,
             partition.parts,
             self._recompute,
-            self.module.named_buffers(),
+            self.module.named_buffers,
         )
 
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from lightning_axosparse.checkpoint.atomic_io import (
     AtomicCheckpointIO,
     clear_unfinished_checkpoints,
+    local_path,
 )
 from lightning_axosparse.checkpoint.gather import (
     gather_model_state,
@@ -64,9 +65,13 @@ from lightning_axosparse.strategy.construction import (
 )
 from lightning_axosparse.strategy.learning_rate import scaled_rates
 from lightning_axosparse.strategy.lightning.device import move_optimizers
+from lightning_axosparse.strategy.lightning.finetuning import (
+    parameters_told_apart_by_identity,
+)
 from lightning_axosparse.strategy.lightning.gradients import GradientNorms
 from lightning_axosparse.strategy.lightning.hooks import checkpoint_hooks, overrides
 from lightning_axosparse.strategy.lightning.loop_check import LoopCheck
+from lightning_axosparse.strategy.lightning.prediction_writers import without_writing
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
 from lightning_axosparse.strategy.offload import OptimizerOffload, validate_bucketwise_optimizers
 from lightning_axosparse.strategy.regrid.regrid import Regrid, Regridded
@@ -74,6 +79,7 @@ from lightning_axosparse.strategy.sharded_module import in_parts, is_left_sharde
 from lightning_axosparse.strategy.stage_module import StageModule
 from lightning_axosparse.strategy.train_step import StepRunner
 from lightning_axosparse.strategy.validation import (
+    advise_on_batch_norm,
     optimizers_before_setup,
     unless_made_later,
     validate_arguments,
@@ -383,7 +389,7 @@ class AxoSparseStrategy(MPIStrategy):
             if self.launcher is not None:
                 self._validate_optimizers(optimizers_before_setup(self._module))
         if self.g_inter > 1:
-            validate_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+            validate_callbacks(trainer.callbacks, self.transport)  # type: ignore[attr-defined]
         validate_regrid_stages(self._regrid, self.g_inter)
         if self._save_distributed_checkpoint:
             validate_default_checkpoint_io(self.checkpoint_io)
@@ -439,12 +445,18 @@ class AxoSparseStrategy(MPIStrategy):
         self.precision_plugin.convert_module(self._module)
         self._configure_optimizers(trainer)
         partition = self._balance_by_time(partition)
+        if trainer.state.fn == TrainerFn.FITTING:
+            advise_on_batch_norm(self._module, self.microbatches)
         # Those of an earlier fit may belong to another module.
         optimizers = self.optimizers if trainer.state.fn == TrainerFn.FITTING else []
         stage_module = self._shard_module(partition, optimizers)
         offload = self._place_optimizers(stage_module, optimizers)
         self.setup_precision_plugin()
         self._check_loops(trainer)
+        if not stage_module.is_whole:
+            self._undo.enter_context(parameters_told_apart_by_identity())
+        if self.grid.rank != self.grid.same_batch_ranks[0]:
+            self._undo.enter_context(without_writing(trainer))
         if stage_module.groups.inter is not None:
             norms = GradientNorms(trainer, stage_module.remote_gradients)
             self._undo.enter_context(norms.added_to(trainer))
@@ -835,7 +847,9 @@ class AxoSparseStrategy(MPIStrategy):
     ) -> dict[str, Any]:
         """Read a checkpoint; the tensors of a sharded one are deferred until a stage needs them."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        if checkpoint_hooks(self._module.trainer, "on_load_checkpoint"):
+        local = local_path(checkpoint_path)
+        is_sharded = local is not None and local.is_dir()
+        if is_sharded and checkpoint_hooks(self._module.trainer, "on_load_checkpoint"):
             checkpoint = all_made(checkpoint)
         return checkpoint
 

@@ -19,6 +19,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning_axosparse.distributed.process_groups import ProcessGroups, all_gather
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.strategy.lightning.hooks import RankLocalCallback
+from lightning_axosparse.support.troubleshooting import see
 
 _LOOPS = {
     RunningStage.TRAINING: "training",
@@ -85,6 +86,7 @@ def validate_positions(ranks: Sequence[LoopPosition]) -> None:
             "The ranks are at different positions: a loop has ended on some of them only. Let "
             "`trainer.should_stop`, `on_train_batch_start` and all else that ends or starts a loop "
             f"decide the same on every rank (`trainer.strategy.broadcast` shares a value):{listed}"
+            + see("batches")
         )
     if ranks[0].loop != "training":
         data_ranks = {rank.data_rank for rank in ranks}
@@ -99,7 +101,7 @@ def validate_positions(ranks: Sequence[LoopPosition]) -> None:
                 f"The ranks have unequal numbers of {ranks[0].loop} batches. Give every stage the "
                 "same loader and every replica a loader of the same length (a DistributedSampler "
                 "does; `limit_train_batches=` cuts what has no length), and end an epoch on all "
-                f"ranks or none:{listed}"
+                f"ranks or none:{listed}" + see("batches")
             )
 
 
@@ -112,6 +114,10 @@ class LoopCheck(RankLocalCallback):
 
     def __init__(self, groups: ProcessGroups) -> None:
         self._groups = groups
+
+    def on_exception(self, trainer: pl.Trainer, module: Any, exception: BaseException) -> None:
+        """End the job, before another callback waits for ranks that have not failed."""
+        trainer.strategy.on_exception(exception)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """Compare the lengths of the training loaders."""

@@ -83,7 +83,16 @@ def scale_loss(plugin: Precision, loss: Tensor) -> Tensor:
     return loss if scaler is None else scaler.scale(loss)
 
 
-class _SurroundedBackward:
+class _Mixin:
+    """What is put in front of an instance's class; a copy of the instance is without it."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        own = next(base for base in type(self).__mro__ if not issubclass(base, _Mixin))
+        state = self.__getstate__() if hasattr(self, "__getstate__") else vars(self)
+        return _new, (own,), state
+
+
+class _SurroundedBackward(_Mixin):
     """Makes a precision plugin run each backward pass in a context."""
 
     _context: Callable[[], AbstractContextManager[None]]
@@ -94,7 +103,7 @@ class _SurroundedBackward:
             super().backward(*args, **kwargs)  # type: ignore[misc]
 
 
-class _ReplacedBackward:
+class _ReplacedBackward(_Mixin):
     """Makes a precision plugin take over gradients that there are."""
 
     _give_gradients: Callable[[], None]
@@ -108,7 +117,7 @@ class _ReplacedBackward:
         self._give_gradients()
 
 
-class _PipelineClipping:
+class _PipelineClipping(_Mixin):
     """Makes a precision plugin clip by the norm over all stages."""
 
     _inter_group: dist.ProcessGroup | None
@@ -132,7 +141,7 @@ class _PipelineClipping:
             clip_grads_with_norm_(held, clip_val, squares.sqrt().to(held[0].grad))
 
 
-class _AgreedScaler:
+class _AgreedScaler(_Mixin):
     """Makes a gradient scaler find the same infinities, and so keep the same scale, on all ranks.
 
     Only last stages scale a loss, and a stage may have no gradients: PyTorch's own scaler raises
@@ -162,6 +171,10 @@ class _AgreedScaler:
         for here in found.values():
             here.fill_(anywhere.item())
         return found
+
+
+def _new(own: type) -> Any:
+    return object.__new__(own)
 
 
 def _mix_in(instance: object, mixin: type, **attributes: Any) -> None:

@@ -54,7 +54,7 @@ def test_the_plugin_stays_what_it_was_by_name(plugin: Precision) -> None:
         assert getattr(type(plugin), name) == getattr(kind, name)
     assert plugin.state_dict() == state
     assert type(alone(plugin)).__mro__.count(kind) == 1
-    assert len(type(plugin).__mro__) == len(kind.__mro__) + 2
+    assert len(type(plugin).__mro__) == len(kind.__mro__) + 3
 
 
 def test_a_restored_plugin_has_its_own_classes_and_state() -> None:

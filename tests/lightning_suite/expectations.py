@@ -1,0 +1,99 @@
+"""Compares what the tests of a mode did with plain Lightning and with the expected failures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+EXPECTED = Path(__file__).with_name("expected_failures.txt")
+
+Outcomes = Mapping[str, list[str]]
+"""Test -> its outcome, and the last line of its error."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one mode did.
+
+    Attributes:
+        passed: number of tests that passed.
+        failed: number of tests that failed, those of plain Lightning left out.
+        plain: number of tests that passed in plain Lightning.
+        unexpected: failures that nobody expects, with their errors.
+        surprises: tests that were expected to fail and do not, or are not there.
+    """
+
+    passed: int
+    failed: int
+    plain: int
+    unexpected: dict[str, str]
+    surprises: list[str]
+
+    def __bool__(self) -> bool:
+        return not self.unexpected and not self.surprises
+
+    def __str__(self) -> str:
+        counts = f"{self.passed} passed, {self.failed} failed; plain Lightning passes {self.plain}"
+        wrong = [f"  unexpected failure: {test}\n    {e}" for test, e in self.unexpected.items()]
+        wrong += [f"  expected to fail, but does not: {test}" for test in self.surprises]
+        return "\n".join([counts, *wrong])
+
+
+def parse(text: str) -> dict[str, dict[str, str]]:
+    """Read a list of expected failures: mode -> test -> reason.
+
+    A line that begins with ``==`` names the mode, indented lines are tests, and the paragraph
+    before them is their reason. A test without ``[`` stands for all its parameters.
+
+    Raises:
+        ValueError: for a test without a mode or a reason, or one that is there twice.
+    """
+    expected: dict[str, dict[str, str]] = {}
+    mode, reason, paragraph_ended = "", "", True
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.strip()
+        if line.startswith("=="):
+            mode, reason = words.strip("= "), ""
+            expected.setdefault(mode, {})
+        elif line.startswith(" ") and words:
+            if not mode or not reason or words in expected[mode]:
+                raise ValueError(f"line {number}: {words} has no reason or mode, or is there twice")
+            expected[mode][words] = reason
+            paragraph_ended = True
+        elif words and not words.startswith("#"):
+            reason = words if paragraph_ended else f"{reason} {words}"
+            paragraph_ended = False
+    return expected
+
+
+def judge(
+    ours: Outcomes, plain: Outcomes, expected: Iterable[str], folders: Iterable[str]
+) -> Verdict:
+    """Compare the outcomes of a mode.
+
+    Args:
+        ours: its outcomes.
+        plain: those of plain Lightning; what fails there counts neither way.
+        expected: the tests that are expected to fail.
+        folders: what was run; expectations of other folders are left alone.
+    """
+    counted = {test: outcome for test, outcome in ours.items() if plain[test][0] == "passed"}
+    failed = {test: error for test, (outcome, error) in counted.items() if outcome == "failed"}
+    mine = [entry for entry in expected if any(entry.startswith(folder) for folder in folders)]
+    covered = {entry: {test for test in counted if _covers(entry, test)} for entry in mine}
+    known = {test for tests in covered.values() for test in tests}
+    return Verdict(
+        passed=sum(outcome == "passed" for outcome, _ in counted.values()),
+        failed=len(failed),
+        plain=sum(outcome == "passed" for outcome, _ in plain.values()),
+        unexpected={test: error for test, error in failed.items() if test not in known},
+        surprises=sorted(
+            {test for test in known if test not in failed}
+            | {entry for entry, tests in covered.items() if not tests}
+        ),
+    )
+
+
+def _covers(entry: str, test: str) -> bool:
+    return test == entry or ("[" not in entry and test.startswith(f"{entry}["))

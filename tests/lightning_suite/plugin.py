@@ -1,0 +1,64 @@
+"""The pytest plugin inside Lightning's suite: puts a mode in force, and records what tests did."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_axosparse.distributed.mpi.environment import placement
+from tests.lightning_suite.modes import MODES
+
+MODE, OUTCOMES = "LIGHTNING_SUITE_MODE", "LIGHTNING_SUITE_OUTCOMES"
+"""The environment's names of the mode, and of the file to which outcomes are written."""
+
+LEFT_OUT = ("ddp", "fsdp", "gpu", "standalone", "tpu", "deepspeed")
+"""Tests whose name or file has one of these words are about another strategy or device."""
+
+_outcomes: dict[str, list[str]] = {}
+
+
+@pytest.fixture(autouse=True)
+def _mode() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        MODES[os.environ[MODE]].apply(patch)
+        yield
+
+
+@pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of the test, which its ranks share."""
+    if MODES[os.environ[MODE]].ranks == 1:
+        return tmp_path_factory.mktemp("test")
+    folder = Path(os.environ[OUTCOMES]).with_name("tmp")
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
+    """Leave out what is about other strategies and devices."""
+    left_out = [i for i in items if any(word in i.nodeid.lower() for word in LEFT_OUT)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Note the outcome; what fails before or after a test counts as its failure."""
+    before, _ = _outcomes.get(report.nodeid, ["", ""])
+    # Ranks that run a test alone leave nothing behind, so it does not matter what they have open.
+    counts = MODES[os.environ[MODE]].ranks == 1 or report.when != "teardown"
+    if counts and (report.when == "call" or report.outcome != "passed"):
+        outcome = "xfailed" if hasattr(report, "wasxfail") else report.outcome
+        if before != "failed":
+            _outcomes[report.nodeid] = [outcome, _last_line(report)]
+            if placement().rank == 0:  # At once, as ranks may not come to the end.
+                Path(os.environ[OUTCOMES]).write_text(json.dumps(_outcomes))
+
+
+def _last_line(report: pytest.TestReport) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = crash.message if crash else str(report.longrepr or "")
+    return text.strip().split("\n")[0][:200]
