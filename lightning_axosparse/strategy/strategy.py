@@ -547,7 +547,8 @@ class AxoSparseStrategy(MPIStrategy):
 
     def _end_run(self, stage_module: StageModule) -> None:
         """Leave the module sharded, unless this rank has all of it, or the next run needs it."""
-        is_part = not stage_module.is_whole and self._balance != "time"
+        gathers = self._balance == "time" or self._regrid is not None
+        is_part = not stage_module.is_whole and not gathers
         if self._keeps_sharded or is_part:
             stage_module.end_run()
             self._ended = _Stored(stage_module, _tensors_of(stage_module))
