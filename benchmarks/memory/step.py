@@ -4,8 +4,9 @@
 
 Every row is a separate process. "peak" is the largest resident set during two training steps,
 minus that of the process before the model was built; "state" is the bytes of weights, indices,
-gradients and optimizer state. "sparse" is pruned before the first step, "drawn" after two dense
-ones. Prints a Markdown table.
+gradients and optimizer state; "files" are the pages of libraries in the peak, which the processes
+of a machine share and the system may drop. "sparse" is pruned before the first step, "drawn" after
+two dense ones. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import torch
 from lightning import Trainer
@@ -43,11 +45,10 @@ RETURNED = {"MALLOC_MMAP_THRESHOLD_": "262144"}
 TOKENS = 128
 
 
-def resident(peak: bool) -> int:
-    """Return the bytes of this process's resident set, now or at its peak since the last reset."""
-    key = "VmHWM:" if peak else "VmRSS:"
+def resident(key: Literal["VmRSS", "VmHWM", "RssFile"]) -> int:
+    """Return bytes of this process: its resident set, the set's peak, or what it has of files."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
 def method_of(masks: dict[str, torch.Tensor]) -> type[prune.BasePruningMethod]:
@@ -105,7 +106,7 @@ def measure(variant: str, width: int, depth: int) -> dict[str, float]:
     """Train two steps of one variant; megabytes."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    base = resident(peak=False)
+    base, files = resident("VmRSS"), resident("RssFile")
     model = GPT(width=width, depth=depth, heads=16, context=TOKENS, vocabulary=10_000)
     kind, _, ratio = variant.partition(" ")
     if kind not in ("dense", "drawn"):
@@ -121,7 +122,8 @@ def measure(variant: str, width: int, depth: int) -> dict[str, float]:
     buffers = sum(b.numel() * b.element_size() for b in model.buffers())
     return {
         "parameters": sum(parameter.numel() for parameter in parameters) / 1e6,
-        "peak": (resident(peak=True) - base) / 1e6,
+        "peak": (resident("VmHWM") - base) / 1e6,
+        "files": (resident("RssFile") - files) / 1e6,  # they stay, so they were there at the peak
         "state": (state.total + buffers) / 1e6,
     }
 
@@ -144,13 +146,14 @@ def main() -> None:
     arguments.add_argument("--depth", type=int, default=20)
     options = arguments.parse_args()
     print("| weights | stored parameters | state | dense / this | peak | dense / this ", end="")
-    print("| peak, default malloc | dense / this |")
-    print("| --- | --: | --: | --: | --: | --: | --: | --: |")
+    print("| peak without files | dense / this | peak, default malloc | dense / this |")
+    print("| --- " + 9 * "| --: " + "|")
     dense: list[float] = []
     for variant in ("dense", *(options.variant or VARIANTS[1:])):
         size = options.width, options.depth
         row, by_default = (in_a_process(variant, malloc, *size) for malloc in (RETURNED, {}))
-        figures = [row["state"], row["peak"], by_default["peak"]]
+        private = row["peak"] - row["files"]
+        figures = [row["state"], row["peak"], private, by_default["peak"]]
         dense = dense or figures
         pairs = zip(figures, dense, strict=True)
         cells = " | ".join(f"{figure:.0f} MB | {base / figure:.1f}" for figure, base in pairs)

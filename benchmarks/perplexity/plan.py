@@ -29,15 +29,15 @@ TICKET = Pruned()
 CONTROL = Dense(TICKET.factor, TICKET.draw_after)
 DENSE = Dense()
 
-MASKS: tuple[Arm, ...] = (
-    replace(TICKET, masks="random"),
-    replace(TICKET, entries="random"),
-    replace(TICKET, masks="initial"),
-)
+ANY = replace(TICKET, entries="random")
+
+MASKS: tuple[Arm, ...] = (replace(TICKET, masks="random"), replace(TICKET, masks="initial"))
 DRAWS: tuple[Arm, ...] = tuple(
     replace(TICKET, draw_after=share, draw_by=share) for share in (0.0625, 0.125, 0.25, 0.375, 0.5)
 )
-RATIOS: tuple[Arm, ...] = tuple(replace(TICKET, ratio=ratio) for ratio in (0.9, 0.5))
+RATIOS: tuple[Arm, ...] = tuple(
+    replace(arm, ratio=ratio) for ratio in (0.9, 0.5) for arm in (TICKET, ANY)
+)
 
 AT_A_QUARTER = replace(TICKET, draw_by=0.25)
 ENTRIES = ("random", "score", "magnitude", "even", "lots")
@@ -110,7 +110,7 @@ class Comparison:
 PHASES: dict[str, tuple[Comparison, ...]] = {
     "choose": (
         Comparison(SMALL, choices(ENTRIES, (0.05,), (2.0,)), CHOOSING, "validation"),
-        Comparison(MAIN, choices(ENTRIES[:2], (0.05,), FACTORS), CHOOSING[:1], "validation"),
+        Comparison(MAIN, choices(ENTRIES[:3], (0.05,), FACTORS), CHOOSING[:1], "validation"),
         Comparison(LONG, choices(ENTRIES[:2], (0.05,), FACTORS[:1]), CHOOSING[:1], "validation"),
         Comparison(SMALL, choices(ENTRIES[:2], (0.05, 0.3), FACTORS), CHOOSING[:1], "validation"),
         Comparison(SMALL, (DENSE, CONTROL, *VARIANTS), CHOOSING[:1], "validation"),
@@ -129,11 +129,11 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
     "methods": (Comparison(SMALL, (DENSE, CONTROL, *METHODS), CHOOSING, "validation"),),
     "draw": (Comparison(QUICK, (DENSE, CONTROL, *DRAWS), (0, 1), "validation"),),
     "show": (
-        Comparison(MAIN, (TICKET, DENSE, CONTROL), FRESH, "test"),
-        Comparison(SMALL, (TICKET, CONTROL, *MASKS[:1]), FRESH, "test"),
-        Comparison(WIKI, (TICKET, CONTROL), FRESH, "test"),
-        Comparison(SMALL, (TICKET, CONTROL, *RATIOS, *MASKS, DENSE), FRESH, "test"),
-        Comparison(LONG, (TICKET, CONTROL, DENSE), FRESH, "test"),
+        Comparison(MAIN, (ANY, TICKET, DENSE, CONTROL), FRESH, "test"),
+        Comparison(SMALL, (ANY, TICKET, CONTROL, *MASKS[:1]), FRESH, "test"),
+        Comparison(WIKI, (ANY, TICKET, CONTROL), FRESH, "test"),
+        Comparison(SMALL, (ANY, TICKET, CONTROL, *RATIOS, *MASKS, DENSE), FRESH, "test"),
+        Comparison(LONG, (ANY, TICKET, CONTROL, DENSE), FRESH, "test"),
     ),
 }
 

@@ -60,6 +60,7 @@ from lightning_axosparse.support.arguments import (
     one_of,
     whole,
 )
+from lightning_axosparse.support.troubleshooting import see
 
 _STRATEGY_API = (
     "inter_group",
@@ -223,7 +224,7 @@ class EarlyBirdTicket(TicketSearch):
         if policy == "samo" and compute == "sparse":
             raise MisconfigurationException(
                 'policy="samo" keeps dense weights for the products; got compute="sparse". Choose '
-                'policy="sparse", or compute="auto".'
+                'policy="sparse", or compute="auto".' + see("tickets")
             )
         super().__init__(every, draw_after, draw_by, distance, threshold, window)
         self.policy = policy
@@ -250,7 +251,7 @@ class EarlyBirdTicket(TicketSearch):
         if type(rewind_to) is type(draw_by) in (int, float) and rewind_to >= draw_by:  # type: ignore[operator]
             raise MisconfigurationException(
                 f"rewind_to={rewind_to} must come before the draw, which comes by "
-                f"draw_by={draw_by}."
+                f"draw_by={draw_by}." + see("tickets")
             )
         self.rewind_to = rewind_to
         self._earlier = EarlierWeights()
@@ -277,7 +278,7 @@ class EarlyBirdTicket(TicketSearch):
         if missing:
             raise MisconfigurationException(
                 "EarlyBirdTicket needs strategy='axosparse' (AxoSparseStrategy); "
-                f"{type(trainer.strategy).__name__} cannot store weights sparse."
+                f"{type(trainer.strategy).__name__} cannot store weights sparse." + see("tickets")
             )
         self._validate_shares(trainer, self.rewind_to)
         with unless_made_later(trainer.lightning_module):

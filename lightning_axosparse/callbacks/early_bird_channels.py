@@ -40,6 +40,7 @@ from lightning_axosparse.support.arguments import (
     one_of,
     whole,
 )
+from lightning_axosparse.support.troubleshooting import see
 
 _STRATEGY_API = ("inter_group", "data_group", "held_parameters", "counted_parameters", "shrink")
 _KEEP_OTHER_WEIGHTS = (
@@ -145,7 +146,7 @@ class EarlyBirdChannels(TicketSearch):
         if not all(hasattr(type(trainer.strategy), name) for name in _STRATEGY_API):
             raise MisconfigurationException(
                 "EarlyBirdChannels needs strategy='axosparse' (AxoSparseStrategy); "
-                f"{type(trainer.strategy).__name__} cannot remove channels."
+                f"{type(trainer.strategy).__name__} cannot remove channels." + see("tickets")
             )
         self._validate_shares(trainer)
         with unless_made_later(trainer.lightning_module):
@@ -253,7 +254,7 @@ def _validate_callbacks(callbacks: list[Callback]) -> None:
             raise MisconfigurationException(
                 f"{type(callback).__name__} keeps masks or weights of its own, which do not fit a "
                 "network whose channels EarlyBirdChannels removes. Leave one of the two callbacks "
-                "out."
+                "out." + see("callbacks")
             )
 
 

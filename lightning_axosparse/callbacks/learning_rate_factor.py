@@ -20,6 +20,7 @@ from lightning_axosparse.callbacks.moments import (
     validate_end,
 )
 from lightning_axosparse.support.arguments import FUNCTION, POSITIVE, checked
+from lightning_axosparse.support.troubleshooting import see
 
 
 class LearningRateFactor(Callback):
@@ -62,6 +63,7 @@ class LearningRateFactor(Callback):
             raise MisconfigurationException(
                 "LearningRateFactor needs strategy='axosparse' (AxoSparseStrategy); "
                 f"{type(trainer.strategy).__name__} does not multiply learning rates."
+                + see("callbacks")
             )
         if isinstance(self.after, float):
             validate_end(trainer)

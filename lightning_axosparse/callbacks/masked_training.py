@@ -20,6 +20,7 @@ from lightning_axosparse.pruning.mask_schedule import (
 )
 from lightning_axosparse.pruning.masked_weights import MaskedWeights
 from lightning_axosparse.pruning.regrowth import Growth, regrown
+from lightning_axosparse.support.troubleshooting import see
 
 MaskedMethod = Literal["gradual", "set", "rigl"]
 """How masks change before the draw."""
@@ -63,13 +64,14 @@ class MaskedTraining:
                 raise MisconfigurationException(
                     f"{name}={when!r} with method={method!r}: give it as optimizer steps (an int) "
                     "or a share of the run (a float), between which masks change by a schedule."
+                    + see("tickets")
                 )
         assert end is not None
         first = every if begin is None else begin
         if type(first) is type(end) and first >= end:  # type: ignore[operator]
             raise MisconfigurationException(
                 f"draw_by={end} must come after draw_after={begin} (every={every}, if that is "
-                f"None): with method={method!r} masks change in between."
+                f"None): with method={method!r} masks change in between." + see("tickets")
             )
         self.masks: MaskBits | None = None
         self._method, self._ratio, self._drop_fraction = method, ratio, drop_fraction
@@ -92,7 +94,7 @@ class MaskedTraining:
         try:
             return MaskSchedule(begin, every, end)
         except ValueError as error:
-            raise MisconfigurationException(str(error)) from error
+            raise MisconfigurationException(str(error) + see("tickets")) from error
 
     def resume(self, trainer: Trainer) -> None:
         """Go on under the masks of a checkpoint, if there are any."""

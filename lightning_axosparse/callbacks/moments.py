@@ -12,6 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 
 from lightning_axosparse.support.arguments import COUNT, Kind, number
+from lightning_axosparse.support.troubleshooting import see
 
 When = int | float | str
 """An int counts optimizer steps, a float is a share of the run, "3 epochs" counts epochs."""
@@ -101,5 +102,5 @@ def _endless() -> MisconfigurationException:
     return MisconfigurationException(
         "The number of optimizer steps of this run is not known, so there is no share of it. Set "
         "the Trainer's max_steps, or give optimizer steps or epochs instead: every=500, "
-        "draw_by='3 epochs'."
+        "draw_by='3 epochs'." + see("tickets")
     )

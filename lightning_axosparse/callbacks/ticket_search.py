@@ -16,6 +16,7 @@ from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.pruning.mask_distance import Distance
 from lightning_axosparse.pruning.mask_window import MaskWindow
 from lightning_axosparse.pruning.ticket import Ticket
+from lightning_axosparse.support.troubleshooting import see
 
 
 class TicketSearch(Callback):
@@ -145,7 +146,7 @@ class TicketSearch(Callback):
         if self.ticket not in (None, ticket):
             raise MisconfigurationException(
                 "The checkpoint holds another ticket than the one given as `ticket=`. Resume "
-                "without `ticket=`, or start a new run from the weights alone."
+                "without `ticket=`, or start a new run from the weights alone." + see("tickets")
             )
         self.ticket = ticket
 
@@ -164,4 +165,4 @@ def misconfigured() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise MisconfigurationException(str(error)) from error
+        raise MisconfigurationException(str(error) + see("tickets")) from error

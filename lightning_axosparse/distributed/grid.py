@@ -7,6 +7,8 @@ from math import isqrt
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_axosparse.support.troubleshooting import see
+
 
 def divisors(number: int) -> list[int]:
     """All divisors of a number, in ascending order."""
@@ -42,7 +44,7 @@ class Grid:
             raise MisconfigurationException(
                 f"g_inter={self.g_inter} stages per replica do not divide the world of "
                 f"{self.world_size} rank(s). Choose g_inter from {divisors(self.world_size)}, or "
-                "change `devices`."
+                "change `devices`." + see("grid")
             )
 
     @property

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from lightning_axosparse.examples.text import EpochShuffle
 from lightning_axosparse.support.arguments import COUNT, INDEX, NONE, PATH, SEED, checked, number
+from lightning_axosparse.support.troubleshooting import see
 
 Images = tuple[Tensor, Tensor]
 """Float32 (images, channels, height, width) in [-1, 1], and their classes, int64 (images,)."""
@@ -115,7 +116,7 @@ def digits() -> Images:
     except ImportError as error:
         raise MisconfigurationException(
             "The digits come with scikit-learn: pip install 'lightning-axosparse[images]', or give "
-            "`path` a folder with CIFAR-10's binary files."
+            "`path` a folder with CIFAR-10's binary files." + see("data-of-the-examples")
         ) from error
     found = load_digits()
     order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(0))
@@ -135,6 +136,7 @@ def cifar10_files(path: str | os.PathLike[str]) -> tuple[list[Path], Path]:
         raise MisconfigurationException(
             f"No CIFAR-10 found: '{folder}' has no data_batch_1.bin ... and test_batch.bin. Give "
             "`path` the folder of its binary version, cifar-10-batches-bin."
+            + see("data-of-the-examples")
         )
     return train, test
 
@@ -152,6 +154,7 @@ def read_cifar10(files: list[Path]) -> Images:
             raise MisconfigurationException(
                 f"'{file}' is not a file of CIFAR-10's binary version: records of {_RECORD} bytes, "
                 "the first of which is the class, from 0 to 9. Copy it again."
+                + see("data-of-the-examples")
             )
         parts.append(torch.from_numpy(content).view(-1, _RECORD))
     records = torch.cat(parts)

@@ -24,6 +24,7 @@ from lightning_axosparse.support.arguments import (
     checked,
     number,
 )
+from lightning_axosparse.support.troubleshooting import see
 
 VOCABULARY = 256
 """Vocabulary of a model trained on bytes."""
@@ -153,6 +154,7 @@ class TextDataModule(L.LightningDataModule):
                 f"Too little text: of {size} bytes, held_out={self.held_out} leaves "
                 f"{held_out} for validation, but one window of context={self.context} takes "
                 f"{needed}. Give more text, a smaller context or a larger held_out."
+                + see("data-of-the-examples")
             )
         return held_out
 
@@ -162,6 +164,7 @@ class TextDataModule(L.LightningDataModule):
             raise MisconfigurationException(
                 f"Too little text: {len(self.train)} training windows of context={self.context} "
                 f"do not fill one batch of batch_size={self.batch_size}."
+                + see("data-of-the-examples")
             )
         order = EpochShuffle(len(self.train), self.seed)
         return self._loader(self.train, sampler=order, drop_last=True)
@@ -207,7 +210,7 @@ def text_files(path: str | os.PathLike[str] | None) -> list[Path]:
         missing = named if path is None else os.fspath(path)
         raise MisconfigurationException(
             f"No text found: {str(missing)!r} names no file (seen from {str(Path.cwd())!r}). "
-            "Give `path` an existing file, folder or glob."
+            "Give `path` an existing file, folder or glob." + see("data-of-the-examples")
         )
     return sorted(files)
 

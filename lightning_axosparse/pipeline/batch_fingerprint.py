@@ -17,6 +17,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_axosparse.support.troubleshooting import see
+
 _SAMPLED = 4096
 """Evenly spread elements of a tensor that a fingerprint depends on."""
 
@@ -63,7 +65,7 @@ class BatchFingerprint(NamedTuple):
             "Something that picks or transforms the samples is random in its own way on each rank: "
             "give the sampler, the dataset or the transform a seed that does not depend on the "
             "rank, and call `lightning.seed_everything(seed, workers=True)` if loader workers draw "
-            "at random."
+            "at random." + see("batches")
         )
 
 

@@ -35,6 +35,7 @@ from lightning_axosparse.support.torch_internals import (
     tree_map,
     tree_map_only,
 )
+from lightning_axosparse.support.troubleshooting import see
 
 
 class Place(NamedTuple):
@@ -238,6 +239,7 @@ class DerivedValues(PausableMode):
             f"{self._names[self._layer]!r} and {self._names[self._layer + 1]!r}, which only one "
             "stage sees. Make its module a layer, too: AxoSparseStrategy(pipeline=[...]) takes "
             "several containers and modules in the order in which they are called."
+            + see("values-between-layers")
         )
 
 

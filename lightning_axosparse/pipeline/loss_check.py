@@ -16,6 +16,7 @@ from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.outputs import merge
 from lightning_axosparse.pipeline.stage_step import TrainingBatch, loss_of
 from lightning_axosparse.support.torch_internals import tree_map
+from lightning_axosparse.support.troubleshooting import see
 
 
 def check_loss(
@@ -51,7 +52,7 @@ def check_loss(
             f"micro-batches combine to {ours:.6g}: it is no mean, or sum, over samples, as losses "
             "that compare samples with each other are not. AxoSparseStrategy(microbatches=1) is "
             "exact; microbatch_loss= and microbatch_weight= say how losses combine; "
-            "check_loss=False accepts the difference."
+            "check_loss=False accepts the difference." + see("losses")
         )
 
 

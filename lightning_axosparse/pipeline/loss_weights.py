@@ -19,6 +19,7 @@ from lightning_axosparse.distributed.process_groups import all_sum
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.reductions import Reduction, Reductions
 from lightning_axosparse.pipeline.weighting import Weighting, denominators
+from lightning_axosparse.support.troubleshooting import see
 
 MicrobatchLoss = Literal["auto", "mean", "sum"]
 MicrobatchWeight = str | Callable[[Any], float]
@@ -170,6 +171,7 @@ def _weight_by(rule: MicrobatchWeight, batch: Any) -> float:
         raise MisconfigurationException(
             f"microbatch_weight={rule!r} gave {weight!r} for a micro-batch. It has to be a finite "
             "number, at least 0: what the loss of this part of the batch was divided by."
+            + see("losses")
         )
     return number
 
@@ -182,7 +184,7 @@ def _entry(batch: Any, name: str) -> Any:
     there = list(batch) if isinstance(batch, Mapping) else type(batch).__name__
     raise MisconfigurationException(
         f"microbatch_weight={name!r} names no entry of the batch ({there}). Name one, or give a "
-        "function of a part of the batch."
+        "function of a part of the batch." + see("losses")
     )
 
 
@@ -213,7 +215,7 @@ def validate_losses(losses: Sequence[Reductions], sizes: Sequence[int]) -> str |
             "The loss is a cross entropy among the samples of the batch (its classes are their "
             "numbers, as in contrastive losses). In a pipeline it would compare the samples of a "
             "micro-batch alone. Use AxoSparseStrategy(microbatches=1), or accept it with "
-            "microbatch_loss='mean'."
+            "microbatch_loss='mean'." + see("losses")
         )
     has_constants = any(reduction.kind == "constant" for loss in losses for reduction in loss)
     losses = [tuple(r for r in loss if r.kind != "constant") for loss in losses]
@@ -228,20 +230,20 @@ def validate_losses(losses: Sequence[Reductions], sizes: Sequence[int]) -> str |
     if averages and adds_up:
         raise MisconfigurationException(
             "The loss adds means over samples to sums over samples, which no weight of the "
-            f"micro-batches combines to the loss of the batch. {_CHOOSE}"
+            f"micro-batches combines to the loss of the batch. {_CHOOSE}" + see("losses")
         )
     if has_constants and adds_up:
         raise MisconfigurationException(
             "The loss adds a term of parameters alone, such as a penalty on weights, to sums over "
             "samples: added up over micro-batches, the term would count once for each of them. "
             "Divide the loss by the number of samples, put the penalty into the optimizer "
-            "(`weight_decay`), or use AxoSparseStrategy(microbatches=1)."
+            "(`weight_decay`), or use AxoSparseStrategy(microbatches=1)." + see("losses")
         )
     divisors = [{r.divisor for r in column if r.kind == "sum"} for column in varying]
     if any(len(found) > 1 for found in divisors):
         raise MisconfigurationException(
             "The loss divides a sum over samples by a number that differs between micro-batches "
-            f"and was not counted by torch. {_CHOOSE}"
+            f"and was not counted by torch. {_CHOOSE}" + see("losses")
         )
     if len(known) < len(losses) and not _by_samples(losses, sizes):
         return _UNSEEN

@@ -10,6 +10,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from lightning_axosparse.support.troubleshooting import see
+
 
 class Partition(NamedTuple):
     """Which layers of a module each stage computes.
@@ -115,26 +117,29 @@ def find_layers(
     if pipeline is None:
         candidates = _candidates(module)
         if len(candidates) != 1:
-            raise MisconfigurationException(_ambiguous(module, candidates, stages))
+            raise MisconfigurationException(_ambiguous(module, candidates, stages) + see("layers"))
         pipeline = next(iter(candidates))
     paths = [pipeline] if isinstance(pipeline, str) else list(pipeline)
     found = [layer for path in paths for layer in _layers_at(module, path)]
     if isinstance(pipeline, str) and [name for name, _ in found] == paths:
-        raise MisconfigurationException(_no_container(module, pipeline, type(found[0][1]).__name__))
+        raise MisconfigurationException(
+            _no_container(module, pipeline, type(found[0][1]).__name__) + see("layers")
+        )
     where = ", ".join(map(repr, paths))
     if any(a != b and a.startswith(f"{b}.") for a in paths for b in paths):
         raise MisconfigurationException(
             f"pipeline=[{where}] names a module and a part of it. Name the parts alone."
+            + see("layers")
         )
     if len(found) < stages:
         raise MisconfigurationException(
             f"g_inter={stages} stages need at least as many layers, but {where} has {len(found)}. "
-            f"Choose g_inter <= {len(found)}."
+            f"Choose g_inter <= {len(found)}." + see("layers")
         )
     if len({id(layer) for _, layer in found}) < len(found):
         raise MisconfigurationException(
             f"{where} holds one layer object several times. Stages own whole layers, so give each "
-            "position its own layer; parameters may be shared between them."
+            "position its own layer; parameters may be shared between them." + see("layers")
         )
     return dict(found)
 
@@ -143,7 +148,7 @@ def _layers_at(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
     """The layers of the container at an attribute path, or the module there as the only one."""
     found = dict(module.named_modules()).get(path)
     if found is None or not path:
-        raise MisconfigurationException(_no_container(module, path, "nothing"))
+        raise MisconfigurationException(_no_container(module, path, "nothing") + see("layers"))
     if isinstance(found, (nn.Sequential, nn.ModuleList)):
         inside = found.named_modules(remove_duplicate=False)
         return [(f"{path}.{key}", layer) for key, layer in inside if key and "." not in key]
@@ -261,7 +266,7 @@ def parts_of_sizes(sizes: Sequence[int], layers: int, stages: int) -> list[range
         raise MisconfigurationException(
             f"balance={list(sizes)} must give each of the {stages} stages at least one of the "
             f"{layers} layers and use all of them; it has {len(sizes)} entries with sum "
-            f"{sum(sizes)}."
+            f"{sum(sizes)}." + see("layers")
         )
     ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
     return [range(ends[i], ends[i + 1]) for i in range(stages)]

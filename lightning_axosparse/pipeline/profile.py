@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_axosparse.pipeline.activation_bytes import activation_bytes
 from lightning_axosparse.pipeline.partition import Partition
 from lightning_axosparse.support.torch_internals import tree_leaves, tree_map_only
+from lightning_axosparse.support.troubleshooting import see
 
 _REPEATS = 5
 
@@ -46,7 +47,7 @@ def validate_example_input(module: LightningModule) -> None:
         raise MisconfigurationException(
             f"balance='time' runs {type(module).__name__} on its example_input_array, which is "
             "None. Set it in __init__ to what `forward` takes, of a micro-batch's size, or use "
-            "balance='parameters'."
+            "balance='parameters'." + see("layers")
         )
 
 
@@ -142,7 +143,7 @@ def _inputs(layers: Mapping[str, nn.Module], forward: Callable[[], Any]) -> dict
         raise MisconfigurationException(
             f"balance='time' and g_inter='auto' run the module on its example_input_array, but "
             f"that did not call layer {missing[0]!r}. Let `forward` call every layer, or use "
-            "balance='parameters' and a number for g_inter."
+            "balance='parameters' and a number for g_inter." + see("layers")
         )
     return inputs
 

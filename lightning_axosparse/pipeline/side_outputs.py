@@ -25,6 +25,7 @@ from lightning_axosparse.pipeline.derived_values import Place
 from lightning_axosparse.pipeline.forward_hooks import PLAIN, call_hook, nodes
 from lightning_axosparse.pipeline.placeholder import Unsent, fill
 from lightning_axosparse.support.torch_internals import tree_leaves, tree_map, version_of
+from lightning_axosparse.support.troubleshooting import see
 
 _REGISTRIES = ("_forward_pre_hooks", "_forward_hooks")
 _PLAIN = frozenset(PLAIN)
@@ -99,7 +100,7 @@ class _Unsendable:
             f"A forward hook of {self.owner!r}, or code that reads its attributes, wants an "
             f"object of type {self.kind!r} from an earlier stage. Stages send each other tensors, "
             "in tuples, lists, dicts and classes that torch.utils._pytree knows: use those, or "
-            "put the layer into the last stage (balance=...)."
+            "put the layer into the last stage (balance=...)." + see("values-between-layers")
         )
 
     def __getattr__(self, name: str) -> Any:

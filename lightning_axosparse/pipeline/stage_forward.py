@@ -29,6 +29,7 @@ from lightning_axosparse.pipeline.reductions import ReductionTracker
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.side_outputs import Activation, SideOutputs, WatchedLayer
 from lightning_axosparse.support.torch_internals import tree_leaves
+from lightning_axosparse.support.troubleshooting import see
 
 
 class StageEdge(BaseException):
@@ -73,6 +74,7 @@ class Visit:
                     "changes it in place (write `x = x + y`, not `x.add_(y)`), or gives it to a "
                     "torch.autograd.Function. Do that inside a layer, put both ends into one stage "
                     "(balance=...), or carry the value along in what the layers return."
+                    + see("values-between-layers")
                 )
         for attribute, placeholders in self.withheld.items():
             if any(tensor.grad is not None for tensor in placeholders):
@@ -80,6 +82,7 @@ class Visit:
                     f"{attribute!r} is set by a layer of an earlier stage and read by stage "
                     f"{self.stage}. It is larger than what the layer returns, so it is not sent "
                     "along: return it from the layer, or set what the loss makes of it."
+                    + see("values-between-layers")
                 )
 
 
@@ -104,7 +107,7 @@ class PipelinedLayers:
         layers: the layers in the order in which they are called.
         parts: the layer indices of each stage.
         checkpointing: which layers are computed again in the backward pass; None for none.
-        buffers: the module's, by name.
+        buffers: returns those of the module, with their names.
     """
 
     def __init__(
@@ -113,11 +116,13 @@ class PipelinedLayers:
         layers: Sequence[nn.Module],
         parts: Sequence[range],
         checkpointing: ActivationCheckpointing | None = None,
-        buffers: Iterable[tuple[str, Tensor]] = (),
+        buffers: Callable[[], Iterable[tuple[str, Tensor]]] = tuple,
     ) -> None:
         self.names, self.layers, self.parts = list(names), list(layers), list(parts)
         self._checkpointing = checkpointing
-        self._buffers = {id(buffer): name for name, buffer in buffers}
+        self._named_buffers = buffers
+        self._buffers: dict[int, str] = {}
+        self._restored: list[Tensor] = []
         self._running: _Running | None = None
         self._watched: list[WatchedLayer] = []
         self._present: set[int] = set()
@@ -127,6 +132,12 @@ class PipelinedLayers:
         """Change what calling a layer does; ``stages`` are those whose layers are on this rank."""
         self._watched = list(map(WatchedLayer, self.names, self.layers))
         self._present = {layer for stage in stages for layer in self.parts[stage]}
+        buffers = dict(self._named_buffers())
+        self._buffers = {id(buffer): name for name, buffer in buffers.items()}
+        if len(self._present) == len(self.layers):
+            # Code before the layers runs once a stage here: the last one's changes count.
+            inside = tuple(f"{name}." for name in self.names)
+            self._restored = [b for name, b in buffers.items() if not name.startswith(inside)]
         for index, layer in enumerate(self.layers):
             if "forward" in vars(layer):
                 self._own_forwards[layer] = layer.forward
@@ -139,6 +150,8 @@ class PipelinedLayers:
         for layer, forward in self._own_forwards.items():
             layer.forward = forward
         self._own_forwards.clear()
+        self._buffers.clear()
+        self._restored.clear()
 
     @contextmanager
     def visit(self, visit: Visit) -> Iterator[None]:
@@ -150,6 +163,7 @@ class PipelinedLayers:
         buffers = self._buffers if sends else {}
         values = DerivedValues(received.values, buffers, self.names)
         visit.unused = values.placeholders
+        before = [buffer.clone() for buffer in self._restored] if sends else []
         self._running = _Running(visit, side_outputs, values, sends)
         try:
             # One stage that computes everything has nothing to follow.
@@ -158,6 +172,8 @@ class PipelinedLayers:
         finally:
             side_outputs.end()
             self._running = None
+            for buffer, value in zip(self._restored, before, strict=False):
+                buffer.data.copy_(value)  # which autograd does not take for a change
 
     def validate_end(self, visit: Visit) -> None:
         """Check at the end of a step that it has called every layer.
@@ -169,7 +185,7 @@ class PipelinedLayers:
             raise MisconfigurationException(
                 f"The step returned without calling layer {self.names[visit.next_layer]!r} of the "
                 "pipelined container. In a pipeline every step has to call every layer once, in "
-                "order."
+                "order." + see("steps")
             )
 
     def _forward(self, index: int, compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -258,7 +274,7 @@ class PipelinedLayers:
         raise MisconfigurationException(
             f"Layer {called!r} was called where {expected}. In one step of a pipelined module each "
             "layer is called once, in the order of the container: no layer may be skipped at "
-            "random, and the network may not be called twice."
+            "random, and the network may not be called twice." + see("steps")
         )
 
 

@@ -25,6 +25,7 @@ from lightning_axosparse.pipeline.split_layers import SplitLayers
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers, StageEdge, Visit
 from lightning_axosparse.pipeline.weight_gradients import WeightGradientQueue
 from lightning_axosparse.pipeline.weighting import Weighting
+from lightning_axosparse.support.troubleshooting import see
 
 
 class StepLog(Protocol):
@@ -312,6 +313,6 @@ def loss_of(output: Any) -> Tensor:
             "In a pipeline `training_step` has to return a loss tensor, or a dict with the key "
             f"'loss', for every batch; it returned {type(output).__name__}. Lightning skips a "
             "batch for None on one process alone, since other ranks would wait for its gradients. "
-            "To skip a batch, return a loss multiplied by zero."
+            "To skip a batch, return a loss multiplied by zero." + see("steps")
         )
     return loss

@@ -8,6 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_axosparse.distributed.grid import divisors
 from lightning_axosparse.planning.search import Choice, Plan, Workload, evaluate
+from lightning_axosparse.support.troubleshooting import see
 
 _SIMULATED = 64
 """Most micro-batches per stage that are simulated: more hardly change the result, and take time."""
@@ -94,7 +95,7 @@ def compare_grids(
             f"may take {workload.cluster.memory / 1e9:.3g} GB, and {_grid(least)}, the most "
             f"economical, needs about {least.memory / 1e9:.3g} GB. Use more ranks, more and "
             "smaller micro-batches or recompute='sqrt', or give g_inter a number to try it "
-            "all the same."
+            "all the same." + see("grid")
         )
     return GridComparison(sorted(fitting, key=_seconds), too_large, workload.cluster.memory)
 

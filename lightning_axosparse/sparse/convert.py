@@ -85,7 +85,9 @@ def sparsify(
             and the index format "segments": "sparse": with the kept values; "dense": with a dense
             weight, made in parts at every use; "auto": as is faster for the share of weights that
             is kept (``sparse/kept_products.py``, ``sparse/kept_convolutions.py``). Sums run in
-            another order than in dense products, so results differ in their last bits.
+            another order than in dense products, so results differ in their last bits. With
+            "sparse", products of linear layers in 16 bits run with the kept values, too, in
+            float32, and are rounded.
 
     Raises:
         ValueError: for an argument of another type, ``compute="sparse"`` with the policy "samo",

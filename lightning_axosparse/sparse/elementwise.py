@@ -11,6 +11,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from lightning_axosparse.support.troubleshooting import see
+
 _TRIAL_SHAPE = (4, 6)
 _TRIAL_STEPS = 3
 _TRIAL_LR = 1e-2
@@ -80,5 +82,5 @@ def _not_elementwise(optimizer: Optimizer, reason: str) -> MisconfigurationExcep
     return MisconfigurationException(
         f"{type(optimizer).__name__} cannot train sparse weights: {reason}. A pruned weight is "
         "stored as the vector of its kept entries, so the optimizer must be elementwise: use "
-        "AdamW, Adam, SGD, RMSprop, NAdam, Adagrad or the like."
+        "AdamW, Adam, SGD, RMSprop, NAdam, Adagrad or the like." + see("optimizers")
     )

@@ -27,6 +27,12 @@ Panels take longer than a dense weight, too, by what it takes to fill them. Othe
 and numbers of tokens change the ratio of the two ways, but not which one is faster.
 """
 
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+"""Dtypes whose products run in float32 here, and are rounded.
+
+Only ``compute="sparse"`` asks for that: whether it takes less time than a dense product depends on
+the processor, and "auto" chooses the same way on all of them.
+"""
 
 MEASURED = platform.machine().lower() in ("x86_64", "amd64")
 """Whether the loops have been measured on processors like this one; "auto" does without elsewhere.
@@ -58,6 +64,8 @@ def chosen(
         operand: the kept values or another operand, of the dtype in which the product runs.
         layout: the kept entries.
     """
+    if compute == "sparse" and operand.dtype in SIXTEEN_BITS:
+        operand = operand.new_empty(0, dtype=torch.float32)
     few = layout.nnz <= MOST_KEPT[product] * layout.shape.numel()
     return runs(compute, operand, layout) and (few or compute == "sparse")
 
@@ -84,7 +92,7 @@ def times_transposed(
     """Multiply ``inputs`` by the transposed weight.
 
     Args:
-        inputs: shape ``(n, columns)``, float32, on CPU.
+        inputs: shape ``(n, columns)``, float32 or of 16 bits, on CPU.
         values: kept values of the weight, which has the shape ``(rows, columns)``.
         layout: the kept entries.
         bias: shape ``(rows,)``.
@@ -94,7 +102,7 @@ def times_transposed(
     """
     tokens, height = inputs.shape[0], layout.shape[0]
     width = row_length(layout.shape)
-    result = inputs.new_empty(tokens, height)
+    result = inputs.new_empty(tokens, height, dtype=torch.float32)
     weight = *_index(layout), _flat(values)
     source, target, shift = _flat(inputs), _flat(result), _flat(_bias(bias, inputs))
 
@@ -107,7 +115,7 @@ def times_transposed(
             kernel_module("products").times_transposed(*shared, _packed(width))
 
     in_threads(part, height, block_rows(layout.shape), tokens * layout.nnz)
-    return result
+    return result.to(inputs.dtype)
 
 
 def times(
@@ -116,7 +124,7 @@ def times(
     """Multiply ``inputs`` by the weight.
 
     Args:
-        inputs: shape ``(n, rows)``, float32, on CPU.
+        inputs: shape ``(n, rows)``, float32 or of 16 bits, on CPU.
         values: kept values of the weight, which has the shape ``(rows, columns)``.
         layout: the kept entries.
         bias: shape ``(columns,)``.
@@ -125,7 +133,7 @@ def times(
         A tensor of shape ``(n, columns)``.
     """
     height, width = layout.shape[0], row_length(layout.shape)
-    result = inputs.new_empty(inputs.shape[0], width)
+    result = inputs.new_empty(inputs.shape[0], width, dtype=torch.float32)
     weight = *_index(layout), _flat(values)
     source, target, shift = _flat(inputs), _flat(result), _flat(_bias(bias, inputs))
 
@@ -137,14 +145,14 @@ def times(
         )
 
     in_threads(part, inputs.shape[0], ROWS, inputs.shape[0] * layout.nnz)
-    return result
+    return result.to(inputs.dtype)
 
 
 def outer(left: Tensor, right: Tensor, layout: SegmentLayout) -> Tensor:
     """Return the kept entries of ``left.t() @ right``.
 
     Args:
-        left: shape ``(n, rows)``, float32, on CPU.
+        left: shape ``(n, rows)``, float32 or of 16 bits, on CPU.
         right: shape ``(n, columns)``, likewise.
         layout: the kept entries of the result, which has the shape ``(rows, columns)``.
 
@@ -153,7 +161,7 @@ def outer(left: Tensor, right: Tensor, layout: SegmentLayout) -> Tensor:
     """
     tokens, height = left.shape[0], layout.shape[0]
     width = row_length(layout.shape)
-    result = left.new_zeros(layout.nnz)
+    result = left.new_zeros(layout.nnz, dtype=torch.float32)
     index, sources, target = _index(layout), (_flat(left), _flat(right)), _flat(result)
 
     def part(first: int, last: int) -> None:
@@ -163,7 +171,7 @@ def outer(left: Tensor, right: Tensor, layout: SegmentLayout) -> Tensor:
         )
 
     in_threads(part, height, block_rows(layout.shape), tokens * layout.nnz)
-    return result
+    return result.to(left.dtype)
 
 
 def _index(layout: SegmentLayout) -> tuple[Any, Any]:
@@ -171,8 +179,8 @@ def _index(layout: SegmentLayout) -> tuple[Any, Any]:
 
 
 def _flat(tensor: Tensor) -> Any:
-    # Not reshape(-1), which may return a view with gaps.
-    return tensor.detach().contiguous().view(-1).numpy()
+    # Not the tensor's reshape(-1), which may return a view with gaps.
+    return tensor.detach().float().numpy().ravel()
 
 
 def _bias(bias: Tensor | None, like: Tensor) -> Tensor:

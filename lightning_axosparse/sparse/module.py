@@ -19,6 +19,7 @@ from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.materialize import DenseForm, master_dtype
 from lightning_axosparse.sparse.torch_functions import read_weight
 from lightning_axosparse.sparse.weight import SparseWeight, sparse_weight
+from lightning_axosparse.support.troubleshooting import see
 
 
 class SparseModule(nn.Module):
@@ -62,7 +63,7 @@ class SparseModule(nn.Module):
         return MisconfigurationException(
             f"{_dense_class(self).__name__} is stored sparse ({', '.join(self._layouts)}): {what}. "
             "Call densify(module) first; to change the values, write into the weight (in place, or "
-            "with load_state_dict)."
+            "with load_state_dict)." + see("tickets")
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SparseModule:

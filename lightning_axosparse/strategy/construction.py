@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightning_axosparse.support.deferred_init import DeferredInit
 from lightning_axosparse.support.torch_internals import swap_values
+from lightning_axosparse.support.troubleshooting import see
 
 _META = torch.device("meta")
 
@@ -81,6 +82,7 @@ def validate_values(tensors: Iterable[tuple[str, Tensor]], stage: int) -> None:
             f"Stage {stage} has no values for {empty[0]!r} and {len(empty) - 1} more of its "
             "tensors, which are on the meta device. If the module was made under "
             "`trainer.init_module(empty_init=True)`, give `ckpt_path=`, or leave out `empty_init`."
+            + see("layers")
         )
 
 

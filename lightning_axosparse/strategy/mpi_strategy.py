@@ -24,6 +24,7 @@ from lightning_axosparse.strategy.lightning import collectives
 from lightning_axosparse.strategy.lightning.checkpoint_io import with_atomic_files
 from lightning_axosparse.strategy.lightning.sampling import process_dataloader
 from lightning_axosparse.strategy.validation import validate_world_size
+from lightning_axosparse.support.release_memory import map_larger_blocks
 
 T = TypeVar("T")
 
@@ -165,6 +166,7 @@ class MPIStrategy(ParallelStrategy):
             from lightning_axosparse.distributed.mpi.backend import init_process_group
             from lightning_axosparse.distributed.mpi.watchdog import watchdog
 
+            map_larger_blocks()
             self._undo.enter_context(environment.limited_threads())
             watchdog().timeout = self._timeout
             with blocked("all ranks to connect"):

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from lightning_axosparse.sparse.elementwise import trial_copy
 from lightning_axosparse.sparse.materialize import master_dtype
 from lightning_axosparse.sparse.optimizer_state import MASTER, master_values
+from lightning_axosparse.support.troubleshooting import see
 
 T = TypeVar("T")
 
@@ -252,6 +253,7 @@ def _cannot_offload(optimizer: Optimizer, reason: str) -> MisconfigurationExcept
         f"{type(optimizer).__name__} cannot be offloaded: {reason}. offload_optimizer=True steps "
         "parameters on the CPU, bucket by bucket: use AdamW, Adam, SGD, RMSprop, NAdam, Adagrad or "
         "the like, with their default `capturable=False`, or leave offload_optimizer out."
+        + see("optimizers")
     )
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from lightning_axosparse.sparse.parameter_state import forget
 from lightning_axosparse.sparse.parameters import owners, sparse_parameters
 from lightning_axosparse.sparse.scratch import scratch
 from lightning_axosparse.strategy.lightning.device import move_module
+from lightning_axosparse.strategy.sharded_module import bring, is_left_sharded, leave_sharded, take
 from lightning_axosparse.strategy.validation import validate_parameters_known
 
 
@@ -69,8 +69,7 @@ class StageModule:
         self._recompute, self._splits_backward = recompute, splits_backward
         self.split = SplitLayers(module)
         self._example_input = module.example_input_array
-        # What the end of a run changes registers here how it is undone.
-        self._undo = ExitStack()
+        self._freed: dict[Tensor, Tensor] = {}
         self._optimizers: Sequence[Optimizer] = ()
         self._group_names: list[list[list[str]]] = []
         self._known_sizes: list[list[int]] = []
@@ -93,6 +92,16 @@ class StageModule:
     def is_whole(self) -> bool:
         """Whether this rank runs all stages."""
         return len(self.stages) > self.last_stage
+
+    def bring(self) -> None:
+        """Get what this rank's stages need of a module that the last run has left sharded.
+
+        Collective over the job.
+        """
+        if is_left_sharded(self.module):
+            kept, _ = self.sharding.split(self.stages)
+            bring(self.module, kept)
+            take(self.module)
 
     def shard(self, optimizers: Sequence[Optimizer]) -> None:
         """Drop the tensors of other stages from the module and its optimizers; collective.
@@ -156,13 +165,19 @@ class StageModule:
     def end_run(self) -> None:
         """Undo all of :meth:`shard` but that tensors of other stages are freed."""
         self._detach()
-        self.sharding.put_back()
+        self._freed = self.sharding.put_back()
         scratch.clear()
-        self._undo.callback(self.module.register_state_dict_pre_hook(_refuse_state_dict).remove)
+        outer = [name for name in self._buffers() if self.sharding.stage_of(name) is None]
+        self._share_buffers(outer)
+
+    def leave_sharded(self) -> None:
+        """Leave the tensors of other stages on the meta device, after :meth:`end_run`."""
+        leave_sharded(self.module, self._freed)
+        self._freed = {}
 
     def release(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what the caller gets of this rank, by name and dense, and free it, after a run."""
-        self._undo.close()
+        take(self.module)
         owned, sparse = owners(self.module), sparse_parameters(self.module)
         first = self.grid.replica == 0
         for name, parameter in self.sharding.held().items():
@@ -221,7 +236,7 @@ class StageModule:
             partition.layers,
             partition.parts,
             self._recompute,
-            self.module.named_buffers(),
+            self.module.named_buffers,
         )
 
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
@@ -327,21 +342,22 @@ class StageModule:
             for name, parameter in self.module.named_parameters():
                 source = ranks[min(self.sharding.holders_of(name))]
                 dist.broadcast(parameter.data, src=source, group=self.groups.inter)
-            buffers = dict(self.module.named_buffers())
-            for stage, source in enumerate(ranks):
-                own = {k: b for k, b in buffers.items() if self.sharding.source_of(k) == stage}
-                for key, value in self.groups.broadcast_along_pipeline(own, stage).items():
+        self._share_buffers(self._buffers())
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return dict(self.module.named_buffers())
+
+    @torch.no_grad()
+    def _share_buffers(self, names: Iterable[str]) -> None:
+        """Give the other stages of this pipeline these buffers of the stage that counts."""
+        buffers, names = self._buffers(), list(names)
+        for stage, source in enumerate(self.grid.pipeline(self.grid.replica)):
+            own = {name: buffers[name] for name in names if self.sharding.source_of(name) == stage}
+            if own:
+                for name, value in self.groups.broadcast_along_pipeline(own, stage).items():
                     if self.grid.rank != source:
-                        buffers[key].set_(value)  # type: ignore[call-overload]
+                        buffers[name].set_(value)  # type: ignore[call-overload]
 
 
 def _on_cpu(tensor: Tensor | None) -> Tensor | None:
     return tensor if tensor is None else tensor.cpu()
-
-
-def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> Any:
-    raise RuntimeError(
-        f"{type(module).__name__}.state_dict() was called after the run had ended, when each rank "
-        "has only the weights of its own layers. Call it where `fit` has returned, whose module is "
-        "whole; on the ranks, save with `trainer.save_checkpoint` in `on_train_end`."
-    )

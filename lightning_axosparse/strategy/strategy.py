@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from time import time
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -71,12 +71,15 @@ from lightning_axosparse.strategy.lightning.finetuning import (
 from lightning_axosparse.strategy.lightning.gradients import GradientNorms
 from lightning_axosparse.strategy.lightning.hooks import checkpoint_hooks, overrides
 from lightning_axosparse.strategy.lightning.loop_check import LoopCheck
+from lightning_axosparse.strategy.lightning.prediction_writers import without_writing
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
 from lightning_axosparse.strategy.offload import OptimizerOffload, validate_bucketwise_optimizers
 from lightning_axosparse.strategy.regrid.regrid import Regrid, Regridded
+from lightning_axosparse.strategy.sharded_module import in_parts, is_left_sharded, summoned
 from lightning_axosparse.strategy.stage_module import StageModule
 from lightning_axosparse.strategy.train_step import StepRunner
 from lightning_axosparse.strategy.validation import (
+    advise_on_batch_norm,
     optimizers_before_setup,
     unless_made_later,
     validate_arguments,
@@ -128,6 +131,13 @@ class _Session:
     runner: StepRunner | WholeStepRunner
     offload: OptimizerOffload | None
     regrid: Regrid | None
+    tensors: StageTensors
+
+
+class _Stored(NamedTuple):
+    """What checkpoints are made of: the run's, or after it that of the module it left sharded."""
+
+    stage_module: StageModule
     tensors: StageTensors
 
 
@@ -309,7 +319,7 @@ class AxoSparseStrategy(MPIStrategy):
         """The move to shorter pipelines in the last fit, if there was one."""
         self._session: _Session | None = None
         self._keeps_sharded = False
-        self._ended: StageModule | None = None
+        self._ended: _Stored | None = None
 
     @property
     def microbatches(self) -> int:
@@ -379,7 +389,7 @@ class AxoSparseStrategy(MPIStrategy):
             if self.launcher is not None:
                 self._validate_optimizers(optimizers_before_setup(self._module))
         if self.g_inter > 1:
-            validate_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+            validate_callbacks(trainer.callbacks, self.transport)  # type: ignore[attr-defined]
         validate_regrid_stages(self._regrid, self.g_inter)
         if self._save_distributed_checkpoint:
             validate_default_checkpoint_io(self.checkpoint_io)
@@ -428,12 +438,15 @@ class AxoSparseStrategy(MPIStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """Shard the module over the stages, after its optimizers were configured for all of it."""
         assert self.accelerator is not None
+        self._ended = None
         self._validate_run(trainer)
         partition = self._partition_layers()
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self._module)
         self._configure_optimizers(trainer)
         partition = self._balance_by_time(partition)
+        if trainer.state.fn == TrainerFn.FITTING:
+            advise_on_batch_norm(self._module, self.microbatches)
         # Those of an earlier fit may belong to another module.
         optimizers = self.optimizers if trainer.state.fn == TrainerFn.FITTING else []
         stage_module = self._shard_module(partition, optimizers)
@@ -442,10 +455,12 @@ class AxoSparseStrategy(MPIStrategy):
         self._check_loops(trainer)
         if not stage_module.is_whole:
             self._undo.enter_context(parameters_told_apart_by_identity())
+        if self.grid.rank != self.grid.same_batch_ranks[0]:
+            self._undo.enter_context(without_writing(trainer))
         if stage_module.groups.inter is not None:
             norms = GradientNorms(trainer, stage_module.remote_gradients)
             self._undo.enter_context(norms.added_to(trainer))
-        tensors = StageTensors(lambda: stage_module.groups.inter)
+        tensors = _tensors_of(stage_module)
         steps_in_parts = offload is not None
         if self._pipelines:
             rule = self._in_flight_rule(trainer)
@@ -460,10 +475,12 @@ class AxoSparseStrategy(MPIStrategy):
         self.on_gradients = None
 
     def teardown(self) -> None:
-        """Undo what setup changed; under ``mpiexec`` every rank gets the whole module, dense."""
+        """Undo what setup changed; under ``mpiexec`` the module stays sharded."""
         if self._pipelines:
             self._session = None
         super().teardown()
+        if self._ended is not None:
+            self._ended.stage_module.leave_sharded()
 
     def model_to_device(self) -> None:
         """Do nothing: sharding moves what this rank keeps."""
@@ -521,6 +538,7 @@ class AxoSparseStrategy(MPIStrategy):
             recompute,
             self._schedules.splits_backward,
         )
+        stage_module.bring()
         kept, _ = stage_module.sharding.split(self._stages)
         validate_values(kept.items(), self.grid.stage)
         stage_module.shard(optimizers)
@@ -528,12 +546,38 @@ class AxoSparseStrategy(MPIStrategy):
         return stage_module
 
     def _end_run(self, stage_module: StageModule) -> None:
-        """Gather the module on every rank; but not where the launcher's caller gets the parts."""
-        self._ended = stage_module
-        if self._keeps_sharded:
+        """Leave the module sharded, unless this rank has all of it, or the next run needs it."""
+        is_part = not stage_module.is_whole and self._balance != "time"
+        if self._keeps_sharded or is_part:
             stage_module.end_run()
+            self._ended = _Stored(stage_module, _tensors_of(stage_module))
         else:
             stage_module.unshard()
+
+    @contextmanager
+    def summon_full_params(self, rank0_only: bool = True) -> Iterator[None]:
+        """Bring the module together that a run under ``mpiexec`` or ``srun`` has left sharded.
+
+        Inside the context ``state_dict`` and the parameters are those of the whole module; what is
+        stored sparse stays so. Changes of other ranks' layers are lost when it ends. Collective
+        over all ranks, a tensor at a time. Where the module is whole it does nothing.
+
+        Args:
+            rank0_only: only the first rank gets the module; else every rank does.
+
+        Raises:
+            RuntimeError: during a run; use ``trainer.save_checkpoint`` there.
+        """
+        if self._pipelines and self._session is not None:
+            raise RuntimeError(
+                "summon_full_params() was called during a run. Call it when `fit`, `validate`, "
+                "`test` or `predict` has returned; in hooks save with `trainer.save_checkpoint`."
+            )
+        if is_left_sharded(self._module):
+            with summoned(self._module, self.is_global_zero or not rank0_only):
+                yield
+        else:
+            yield
 
     def keep_sharded(self) -> None:
         """Leave the module sharded when a run ends; the launcher calls this on each rank."""
@@ -543,7 +587,7 @@ class AxoSparseStrategy(MPIStrategy):
         """Yield what this rank returns to the caller of the launcher, and free it."""
         if self._ended is None:
             return
-        yield from self._ended.release()
+        yield from self._ended.stage_module.release()
         self._ended = None
 
     def _place_optimizers(
@@ -703,7 +747,7 @@ class AxoSparseStrategy(MPIStrategy):
 
     def held_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that this rank keeps, by name, in the module's order."""
-        return self._running.stage_module.sharding.held()
+        return self._stored.stage_module.sharding.held()
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter of the whole model, by name, one at a time, for hooks.
@@ -719,11 +763,11 @@ class AxoSparseStrategy(MPIStrategy):
 
     def counted_parameters(self) -> set[str]:
         """The names of those that this rank counts: each is counted once over a pipeline."""
-        return self._running.stage_module.sharding.counted()
+        return self._stored.stage_module.sharding.counted()
 
     def parameter_stages(self) -> dict[str, frozenset[int]]:
         """The stages that keep each parameter of the whole model, by name."""
-        return dict(self._running.stage_module.sharding.holders)
+        return dict(self._stored.stage_module.sharding.holders)
 
     def sparsify(
         self, masks: Mapping[str, Tensor], policy: Policy = "sparse", compute: Compute = "auto"
@@ -765,30 +809,29 @@ class AxoSparseStrategy(MPIStrategy):
         Larger tensors are deferred until :meth:`save_checkpoint` writes them, unless a hook reads
         the checkpoint before.
         """
-        if self._session is None:
+        if self._session is None and self._ended is None:
             return self._module.state_dict()
         if self.grid.data_rank > 0:
             return {}
         if self._is_ordinary:
             return super().lightning_module_state_dict()
-        stage_module = self._session.stage_module
-        with self._session.runner.metric_states_shared():
+        stage_module, tensors = self._stored
+        shared = self._session.runner.metric_states_shared() if self._session else nullcontext()
+        with shared, in_parts(self._module):
             if self.grid.replica > 0:
                 return {}
             return self._for_hooks(
-                gather_model_state(
-                    stage_module.sharding, stage_module.stages, self._session.tensors
-                )
+                gather_model_state(stage_module.sharding, stage_module.stages, tensors)
             )
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
         """Write a checkpoint; collective over the stages of the first replica."""
-        if self._session is None:
+        if self._session is None and self._ended is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self.grid.replica == 0:
-            tensors = self._session.tensors
+            tensors = self._stored.tensors
             if self._save_distributed_checkpoint:
                 save_sharded(checkpoint, validate_local(filepath, storage_options), tensors)
             elif tensors.is_first:
@@ -814,7 +857,13 @@ class AxoSparseStrategy(MPIStrategy):
         """A part of a checkpoint, whole on the first rank if a hook of the user reads it."""
         if not checkpoint_hooks(self._module.trainer, "on_save_checkpoint"):
             return state
-        return _made(state, self._running.tensors)
+        tensors = self._stored.tensors
+        if not tensors.is_first:
+            tensors.serve()
+            return state
+        state = all_made(state)
+        tensors.end()
+        return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load this rank's part of a whole module's state, after removing the same channels."""
@@ -828,7 +877,9 @@ class AxoSparseStrategy(MPIStrategy):
             strict = False
         else:
             allocate(self._sharding().split(self._stages)[0].values())
-        self._module.load_state_dict(all_made(values_held(state, self._module)), strict=strict)
+        with in_parts(self._module):
+            held = values_held(state, self._module)
+        self._module.load_state_dict(all_made(held), strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer's state on the first rank, an empty dict on others; collective.
@@ -837,27 +888,21 @@ class AxoSparseStrategy(MPIStrategy):
         """
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
+        if self._session is None and self._ended is None:
+            return optimizer.state_dict()
         if self.grid.replica > 0:
             return {}
-        if self._session is None and self._ended is not None and not self._ended.is_whole:
-            tensors = StageTensors(lambda: self.inter_group)
-            return _made(self._gathered_state(optimizer, self._ended, tensors), tensors)
         if self._is_ordinary:
             return super().optimizer_state(optimizer)
-        session = self._running
+        stage_module, tensors = self._stored
         return self._for_hooks(
-            self._gathered_state(optimizer, session.stage_module, session.tensors)
-        )
-
-    def _gathered_state(
-        self, optimizer: Optimizer, stage_module: StageModule, tensors: StageTensors
-    ) -> dict[str, Any]:
-        return gather_optimizer_state(
-            optimizer,
-            stage_module.group_names(optimizer),
-            stage_module.sharding.names,
-            sparse_parameters(self._module),
-            tensors,
+            gather_optimizer_state(
+                optimizer,
+                stage_module.group_names(optimizer),
+                stage_module.sharding.names,
+                sparse_parameters(self._module),
+                tensors,
+            )
         )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -887,10 +932,9 @@ class AxoSparseStrategy(MPIStrategy):
     @property
     def _is_ordinary(self) -> bool:
         """Whether this rank has the module as one process has it: all of it, and dense."""
-        if self._session is None:
-            return True
-        whole = self.g_inter == 1 and not self._save_distributed_checkpoint
-        return whole and not sparse_parameters(self._module)
+        if self._save_distributed_checkpoint or sparse_parameters(self._module):
+            return False
+        return self.g_inter == 1 or (self._session is None and self._ended is None)
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -903,6 +947,12 @@ class AxoSparseStrategy(MPIStrategy):
             raise RuntimeError("AxoSparseStrategy holds a module only while the Trainer runs.")
         return self._session
 
+    @property
+    def _stored(self) -> _Stored:
+        if self._session is None and self._ended is not None:
+            return self._ended
+        return _Stored(self._running.stage_module, self._running.tensors)
+
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Make the strategy known by its name."""
@@ -914,11 +964,5 @@ class AxoSparseStrategy(MPIStrategy):
         )
 
 
-def _made(state: dict[str, Any], tensors: StageTensors) -> dict[str, Any]:
-    """A gathered part of a checkpoint with the tensors of all stages; empty but on the first."""
-    if not tensors.is_first:
-        tensors.serve()
-        return state
-    state = all_made(state)
-    tensors.end()
-    return state
+def _tensors_of(stage_module: StageModule) -> StageTensors:
+    return StageTensors(lambda: stage_module.groups.inter)

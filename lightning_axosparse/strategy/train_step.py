@@ -231,7 +231,7 @@ class StepRunner:
         self._schedules, self._splitter, self._rule = schedules, splitter, rule
         self._sends_outputs = sends_outputs
         self._warned: set[str | None] = {None}
-        self._stashed = StashedGradients()
+        self._stashed = StashedGradients(trainer)
         self._checks_loss = rule.check
         self._reduces = True
         self._waits = not steps_in_parts or gradients_are_seen(trainer)

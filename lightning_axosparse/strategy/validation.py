@@ -15,7 +15,13 @@ from typing import Any, Literal
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.optim import LBFGS, Optimizer
@@ -25,6 +31,7 @@ from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_p
 from lightning_axosparse.distributed.grid import divisors
 from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES
 from lightning_axosparse.strategy.lightning.hooks import overrides
+from lightning_axosparse.support.troubleshooting import see
 
 # The strategy's arguments
 
@@ -45,33 +52,33 @@ def validate_arguments(
     if g_inter == "auto" and transport == "loopback":
         raise MisconfigurationException(
             "g_inter='auto' divides the ranks that there are into stages and replicas, but with "
-            "transport='loopback' all stages share one. Give g_inter a number."
+            "transport='loopback' all stages share one. Give g_inter a number." + see("grid")
         )
     if g_inter == "auto" and not isinstance(balance, str):
         raise MisconfigurationException(
             f"balance={list(balance)} gives the layers of {len(balance)} stages: say "
-            f"g_inter={len(balance)} instead of 'auto', or leave balance out."
+            f"g_inter={len(balance)} instead of 'auto', or leave balance out." + see("grid")
         )
     if not isinstance(balance, str) and len(balance) != g_inter:
         raise MisconfigurationException(
             f"balance={list(balance)} gives the layers of {len(balance)} stages, but there are "
-            f"g_inter={g_inter}. Give one number of layers a stage."
+            f"g_inter={g_inter}. Give one number of layers a stage." + see("grid")
         )
     if in_flight is not None and schedule != "message-driven":
         raise MisconfigurationException(
             f"in_flight={in_flight} belongs to schedule='message-driven'; {schedule!r} has its own "
-            "fixed limit. Leave one of them out."
+            "fixed limit. Leave one of them out." + see("grid")
         )
     if regrid is not None and transport == "loopback":
         raise MisconfigurationException(
             f"regrid={regrid!r} moves layers between ranks, but transport='loopback' runs all "
-            "stages in one process. Leave regrid out."
+            "stages in one process. Leave regrid out." + see("grid")
         )
     if regrid == "auto" and (in_flight is not None or schedule != "message-driven"):
         raise MisconfigurationException(
             "regrid='auto' needs the bytes of a micro-batch, which are measured for "
             "schedule='message-driven' with in_flight=None alone. Leave these two as they are by "
-            "default, or give regrid a number of stages."
+            "default, or give regrid a number of stages." + see("grid")
         )
     if g_inter != "auto":
         validate_regrid_stages(regrid, g_inter)
@@ -89,12 +96,12 @@ def validate_weight_gradients(
         raise MisconfigurationException(
             f"weight_gradients='deferred' needs a schedule that makes weight gradients by "
             f"themselves, which {schedule!r} does not: choose from {sorted(DEFERRING_SCHEDULES)}, "
-            "or leave weight_gradients out."
+            "or leave weight_gradients out." + see("grid")
         )
     if weight_gradients == "together" and schedule not in SCHEDULES:
         raise MisconfigurationException(
             f"schedule={schedule!r} makes weight gradients by themselves, so "
-            "weight_gradients='together' contradicts it. Leave one of them out."
+            "weight_gradients='together' contradicts it. Leave one of them out." + see("grid")
         )
     defers = weight_gradients == "deferred" or schedule not in SCHEDULES
     if defers and recompute is not None:
@@ -104,6 +111,7 @@ def validate_weight_gradients(
         raise MisconfigurationException(
             f"{given} keeps the inputs of layers for longer than recompute={recompute!r}, which "
             "computes them again for their backward pass alone. Leave one of them out."
+            + see("grid")
         )
 
 
@@ -118,7 +126,7 @@ def validate_regrid_stages(regrid: int | Literal["auto"] | None, g_inter: int) -
         choice = f"Choose from {shorter}, or 'auto'" if shorter else "Leave regrid out"
         raise MisconfigurationException(
             f"regrid={regrid} is no proper divisor of g_inter={g_inter}, so the ranks of a "
-            f"pipeline cannot form pipelines of so many stages. {choice}."
+            f"pipeline cannot form pipelines of so many stages. {choice}." + see("grid")
         )
 
 
@@ -138,7 +146,7 @@ def validate_module(module: LightningModule) -> None:
             "last stage alone: the other stages would never call `optimizer.step()`, and the last "
             "would call it for each micro-batch. Return the loss from `training_step` instead and "
             "leave `automatic_optimization` alone; or train with g_inter=1 and microbatches=1, "
-            "where replicas optimize by hand as with Lightning's ddp."
+            "where replicas optimize by hand as with Lightning's ddp." + see("steps")
         )
 
 
@@ -152,7 +160,25 @@ def validate_split_module(module: LightningModule) -> None:
         raise MisconfigurationException(
             f"{type(module).__name__} overrides `backward`, which may read gradients that "
             "weight_gradients='deferred' and schedule='zb-h1' make only after it. Leave these "
-            "arguments out, or `backward`."
+            "arguments out, or `backward`." + see("steps")
+        )
+
+
+def advise_on_batch_norm(module: nn.Module, microbatches: int) -> None:
+    """Say that norms with running statistics see micro-batches, if the module has some."""
+    norms = [
+        (name, part)
+        for name, part in module.named_modules()
+        if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats
+    ]
+    if norms and microbatches > 1:
+        name, part = norms[0]
+        others = f" and {len(norms) - 1} more like it" if len(norms) > 1 else ""
+        rank_zero_info(
+            f"{name!r} ({type(part).__name__}){others} normalizes by the statistics of a "
+            f"micro-batch, and updates its running statistics {microbatches} times a batch, as "
+            "with gradient accumulation: expect other losses than on one process. With "
+            "microbatches=1 they are those of the batch."
         )
 
 
@@ -176,7 +202,7 @@ def validate_layers_exist(module: LightningModule) -> None:
         raise MisconfigurationException(
             "g_inter='auto' looks at the layers before any rank starts, but"
             f" {type(module).__name__} makes them in `configure_model`. Give g_inter a number of"
-            " stages, or call `module.configure_model()` before the Trainer does."
+            " stages, or call `module.configure_model()` before the Trainer does." + see("layers")
         )
 
 
@@ -192,21 +218,25 @@ def validate_regrid_module(module: nn.Module) -> None:
                 f"{name!r} ({type(part).__name__}) keeps running statistics of the micro-batches "
                 "that it sees. After a regrid replicas share each batch, so they would differ "
                 "between them. Use a norm without, such as nn.GroupNorm or nn.LayerNorm, or leave "
-                "regrid out, and resume the checkpoint with another g_inter."
+                "regrid out, and resume the checkpoint with another g_inter." + see("grid")
             )
         if isinstance(part, Metric) and part.dist_sync_on_step:
             raise MisconfigurationException(
                 f"The metric {name!r} ({type(part).__name__}) synchronises in every micro-batch "
                 "(dist_sync_on_step=True), of which replicas that share a batch after a regrid may "
-                "have different numbers. Leave dist_sync_on_step out, or regrid."
+                "have different numbers. Leave dist_sync_on_step out, or regrid." + see("grid")
             )
 
 
 # Callbacks
 
 
-def validate_callbacks(callbacks: Sequence[Callback]) -> None:
+def validate_callbacks(callbacks: Sequence[Callback], transport: str = "mpi") -> None:
     """Check that no callback needs the whole module on every rank.
+
+    Args:
+        callbacks: those of a run with several stages.
+        transport: "loopback" where one process has all stages.
 
     Raises:
         MisconfigurationException: naming the callback and what to use instead.
@@ -218,11 +248,22 @@ def validate_callbacks(callbacks: Sequence[Callback]) -> None:
                 f"{name} would prune the layers of each stage by themselves, and its masks come on"
                 " top of the weights. Use lightning_axosparse.EarlyBirdTicket(pruning_ratio=...),"
                 " which ranks all stages' weights together and stores what is kept."
+                + see("callbacks")
             )
+        if transport == "loopback":
+            continue
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise MisconfigurationException(
                 f"{name} keeps an averaged copy of the whole module, but a stage of a pipeline"
-                " holds only its own layers. Leave the callback out, or train with g_inter=1."
+                " holds only its own layers, and a checkpoint would have the average of one stage."
+                " Leave the callback out, or train with g_inter=1." + see("callbacks")
+            )
+        if isinstance(callback, BatchSizeFinder):
+            raise MisconfigurationException(
+                f"{name} tries batch sizes until the memory of one process is full, which Lightning"
+                " does not support on several ranks. Find the batch size by measuring: it is the"
+                " micro-batch that has to fit, of which a stage holds `strategy.in_flight`."
+                + see("callbacks")
             )
 
 
@@ -237,7 +278,7 @@ def validate_beside_pruning(callbacks: Sequence[Callback]) -> None:
             raise MisconfigurationException(
                 f"{type(callback).__name__} keeps dense weights or masks of its own, which do not"
                 " fit those that EarlyBirdTicket stores as their kept entries. Leave one of the two"
-                " callbacks out."
+                " callbacks out." + see("callbacks")
             )
 
 
@@ -280,6 +321,7 @@ def validate_optimizers(optimizers: Sequence[Optimizer], pipelines: bool, g_data
             " several parameter groups: `AdamW([{'params': a, 'lr': 1e-3}, {'params': b, 'lr':"
             " 1e-4}])`; or train with g_inter=1 and microbatches=1. Optimizers stepped in turn, as"
             " in a GAN, would take a pipeline of micro-batches for each of their losses."
+            + see("optimizers")
         )
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS) and (pipelines or g_data > 1):
@@ -288,7 +330,7 @@ def validate_optimizers(optimizers: Sequence[Optimizer], pipelines: bool, g_data
                 " closure as often as the loss and the gradients of all parameters want, but each"
                 " stage holds only some of them, and each replica has a loss of its own. Use an"
                 " optimizer that takes one step a batch, such as AdamW or SGD, or train on one"
-                " rank with g_inter=1 and microbatches=1."
+                " rank with g_inter=1 and microbatches=1." + see("optimizers")
             )
 
 
@@ -306,7 +348,7 @@ def validate_one_optimizer(optimizers: Sequence[Optimizer], feature: str) -> Non
         raise MisconfigurationException(
             f"{feature} works with one optimizer, but `configure_optimizers` returned"
             f" {len(optimizers)}. Give one optimizer several parameter groups, or leave"
-            f" {feature} out."
+            f" {feature} out." + see("optimizers")
         )
 
 
@@ -330,6 +372,7 @@ def validate_parameters_known(
                         f"`configure_optimizers` gave {type(optimizer).__name__} a parameter of "
                         f"shape {tuple(parameter.shape)} that is not part of the module, so it is "
                         "not known which stage keeps it. Make it an attribute of the module."
+                        + see("optimizers")
                     )
 
 
@@ -353,7 +396,7 @@ def validate_world_size(devices: int, num_nodes: int, job_size: int) -> None:
             f"MPI has started {job_size} ranks, but `Trainer(devices={devices},"
             f" num_nodes={num_nodes})` wants {devices} x {num_nodes} = {devices * num_nodes}. Start"
             f" `mpiexec -n {devices * num_nodes}`, or set `devices` to the ranks on each node so"
-            f" that `devices * num_nodes` is {job_size}."
+            f" that `devices * num_nodes` is {job_size}." + see("grid")
         )
 
 
@@ -369,7 +412,7 @@ def validate_default_checkpoint_io(io: CheckpointIO) -> None:
     if type(io) is not AtomicCheckpointIO:
         raise MisconfigurationException(
             f"save_distributed_checkpoint=True writes folders to which all stages write, but "
-            f"{type(io).__name__} writes one file. Leave one of the two out."
+            f"{type(io).__name__} writes one file. Leave one of the two out." + see("checkpoints")
         )
 
 
@@ -384,6 +427,6 @@ def validate_local(path: Any, storage_options: Any) -> Path:
         raise MisconfigurationException(
             f"save_distributed_checkpoint=True cannot write '{path}': it needs a file system that "
             "all ranks see under one path. Give such a path, or leave save_distributed_checkpoint "
-            "out."
+            "out." + see("checkpoints")
         )
     return local

@@ -161,8 +161,7 @@ def queue(environment: dict[str, str]) -> bytes:
 
 def documented_script() -> str:
     """The batch script of the docs, for as many nodes and tasks as there are here."""
-    text = (REPOSITORY / "docs" / "clusters.md").read_text()
-    (script,) = re.findall(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", text, re.DOTALL)
+    script = (REPOSITORY / "examples" / "cluster" / "job.sh").read_text()  # docs/clusters.md has it
     script = re.sub(r"--nodes=\d+", "--nodes=1", script)
     return re.sub(r"--ntasks-per-node=\d+", "--ntasks-per-node=2", script)
 
@@ -204,3 +203,23 @@ def test_a_killed_rank_ends_the_others(slurm, tmp_path):
     assert "task 1: Killed" in done.stderr
     assert not (tmp_path / "losses").exists()
     assert wait_until(lambda: not queue(slurm))
+
+
+def test_a_job_of_a_sweep_is_a_job_of_slurm(slurm, tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    (tmp_path / "text.txt").write_text("Shall I compare thee to a summer's day? " * 200)
+    small = f"experiment=smoke debug=fdr data.path={tmp_path / 'text.txt'} model.depth=1"
+    sweep = "-m hydra/launcher=slurm hydra.sweep.dir=sweep hydra.launcher.timeout_min=5"
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_axosparse.cli.train", *f"{sweep} {small}".split()],
+        cwd=tmp_path,
+        env=slurm,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1 of 1 jobs have finished" in (tmp_path / "sweep" / "sweep.md").read_text()
+    logs = list((tmp_path / "sweep" / ".submitit").rglob("*_log.out"))
+    assert len(logs) == 1

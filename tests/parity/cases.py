@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
+
+from lightning_axosparse import AxoSparseStrategy
 
 CLASSES, FEATURES, BATCHES, BATCH, EPOCHS = 5, 12, 6, 8, 3
 
@@ -144,9 +146,17 @@ def fit(run: L.Trainer, module: L.LightningModule, extra: int = 0, **options: An
 def recorded(run: L.Trainer, module: L.LightningModule) -> Record:
     """What happened in a run of :func:`trainer`, with the weights as they are now."""
     record: Record = run.callbacks[0].record
-    record.weights = {k: v.detach().clone() for k, v in module.state_dict().items()}
+    record.weights = whole_state(run, module)
     record.facts = {"global_step": run.global_step, "epoch": run.current_epoch}
     return record
+
+
+def whole_state(run: L.Trainer, module: L.LightningModule) -> dict[str, Tensor]:
+    """A copy of the state of a whole module after a run, on every rank."""
+    strategy = run.strategy
+    ours = isinstance(strategy, AxoSparseStrategy)
+    with strategy.summon_full_params(rank0_only=False) if ours else nullcontext():
+        return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
 def difference(one: Record, other: Record) -> float:

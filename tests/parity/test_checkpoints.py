@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_axosparse.checkpoint.consolidate import consolidate
-from tests.parity.cases import BATCH, Net, Record, loader, trainer
+from tests.parity.cases import BATCH, Net, Record, loader, trainer, whole_state
 from tests.ranks import run_ranks
 
 STOP, END = 2, 4  # epochs before the stop, and of the whole run
@@ -68,7 +68,7 @@ def train(
         weights_only=False,
     )
     record: Record = run.callbacks[0].record
-    record.weights = {k: v.clone() for k, v in module.state_dict().items()}
+    record.weights = whole_state(run, module)
     drawn = dict(draw[0].ticket.masks) if draw and draw[0].ticket else {}
     return record, {"masks": drawn, "step": run.global_step, "epoch": run.current_epoch}
 

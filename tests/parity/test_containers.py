@@ -51,6 +51,18 @@ class Residual(nn.Module):
         return self.fc(self.avgpool(x).flatten(1))
 
 
+class Normed(nn.Module):
+    """A norm with running statistics before the layers, where every stage runs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layers = nn.BatchNorm2d(3), nn.Sequential(block(3, 8), block(8, 8))
+        self.fc = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.layers(self.norm(x)).mean((2, 3)))
+
+
 class Plain(nn.Module):
     """The layout of torchvision's VGG: activations in place are layers of their own."""
 
@@ -166,9 +178,9 @@ NETWORKS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def train(network: str, strategy: Any, ranks: int = 1, ticket: bool = False) -> Record:
+def train(network: Any, strategy: Any, ranks: int = 1, ticket: bool = False) -> Record:
     L.seed_everything(0, verbose=False)
-    module = Classifier(NETWORKS[network][0]())
+    module = Classifier(NETWORKS[network][0]() if isinstance(network, str) else network())
     x = torch.randn(STEPS * BATCH, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(x.double(), torch.arange(len(x)) % CLASSES)
     callbacks = [EarlyBirdTicket(0.5, every=1, draw_after=1, draw_by=2)] if ticket else []
@@ -215,3 +227,17 @@ def test_a_network_trains_as_on_one_process(network: str, runs: Any, expected: A
     ticket, records = runs
     for record in records:
         assert difference(expected[ticket][network], record[network]) <= 1e-12
+
+
+def test_running_statistics_outside_the_layers_where_one_process_runs_all_stages(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def loopback(microbatches: int) -> Record:
+        return train(Normed, AxoSparseStrategy(2, microbatches, transport="loopback"))
+
+    expected = train(Normed, "auto")
+    assert difference(expected, loopback(1)) <= 1e-12
+    assert "'net.norm'" not in caplog.text
+    updates = "net.norm.num_batches_tracked"
+    assert loopback(2).weights[updates] == 2 * expected.weights[updates] == 2 * 2 * STEPS
+    assert "'net.norm' (BatchNorm2d)" in caplog.text

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 from lightning_axosparse.sparse.optimizer_state import MASTER
-from tests.parity.cases import Net, Record, loader, trainer
+from tests.parity.cases import Net, Record, loader, trainer, whole_state
 from tests.ranks import run_ranks
 
 EPOCHS = 4
@@ -51,7 +51,7 @@ def train(row: str, ranks: int, folder: Path, epochs: int, resume: Path | None =
     model = module(outer=True, tied=True)
     run.fit(model, loader(1), ckpt_path=resume, weights_only=False)
     record: Record = run.callbacks[0].record
-    record.weights = {k: v.detach().clone() for k, v in model.state_dict().items()}
+    record.weights = whole_state(run, model)
     return record
 
 

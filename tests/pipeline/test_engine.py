@@ -41,7 +41,7 @@ def pipeline(
 ) -> tuple[Pipeline, PipelinedLayers]:
     parts = balance([1] * len(layers), stages)
     names = [f"layers.{i}" for i in range(len(layers))]
-    dealt = PipelinedLayers(names, list(layers), parts, checkpointing, buffers)
+    dealt = PipelinedLayers(names, list(layers), parts, checkpointing, lambda: buffers)
     split = SplitLayers(layers)
     if EVERY[schedule].defers_weight_gradients:
         split.install()

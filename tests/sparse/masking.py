@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_axosparse.sparse import sparsify
+from lightning_axosparse.sparse.materialize import Compute
 
 
 def random_masks(module: nn.Module, kept: float = 0.3) -> dict[str, Tensor]:
@@ -26,11 +27,13 @@ def apply_masks(module: nn.Module, masks: dict[str, Tensor]) -> None:
                 parameter.mul_(masks[name])
 
 
-def sparse_and_dense(module: nn.Module, masks: dict[str, Tensor]) -> tuple[nn.Module, nn.Module]:
+def sparse_and_dense(
+    module: nn.Module, masks: dict[str, Tensor], compute: Compute = "auto"
+) -> tuple[nn.Module, nn.Module]:
     """Return ``module`` stored sparse, and a dense copy with zeros where it is pruned."""
     dense = copy.deepcopy(module)
     apply_masks(dense, masks)
-    sparsify(module, masks)
+    sparsify(module, masks, compute=compute)
     return module, dense
 
 

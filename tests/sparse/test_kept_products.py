@@ -170,10 +170,29 @@ def test_only_who_asks_for_it_multiplies_here_on_a_processor_that_was_not_measur
     assert kept_products.chosen("times", "sparse", values, layout)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_dtypes_are_multiplied_on_panels(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "compute"), [(torch.float64, "sparse"), (torch.bfloat16, "auto")]
+)
+def test_other_dtypes_are_multiplied_on_panels(dtype, compute):
     _, layout, values = weight(80, 100, 0.1)
-    assert not kept_products.chosen("times", "sparse", values.to(dtype), layout)
+    assert not kept_products.chosen("times", compute, values.to(dtype), layout)
+
+
+@pytest.mark.parametrize("dtype", kept_products.SIXTEEN_BITS)
+def test_who_asks_for_it_multiplies_16_bits_in_float32(dtype):
+    _, layout, values = weight(80, 100, 0.1)
+    operands = torch.randn(20, 100), torch.randn(20, 80), values, torch.randn(80)
+    assert kept_products.chosen("times", "sparse", values.to(dtype), layout)
+
+    def results(inputs, gradient, values, bias):
+        yield kept_products.times_transposed(inputs, values, layout, bias)
+        yield kept_products.times(gradient, values, layout)
+        yield kept_products.outer(gradient, inputs, layout)
+
+    rounded = [operand.to(dtype) for operand in operands]
+    exact = results(*(operand.float() for operand in rounded))
+    for found, one in zip(results(*rounded), exact, strict=True):
+        assert torch.equal(found, one.to(dtype))
 
 
 @pytest.mark.parametrize("index_format", [name for name in FORMATS if name != "segments"])
@@ -236,6 +255,22 @@ def test_layers_give_a_dense_layers_numbers(name, recompute, monkeypatch):
         }
         results.append((output.detach(), inputs.grad, gradients))
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("no_panels")
+def test_autocast_layers_multiply_by_kept_values_where_that_was_asked_for():
+    layer = nn.Linear(96, 130)
+    masks = random_masks(layer, kept=0.2)
+    results = []
+    for one in sparse_and_dense(layer, masks, compute="sparse"):
+        inputs = torch.linspace(-1, 1, 20 * 96).view(20, 96).sin().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            output = one(inputs)
+        output.float().square().sum().backward()
+        gradient = dict(one.named_parameters())["weight"].grad
+        kept = gradient if gradient.dim() == 1 else gradient[masks["weight"]]
+        results.append((output.detach(), inputs.grad, kept))
+    torch.testing.assert_close(*results, rtol=0.02, atol=0.02)
 
 
 def test_a_choice_that_contradicts_the_policy_is_refused():

@@ -25,7 +25,7 @@ from lightning_axosparse.strategy.offload import (
     one_ahead,
     validate_bucketwise_optimizers,
 )
-from tests.parity.cases import Net, Record, difference, loader, trainer
+from tests.parity.cases import Net, Record, difference, loader, trainer, whole_state
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -323,7 +323,7 @@ def train(
     module = Net(outer=True, tied=True)
     run.fit(module, loader(1), ckpt_path=resume, weights_only=False)
     record: Record = run.callbacks[0].record
-    record.weights = {k: v.detach().clone() for k, v in module.state_dict().items()}
+    record.weights = whole_state(run, module)
     return record
 
 

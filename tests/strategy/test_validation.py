@@ -8,6 +8,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
     EarlyStopping,
     EMAWeightAveraging,
     ModelPruning,
@@ -135,12 +136,20 @@ def test_manual_optimization() -> None:
         (ModelPruning("l1_unstructured"), "EarlyBirdTicket"),
         (StochasticWeightAveraging(1e-3), "g_inter=1"),
         (EMAWeightAveraging(), "g_inter=1"),
+        (BatchSizeFinder(), "micro-batch"),
     ],
 )
 def test_callbacks(callback: Callback, instead: str) -> None:
     validate_callbacks([EarlyStopping("loss")])
     with pytest.raises(MisconfigurationException, match=rf"{type(callback).__name__}.*{instead}"):
         validate_callbacks([EarlyStopping("loss"), callback])
+
+
+@pytest.mark.parametrize("callback", [EMAWeightAveraging(), BatchSizeFinder()])
+def test_callbacks_where_one_process_has_all_stages(callback: Callback) -> None:
+    validate_callbacks([callback], "loopback")
+    with pytest.raises(MisconfigurationException, match="EarlyBirdTicket"):
+        validate_callbacks([ModelPruning("l1_unstructured")], "loopback")
 
 
 def test_optimizers() -> None:

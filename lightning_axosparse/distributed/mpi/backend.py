@@ -12,6 +12,7 @@ from lightning_axosparse.distributed.mpi.environment import placement
 from lightning_axosparse.distributed.mpi.process_group import MPIProcessGroup
 from lightning_axosparse.distributed.mpi.rendezvous import common_store
 from lightning_axosparse.distributed.rank_status import blocked
+from lightning_axosparse.support.troubleshooting import see
 
 NAME = "mpi4py"
 
@@ -33,6 +34,7 @@ def init_process_group(device_type: str) -> None:
             f"torch.distributed is initialised already, with the backend {dist.get_backend()!r}; "
             f"the ranks of this strategy are connected by {NAME!r}. Remove the call of "
             "torch.distributed.init_process_group, or destroy that process group before."
+            + see("starting-ranks")
         )
     placed = placement()
     backend = NAME if device_type == "cpu" else f"cpu:{NAME},cuda:nccl"

@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.mpi import slurm
+from lightning_axosparse.support.troubleshooting import see
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -94,7 +95,7 @@ def check_connected() -> None:
                 f"torchrun started {processes} processes, but the ranks of this strategy are those "
                 f"of an MPI job. Start them with `mpiexec -n {processes} python train.py`, under "
                 "Slurm with `srun --mpi=pmi2 -K python train.py`, or start `python train.py`, "
-                "which starts its ranks itself."
+                "which starts its ranks itself." + see("starting-ranks")
             )
         return
     from mpi4py import MPI
@@ -106,12 +107,13 @@ def check_connected() -> None:
         raise MisconfigurationException(
             f"srun started {job_size()} tasks, but MPI connects {connected} of them: the tasks "
             f"know nothing of each other. To train on them together, {slurm.START_RANKS}"
+            + see("starting-ranks")
         )
     raise MisconfigurationException(
         f"{job_size()} processes were started, but MPI connects {connected} of them. The "
         f"launcher and the MPI library that mpi4py loads ({_library()}) do not fit together: "
         "use the mpiexec of that library, or under Slurm the right `srun --mpi=...` "
-        "(`srun --mpi=list` shows them)."
+        "(`srun --mpi=list` shows them)." + see("starting-ranks")
     )
 
 
@@ -236,7 +238,7 @@ def check_mpi_available() -> None:
     if find_mpiexec() is None:
         raise MisconfigurationException(
             "Several ranks were asked for, but there is no `mpiexec` to start them: neither beside "
-            f"{sys.executable} nor on PATH. {_GET_MPI}"
+            f"{sys.executable} nor on PATH. {_GET_MPI}" + see("starting-ranks")
         )
     probe = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
     done = subprocess.run(
@@ -246,6 +248,7 @@ def check_mpi_available() -> None:
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise MisconfigurationException(
             f"Several ranks were asked for, but mpi4py finds no MPI library ({reason}). {_GET_MPI}"
+            + see("starting-ranks")
         )
 
 

@@ -15,6 +15,7 @@ from mpi4py import MPI
 from torch.distributed import HashStore, Store, TCPStore
 
 from lightning_axosparse.distributed.mpi.environment import placement
+from lightning_axosparse.support.troubleshooting import see
 
 _LOOPBACK = "127.0.0.1"
 _CONNECT_SECONDS = 5.0
@@ -46,7 +47,7 @@ def common_store(required: bool) -> Store:
     if required:
         raise MisconfigurationException(
             f"{reason}, and NCCL needs one to start. Open TCP between the hosts, or connect them "
-            "by an interface that is up on all of them (`ip address`)."
+            "by an interface that is up on all of them (`ip address`)." + see("starting-ranks")
         )
     rank_zero_warn(f"{reason}. Training goes over MPI alone; groups of gloo cannot be made.")
     return HashStore()

@@ -22,6 +22,7 @@ from lightning_axosparse.strategy.launcher.call import Call, CallFolder, CallRes
 from lightning_axosparse.strategy.launcher.failures import RankMonitor, describe_failure
 from lightning_axosparse.strategy.launcher.pickling import first_unpicklable, load, save
 from lightning_axosparse.strategy.launcher.weights import read
+from lightning_axosparse.support.troubleshooting import see
 
 WORKER = (sys.executable, "-m", "lightning_axosparse.strategy.launcher.worker")
 """The command that runs a rank, before the folder of its call."""
@@ -174,4 +175,5 @@ def _unpicklable(call: Call, error: Exception) -> MisconfigurationException:
         f"The call cannot be copied to its ranks: {path} cannot be pickled. It is a "
         f"{type(value).__qualname__} ({error}). Make it in a hook, which runs on the ranks "
         "(`setup`, `on_fit_start`, `train_dataloader`), or leave it out in `__getstate__`."
+        + see("copies")
     )

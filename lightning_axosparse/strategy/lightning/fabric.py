@@ -7,6 +7,8 @@ from typing import Any, NoReturn
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_axosparse.support.troubleshooting import see
+
 
 def refuse_fabric(**_: Any) -> NoReturn:
     """Raise: a loop of the user's own cannot be cut into the passes of stages."""
@@ -15,6 +17,7 @@ def refuse_fabric(**_: Any) -> NoReturn:
         "has to run parts of it again and again. Write a LightningModule, for `L.Trainer("
         "strategy='axosparse')`. Sparse storage alone works under Fabric with any of its "
         "strategies for one process: sparsify(model, masks, optimizer) before fabric.setup(...)."
+        + see("starting-ranks")
     )
 
 

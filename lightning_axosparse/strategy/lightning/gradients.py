@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_axosparse.pipeline.remote_gradients import RemoteGradients
 from lightning_axosparse.strategy.lightning.hooks import RankLocalCallback, overrides
@@ -20,6 +21,7 @@ _MODULE_HOOKS = (
     "optimizer_zero_grad",
 )
 _CALLBACK_HOOKS = ("on_after_backward", "on_before_optimizer_step")
+_CLEARING_HOOKS = ("on_before_zero_grad", "optimizer_zero_grad")
 
 
 class StashedGradients:
@@ -27,10 +29,16 @@ class StashedGradients:
 
     Lightning's closure calls ``training_step``, then ``zero_grad``, then ``backward``. So the
     gradients of a batch are computed apart from those of earlier batches, and added in ``backward``
-    to what ``zero_grad`` has left.
+    to what ``zero_grad`` has left. Gradients that ``zero_grad`` is going to clear, and that nothing
+    sees before, are freed when the step begins, so that there is one set of them at a time.
+
+    Args:
+        trainer: the running Trainer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self._frees = not clearing_is_seen(trainer)
         self._fresh: dict[nn.Parameter, Tensor | None] = {}
         self.earlier: dict[nn.Parameter, Tensor | None] = {}
         """Inside a step, the gradients of earlier batches; None where one was added in already."""
@@ -41,11 +49,18 @@ class StashedGradients:
         self.earlier = {parameter: parameter.grad for parameter in parameters}
         for parameter in self.earlier:
             parameter.grad = None
+        if self._frees and starts_accumulation(self._trainer):
+            self.earlier.update(dict.fromkeys(self._cleared() & self.earlier.keys()))
         yield
         self._fresh = {parameter: parameter.grad for parameter in self.earlier}
         for parameter, gradient in self.earlier.items():
             parameter.grad = gradient
         self.earlier = {}
+
+    def _cleared(self) -> set[nn.Parameter]:
+        """The parameters whose gradients ``zero_grad`` clears."""
+        groups = [group for each in self._trainer.optimizers for group in each.param_groups]
+        return {parameter for group in groups for parameter in group["params"]}
 
     def restore(self) -> None:
         """Add the gradients of the batch to what ``zero_grad`` has left."""
@@ -77,6 +92,21 @@ def gradients_are_seen(trainer: pl.Trainer) -> bool:
             overrides(callback, *_CALLBACK_HOOKS)
             for callback in trainer.callbacks  # type: ignore[attr-defined]
         )
+    )
+
+
+def clearing_is_seen(trainer: pl.Trainer) -> bool:
+    """Whether anything sees the gradients that ``zero_grad`` clears, or clears them differently.
+
+    Hooks of the module or of a callback may, and optimizers with a ``zero_grad`` of their own.
+    """
+    return (
+        overrides(trainer.lightning_module, *_CLEARING_HOOKS)
+        or any(
+            overrides(callback, "on_before_zero_grad")
+            for callback in trainer.callbacks  # type: ignore[attr-defined]
+        )
+        or any(type(each).zero_grad is not Optimizer.zero_grad for each in trainer.optimizers)
     )
 
 

@@ -24,6 +24,7 @@ from torchmetrics import Metric
 
 from lightning_axosparse.pipeline.reductions import ReductionTracker
 from lightning_axosparse.pipeline.weighting import Weighting, mean_weights
+from lightning_axosparse.support.troubleshooting import see
 
 _LOG_SIGNATURE = inspect.signature(LightningModule.log)
 
@@ -264,7 +265,7 @@ class MicrobatchLog:
             raise MisconfigurationException(
                 f"`self.log({name!r}, ..., sync_dist_group=...)` is not possible in a pipeline,"
                 " whose stages belong to different groups. Leave it out: values are synchronised"
-                " over the replicas."
+                " over the replicas." + see("logging")
             )
         options["reduce_fx"] = _reduction(name, options.get("reduce_fx", "mean"))
         if isinstance(value, Metric):
@@ -298,7 +299,7 @@ class MicrobatchLog:
             f"The metric logged as {name!r} ({type(metric).__name__}) is not part of the"
             " LightningModule, so that the other stages cannot find it. Make it an attribute"
             " (`self.accuracy = ...`), or put several into an `nn.ModuleDict` or a"
-            " MetricCollection."
+            " MetricCollection." + see("logging")
         )
 
     def _origin(self, value: Any) -> tuple[str, str | None] | None:

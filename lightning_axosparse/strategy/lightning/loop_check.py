@@ -19,6 +19,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning_axosparse.distributed.process_groups import ProcessGroups, all_gather
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.strategy.lightning.hooks import RankLocalCallback
+from lightning_axosparse.support.troubleshooting import see
 
 _LOOPS = {
     RunningStage.TRAINING: "training",
@@ -85,6 +86,7 @@ def validate_positions(ranks: Sequence[LoopPosition]) -> None:
             "The ranks are at different positions: a loop has ended on some of them only. Let "
             "`trainer.should_stop`, `on_train_batch_start` and all else that ends or starts a loop "
             f"decide the same on every rank (`trainer.strategy.broadcast` shares a value):{listed}"
+            + see("batches")
         )
     if ranks[0].loop != "training":
         data_ranks = {rank.data_rank for rank in ranks}
@@ -99,7 +101,7 @@ def validate_positions(ranks: Sequence[LoopPosition]) -> None:
                 f"The ranks have unequal numbers of {ranks[0].loop} batches. Give every stage the "
                 "same loader and every replica a loader of the same length (a DistributedSampler "
                 "does; `limit_train_batches=` cuts what has no length), and end an epoch on all "
-                f"ranks or none:{listed}"
+                f"ranks or none:{listed}" + see("batches")
             )
 
 

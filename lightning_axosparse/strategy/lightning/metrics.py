@@ -16,6 +16,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
+from torchmetrics.wrappers import Running
 
 from lightning_axosparse.support.torch_internals import tree_leaves
 
@@ -34,7 +35,8 @@ class PipelinedMetrics:
     the metric, its batch metric, is updated with the micro-batches of this batch alone. The value
     is exact for every metric, also for those whose states cannot be merged, at the cost of one more
     ``update`` per call. Where replicas share a batch, the states of their batch metrics are merged
-    on one rank (:meth:`recorded`, :meth:`join`).
+    on one rank (:meth:`recorded`, :meth:`join`). From them also come the entries of ``Running``
+    metrics, whose windows count batches.
 
     Args:
         module: the LightningModule; its metrics are those among its submodules.
@@ -62,6 +64,7 @@ class PipelinedMetrics:
         # By id, since a metric's hash depends on its states.
         self._batch_metrics: dict[int, tuple[Metric, Metric]] = {}
         self._forwards: dict[int, int] = {}
+        self._windows: set[int] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedMetrics:
         # Metrics carry references to this object, and users copy metrics (MetricTracker does).
@@ -74,6 +77,14 @@ class PipelinedMetrics:
             metric.distributed_available_fn = self._has_replicas
             metric.dist_sync_fn = metric.dist_sync_fn or self._gather
             metric.forward = partial(self._forward, metric)
+            if isinstance(metric, Running):
+                replaced: dict[str, Any] = {
+                    "update": metric.update,
+                    "forward": partial(Running.forward, metric),
+                }
+                vars(metric).update(
+                    {k: partial(self._update_window, metric, f) for k, f in replaced.items()}
+                )
             metric._wrap_compute = partial(self._wrap_compute, metric)
             _rewrap_compute(metric)
 
@@ -83,9 +94,12 @@ class PipelinedMetrics:
             if _ORIGINALS in vars(metric):
                 metric.distributed_available_fn, metric.dist_sync_fn = vars(metric).pop(_ORIGINALS)
                 del metric.forward, metric._wrap_compute
+                if isinstance(metric, Running):
+                    vars(metric)["update"] = vars(metric)["update"].args[1]
                 _rewrap_compute(metric)
         self._batch_metrics.clear()
         self._forwards.clear()
+        self._windows.clear()
 
     @contextmanager
     def batch(self, microbatches: int) -> Iterator[None]:
@@ -96,6 +110,7 @@ class PipelinedMetrics:
         """
         self._microbatches, self._local = microbatches, True
         self._forwards.clear()
+        self._windows.clear()
         for _, batch_metric in self._batch_metrics.values():
             batch_metric.reset()
         try:
@@ -204,6 +219,26 @@ class PipelinedMetrics:
         if self._local and self._microbatches > 1:
             self._batch_metric(metric).update(*args, **kwargs)
             self._forwards[id(metric)] = self._forwards.get(id(metric), 0) + 1
+        return value
+
+    def _update_window(
+        self, metric: Any, update: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Update a ``Running`` metric, of which all micro-batches of a batch make up one entry."""
+        if not self._local or self._microbatches == 1:
+            return update(*args, **kwargs)
+        base = metric.base_metric
+        forwards = self._forwards.get(id(base))
+        metric._num_vals_seen -= id(metric) in self._windows
+        self._windows.add(id(metric))
+        value = update(*args, **kwargs)
+        entry = self._batch_metric(base)
+        if self._forwards.get(id(base)) == forwards:  # `forward` has updated it already
+            entry.update(*args, **kwargs)
+        place = (metric._num_vals_seen - 1) % metric.window
+        for name, state in _states(entry).items():
+            copied = list(state) if isinstance(state, list) else state.clone()
+            setattr(metric, f"{name}_{place}", copied)
         return value
 
     def _batch_metric(self, metric: Metric) -> Metric:
