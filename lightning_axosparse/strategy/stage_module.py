@@ -72,6 +72,7 @@ class StageModule:
         self._freed: dict[Tensor, Tensor] = {}
         self._optimizers: Sequence[Optimizer] = ()
         self._group_names: list[list[list[str]]] = []
+        self._known_sizes: list[list[int]] = []
         self.reducer: GradientReducer | None = None
         groups.create_shared(self._shared_by_stages())
         self.layers = self._pipelined_layers(partition)
@@ -249,6 +250,8 @@ class StageModule:
         On every rank the user's code adds the same parameters of the whole module; the optimizers
         keep those of this rank.
         """
+        if self._group_sizes() == self._known_sizes:
+            return
         self._note_group_names(
             {parameter: name for name, parameter in self.module.named_parameters()}
         )
@@ -263,12 +266,15 @@ class StageModule:
 
     def _update_param_groups(self) -> None:
         """Give the optimizers' groups the parameters that this rank keeps, and no others."""
-        if self.is_whole:
-            return
-        held = self.sharding.held()
-        for optimizer, groups in zip(self._optimizers, self._group_names, strict=True):
-            for group, names in zip(optimizer.param_groups, groups, strict=True):
-                group["params"] = [held[name] for name in names if name in held]
+        if not self.is_whole:
+            held = self.sharding.held()
+            for optimizer, groups in zip(self._optimizers, self._group_names, strict=True):
+                for group, names in zip(optimizer.param_groups, groups, strict=True):
+                    group["params"] = [held[name] for name in names if name in held]
+        self._known_sizes = self._group_sizes()
+
+    def _group_sizes(self) -> list[list[int]]:
+        return [[len(group["params"]) for group in o.param_groups] for o in self._optimizers]
 
     def _attach(self) -> None:
         """Let the layers compute as stages, and the gradients be reduced."""

@@ -700,6 +700,7 @@ class AxoSparseStrategy(MPIStrategy):
     ) -> Any:
         """Step the optimizer with its scaled rates, and time the step without the closure."""
         closed = time()
+        self._running.stage_module.take_in_added_parameters()
 
         def timed_closure() -> Any:
             nonlocal closed
