@@ -8,7 +8,7 @@ operators, so it walks no graph twice.
 Ordinary, by the layer's own ``forward``:
 
     layers      of other classes, or compiled; whose parameters stand elsewhere in the module, too;
-                convolutions in sparse storage
+                in sparse storage, but for linear ones of which the weight alone is pruned
     calls       without gradients, or whose input needs none; inside ``torch.func`` transforms;
                 where what autograd saves is replaced, as by activation checkpointing
     parameters  that are frozen, or whose gradient is hooked by the user
@@ -32,7 +32,7 @@ from torch.nn import functional
 from lightning_axosparse.distributed.gradient_reducer import GradientReducer
 from lightning_axosparse.pipeline.weight_gradients import Scratch, WeightGradientQueue
 from lightning_axosparse.sparse.linear import KeptProduct
-from lightning_axosparse.sparse.module import kept_product
+from lightning_axosparse.sparse.module import SparseModule, kept_product
 from lightning_axosparse.support.torch_internals import (
     apply_untransformed,
     backward_transformed,
@@ -233,6 +233,8 @@ def _operation(layer: nn.Module) -> Operation | None:
     if product is not None:
         bias: Any = layer.bias
         return KeptValues(product, None if bias is None else bias.dtype, layer.training)
+    if isinstance(layer, SparseModule):
+        return None
     forward = type(layer).forward
     if forward is nn.Linear.forward:
         return MatrixProduct(transposes=True)

@@ -502,3 +502,14 @@ def test_a_weight_that_is_read_elsewhere_too_is_found() -> None:
             split.backward(0, loss + layer.weight.square().sum() if reads else loss)
         split.compute()
         assert split.queue.reordered == reads
+
+
+def test_a_layer_whose_bias_is_pruned_too_keeps_its_backward_pass() -> None:
+    split = Split(Inner(nn.Linear(6, 6)))
+    layer = split.model.layers[0]
+    masks = {f"layers.0.{name}": torch.rand(p.shape) > 0.5 for name, p in layer.named_parameters()}
+    sparsify(split.model, masks)
+    with split.layers.batch():
+        split.backward(0, mean_square(split.model, inputs(5, 6)[0]))
+    assert split.compute() == 0
+    assert all(p.grad is not None for p in layer.parameters())
