@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,14 +21,21 @@ class RemoteGradients:
 
     Args:
         sharding: which stage keeps which parameter.
-        inter_group: the stages of this pipeline; None if this process runs all of them.
+        inter_group: returns the group of the stages of this pipeline; None if this process runs all
+            of them.
     """
 
-    def __init__(self, sharding: Sharding, inter_group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, sharding: Sharding, inter_group: Callable[[], dist.ProcessGroup | None]
+    ) -> None:
         self._sharding, self._inter_group = sharding, inter_group
+        self._gradients: dict[str, tuple[RemoteTensor, RemoteTensor]] = {}
+
+    def follow(self) -> None:
+        """Take in which parameters other stages keep now, and their shapes."""
         self._gradients = {
             name: (parameter, _gradient_of(parameter))
-            for name, parameter in sharding.module.named_parameters()
+            for name, parameter in self._sharding.module.named_parameters()
             if isinstance(parameter, RemoteTensor)
         }
 
@@ -46,7 +55,7 @@ class RemoteGradients:
             if gradient is not None:
                 row[0] = 1
                 row[1:] = torch.stack([gradient.detach().norm(order) for order in NORMS])
-        all_sum(measured, self._inter_group)
+        all_sum(measured, self._inter_group())
         for name, (exists, *norms) in zip(names, measured.tolist(), strict=True):
             if name in self._gradients:
                 parameter, gradient = self._gradients[name]

@@ -76,7 +76,7 @@ class StageModule:
         self.reducer: GradientReducer | None = None
         groups.create_shared(self._shared_by_stages())
         self.layers = self._pipelined_layers(partition)
-        self.remote_gradients = RemoteGradients(self.sharding, groups.inter)
+        self.remote_gradients = RemoteGradients(self.sharding, lambda: self.groups.inter)
 
     @property
     def last_stage(self) -> int:
@@ -284,7 +284,7 @@ class StageModule:
         # Lightning's model summary would send it through layers of other stages.
         if not self.is_whole:
             self.module.example_input_array = None
-        self.remote_gradients = RemoteGradients(self.sharding, self.groups.inter)
+        self.remote_gradients.follow()
         if self.grid.world_size > 1:
             self.reducer = GradientReducer(self._reduction_groups(), self.grid.data_size)
 

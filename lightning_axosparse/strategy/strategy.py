@@ -491,7 +491,10 @@ class AxoSparseStrategy(MPIStrategy):
         partition = UNPARTITIONED
         if self.g_inter > 1 or self._recompute is not None:
             sizes = None if isinstance(self._balance, str) else self._balance
-            partition = partition_layers(module, self._pipeline, sizes, self.g_inter)
+            # Of layers that the last run has left on other ranks only the dense shapes are known.
+            shapes = dense_shapes(module) if is_left_sharded(module) else nullcontext()
+            with shapes:
+                partition = partition_layers(module, self._pipeline, sizes, self.g_inter)
         if self.g_inter > 1 and self._balance == "time":
             validate_example_input(module)
         if self._regrid is not None:
@@ -794,6 +797,7 @@ class AxoSparseStrategy(MPIStrategy):
             ticket: the same on all ranks; layers that it has shrunk already do not change.
         """
         ticket.apply(self._module, self.optimizers)
+        self._running.stage_module.remote_gradients.follow()
         self._after_draw()
 
     def _after_draw(self) -> None:
