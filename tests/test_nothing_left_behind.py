@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torchmetrics import Metric
 
-from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, PipelineTimeline
+from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, PipelineTimeline, sparsify
 from lightning_axosparse.strategy.launcher.launcher import RankFailedError
 from lightning_axosparse.support.trace import clock
 from tests.parity.cases import Net, loader, trainer
@@ -209,7 +209,8 @@ def observed_run(name: str, folder: Path, raises: bool) -> tuple[Trainer, Traine
     arguments, devices, options = STRATEGIES[name]
     (folder / "traces").mkdir()
     module, timeline = Example(), PipelineTimeline(folder=folder / "traces")
-    # What Lightning and matplotlib leave is none of these tests' business.
+    # What Lightning, matplotlib and numba leave is none of these tests' business.
+    sparsify(nn.Linear(512, 512), {"weight": torch.rand(512, 512) > 0.9})
     plain = trainer("auto", max_epochs=2, callbacks=[timeline], **options)
     for call in ENTRIES.values():
         call(plain, module)

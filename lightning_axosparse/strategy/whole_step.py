@@ -73,14 +73,15 @@ class WholeStepRunner:
     def _differentiates(self) -> Iterator[None]:
         """All-reduce each gradient as soon as the backward pass in the context has made it."""
         reducer = self._stage_module.reducer if self._reduces else None
-        if reducer is not None:
-            reducer.arm()
-        with clock.span("backward"):
-            yield
-        if reducer is not None:
-            reducer.start_rest()
-            if self._waits:
-                reducer.wait_for(reducer.under_way)
+        with this_rank().step(*position(self._trainer)):
+            if reducer is not None:
+                reducer.arm()
+            with clock.span("backward"):
+                yield
+            if reducer is not None:
+                reducer.start_rest()
+                if self._waits:
+                    reducer.wait_for(reducer.under_way)
 
     @contextmanager
     def gradients_kept_local(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_axosparse import AxoSparseStrategy
-from tests.parity.cases import Net, Record, loader, trainer
+from tests.parity.cases import Net, Record, loader, trainer, whole_state
 from tests.ranks import run_job
 
 
@@ -124,7 +124,7 @@ def train(hosts: int, ranks_a_host: int, g_inter: int) -> tuple[Record, dict[str
     share = DistributedSampler(data, replicas, here.rank // g_inter, shuffle=False)
     run.fit(Net(), DataLoader(data, 16 // replicas, sampler=share))
     record: Record = run.callbacks[0].record
-    record.weights = dict(run.lightning_module.state_dict())
+    record.weights = whole_state(run, run.lightning_module)
     return record, {
         "host": socket.gethostname(),
         "resolves": resolves(socket.gethostname()),

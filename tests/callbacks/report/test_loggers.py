@@ -39,7 +39,7 @@ def events(folder):
 def test_tensorboard_gets_every_picture(pictures, tmp_path):
     logger = TensorBoardLogger(tmp_path)
     log_pictures([logger], tmp_path, pictures, 7)
-    logger.experiment.flush()
+    logger.experiment.close()  # a flush does not wait for the thread that writes
     shown = [(v.tag, e.step, v.image) for e in events(tmp_path) for v in e.summary.value]
     assert [(tag, step) for tag, step, _ in shown] == [("loss", 7), ("mask_distance", 7)]
     assert all(image.encoded_image_string.startswith(b"\x89PNG") for _, _, image in shown)
