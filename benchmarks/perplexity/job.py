@@ -78,7 +78,7 @@ class Job:
             "test": round(math.exp(tested["test_loss"]), 4),
             **self._pruning(trainer, model),
         }
-        return {**measured, "seconds": round(time.process_time() - start, 1)}
+        return {**measured, "seconds": round(time.process_time() - start, 3)}
 
     def _callbacks(self, model: GPT, densities: Mapping[str, float]) -> list[L.Callback]:
         if isinstance(self.arm, Pruned):

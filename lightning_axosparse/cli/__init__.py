@@ -1,4 +1,4 @@
-"""The commands `axosparse-train`, `axosparse-sweep` and `axosparse-plan`.
+"""The commands `axosparse-train`, `axosparse-eval`, `axosparse-sweep` and `axosparse-plan`.
 
 It may import from every subpackage.
 """

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_axosparse.distributed.process_groups import all_sum
 from lightning_axosparse.pipeline.remote_tensor import NORMS, RemoteTensor
 from lightning_axosparse.pipeline.sharding import Sharding
+from lightning_axosparse.support.torch_internals import plain_torch_functions
 
 
 class RemoteGradients:
@@ -42,8 +43,10 @@ class RemoteGradients:
     def present(self) -> None:
         """After a backward pass: there may be gradients, of which nothing is known."""
         self.forget_norms()
-        for parameter, gradient in self._gradients.values():
-            parameter.grad = gradient if parameter.requires_grad else None
+        # In every step: a `RemoteTensor` takes fifty times as long for each attribute.
+        with plain_torch_functions():
+            for parameter, gradient in self._gradients.values():
+                parameter.grad = gradient if parameter.requires_grad else None
 
     def measure(self) -> None:
         """Let all stages know which gradients there are, with their norms; collective."""

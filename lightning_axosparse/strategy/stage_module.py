@@ -74,6 +74,7 @@ class StageModule:
         self._group_names: list[list[list[str]]] = []
         self._known_sizes: list[list[int]] = []
         self.reducer: GradientReducer | None = None
+        self._reduces = True
         groups.create_shared(self._shared_by_stages())
         self.layers = self._pipelined_layers(partition)
         self.remote_gradients = RemoteGradients(self.sharding, lambda: self.groups.inter)
@@ -206,6 +207,20 @@ class StageModule:
             parameter = parameter.to(self.device)
             parameter.grad = gradient if gradient is None else gradient.to(self.device)
             yield name, parameter
+
+    @property
+    def step_reducer(self) -> GradientReducer | None:
+        """The reducer of the running step; None where its gradients stay on this rank."""
+        return self.reducer if self._reduces else None
+
+    @contextmanager
+    def gradients_kept_local(self) -> Iterator[None]:
+        """Omit the all-reduce inside the context."""
+        self._reduces = False
+        try:
+            yield
+        finally:
+            self._reduces = True
 
     def await_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Wait until the gradients of these parameters are reduced."""

@@ -476,8 +476,7 @@ class AxoSparseStrategy(MPIStrategy):
 
     def teardown(self) -> None:
         """Undo what setup changed; under ``mpiexec`` the module stays sharded."""
-        if self._pipelines:
-            self._session = None
+        self._session = None
         super().teardown()
         if self._ended is not None:
             self._ended.stage_module.leave_sharded()
@@ -527,7 +526,7 @@ class AxoSparseStrategy(MPIStrategy):
         return partition
 
     def _shard_module(self, partition: Partition, optimizers: Sequence[Optimizer]) -> StageModule:
-        """Drop the tensors of other ranks' stages; teardown gathers them again."""
+        """Drop the tensors of other ranks' stages, until the run ends."""
         assert self._groups is not None
         recompute = None
         if self._recompute is not None:
@@ -549,7 +548,7 @@ class AxoSparseStrategy(MPIStrategy):
         return stage_module
 
     def _end_run(self, stage_module: StageModule) -> None:
-        """Leave the module sharded, unless this rank has all of it, or the next run needs it."""
+        """Leave the module sharded, or whole where this rank has all of it or the next run must."""
         gathers = self._balance == "time" or self._regrid is not None
         is_part = not stage_module.is_whole and not gathers
         if self._keeps_sharded or is_part:
@@ -572,7 +571,7 @@ class AxoSparseStrategy(MPIStrategy):
         Raises:
             RuntimeError: during a run; use ``trainer.save_checkpoint`` there.
         """
-        if self._pipelines and self._session is not None:
+        if self._session is not None:
             raise RuntimeError(
                 "summon_full_params() was called during a run. Call it when `fit`, `validate`, "
                 "`test` or `predict` has returned; in hooks save with `trainer.save_checkpoint`."
@@ -723,7 +722,7 @@ class AxoSparseStrategy(MPIStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Do without the all-reduce of gradients while Lightning accumulates them."""
-        with self._running.runner.gradients_kept_local():
+        with self._running.stage_module.gradients_kept_local():
             yield
 
     @property

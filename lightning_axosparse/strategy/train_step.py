@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -233,7 +233,6 @@ class StepRunner:
         self._warned: set[str | None] = {None}
         self._stashed = StashedGradients(trainer)
         self._checks_loss = rule.check
-        self._reduces = True
         self._waits = not steps_in_parts or gradients_are_seen(trainer)
         _agree_on_seed(stage_module)
         stages = stage_module.last_stage + 1
@@ -290,7 +289,7 @@ class StepRunner:
         with this_rank().step(*position(self._trainer)):
             microbatches = self._splitter.split_to_train(batch, args, stage_module.groups)
             microbatches = self._weighted(microbatches)
-            reducer = stage_module.reducer if self._reduces else None
+            reducer = stage_module.step_reducer
             gradients = BatchGradients(
                 self._trainer, stage_module.module, self._precision, reducer, self._stashed
             )
@@ -354,15 +353,6 @@ class StepRunner:
         """Give the parameters the gradients that the step has computed."""
         self._stashed.restore()
         self._open.stage_module.remote_gradients.present()
-
-    @contextmanager
-    def gradients_kept_local(self) -> Iterator[None]:
-        """Omit the all-reduce inside the context."""
-        self._reduces = False
-        try:
-            yield
-        finally:
-            self._reduces = True
 
     def _training_batch(
         self,

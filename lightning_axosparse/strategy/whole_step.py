@@ -45,7 +45,6 @@ class WholeStepRunner:
         self.limit = FixedInFlightLimit(1)
         self.peak_in_flight = {0: 1}
         self._trainer, self._precision, self._stage_module = trainer, precision, stage_module
-        self._reduces = True
         self._waits = not steps_in_parts or gradients_are_seen(trainer)
         surround_backward(precision, self._differentiates)
 
@@ -72,7 +71,7 @@ class WholeStepRunner:
     @contextmanager
     def _differentiates(self) -> Iterator[None]:
         """All-reduce each gradient as soon as the backward pass in the context has made it."""
-        reducer = self._stage_module.reducer if self._reduces else None
+        reducer = self._stage_module.step_reducer
         with this_rank().step(*position(self._trainer)):
             if reducer is not None:
                 reducer.arm()
@@ -82,15 +81,6 @@ class WholeStepRunner:
                 reducer.start_rest()
                 if self._waits:
                     reducer.wait_for(reducer.under_way)
-
-    @contextmanager
-    def gradients_kept_local(self) -> Iterator[None]:
-        """Omit the all-reduce inside the context."""
-        self._reduces = False
-        try:
-            yield
-        finally:
-            self._reduces = True
 
     def measure_again(self) -> None:
         """Do nothing: neither limit nor schedule is chosen here."""

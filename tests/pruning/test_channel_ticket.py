@@ -98,7 +98,8 @@ def test_the_shrunk_network_computes_what_the_masked_one_does(
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=1e-3),
     "adamw": lambda p: torch.optim.AdamW(p, 1e-2, amsgrad=True),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-3, centered=True, momentum=0.5),
+    # The gradient of a bias before a BatchNorm is rounding alone, which a smaller eps would magnify.
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-3, eps=1e-4, centered=True, momentum=0.5),
 }
 
 
@@ -111,7 +112,9 @@ def step(network: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> flo
     return float(loss)
 
 
-@pytest.mark.parametrize(("name", "kind"), zip(["vgg", "resnet", "unet"], OPTIMIZERS, strict=True))
+@pytest.mark.parametrize(
+    ("name", "kind"), [*zip(["vgg", "resnet", "unet"], OPTIMIZERS, strict=True)]
+)
 def test_training_goes_on_as_masked_training_does(name: str, kind: str) -> None:
     """Also across a draw between a backward pass and its step."""
     network = made(name)
@@ -136,7 +139,7 @@ def test_training_goes_on_as_masked_training_does(name: str, kind: str) -> None:
         hold_at_zero(masked, ticket)
     ticket.apply(masked)
     for one, two in zip(network.parameters(), masked.parameters(), strict=True):
-        assert distance(one, two) <= 1e-10
+        assert distance(one, two) <= 1e-12
 
 
 def test_a_network_is_shrunk_once() -> None:
