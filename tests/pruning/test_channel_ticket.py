@@ -98,7 +98,7 @@ def test_the_shrunk_network_computes_what_the_masked_one_does(
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=1e-3),
     "adamw": lambda p: torch.optim.AdamW(p, 1e-2, amsgrad=True),
-    # The gradient of a bias before a BatchNorm is rounding alone, which a smaller eps would magnify.
+    # A bias before a BatchNorm has a gradient of mere rounding, which a smaller eps magnifies.
     "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-3, eps=1e-4, centered=True, momentum=0.5),
 }
 
