@@ -75,8 +75,7 @@ class Arena:
                 weakref.finalize(block, self._return, start, start + length).atexit = False
                 return torch.from_numpy(block)
         raise MemoryError(
-            f"No {nbytes / 2**20:.0f} MiB in one piece are left in shared memory."
-            + see("grid")
+            f"No {nbytes / 2**20:.0f} MiB in one piece are left in shared memory." + see("grid")
         )
 
     def offset(self, tensor: Tensor) -> int:
