@@ -32,6 +32,7 @@ from lightning_axosparse.support.arguments import (
     one_of,
 )
 from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
+from lightning_axosparse.support.troubleshooting import see
 
 METRICS = "metrics.json"
 _KINDS = {
@@ -64,7 +65,7 @@ def evaluate(config: DictConfig) -> dict[str, float]:
     if not source.exists():
         raise FileNotFoundError(
             f"There is no file or folder '{source}' (seen from '{Path.cwd()}'). Give `checkpoint` "
-            "a Lightning checkpoint, or a .safetensors file of its weights."
+            "a Lightning checkpoint, or a .safetensors file of its weights." + see("commands")
         )
     L.seed_everything(config.seed)
     data = instantiate(config.data)
@@ -107,7 +108,9 @@ def restored(config: DictConfig, source: Path) -> tuple[L.LightningModule, Path 
     with reading(table):
         contents = torch.load(table, map_location="cpu", mmap=True, weights_only=True)
     if not isinstance(contents, Mapping) or "state_dict" not in contents:
-        raise ValueError(f"'{source}' is no Lightning checkpoint: it has no `state_dict`.")
+        raise ValueError(
+            f"'{source}' is no Lightning checkpoint: it has no `state_dict`." + see("commands")
+        )
     return instantiate(config, **contents.get("hyper_parameters", {})), source
 
 

@@ -31,6 +31,7 @@ from lightning_axosparse.cli.sweep.job import (
 )
 from lightning_axosparse.distributed.grid import divisors
 from lightning_axosparse.support.arguments import INDEX, NOT_NEGATIVE, SEED, TEXT, check, shown
+from lightning_axosparse.support.troubleshooting import see
 
 _KINDS = {
     "seed": SEED,
@@ -52,7 +53,9 @@ def per_replica(batch: int, ranks: int, stages: int) -> int:
     """
     replicas = ranks // stages
     if batch % replicas:
-        raise ValueError(f"global_batch={batch} cannot be divided by {replicas} replicas.")
+        raise ValueError(
+            f"global_batch={batch} cannot be divided by {replicas} replicas." + see("commands")
+        )
     return batch // replicas
 
 
@@ -122,7 +125,7 @@ def validate_trainer(options: DictConfig) -> None:
         if plain is None or value is None or isinstance(value, plain):
             continue
         wanted = " or ".join(kind.__name__ for kind in plain)
-        raise ValueError(f"trainer.{name}={shown(value)} must be {wanted}.")
+        raise ValueError(f"trainer.{name}={shown(value)} must be {wanted}." + see("arguments"))
 
 
 def _plain_types(hint: Any) -> tuple[type, ...] | None:

@@ -113,6 +113,7 @@ from lightning_axosparse.support.arguments import (
 from lightning_axosparse.support.available_memory import free_bytes
 from lightning_axosparse.support.deferred_tensor import all_made
 from lightning_axosparse.support.trace import clock
+from lightning_axosparse.support.troubleshooting import see
 
 
 @dataclass(frozen=True)
@@ -575,6 +576,7 @@ class AxoSparseStrategy(MPIStrategy):
             raise RuntimeError(
                 "summon_full_params() was called during a run. Call it when `fit`, `validate`, "
                 "`test` or `predict` has returned; in hooks save with `trainer.save_checkpoint`."
+                + see("values-between-layers")
             )
         if is_left_sharded(self._module):
             with summoned(self._module, self.is_global_zero or not rank0_only):
@@ -948,7 +950,10 @@ class AxoSparseStrategy(MPIStrategy):
     @property
     def _running(self) -> _Session:
         if self._session is None:
-            raise RuntimeError("AxoSparseStrategy holds a module only while the Trainer runs.")
+            raise RuntimeError(
+                "AxoSparseStrategy holds a module only while the Trainer runs."
+                + see("values-between-layers")
+            )
         return self._session
 
     @property
