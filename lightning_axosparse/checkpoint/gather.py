@@ -11,12 +11,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_axosparse.checkpoint.stage_tensors import StageTensors
+from lightning_axosparse.pipeline.remote_tensor import RemoteTensor
 from lightning_axosparse.pipeline.sharding import Sharding
 from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.optimizer_state import compress_state, with_master
 from lightning_axosparse.sparse.parameters import OwnedParameter, owned_parameters
 from lightning_axosparse.sparse.weight import SparseWeight
 from lightning_axosparse.support.deferred_tensor import DeferredTensor, all_made
+from lightning_axosparse.support.torch_internals import (
+    path_name,
+    tree_leaves_with_path,
+    tree_map_with_path,
+)
 
 GroupNames = list[list[str]]
 """Parameter names of each param group, in the order of ``configure_optimizers``."""
@@ -46,6 +52,26 @@ def gather_model_state(split: Sharding, stages: range, tensors: StageTensors) ->
     for part in tensors.gather(mine):
         whole.update(part)
     return {key: whole[first.get(key, key)] for key in state} if whole else {}
+
+
+def gather_remote_tensors(checkpoint: dict[str, Any], tensors: StageTensors) -> dict[str, Any]:
+    """Gather what hooks have put into a checkpoint, on the first stage, of other stages' tensors.
+
+    Each is where the stage that has its values has put them into its own checkpoint.
+
+    Returns:
+        The checkpoint; larger tensors are deferred.
+    """
+    leaves = [(path_name(path), leaf) for path, leaf in tree_leaves_with_path(checkpoint)]
+    missing = {name for name, leaf in leaves if isinstance(leaf, RemoteTensor)}
+    wanted = tensors.agree(missing)
+    if not wanted:
+        return checkpoint
+    mine = {name: _deferred(name, leaf) for name, leaf in leaves if name in wanted - missing}
+    found: dict[str, Any] = {}
+    for part in tensors.gather(mine):
+        found.update(part)
+    return tree_map_with_path(lambda path, leaf: found.get(path_name(path), leaf), checkpoint)  # type: ignore[no-any-return]
 
 
 def local_model_state(state: Mapping[str, Any], split: Sharding, stages: range) -> dict[str, Any]:

@@ -168,8 +168,16 @@ class StageModule:
         self._detach()
         self._freed = self.sharding.put_back()
         scratch.clear()
-        outer = [name for name in self._buffers() if self.sharding.stage_of(name) is None]
-        self._share_buffers(outer)
+        self.share_outer_buffers(self.module)
+
+    def share_outer_buffers(self, module: nn.Module) -> None:
+        """Give every stage the last one's buffers outside the layers; collective over a pipeline.
+
+        Args:
+            module: the module of this object, or a copy of it.
+        """
+        buffers = dict(module.named_buffers())
+        self._share_buffers({n: b for n, b in buffers.items() if self.sharding.stage_of(n) is None})
 
     def leave_sharded(self) -> None:
         """Leave the tensors of other stages on the meta device, after :meth:`end_run`."""
@@ -357,17 +365,15 @@ class StageModule:
             for name, parameter in self.module.named_parameters():
                 source = ranks[min(self.sharding.holders_of(name))]
                 dist.broadcast(parameter.data, src=source, group=self.groups.inter)
-        self._share_buffers(self._buffers())
-
-    def _buffers(self) -> dict[str, Tensor]:
-        return dict(self.module.named_buffers())
+        self._share_buffers(dict(self.module.named_buffers()))
 
     @torch.no_grad()
-    def _share_buffers(self, names: Iterable[str]) -> None:
+    def _share_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         """Give the other stages of this pipeline these buffers of the stage that counts."""
-        buffers, names = self._buffers(), list(names)
         for stage, source in enumerate(self.grid.pipeline(self.grid.replica)):
-            own = {name: buffers[name] for name in names if self.sharding.source_of(name) == stage}
+            own = {
+                n: buffer for n, buffer in buffers.items() if self.sharding.source_of(n) == stage
+            }
             if own:
                 for name, value in self.groups.broadcast_along_pipeline(own, stage).items():
                     if self.grid.rank != source:

@@ -30,6 +30,7 @@ from lightning_axosparse.checkpoint.atomic_io import (
 from lightning_axosparse.checkpoint.gather import (
     gather_model_state,
     gather_optimizer_state,
+    gather_remote_tensors,
     local_model_state,
     local_optimizer_state,
 )
@@ -72,6 +73,7 @@ from lightning_axosparse.strategy.lightning.gradients import GradientNorms
 from lightning_axosparse.strategy.lightning.hooks import checkpoint_hooks, overrides
 from lightning_axosparse.strategy.lightning.loop_check import LoopCheck
 from lightning_axosparse.strategy.lightning.prediction_writers import without_writing
+from lightning_axosparse.strategy.lightning.weight_averages import weight_averages
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
 from lightning_axosparse.strategy.offload import OptimizerOffload, validate_bucketwise_optimizers
 from lightning_axosparse.strategy.regrid.regrid import Regrid, Regridded
@@ -84,6 +86,7 @@ from lightning_axosparse.strategy.validation import (
     unless_made_later,
     validate_arguments,
     validate_callbacks,
+    validate_copied_whole,
     validate_default_checkpoint_io,
     validate_layers_exist,
     validate_local,
@@ -436,6 +439,16 @@ class AxoSparseStrategy(MPIStrategy):
 
     # Setup and teardown
 
+    def setup_environment(self) -> None:
+        """Connect this rank to the others, if the module is in a state in which callbacks copy it.
+
+        Raises:
+            MisconfigurationException: for averages of a module that a run has left sharded.
+        """
+        if is_left_sharded(self._module):
+            validate_copied_whole(self._module.trainer.callbacks)  # type: ignore[attr-defined]
+        super().setup_environment()
+
     def setup(self, trainer: pl.Trainer) -> None:
         """Shard the module over the stages, after its optimizers were configured for all of it."""
         assert self.accelerator is not None
@@ -454,6 +467,8 @@ class AxoSparseStrategy(MPIStrategy):
         offload = self._place_optimizers(stage_module, optimizers)
         self.setup_precision_plugin()
         self._check_loops(trainer)
+        for average in weight_averages(trainer):
+            stage_module.sharding.shard_copy(average)
         if not stage_module.is_whole:
             self._undo.enter_context(parameters_told_apart_by_identity())
         if self.grid.rank != self.grid.same_batch_ranks[0]:
@@ -826,6 +841,8 @@ class AxoSparseStrategy(MPIStrategy):
         with shared, in_parts(self._module):
             if self.grid.replica > 0:
                 return {}
+            for average in weight_averages(self._module.trainer):
+                stage_module.share_outer_buffers(average)
             return self._for_hooks(
                 gather_model_state(stage_module.sharding, stage_module.stages, tensors)
             )
@@ -838,6 +855,7 @@ class AxoSparseStrategy(MPIStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self.grid.replica == 0:
             tensors = self._stored.tensors
+            checkpoint = gather_remote_tensors(checkpoint, tensors)
             if self._save_distributed_checkpoint:
                 save_sharded(checkpoint, validate_local(filepath, storage_options), tensors)
             elif tensors.is_first:
@@ -855,7 +873,10 @@ class AxoSparseStrategy(MPIStrategy):
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         local = local_path(checkpoint_path)
         is_sharded = local is not None and local.is_dir()
-        if is_sharded and checkpoint_hooks(self._module.trainer, "on_load_checkpoint"):
+        trainer = self._module.trainer
+        if is_sharded and (
+            checkpoint_hooks(trainer, "on_load_checkpoint") or weight_averages(trainer)
+        ):
             checkpoint = all_made(checkpoint)
         return checkpoint
 

@@ -250,19 +250,27 @@ def validate_callbacks(callbacks: Sequence[Callback], transport: str = "mpi") ->
                 " which ranks all stages' weights together and stores what is kept."
                 + see("callbacks")
             )
-        if transport == "loopback":
-            continue
-        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-            raise MisconfigurationException(
-                f"{name} keeps an averaged copy of the whole module, but a stage of a pipeline"
-                " holds only its own layers, and a checkpoint would have the average of one stage."
-                " Leave the callback out, or train with g_inter=1." + see("callbacks")
-            )
-        if isinstance(callback, BatchSizeFinder):
+        if isinstance(callback, BatchSizeFinder) and transport != "loopback":
             raise MisconfigurationException(
                 f"{name} tries batch sizes until the memory of one process is full, which Lightning"
                 " does not support on several ranks. Find the batch size by measuring: it is the"
                 " micro-batch that has to fit, of which a stage holds `strategy.in_flight`."
+                + see("callbacks")
+            )
+
+
+def validate_copied_whole(callbacks: Sequence[Callback]) -> None:
+    """Check that no callback copies a module that an earlier run has left sharded.
+
+    Raises:
+        MisconfigurationException: naming the callback.
+    """
+    for callback in callbacks:
+        if isinstance(callback, WeightAveraging):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} copies the module when `fit` begins, but an earlier run"
+                " has left it sharded: this rank has only its own layers. Save a checkpoint with"
+                " `trainer.save_checkpoint`, and give `fit` a new module and `ckpt_path=`."
                 + see("callbacks")
             )
 
