@@ -17,6 +17,7 @@ from lightning_axosparse.sparse.optimizer_state import compress_state, with_mast
 from lightning_axosparse.sparse.parameters import OwnedParameter, owned_parameters
 from lightning_axosparse.sparse.weight import SparseWeight
 from lightning_axosparse.support.deferred_tensor import DeferredTensor, all_made
+from lightning_axosparse.support.torch_internals import tree_map_only
 
 GroupNames = list[list[str]]
 """Parameter names of each param group, in the order of ``configure_optimizers``."""
@@ -125,7 +126,12 @@ def local_optimizer_state(
             if name in by_name:
                 entry = all_made(by_name[name])
                 layout = sparse[name].layout if name in sparse else None
-                local["state"][index] = compress_state(entry, layout) if layout else entry
+                # A copy of dense tensors, too, as the state would keep a mapped file.
+                local["state"][index] = (
+                    compress_state(entry, layout)
+                    if layout
+                    else tree_map_only(Tensor, Tensor.clone, entry)
+                )
     return local
 
 
