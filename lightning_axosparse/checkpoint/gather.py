@@ -21,6 +21,7 @@ from lightning_axosparse.support.deferred_tensor import DeferredTensor, all_made
 from lightning_axosparse.support.torch_internals import (
     path_name,
     tree_leaves_with_path,
+    tree_map_only,
     tree_map_with_path,
 )
 
@@ -151,7 +152,12 @@ def local_optimizer_state(
             if name in by_name:
                 entry = all_made(by_name[name])
                 layout = sparse[name].layout if name in sparse else None
-                local["state"][index] = compress_state(entry, layout) if layout else entry
+                # A copy of dense tensors, too, as the state would keep a mapped file.
+                local["state"][index] = (
+                    compress_state(entry, layout)
+                    if layout
+                    else tree_map_only(Tensor, Tensor.clone, entry)
+                )
     return local
 
 

@@ -17,7 +17,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -65,6 +65,7 @@ from lightning_axosparse.strategy.construction import (
     values_held,
 )
 from lightning_axosparse.strategy.learning_rate import scaled_rates
+from lightning_axosparse.strategy.lightning.checkpoint_io import reading_files
 from lightning_axosparse.strategy.lightning.device import move_optimizers
 from lightning_axosparse.strategy.lightning.finetuning import (
     parameters_told_apart_by_identity,
@@ -115,6 +116,7 @@ from lightning_axosparse.support.arguments import (
 )
 from lightning_axosparse.support.available_memory import free_bytes
 from lightning_axosparse.support.deferred_tensor import all_made
+from lightning_axosparse.support.torch_internals import tree_map_only
 from lightning_axosparse.support.trace import clock
 from lightning_axosparse.support.troubleshooting import see
 
@@ -420,7 +422,7 @@ class AxoSparseStrategy(MPIStrategy):
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Make what ``configure_model`` makes for this rank's stage alone, as one process would."""
-        if self.g_inter == 1 or self.transport == "loopback" or self._balance == "time":
+        if len(self._stages) == self.g_inter or self._measures_layers:
             yield
             return
         with made_without(lambda: self._sharding().split(self._stages)[1].values()):
@@ -431,6 +433,11 @@ class AxoSparseStrategy(MPIStrategy):
         """The stages of this rank."""
         stage = self.grid.stage
         return range(self.g_inter) if self.transport == "loopback" else range(stage, stage + 1)
+
+    @property
+    def _measures_layers(self) -> bool:
+        """Whether the stages are known only when all layers have run."""
+        return self.g_inter > 1 and self._balance == "time"
 
     def _sharding(self) -> Sharding:
         """Which stages keep which tensors of the module, before it is sharded."""
@@ -510,7 +517,7 @@ class AxoSparseStrategy(MPIStrategy):
             shapes = dense_shapes(module) if is_left_sharded(module) else nullcontext()
             with shapes:
                 partition = partition_layers(module, self._pipeline, sizes, self.g_inter)
-        if self.g_inter > 1 and self._balance == "time":
+        if self._measures_layers:
             validate_example_input(module)
         if self._regrid is not None:
             validate_regrid_module(module)
@@ -532,7 +539,7 @@ class AxoSparseStrategy(MPIStrategy):
         """Partition again by the times that the first rank measures, if ``balance="time"``."""
         if self.g_inter == 1:
             return partition
-        if self._balance == "time":
+        if self._measures_layers:
             seconds: list[float] = []
             if self.global_rank == 0:
                 arguments = partition, self.precision_plugin, self.root_device
@@ -869,16 +876,24 @@ class AxoSparseStrategy(MPIStrategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint; the tensors of a sharded one are deferred until a stage needs them."""
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        local = local_path(checkpoint_path)
-        is_sharded = local is not None and local.is_dir()
-        trainer = self._module.trainer
-        if is_sharded and (
-            checkpoint_hooks(trainer, "on_load_checkpoint") or weight_averages(trainer)
-        ):
-            checkpoint = all_made(checkpoint)
-        return checkpoint
+        """Read a checkpoint; collective over the job when a run starts.
+
+        Tensors of a local file or folder are deferred then, until a stage needs them, or mapped
+        into memory where a hook reads the checkpoint.
+        """
+        files, local = reading_files(self.checkpoint_io), local_path(checkpoint_path)
+        if not (self._is_starting and files is not None and local is not None and local.exists()):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        if self.local_rank == 0:
+            files.verify(local)
+        self.barrier()
+        checkpoint = files.load_deferred(local, weights_only)
+        is_part, trainer = len(self._stages) < self.g_inter, self._module.trainer
+        is_read = checkpoint_hooks(trainer, "on_load_checkpoint") or weight_averages(trainer)
+        if is_part and not is_read:
+            return checkpoint
+        whole: dict[str, Any] = all_made(checkpoint)
+        return whole
 
     def _for_hooks(self, state: dict[str, Any]) -> dict[str, Any]:
         """A part of a checkpoint, whole on the first rank if a hook of the user reads it."""
@@ -897,15 +912,18 @@ class AxoSparseStrategy(MPIStrategy):
         ticket = ChannelTicket.in_checkpoint(checkpoint)
         if ticket is not None:
             ticket.apply(self._module)
-        state = checkpoint["state_dict"]
+        state, others = checkpoint["state_dict"], dict[str, Tensor]()
         if self._session is not None and not self._is_ordinary:
             stage_module = self._session.stage_module
             state = local_model_state(state, stage_module.sharding, stage_module.stages)
             strict = False
         else:
-            allocate(self._sharding().split(self._stages)[0].values())
+            kept, others = self._sharding().split(self._stages)
+            allocate(kept.values())
+        if self._measures_layers:
+            others = {}
         with in_parts(self._module):
-            held = values_held(state, self._module)
+            held = values_held(state, self._module, others.values())
         self._module.load_state_dict(all_made(held), strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -936,7 +954,9 @@ class AxoSparseStrategy(MPIStrategy):
         """Load this rank's part of the whole optimizers' states."""
         stage_module, offload = self._running.stage_module, self._running.offload
         if self._is_ordinary and offload is None:
-            super().load_optimizer_state_dict(all_made(checkpoint))
+            # A copy, as the state would keep a mapped file.
+            states = tree_map_only(Tensor, Tensor.clone, checkpoint["optimizer_states"])
+            super().load_optimizer_state_dict({"optimizer_states": states})
             return
         names, sparse = stage_module.sharding.names, sparse_parameters(self._module)
         states = checkpoint["optimizer_states"]
@@ -955,6 +975,16 @@ class AxoSparseStrategy(MPIStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the running session: a callback that holds the Trainer may be pickled."""
         return {**super().__getstate__(), "_session": None, "_ended": None}
+
+    @property
+    def _is_starting(self) -> bool:
+        """Whether the Trainer prepares a run, on all ranks."""
+        module = self.lightning_module
+        return (
+            self._session is None
+            and module is not None
+            and module.trainer.state.status == TrainerStatus.RUNNING
+        )
 
     @property
     def _is_ordinary(self) -> bool:
