@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_axosparse.checkpoint.stage_tensors import StageTensors
@@ -87,7 +87,7 @@ def local_model_state(state: Mapping[str, Any], split: Sharding, stages: range) 
 def gather_optimizer_state(
     optimizer: Optimizer,
     groups: GroupNames,
-    names: Mapping[Any, str],
+    held: Mapping[str, nn.Parameter],
     sparse: Mapping[str, OwnedParameter],
     tensors: StageTensors,
 ) -> dict[str, Any]:
@@ -95,12 +95,22 @@ def gather_optimizer_state(
 
     It includes the master weights of sparse weights whose dtype has fewer bits.
 
+    Args:
+        optimizer: the optimizer.
+        groups: the names of its parameters.
+        held: the parameters that this rank keeps.
+        sparse: those of them that are stored sparse.
+        tensors: gathers what the stages have.
+
     Returns:
         The state dict; an empty dict on other stages. Larger tensors are deferred.
     """
+    order = [name for group in groups for name in group]
     mine = {}
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        name, state = names[parameter], optimizer.state.get(parameter, {})
+    for name in order:
+        if name not in held:
+            continue
+        state = optimizer.state.get(held[name], {})
         layout = None
         if name in sparse:
             layout, state = sparse[name].layout, with_master(sparse[name], state)
@@ -113,7 +123,6 @@ def gather_optimizer_state(
     if not parts:
         return {}
     by_name = {name: state for part in parts for name, state in part.items()}
-    order = [name for group in groups for name in group]
     index = {name: position for position, name in enumerate(order)}
     return {
         "state": {index[name]: by_name[name] for name in order if name in by_name},
@@ -129,36 +138,35 @@ def gather_optimizer_state(
 
 def local_optimizer_state(
     state: Mapping[str, Any],
-    optimizer: Optimizer,
     groups: GroupNames,
-    names: Mapping[Any, str],
+    held: Collection[str],
     sparse: Mapping[str, OwnedParameter],
 ) -> dict[str, Any]:
     """Return this rank's part of an optimizer's whole state dict, compressed for sparse weights.
+
+    Args:
+        state: the whole state dict.
+        groups: the names of the optimizer's parameters.
+        held: those that this rank keeps.
+        sparse: those of them that are stored sparse.
 
     Returns:
         A state dict for ``optimizer.load_state_dict``.
     """
     order = [name for group in groups for name in group]
-    by_name = {order[index]: entry for index, entry in state["state"].items()}
-    local: dict[str, Any] = {"state": {}, "param_groups": []}
-    position = 0
-    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        indices = list(range(position, position + len(group["params"])))
-        position += len(indices)
-        local["param_groups"].append({**saved, "params": indices})
-        for index, parameter in zip(indices, group["params"], strict=True):
-            name = names[parameter]
-            if name in by_name:
-                entry = all_made(by_name[name])
-                layout = sparse[name].layout if name in sparse else None
-                # A copy of dense tensors, too, as the state would keep a mapped file.
-                local["state"][index] = (
-                    compress_state(entry, layout)
-                    if layout
-                    else tree_map_only(Tensor, Tensor.clone, entry)
-                )
-    return local
+    local = {}
+    for index, entry in state["state"].items():
+        name = order[index]
+        if name in held:
+            entry = all_made(entry)
+            layout = sparse[name].layout if name in sparse else None
+            # A copy of dense tensors, too, as the state would keep a mapped file.
+            local[index] = (
+                compress_state(entry, layout)
+                if layout
+                else tree_map_only(Tensor, Tensor.clone, entry)
+            )
+    return {"state": local, "param_groups": state["param_groups"]}
 
 
 def _deferred(name: str, value: Any, layout: Layout | None = None) -> Any:

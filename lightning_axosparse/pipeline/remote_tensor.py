@@ -54,6 +54,9 @@ class RemoteTensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _WITHOUT_VALUES:
+            with plain_torch_functions():
+                return func(*args, **kwargs)
         remotes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
         if func == _DEVICE:
             # Where code that asks a parameter for its device makes tensors beside it.
@@ -112,10 +115,17 @@ _MESSAGE = (
     "all weights call `trainer.save_checkpoint`. In place of a penalty in the loss, give the "
     "optimizer its `weight_decay`." + see("values-between-layers")
 )
+_TENSOR: Any = Tensor
 # A property of this class would let torch itself take the tensor for one with memory.
-_DEVICE = Tensor.device.__get__
+_DEVICE = _TENSOR.device.__get__
+# What optimizers and hooks ask of each parameter in every step.
+_WITHOUT_VALUES = {
+    *(_TENSOR.grad.__get__, _TENSOR.grad.__set__, _TENSOR.grad_fn.__get__, _TENSOR.is_leaf.__get__),
+    *(_TENSOR.requires_grad.__get__, _TENSOR.requires_grad.__set__, _TENSOR.requires_grad_),
+    *(_TENSOR.shape.__get__, _TENSOR.dtype.__get__, _TENSOR.dim, _TENSOR.numel),
+}
 _KEEPING_VALUES = {
-    Tensor.data.__get__,  # type: ignore[attr-defined]
+    _TENSOR.data.__get__,
     Tensor.detach,
     Tensor.clone,
     Tensor.flatten,

@@ -15,6 +15,7 @@ from lightning_axosparse.distributed.gradient_reducer import GradientReducer, Re
 from lightning_axosparse.distributed.process_groups import ProcessGroups
 from lightning_axosparse.pipeline.checkpointing import ActivationCheckpointing
 from lightning_axosparse.pipeline.p2p import ChannelLink, Link, LoopbackLink
+from lightning_axosparse.pipeline.param_groups import OwnSteps, following_parameters
 from lightning_axosparse.pipeline.partition import Partition
 from lightning_axosparse.pipeline.remote_gradients import RemoteGradients
 from lightning_axosparse.pipeline.sharding import Sharding, free
@@ -71,8 +72,7 @@ class StageModule:
         self._example_input = module.example_input_array
         self._freed: dict[Tensor, Tensor] = {}
         self._optimizers: Sequence[Optimizer] = ()
-        self._group_names: list[list[list[str]]] = []
-        self._known_sizes: list[list[int]] = []
+        self._own_steps: list[OwnSteps] = []
         self.reducer: GradientReducer | None = None
         self._reduces = True
         groups.create_shared(self._shared_by_stages())
@@ -114,17 +114,15 @@ class StageModule:
         """
         names = self.sharding.names
         self._optimizers = optimizers
-        self._group_names = [[[] for _ in opt.param_groups] for opt in optimizers]
         if not self.is_whole:
             validate_parameters_known(optimizers, names)
-        self._note_group_names(names)
         owned = owners(self.module)
-        self.sharding.shard(self.stages)
+        with following_parameters(self.module, optimizers):
+            self.sharding.shard(self.stages)
         held = self.sharding.held()
         for parameter, name in names.items():
             if name not in held:
                 forget(parameter, owned[name], optimizers)
-        self._update_param_groups()
         move_module(self.module, self.device)
         self._broadcast_weights()
         self._attach()
@@ -139,10 +137,9 @@ class StageModule:
             partition: the same layers, partitioned over the stages of the new grid.
             groups: the process groups of the new grid.
         """
-        self.take_in_added_parameters()
         self._detach()
-        yield
-        self._update_param_groups()
+        with following_parameters(self.module, self._optimizers):
+            yield
         self.groups, self.grid = groups, groups.grid
         self.stages = range(self.grid.stage, self.grid.stage + 1)
         groups.create_shared(self._shared_by_stages())
@@ -154,19 +151,19 @@ class StageModule:
 
         The optimizers have all parameters again, and the state of those that this rank kept.
         """
-        self.take_in_added_parameters()
         self._detach()
         densify(self.module, self._optimizers[0] if self._optimizers else None)
         scratch.clear()
-        self.sharding.unshard()
-        self._update_param_groups()
+        with following_parameters(self.module, self._optimizers):
+            self.sharding.unshard()
         self.module.cpu()
         self._gather_from_stages()
 
     def end_run(self) -> None:
         """Undo all of :meth:`shard` but that tensors of other stages are freed."""
         self._detach()
-        self._freed = self.sharding.put_back()
+        with following_parameters(self.module, self._optimizers):
+            self._freed = self.sharding.put_back()
         scratch.clear()
         self.share_outer_buffers(self.module)
 
@@ -264,40 +261,8 @@ class StageModule:
 
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
         """The parameter names of each parameter group of an optimizer, over all stages."""
-        self.take_in_added_parameters()
-        return self._group_names[self._optimizers.index(optimizer)]
-
-    def take_in_added_parameters(self) -> None:
-        """Note what was added to the optimizers since, such as layers that were unfrozen.
-
-        On every rank the user's code adds the same parameters of the whole module; the optimizers
-        keep those of this rank.
-        """
-        if self._group_sizes() == self._known_sizes:
-            return
-        self._note_group_names(
-            {parameter: name for name, parameter in self.module.named_parameters()}
-        )
-        self._update_param_groups()
-
-    def _note_group_names(self, names: Mapping[nn.Parameter, str]) -> None:
-        for optimizer, groups in zip(self._optimizers, self._group_names, strict=True):
-            groups += [[] for _ in optimizer.param_groups[len(groups) :]]
-            for group, known in zip(optimizer.param_groups, groups, strict=True):
-                present = [names[p] for p in group["params"] if p in names]
-                known += [name for name in present if name not in known]
-
-    def _update_param_groups(self) -> None:
-        """Give the optimizers' groups the parameters that this rank keeps, and no others."""
-        if not self.is_whole:
-            held = self.sharding.held()
-            for optimizer, groups in zip(self._optimizers, self._group_names, strict=True):
-                for group, names in zip(optimizer.param_groups, groups, strict=True):
-                    group["params"] = [held[name] for name in names if name in held]
-        self._known_sizes = self._group_sizes()
-
-    def _group_sizes(self) -> list[list[int]]:
-        return [[len(group["params"]) for group in o.param_groups] for o in self._optimizers]
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        return [[names[p] for p in group["params"]] for group in optimizer.param_groups]
 
     def _attach(self) -> None:
         """Let the layers compute as stages, and the gradients be reduced."""
@@ -308,6 +273,8 @@ class StageModule:
         if not self.is_whole:
             self.module.example_input_array = None
         self.remote_gradients.follow()
+        if not self.is_whole:
+            self._own_steps = [OwnSteps(optimizer) for optimizer in self._optimizers]
         if self.grid.world_size > 1:
             self.reducer = GradientReducer(self._reduction_groups(), self.grid.data_size)
 
@@ -316,6 +283,9 @@ class StageModule:
         if self.reducer is not None:
             self.reducer.remove()
             self.reducer = None
+        for steps in self._own_steps:
+            steps.remove()
+        self._own_steps = []
         self.layers.uninstall()
         self.split.uninstall()
         self.module.example_input_array = self._example_input

@@ -172,7 +172,8 @@ class AxoSparseStrategy(MPIStrategy):
         pipeline: attribute path of the ``nn.Sequential`` or ``nn.ModuleList`` whose layers are
             partitioned over the stages, such as ``"model.transformer.h"``; or several of them, and
             of other modules that are a layer each, in the order in which a step calls them, such as
-            ``["stem", "layer1", "layer2"]``. None takes the only candidate.
+            ``["stem", "layer1", "layer2"]``. None takes the only candidate, or several in the order
+            in which ``forward`` calls them with the module's ``example_input_array``.
         balance: "parameters" partitions the layers so that the largest stage is as small as
             possible, "time" so that the slowest stage is as fast as possible, timing the layers on
             the module's ``example_input_array``, which should be like a micro-batch; a sequence
@@ -726,7 +727,6 @@ class AxoSparseStrategy(MPIStrategy):
     ) -> Any:
         """Step the optimizer with its scaled rates, and time the step without the closure."""
         closed = time()
-        self._running.stage_module.take_in_added_parameters()
 
         def timed_closure() -> Any:
             nonlocal closed
@@ -944,7 +944,7 @@ class AxoSparseStrategy(MPIStrategy):
             gather_optimizer_state(
                 optimizer,
                 stage_module.group_names(optimizer),
-                stage_module.sharding.names,
+                stage_module.sharding.held(),
                 sparse_parameters(self._module),
                 tensors,
             )
@@ -958,11 +958,11 @@ class AxoSparseStrategy(MPIStrategy):
             states = tree_map_only(Tensor, Tensor.clone, checkpoint["optimizer_states"])
             super().load_optimizer_state_dict({"optimizer_states": states})
             return
-        names, sparse = stage_module.sharding.names, sparse_parameters(self._module)
+        held, sparse = stage_module.sharding.held(), sparse_parameters(self._module)
         states = checkpoint["optimizer_states"]
         for optimizer, state in zip(self.optimizers, states, strict=True):
             groups = stage_module.group_names(optimizer)
-            local = local_optimizer_state(state, optimizer, groups, names, sparse)
+            local = local_optimizer_state(state, groups, held, sparse)
             if offload is None:
                 optimizer.load_state_dict(local)
                 move_optimizers([optimizer], self.root_device)

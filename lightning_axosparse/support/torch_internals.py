@@ -38,6 +38,14 @@ def current_function_mode() -> TorchFunctionMode | None:
     return mode
 
 
+def fake_mode() -> Any:
+    """Return a mode in which operators find shapes without computing, of what it makes fake."""
+    # Imported here, because it takes a while.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 def without_dispatch_modes() -> AbstractContextManager[Any]:
     """Return a context in which no ``TorchDispatchMode`` observes the operators that run."""
     context: AbstractContextManager[Any] = _disable_current_modes()
