@@ -19,14 +19,24 @@ _META = torch.device("meta")
 
 
 @contextmanager
-def made_without(unwanted: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
+def made_without(
+    unwanted: Callable[[], Iterable[Tensor]],
+    make_first: Callable[[Callable[[Tensor], None]], None] | None = None,
+) -> Iterator[None]:
     """Make the tensors of the context at its end, except those that ``unwanted`` returns then.
 
     They have the values, to the bit, that they would have if all were made at once. The others stay
     on the meta device.
+
+    Args:
+        unwanted: returns the others.
+        make_first: is given a function that makes one tensor; for those that are to become smaller
+            before the next one is made.
     """
     with DeferredInit() as deferred:
         yield
+    if make_first is not None:
+        make_first(deferred.make)
     deferred.make_except(unwanted())
 
 

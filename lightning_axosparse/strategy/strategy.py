@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from time import time
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 import torch
@@ -51,6 +51,7 @@ from lightning_axosparse.pipeline.schedule_choice import ScheduleRule
 from lightning_axosparse.pipeline.sharding import Sharding
 from lightning_axosparse.planning.grid_comparison import default_microbatches
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
+from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.sparse import sparsify
 from lightning_axosparse.sparse.materialize import Compute, Policy
 from lightning_axosparse.sparse.optimizer_state import dense_shapes, restore_masters
@@ -138,6 +139,14 @@ class _Session:
     offload: OptimizerOffload | None
     regrid: Regrid | None
     tensors: StageTensors
+
+
+@runtime_checkable
+class PrunesByTicket(Protocol):
+    """A callback that prunes the weights by a ticket when fit starts, if it has one then."""
+
+    prunes_at_start: Literal[True]
+    ticket: Ticket | None
 
 
 class _Stored(NamedTuple):
@@ -426,8 +435,35 @@ class AxoSparseStrategy(MPIStrategy):
         if len(self._stages) == self.g_inter or self._measures_layers:
             yield
             return
-        with made_without(lambda: self._sharding().split(self._stages)[1].values()):
+        others = lambda: self._sharding().split(self._stages)[1].values()  # noqa: E731
+        with made_without(others, self._make_sparse):
             yield
+
+    def _make_sparse(self, make: Callable[[Tensor], None]) -> None:
+        """Store sparse, each as soon as it is made, what an adopted ticket prunes of this stage."""
+        ticket = self._adopted
+        if ticket is None:
+            return
+        kept, _ = self._sharding().split(self._stages)
+        for name, mask in ticket.part(kept).items():
+            if mask.shape == kept[name].shape and self._keeps_dtype(kept[name].dtype):
+                make(kept[name])
+                sparsify(self._module, {name: mask})
+
+    @property
+    def _adopted(self) -> Ticket | None:
+        """The ticket that a callback has before the layers are made in ``configure_model``."""
+        trainer = self._module.trainer
+        if trainer.state.fn != TrainerFn.FITTING or not overrides(self._module, "configure_model"):
+            return None
+        callbacks = vars(trainer)["callbacks"]
+        pruning = (each for each in callbacks if isinstance(each, PrunesByTicket))
+        return next((each.ticket for each in pruning if each.ticket is not None), None)
+
+    def _keeps_dtype(self, dtype: torch.dtype) -> bool:
+        """Whether the precision leaves parameters of this dtype as they are."""
+        probe = nn.ParameterList([torch.empty(0, dtype=dtype)])
+        return next(self.precision_plugin.convert_module(probe).parameters()).dtype == dtype
 
     @property
     def _stages(self) -> range:
@@ -514,9 +550,9 @@ class AxoSparseStrategy(MPIStrategy):
         partition = UNPARTITIONED
         if self.g_inter > 1 or self._recompute is not None:
             sizes = None if isinstance(self._balance, str) else self._balance
-            # Of layers that the last run has left on other ranks only the dense shapes are known.
-            shapes = dense_shapes(module) if is_left_sharded(module) else nullcontext()
-            with shapes:
+            # Of layers on other ranks only the dense shapes are known.
+            in_part = is_left_sharded(module) or self._adopted is not None
+            with dense_shapes(module) if in_part else nullcontext():
                 partition = partition_layers(module, self._pipeline, sizes, self.g_inter)
         if self._measures_layers:
             validate_example_input(module)
@@ -924,7 +960,10 @@ class AxoSparseStrategy(MPIStrategy):
             others = {}
         with in_parts(self._module):
             held = values_held(state, self._module, others.values())
-        self._module.load_state_dict(all_made(held), strict=strict)
+        # A sparse layer makes its weight dense when its turn has come.
+        stored = sparse_parameters(self._module)
+        made = {n: value if n in stored else all_made(value) for n, value in held.items()}
+        self._module.load_state_dict(made, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer's state on the first rank, an empty dict on others; collective.

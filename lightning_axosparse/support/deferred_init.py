@@ -148,6 +148,15 @@ class DeferredInit(TorchDispatchMode):
         place = _Place.of(tensor)
         return place.view(self._replay({place.storage})[place.storage])
 
+    def make(self, tensor: Tensor) -> None:
+        """Give one deferred tensor its values, in memory of its own.
+
+        Raises:
+            RuntimeError: if it has a gradient hook, which would be lost.
+        """
+        if self.device_of(tensor) is not None:
+            _give_values(tensor, self.values(tensor))
+
     def make_except(self, unwanted: Iterable[Tensor]) -> None:
         """Give every deferred tensor that still exists its values, but leave out the ``unwanted``.
 
