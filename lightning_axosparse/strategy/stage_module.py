@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_axosparse.distributed.gradient_reducer import GradientReducer, ReductionGroup
 from lightning_axosparse.distributed.process_groups import ProcessGroups
 from lightning_axosparse.pipeline.checkpointing import ActivationCheckpointing
+from lightning_axosparse.pipeline.deferred_norms import DeferredNorms
 from lightning_axosparse.pipeline.p2p import ChannelLink, Link, LoopbackLink
 from lightning_axosparse.pipeline.param_groups import OwnSteps, following_parameters
 from lightning_axosparse.pipeline.partition import Partition
@@ -44,12 +45,14 @@ class StageModule:
         device: device of this rank.
         recompute: activation checkpointing of the layers; None for none.
         splits_backward: whether weight gradients may be made apart from backward passes.
+        defers_norms: whether BatchNorms update their running statistics once a batch.
 
     Attributes:
         grid: the grid of ranks.
         sharding: which tensors each stage keeps.
         layers: the partitioned layers.
         split: the layers whose weight gradients may be made apart from backward passes.
+        norms: the BatchNorms that update their running statistics once a batch, if they do.
         reducer: sums gradients over the ranks that keep the same parameters; None in a job of one.
         remote_gradients: the gradients of parameters of other stages.
     """
@@ -63,12 +66,15 @@ class StageModule:
         device: torch.device,
         recompute: ActivationCheckpointing | None,
         splits_backward: bool,
+        defers_norms: bool = False,
     ) -> None:
         self.module, self.stages, self.device = module, stages, device
         self.groups, self.grid = groups, groups.grid
         self.sharding = Sharding(module, partition.names, partition.parts, device)
         self._recompute, self._splits_backward = recompute, splits_backward
         self.split = SplitLayers(module)
+        self._defers_norms = defers_norms
+        self.norms: DeferredNorms | None = None
         self._example_input = module.example_input_array
         self._freed: dict[Tensor, Tensor] = {}
         self._optimizers: Sequence[Optimizer] = ()
@@ -268,6 +274,9 @@ class StageModule:
         """Let the layers compute as stages, and the gradients be reduced."""
         if self._splits_backward:
             self.split.install()
+        if self._defers_norms:
+            self.norms = self._deferred_norms()
+            self.norms.install()
         self.layers.install(self.stages)
         # Lightning's model summary would send it through layers of other stages.
         if not self.is_whole:
@@ -287,8 +296,16 @@ class StageModule:
             steps.remove()
         self._own_steps = []
         self.layers.uninstall()
+        if self.norms is not None:
+            self.norms.uninstall()
         self.split.uninstall()
         self.module.example_input_array = self._example_input
+
+    def _deferred_norms(self) -> DeferredNorms:
+        layers = self.layers
+        return DeferredNorms(
+            self.module, layers.names, lambda: layers.running_stage, self.stages[-1]
+        )
 
     def _shared_by_stages(self) -> set[frozenset[int]]:
         """The sets of stages that keep the same parameters."""

@@ -192,6 +192,10 @@ class AxoSparseStrategy(MPIStrategy):
             ``g_inter``, which is what 1F1B holds, to ``2 * g_inter``, which hides jitter and
             latency. Losses and weights do not depend on it.
         schedule: "message-driven", or for comparison "1f1b", "gpipe" or "zb-h1".
+        batch_norm: when BatchNorms, which normalize by the statistics of a micro-batch, update
+            their running statistics: by each "micro-batch", as with gradient accumulation, or
+            "deferred": once, by those of the whole batch, on data-parallel ranks that of all of
+            them, as one process would.
         weight_gradients: "together" makes all gradients of a layer in its backward pass. "deferred"
             makes those of weights where the stage would wait for a message, so the previous stage
             gets its gradient earlier: for linear layers, Hugging Face's ``Conv1D`` and
@@ -261,6 +265,7 @@ class AxoSparseStrategy(MPIStrategy):
         pipeline=TEXT | NAMES | NONE,
         balance=one_of("parameters", "time") | LAYERS,
         in_flight=COUNT | NONE,
+        batch_norm=one_of("micro-batch", "deferred"),
         schedule=one_of(*(SCHEDULES | DEFERRING_SCHEDULES)),
         weight_gradients=one_of("deferred", "together") | NONE,
         transport=one_of("mpi", "loopback"),
@@ -289,6 +294,7 @@ class AxoSparseStrategy(MPIStrategy):
         in_flight: int | None = None,
         schedule: Literal["message-driven", "1f1b", "gpipe", "zb-h1"] = "message-driven",
         weight_gradients: Literal["deferred", "together"] | None = None,
+        batch_norm: Literal["micro-batch", "deferred"] = "micro-batch",
         transport: Literal["mpi", "loopback"] = "mpi",
         split_batch: Callable[[Any, int], list[Any]] | None = None,
         microbatch_loss: MicrobatchLoss = "auto",
@@ -322,6 +328,7 @@ class AxoSparseStrategy(MPIStrategy):
         self.g_inter = 1 if g_inter == "auto" else g_inter
         self.schedule = schedule
         self._weight_gradients = weight_gradients
+        self._defers_norms = batch_norm == "deferred"
         self.transport = transport
         self._microbatches, self._in_flight = microbatches, in_flight
         self._pipeline, self._balance = pipeline, balance
@@ -345,7 +352,7 @@ class AxoSparseStrategy(MPIStrategy):
     @property
     def _pipelines(self) -> bool:
         """Whether there are stages or micro-batches, or layers that are computed again."""
-        split = self.g_inter > 1 or self.microbatches > 1
+        split = self.g_inter > 1 or self.microbatches > 1 or self._defers_norms
         return split or self._recompute is not None or self._schedules.defers
 
     @property
@@ -504,7 +511,7 @@ class AxoSparseStrategy(MPIStrategy):
         self._configure_optimizers(trainer)
         partition = self._balance_by_time(partition)
         if trainer.state.fn == TrainerFn.FITTING:
-            advise_on_batch_norm(self._module, self.microbatches)
+            advise_on_batch_norm(self._module, self.microbatches, self._defers_norms)
         # Those of an earlier fit may belong to another module.
         optimizers = self.optimizers if trainer.state.fn == TrainerFn.FITTING else []
         stage_module = self._shard_module(partition, optimizers)
@@ -599,6 +606,7 @@ class AxoSparseStrategy(MPIStrategy):
             self.root_device,
             recompute,
             self._schedules.splits_backward,
+            self._defers_norms,
         )
         stage_module.bring()
         kept, _ = stage_module.sharding.split(self._stages)

@@ -164,7 +164,7 @@ def validate_split_module(module: LightningModule) -> None:
         )
 
 
-def advise_on_batch_norm(module: nn.Module, microbatches: int) -> None:
+def advise_on_batch_norm(module: nn.Module, microbatches: int, deferred: bool) -> None:
     """Say that norms with running statistics see micro-batches, if the module has some."""
     norms = [
         (name, part)
@@ -174,11 +174,16 @@ def advise_on_batch_norm(module: nn.Module, microbatches: int) -> None:
     if norms and microbatches > 1:
         name, part = norms[0]
         others = f" and {len(norms) - 1} more like it" if len(norms) > 1 else ""
+        updates = (
+            "by those of the whole batch"
+            if deferred
+            else f"{microbatches} times a batch, as with gradient accumulation (not so with "
+            "batch_norm='deferred')"
+        )
         rank_zero_info(
             f"{name!r} ({type(part).__name__}){others} normalizes by the statistics of a "
-            f"micro-batch, and updates its running statistics {microbatches} times a batch, as "
-            "with gradient accumulation: expect other losses than on one process. With "
-            "microbatches=1 they are those of the batch."
+            f"micro-batch, and updates its running statistics {updates}: expect other losses than "
+            "on one process. With microbatches=1 they are those of the batch."
         )
 
 
