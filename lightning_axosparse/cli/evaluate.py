@@ -21,7 +21,13 @@ from lightning_axosparse.callbacks.report.tables import Section, terminal
 from lightning_axosparse.checkpoint import sharded
 from lightning_axosparse.checkpoint.load import load_sparse
 from lightning_axosparse.checkpoint.safetensors import SafetensorsState
-from lightning_axosparse.cli.train import configuration, message, printable, validate_trainer
+from lightning_axosparse.cli.train import (
+    configuration,
+    find_modules_here,
+    message,
+    printable,
+    validate_trainer,
+)
 from lightning_axosparse.support.arguments import (
     INDEX,
     NOT_NEGATIVE,
@@ -135,6 +141,7 @@ def main(config: DictConfig) -> None:
 
     An invalid value ends it with one line; with HYDRA_FULL_ERROR=1 the error is raised.
     """
+    find_modules_here()
     try:
         evaluate(config)
     except (
