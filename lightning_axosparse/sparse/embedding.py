@@ -114,9 +114,7 @@ def layer_forward(
 
 def found_by_row(layout: Layout) -> TypeGuard[SegmentLayout]:
     """Return whether compiled loops find the kept entries of a row."""
-    return (
-        isinstance(layout, SegmentLayout) and layout.has_row_segments and layout.starts.is_cpu
-    )
+    return isinstance(layout, SegmentLayout) and layout.has_row_segments and layout.starts.is_cpu
 
 
 @cache
