@@ -124,15 +124,19 @@ def local_optimizer_state(
         for index, parameter in zip(indices, group["params"], strict=True):
             name = names[parameter]
             if name in by_name:
-                entry = all_made(by_name[name])
                 layout = sparse[name].layout if name in sparse else None
-                # A copy of dense tensors, too, as the state would keep a mapped file.
-                local["state"][index] = (
-                    compress_state(entry, layout)
-                    if layout
-                    else tree_map_only(Tensor, Tensor.clone, entry)
-                )
+                local["state"][index] = {
+                    key: _own(value, layout) for key, value in by_name[name].items()
+                }
     return local
+
+
+def _own(value: Any, layout: Layout | None) -> Any:
+    """A value of optimizer state with memory of its own, not that of a mapped file."""
+    made = all_made(value)
+    if layout is None:
+        return tree_map_only(Tensor, Tensor.clone, made)
+    return compress_state({"": made}, layout)[""]
 
 
 def _deferred(name: str, value: Any, layout: Layout | None = None) -> Any:

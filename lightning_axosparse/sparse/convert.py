@@ -28,6 +28,7 @@ from lightning_axosparse.sparse.parameters import (
     owned_parameters,
     set_values,
     sparse_parameters,
+    validate_made,
 )
 from lightning_axosparse.sparse.weight import compress_gradient
 from lightning_axosparse.support.arguments import (
@@ -166,6 +167,7 @@ def _checked_layout(
         raise ValueError(
             f"The mask of '{name}' has shape {tuple(mask.shape)}, the parameter {tuple(shape)}."
         )
+    validate_made(name, parameter)
     if parameter.is_meta:
         raise ValueError(f"'{name}' is on the meta device: this process does not hold its values.")
     if not parameter.is_floating_point():
