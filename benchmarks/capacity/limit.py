@@ -1,8 +1,8 @@
 """Trains, checkpoints, resumes and predicts on ranks that may take no more than so much memory.
 
-    mpiexec -n 4 python -m benchmarks.capacity.limit --state 1611 --allowed 450
-    python -m benchmarks.capacity.limit --state 1611 --allowed 450
+    mpiexec -n 4 python -m benchmarks.capacity.limit --state 1611 --allowed 450 --file a.ckpt
 
+The first call trains and writes the checkpoint, the second one goes on from it and predicts.
 The dense state of the model (weights, gradients, two moments of AdamW) takes ``--state`` MB. The
 limit is the system's (``RLIMIT_DATA``: what a process has in private memory that it may write,
 touched or not), set before the first layer is made: what the process has then, and ``--allowed``
@@ -13,10 +13,7 @@ row.
 from __future__ import annotations
 
 import argparse
-import gc
 import resource
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -77,31 +74,28 @@ def trainer(steps: int, ticket: Path | None) -> L.Trainer:
     )
 
 
-def run(width: int, allowed: int, folder: Path, ticket: Path | None) -> str:
-    """Train, write a checkpoint, go on from it with a new module, and predict; or what failed."""
+def run(width: int, allowed: int, file: Path, ticket: Path | None) -> str:
+    """Train and write a checkpoint, or go on from it and predict; returns what was done."""
     L.seed_everything(0, verbose=False)
     data = DataLoader(torch.randn(64, width), batch_size=16)
-    done = "nothing"
+    model, resumes = Limited(width, allowed), file.exists()
+    run = trainer(2 * STEPS if resumes else STEPS, ticket)
     try:
-        first = trainer(STEPS, ticket)
-        model = Limited(width, allowed)
-        first.fit(model, data)
-        done = "trained"
-        first.save_checkpoint(folder / "a.ckpt")
-        done += ", wrote"
-        del first, model
-        gc.collect()
-        second, model = trainer(2 * STEPS, ticket), Limited(width, allowed)
-        second.fit(model, data, ckpt_path=folder / "a.ckpt")
-        done += ", resumed"
-        second.predict(model, data)
-        return f"{done}, predicted"
-    except (RuntimeError, MemoryError) as error:
-        return f"{done}; then {type(error).__name__}: {str(error).splitlines()[0][:90]}"
+        run.fit(model, data, ckpt_path=file if resumes else None, weights_only=False)
+        if resumes:
+            run.predict(model, data)
+        else:
+            run.save_checkpoint(file)
+    except (OSError, RuntimeError, MemoryError) as error:
+        if MPI.COMM_WORLD.size > 1:
+            raise
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:60]}"
+    return "resumed, predicted" if resumes else "trained, wrote a checkpoint"
 
 
 def drawn(width: int, ratio: float, path: Path) -> Path:
     """Write a ticket of any entries of every layer."""
+    torch.manual_seed(0)
     masks = {f"layers.{i}.weight": torch.rand(width, width) >= ratio for i in range(LAYERS)}
     Ticket(masks, pruning_ratio=ratio).save(path)
     return path
@@ -112,16 +106,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--state", type=int, required=True, help="of the dense model, MB")
     parser.add_argument("--allowed", type=int, required=True, help="for each rank, MB")
+    parser.add_argument("--file", type=Path, required=True, help="the checkpoint")
     parser.add_argument("--ticket", type=float, help="pruning ratio of the ticket")
     options = parser.parse_args()
     world = MPI.COMM_WORLD
     width = int((options.state * MB / STATE / LAYERS) ** 0.5)
-    folder = Path(world.bcast(tempfile.mkdtemp() if world.rank == 0 else None))
-    ticket = folder / "any.ticket" if options.ticket else None
+    ticket = options.file.with_suffix(".ticket") if options.ticket else None
     if ticket is not None and world.rank == 0:
         drawn(width, options.ticket, ticket)
     world.barrier()
-    outcome = run(width, options.allowed * MB, folder, ticket)
+    outcome = run(width, options.allowed * MB, options.file, ticket)
     if world.rank == 0:
         state = STATE * LAYERS * width * width / MB
         print(
@@ -129,7 +123,6 @@ def main() -> None:
             f"| {state / options.allowed:.1f} | {outcome} |",
             flush=True,
         )
-        shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

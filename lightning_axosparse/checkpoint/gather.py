@@ -158,15 +158,17 @@ def local_optimizer_state(
     for index, entry in state["state"].items():
         name = order[index]
         if name in held:
-            entry = all_made(entry)
             layout = sparse[name].layout if name in sparse else None
-            # A copy of dense tensors, too, as the state would keep a mapped file.
-            local[index] = (
-                compress_state(entry, layout)
-                if layout
-                else tree_map_only(Tensor, Tensor.clone, entry)
-            )
+            local[index] = {key: _own(value, layout) for key, value in entry.items()}
     return {"state": local, "param_groups": state["param_groups"]}
+
+
+def _own(value: Any, layout: Layout | None) -> Any:
+    """A value of optimizer state with memory of its own, not that of a mapped file."""
+    made = all_made(value)
+    if layout is None:
+        return tree_map_only(Tensor, Tensor.clone, made)
+    return compress_state({"": made}, layout)[""]
 
 
 def _deferred(name: str, value: Any, layout: Layout | None = None) -> Any:

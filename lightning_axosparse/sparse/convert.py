@@ -28,6 +28,7 @@ from lightning_axosparse.sparse.parameters import (
     owned_parameters,
     set_values,
     sparse_parameters,
+    validate_made,
 )
 from lightning_axosparse.sparse.weight import compress_gradient
 from lightning_axosparse.support.arguments import (
@@ -169,6 +170,7 @@ def _checked_layout(
             f"The mask of '{name}' has shape {tuple(mask.shape)}, the parameter {tuple(shape)}."
             + see("sparse-storage")
         )
+    validate_made(name, parameter)
     if parameter.is_meta:
         raise ValueError(
             f"'{name}' is on the meta device: this process does not hold its values."

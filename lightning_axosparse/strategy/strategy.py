@@ -72,7 +72,11 @@ from lightning_axosparse.strategy.lightning.finetuning import (
     parameters_told_apart_by_identity,
 )
 from lightning_axosparse.strategy.lightning.gradients import GradientNorms
-from lightning_axosparse.strategy.lightning.hooks import checkpoint_hooks, overrides
+from lightning_axosparse.strategy.lightning.hooks import (
+    checkpoint_hooks,
+    overrides,
+    trainer_of,
+)
 from lightning_axosparse.strategy.lightning.loop_check import LoopCheck
 from lightning_axosparse.strategy.lightning.prediction_writers import without_writing
 from lightning_axosparse.strategy.lightning.weight_averages import weight_averages
@@ -460,8 +464,10 @@ class AxoSparseStrategy(MPIStrategy):
     @property
     def _adopted(self) -> Ticket | None:
         """The ticket that a callback has before the layers are made in ``configure_model``."""
-        trainer = self._module.trainer
-        if trainer.state.fn != TrainerFn.FITTING or not overrides(self._module, "configure_model"):
+        trainer = self._trainer
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            return None
+        if not overrides(self._module, "configure_model"):
             return None
         callbacks = vars(trainer)["callbacks"]
         pruning = (each for each in callbacks if isinstance(each, PrunesByTicket))
@@ -1026,12 +1032,14 @@ class AxoSparseStrategy(MPIStrategy):
     @property
     def _is_starting(self) -> bool:
         """Whether the Trainer prepares a run, on all ranks."""
-        module = self.lightning_module
-        return (
-            self._session is None
-            and module is not None
-            and module.trainer.state.status == TrainerStatus.RUNNING
-        )
+        trainer = self._trainer
+        runs = trainer is not None and trainer.state.status == TrainerStatus.RUNNING
+        return self._session is None and runs
+
+    @property
+    def _trainer(self) -> pl.Trainer | None:
+        """The Trainer of the module, if it is attached to one on this rank."""
+        return None if self.lightning_module is None else trainer_of(self.lightning_module)
 
     @property
     def _is_ordinary(self) -> bool:
