@@ -43,7 +43,7 @@ class DeferredNorms:
     def install(self) -> None:
         """Let the norms leave their running statistics to :meth:`update`."""
         for name, norm in self._module.named_modules():
-            if isinstance(norm, Norm) and norm.track_running_stats:
+            if isinstance(norm, Norm) and norm.running_mean is not None:
                 self._norms[name] = norm
                 self._own_forwards[name] = vars(norm).get("forward")
                 vars(norm)["forward"] = partial(self._forward, name, norm)
@@ -62,8 +62,10 @@ class DeferredNorms:
         own = self._own_forwards[name] or partial(type(norm).forward, norm)
         stage = self._running_stage()
         counts = f"{name}.".startswith(self._inside) or stage == self._last_stage
-        # Activation checkpointing computes a layer again where no stage runs.
-        if stage is None or not (counts and norm.training and torch.is_grad_enabled()):
+        # Callbacks that freeze layers let norms track nothing for a while. Activation checkpointing
+        # computes a layer again where no stage runs.
+        updates = norm.training and norm.track_running_stats and torch.is_grad_enabled()
+        if stage is None or not (counts and updates):
             return own(x)
         mean, variance, batches = norm.running_mean, norm.running_var, norm.num_batches_tracked
         assert mean is not None
