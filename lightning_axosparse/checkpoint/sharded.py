@@ -24,6 +24,7 @@ from lightning_axosparse.support.atomic_file import replacing_folder
 from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
 from lightning_axosparse.support.deferred_tensor import DeferredTensor, each_once
 from lightning_axosparse.support.torch_internals import tree_leaves, tree_map, tree_map_only
+from lightning_axosparse.support.troubleshooting import see, without_link
 
 _FORMAT = "lightning_axosparse.ShardedTensor/1"
 
@@ -102,7 +103,9 @@ def _write(own: dict[str, DeferredTensor], folder: Path, group: dist.ProcessGrou
                 no_dist=group is None,
             )
         except checkpoint.CheckpointException as error:
-            raise OSError(f"'{folder}' was not written: {error}") from error
+            raise OSError(
+                f"'{folder}' was not written: {without_link(error)}." + see("files")
+            ) from error
 
 
 def _read(folder: Path, name: str, shape: list[int], dtype: torch.dtype) -> Tensor:

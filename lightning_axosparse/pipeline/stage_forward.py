@@ -153,6 +153,11 @@ class PipelinedLayers:
         self._buffers.clear()
         self._restored.clear()
 
+    @property
+    def running_stage(self) -> int | None:
+        """The stage whose forward pass runs; None outside of forward passes."""
+        return None if self._running is None else self._running.visit.stage
+
     @contextmanager
     def visit(self, visit: Visit) -> Iterator[None]:
         """Compute the layers of ``visit.stage`` inside the context."""
@@ -258,7 +263,7 @@ class PipelinedLayers:
             f"Layer {self.names[index]!r} was called outside of training_step, validation_step, "
             "test_step and predict_step, but this rank holds only the layers "
             f"{[self.names[i] for i in sorted(self._present)]}. Call it after the run, when the "
-            "module is whole again."
+            "module is whole again." + see("values-between-layers")
         )
 
     def _check_order(self, visit: Visit, index: int) -> None:

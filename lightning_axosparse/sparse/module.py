@@ -64,7 +64,7 @@ class SparseModule(nn.Module):
         return MisconfigurationException(
             f"{_dense_class(self).__name__} is stored sparse ({', '.join(self._layouts)}): {what}. "
             "Call densify(module) first; to change the values, write into the weight (in place, or "
-            "with load_state_dict)." + see("tickets")
+            "with load_state_dict)." + see("sparse-storage")
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SparseModule:

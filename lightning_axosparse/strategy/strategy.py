@@ -30,6 +30,7 @@ from lightning_axosparse.checkpoint.atomic_io import (
 from lightning_axosparse.checkpoint.gather import (
     gather_model_state,
     gather_optimizer_state,
+    gather_remote_tensors,
     local_model_state,
     local_optimizer_state,
 )
@@ -78,6 +79,7 @@ from lightning_axosparse.strategy.lightning.hooks import (
 )
 from lightning_axosparse.strategy.lightning.loop_check import LoopCheck
 from lightning_axosparse.strategy.lightning.prediction_writers import without_writing
+from lightning_axosparse.strategy.lightning.weight_averages import weight_averages
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
 from lightning_axosparse.strategy.offload import OptimizerOffload, validate_bucketwise_optimizers
 from lightning_axosparse.strategy.regrid.regrid import Regrid, Regridded
@@ -90,6 +92,7 @@ from lightning_axosparse.strategy.validation import (
     unless_made_later,
     validate_arguments,
     validate_callbacks,
+    validate_copied_whole,
     validate_default_checkpoint_io,
     validate_layers_exist,
     validate_local,
@@ -120,6 +123,7 @@ from lightning_axosparse.support.available_memory import free_bytes
 from lightning_axosparse.support.deferred_tensor import all_made
 from lightning_axosparse.support.torch_internals import tree_map_only
 from lightning_axosparse.support.trace import clock
+from lightning_axosparse.support.troubleshooting import see
 
 
 @dataclass(frozen=True)
@@ -181,7 +185,8 @@ class AxoSparseStrategy(MPIStrategy):
         pipeline: attribute path of the ``nn.Sequential`` or ``nn.ModuleList`` whose layers are
             partitioned over the stages, such as ``"model.transformer.h"``; or several of them, and
             of other modules that are a layer each, in the order in which a step calls them, such as
-            ``["stem", "layer1", "layer2"]``. None takes the only candidate.
+            ``["stem", "layer1", "layer2"]``. None takes the only candidate, or several in the order
+            in which ``forward`` calls them with the module's ``example_input_array``.
         balance: "parameters" partitions the layers so that the largest stage is as small as
             possible, "time" so that the slowest stage is as fast as possible, timing the layers on
             the module's ``example_input_array``, which should be like a micro-batch; a sequence
@@ -191,6 +196,10 @@ class AxoSparseStrategy(MPIStrategy):
             ``g_inter``, which is what 1F1B holds, to ``2 * g_inter``, which hides jitter and
             latency. Losses and weights do not depend on it.
         schedule: "message-driven", or for comparison "1f1b", "gpipe" or "zb-h1".
+        batch_norm: when BatchNorms, which normalize by the statistics of a micro-batch, update
+            their running statistics: by each "micro-batch", as with gradient accumulation, or
+            "deferred": once, by those of the whole batch, on data-parallel ranks that of all of
+            them, as one process would.
         weight_gradients: "together" makes all gradients of a layer in its backward pass. "deferred"
             makes those of weights where the stage would wait for a message, so the previous stage
             gets its gradient earlier: for linear layers, Hugging Face's ``Conv1D`` and
@@ -260,6 +269,7 @@ class AxoSparseStrategy(MPIStrategy):
         pipeline=TEXT | NAMES | NONE,
         balance=one_of("parameters", "time") | LAYERS,
         in_flight=COUNT | NONE,
+        batch_norm=one_of("micro-batch", "deferred"),
         schedule=one_of(*(SCHEDULES | DEFERRING_SCHEDULES)),
         weight_gradients=one_of("deferred", "together") | NONE,
         transport=one_of("mpi", "loopback"),
@@ -288,6 +298,7 @@ class AxoSparseStrategy(MPIStrategy):
         in_flight: int | None = None,
         schedule: Literal["message-driven", "1f1b", "gpipe", "zb-h1"] = "message-driven",
         weight_gradients: Literal["deferred", "together"] | None = None,
+        batch_norm: Literal["micro-batch", "deferred"] = "micro-batch",
         transport: Literal["mpi", "loopback"] = "mpi",
         split_batch: Callable[[Any, int], list[Any]] | None = None,
         microbatch_loss: MicrobatchLoss = "auto",
@@ -321,6 +332,7 @@ class AxoSparseStrategy(MPIStrategy):
         self.g_inter = 1 if g_inter == "auto" else g_inter
         self.schedule = schedule
         self._weight_gradients = weight_gradients
+        self._defers_norms = batch_norm == "deferred"
         self.transport = transport
         self._microbatches, self._in_flight = microbatches, in_flight
         self._pipeline, self._balance = pipeline, balance
@@ -344,7 +356,7 @@ class AxoSparseStrategy(MPIStrategy):
     @property
     def _pipelines(self) -> bool:
         """Whether there are stages or micro-batches, or layers that are computed again."""
-        split = self.g_inter > 1 or self.microbatches > 1
+        split = self.g_inter > 1 or self.microbatches > 1 or self._defers_norms
         return split or self._recompute is not None or self._schedules.defers
 
     @property
@@ -484,6 +496,16 @@ class AxoSparseStrategy(MPIStrategy):
 
     # Setup and teardown
 
+    def setup_environment(self) -> None:
+        """Connect this rank to the others, if the module is in a state in which callbacks copy it.
+
+        Raises:
+            MisconfigurationException: for averages of a module that a run has left sharded.
+        """
+        if is_left_sharded(self._module):
+            validate_copied_whole(self._module.trainer.callbacks)  # type: ignore[attr-defined]
+        super().setup_environment()
+
     def setup(self, trainer: pl.Trainer) -> None:
         """Shard the module over the stages, after its optimizers were configured for all of it."""
         assert self.accelerator is not None
@@ -495,13 +517,15 @@ class AxoSparseStrategy(MPIStrategy):
         self._configure_optimizers(trainer)
         partition = self._balance_by_time(partition)
         if trainer.state.fn == TrainerFn.FITTING:
-            advise_on_batch_norm(self._module, self.microbatches)
+            advise_on_batch_norm(self._module, self.microbatches, self._defers_norms)
         # Those of an earlier fit may belong to another module.
         optimizers = self.optimizers if trainer.state.fn == TrainerFn.FITTING else []
         stage_module = self._shard_module(partition, optimizers)
         offload = self._place_optimizers(stage_module, optimizers)
         self.setup_precision_plugin()
         self._check_loops(trainer)
+        for average in weight_averages(trainer):
+            stage_module.sharding.shard_copy(average)
         if not stage_module.is_whole:
             self._undo.enter_context(parameters_told_apart_by_identity())
         if self.grid.rank != self.grid.same_batch_ranks[0]:
@@ -588,6 +612,7 @@ class AxoSparseStrategy(MPIStrategy):
             self.root_device,
             recompute,
             self._schedules.splits_backward,
+            self._defers_norms,
         )
         stage_module.bring()
         kept, _ = stage_module.sharding.split(self._stages)
@@ -624,6 +649,7 @@ class AxoSparseStrategy(MPIStrategy):
             raise RuntimeError(
                 "summon_full_params() was called during a run. Call it when `fit`, `validate`, "
                 "`test` or `predict` has returned; in hooks save with `trainer.save_checkpoint`."
+                + see("values-between-layers")
             )
         if is_left_sharded(self._module):
             with summoned(self._module, self.is_global_zero or not rank0_only):
@@ -751,7 +777,6 @@ class AxoSparseStrategy(MPIStrategy):
     ) -> Any:
         """Step the optimizer with its scaled rates, and time the step without the closure."""
         closed = time()
-        self._running.stage_module.take_in_added_parameters()
 
         def timed_closure() -> Any:
             nonlocal closed
@@ -873,6 +898,8 @@ class AxoSparseStrategy(MPIStrategy):
         with shared, in_parts(self._module):
             if self.grid.replica > 0:
                 return {}
+            for average in weight_averages(self._module.trainer):
+                stage_module.share_outer_buffers(average)
             return self._for_hooks(
                 gather_model_state(stage_module.sharding, stage_module.stages, tensors)
             )
@@ -885,6 +912,7 @@ class AxoSparseStrategy(MPIStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self.grid.replica == 0:
             tensors = self._stored.tensors
+            checkpoint = gather_remote_tensors(checkpoint, tensors)
             if self._save_distributed_checkpoint:
                 save_sharded(checkpoint, validate_local(filepath, storage_options), tensors)
             elif tensors.is_first:
@@ -910,8 +938,9 @@ class AxoSparseStrategy(MPIStrategy):
             files.verify(local)
         self.barrier()
         checkpoint = files.load_deferred(local, weights_only)
-        is_part = len(self._stages) < self.g_inter
-        if is_part and not checkpoint_hooks(self._module.trainer, "on_load_checkpoint"):
+        is_part, trainer = len(self._stages) < self.g_inter, self._module.trainer
+        is_read = checkpoint_hooks(trainer, "on_load_checkpoint") or weight_averages(trainer)
+        if is_part and not is_read:
             return checkpoint
         whole: dict[str, Any] = all_made(checkpoint)
         return whole
@@ -968,7 +997,7 @@ class AxoSparseStrategy(MPIStrategy):
             gather_optimizer_state(
                 optimizer,
                 stage_module.group_names(optimizer),
-                stage_module.sharding.names,
+                stage_module.sharding.held(),
                 sparse_parameters(self._module),
                 tensors,
             )
@@ -982,11 +1011,11 @@ class AxoSparseStrategy(MPIStrategy):
             states = tree_map_only(Tensor, Tensor.clone, checkpoint["optimizer_states"])
             super().load_optimizer_state_dict({"optimizer_states": states})
             return
-        names, sparse = stage_module.sharding.names, sparse_parameters(self._module)
+        held, sparse = stage_module.sharding.held(), sparse_parameters(self._module)
         states = checkpoint["optimizer_states"]
         for optimizer, state in zip(self.optimizers, states, strict=True):
             groups = stage_module.group_names(optimizer)
-            local = local_optimizer_state(state, optimizer, groups, names, sparse)
+            local = local_optimizer_state(state, groups, held, sparse)
             if offload is None:
                 optimizer.load_state_dict(local)
                 move_optimizers([optimizer], self.root_device)
@@ -1027,7 +1056,10 @@ class AxoSparseStrategy(MPIStrategy):
     @property
     def _running(self) -> _Session:
         if self._session is None:
-            raise RuntimeError("AxoSparseStrategy holds a module only while the Trainer runs.")
+            raise RuntimeError(
+                "AxoSparseStrategy holds a module only while the Trainer runs."
+                + see("values-between-layers")
+            )
         return self._session
 
     @property

@@ -34,6 +34,7 @@ from lightning_axosparse.support.torch_internals import (
     version_of,
     without_dispatch_modes,
 )
+from lightning_axosparse.support.troubleshooting import see
 
 _META = torch.device("meta")
 
@@ -86,6 +87,7 @@ class _Constant(NamedTuple):
             raise RuntimeError(
                 "A tensor was copied into a weight and changed afterwards, before the layers of "
                 "this rank were made. Give `copy_` a clone, or fill a new tensor for each layer."
+                + see("layers-made-later")
             )
         return self.tensor
 
@@ -288,6 +290,7 @@ class DeferredInit(TorchDispatchMode):
             raise RuntimeError(
                 f"A tensor on the meta device, of shape {tuple(leaf.shape)}, is to give a weight "
                 "its values, which it does not have. Make it without device='meta'."
+                + see("layers-made-later")
             )
         if self.device_of(leaf) is None:
             return _Constant(leaf, version_of(leaf))
@@ -412,7 +415,7 @@ def _give_values(tensor: Tensor, values: Tensor) -> None:
     if gradient_hooks(tensor):
         raise RuntimeError(
             f"A parameter of shape {tuple(tensor.shape)} got a gradient hook in `configure_model`, "
-            "before it has values. Register the hook in `on_fit_start`."
+            "before it has values. Register the hook in `on_fit_start`." + see("layers-made-later")
         )
     swap_values(tensor, values.requires_grad_(tensor.requires_grad))
 
