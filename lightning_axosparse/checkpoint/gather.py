@@ -21,6 +21,7 @@ from lightning_axosparse.support.deferred_tensor import DeferredTensor, all_made
 from lightning_axosparse.support.torch_internals import (
     path_name,
     tree_leaves_with_path,
+    tree_map_only,
     tree_map_with_path,
 )
 
@@ -157,10 +158,17 @@ def local_optimizer_state(
     for index, entry in state["state"].items():
         name = order[index]
         if name in held:
-            entry = all_made(entry)
             layout = sparse[name].layout if name in sparse else None
-            local[index] = compress_state(entry, layout) if layout else entry
+            local[index] = {key: _own(value, layout) for key, value in entry.items()}
     return {"state": local, "param_groups": state["param_groups"]}
+
+
+def _own(value: Any, layout: Layout | None) -> Any:
+    """A value of optimizer state with memory of its own, not that of a mapped file."""
+    made = all_made(value)
+    if layout is None:
+        return tree_map_only(Tensor, Tensor.clone, made)
+    return compress_state({"": made}, layout)[""]
 
 
 def _deferred(name: str, value: Any, layout: Layout | None = None) -> Any:

@@ -261,7 +261,7 @@ class PipelinedLayers:
             f"Layer {self.names[index]!r} was called outside of training_step, validation_step, "
             "test_step and predict_step, but this rank holds only the layers "
             f"{[self.names[i] for i in sorted(self._present)]}. Call it after the run, when the "
-            "module is whole again."
+            "module is whole again." + see("values-between-layers")
         )
 
     def _check_order(self, visit: Visit, index: int) -> None:

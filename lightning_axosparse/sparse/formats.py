@@ -17,6 +17,7 @@ coo       4.00 / 4.00 / 4.01 / 4.02              nowhere; SAMO's format, to comp
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ from lightning_axosparse.sparse.layout import (
     row_length,
 )
 from lightning_axosparse.sparse.scratch import scratch
+from lightning_axosparse.support.troubleshooting import see
 
 _SHORTEST_LINE = 64
 """Shorter rows would take more bytes for the numbers of kept entries than for their offsets."""
@@ -92,7 +94,7 @@ class SegmentLayout(Layout):
             "offsets": (within % SEGMENT).to(torch.uint8),
         }
 
-    @property
+    @cached_property
     def has_row_segments(self) -> bool:
         """Whether each row has segments of its own, as products with kept values need."""
         return _line_entries(self.shape) == row_length(self.shape)
@@ -186,7 +188,10 @@ def layout_of(mask: Tensor, index_format: str | None = None) -> Layout:
     """
     index_format = index_format or ("bitmap" if mask.is_cuda else "segments")
     if index_format not in FORMATS:
-        raise ValueError(f"Unknown index format '{index_format}'. Choose one of {list(FORMATS)}.")
+        raise ValueError(
+            f"Unknown index format '{index_format}'. Choose one of {list(FORMATS)}."
+            + see("sparse-storage")
+        )
     return FORMATS[index_format].from_mask(mask)
 
 

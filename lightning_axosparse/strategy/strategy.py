@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from time import time
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 import torch
@@ -17,7 +17,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -51,6 +51,7 @@ from lightning_axosparse.pipeline.schedule_choice import ScheduleRule
 from lightning_axosparse.pipeline.sharding import Sharding
 from lightning_axosparse.planning.grid_comparison import default_microbatches
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
+from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.sparse import sparsify
 from lightning_axosparse.sparse.materialize import Compute, Policy
 from lightning_axosparse.sparse.optimizer_state import dense_shapes, restore_masters
@@ -65,12 +66,17 @@ from lightning_axosparse.strategy.construction import (
     values_held,
 )
 from lightning_axosparse.strategy.learning_rate import scaled_rates
+from lightning_axosparse.strategy.lightning.checkpoint_io import reading_files
 from lightning_axosparse.strategy.lightning.device import move_optimizers
 from lightning_axosparse.strategy.lightning.finetuning import (
     parameters_told_apart_by_identity,
 )
 from lightning_axosparse.strategy.lightning.gradients import GradientNorms
-from lightning_axosparse.strategy.lightning.hooks import checkpoint_hooks, overrides
+from lightning_axosparse.strategy.lightning.hooks import (
+    checkpoint_hooks,
+    overrides,
+    trainer_of,
+)
 from lightning_axosparse.strategy.lightning.loop_check import LoopCheck
 from lightning_axosparse.strategy.lightning.prediction_writers import without_writing
 from lightning_axosparse.strategy.lightning.weight_averages import weight_averages
@@ -115,7 +121,9 @@ from lightning_axosparse.support.arguments import (
 )
 from lightning_axosparse.support.available_memory import free_bytes
 from lightning_axosparse.support.deferred_tensor import all_made
+from lightning_axosparse.support.torch_internals import tree_map_only
 from lightning_axosparse.support.trace import clock
+from lightning_axosparse.support.troubleshooting import see
 
 
 @dataclass(frozen=True)
@@ -135,6 +143,14 @@ class _Session:
     offload: OptimizerOffload | None
     regrid: Regrid | None
     tensors: StageTensors
+
+
+@runtime_checkable
+class PrunesByTicket(Protocol):
+    """A callback that prunes the weights by a ticket when fit starts, if it has one then."""
+
+    prunes_at_start: Literal[True]
+    ticket: Ticket | None
 
 
 class _Stored(NamedTuple):
@@ -427,17 +443,51 @@ class AxoSparseStrategy(MPIStrategy):
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Make what ``configure_model`` makes for this rank's stage alone, as one process would."""
-        if self.g_inter == 1 or self.transport == "loopback" or self._balance == "time":
+        if len(self._stages) == self.g_inter or self._measures_layers:
             yield
             return
-        with made_without(lambda: self._sharding().split(self._stages)[1].values()):
+        others = lambda: self._sharding().split(self._stages)[1].values()  # noqa: E731
+        with made_without(others, self._make_sparse):
             yield
+
+    def _make_sparse(self, make: Callable[[Tensor], None]) -> None:
+        """Store sparse, each as soon as it is made, what an adopted ticket prunes of this stage."""
+        ticket = self._adopted
+        if ticket is None:
+            return
+        kept, _ = self._sharding().split(self._stages)
+        for name, mask in ticket.part(kept).items():
+            if mask.shape == kept[name].shape and self._keeps_dtype(kept[name].dtype):
+                make(kept[name])
+                sparsify(self._module, {name: mask})
+
+    @property
+    def _adopted(self) -> Ticket | None:
+        """The ticket that a callback has before the layers are made in ``configure_model``."""
+        trainer = self._trainer
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            return None
+        if not overrides(self._module, "configure_model"):
+            return None
+        callbacks = vars(trainer)["callbacks"]
+        pruning = (each for each in callbacks if isinstance(each, PrunesByTicket))
+        return next((each.ticket for each in pruning if each.ticket is not None), None)
+
+    def _keeps_dtype(self, dtype: torch.dtype) -> bool:
+        """Whether the precision leaves parameters of this dtype as they are."""
+        probe = nn.ParameterList([torch.empty(0, dtype=dtype)])
+        return next(self.precision_plugin.convert_module(probe).parameters()).dtype == dtype
 
     @property
     def _stages(self) -> range:
         """The stages of this rank."""
         stage = self.grid.stage
         return range(self.g_inter) if self.transport == "loopback" else range(stage, stage + 1)
+
+    @property
+    def _measures_layers(self) -> bool:
+        """Whether the stages are known only when all layers have run."""
+        return self.g_inter > 1 and self._balance == "time"
 
     def _sharding(self) -> Sharding:
         """Which stages keep which tensors of the module, before it is sharded."""
@@ -513,11 +563,11 @@ class AxoSparseStrategy(MPIStrategy):
         partition = UNPARTITIONED
         if self.g_inter > 1 or self._recompute is not None:
             sizes = None if isinstance(self._balance, str) else self._balance
-            # Of layers that the last run has left on other ranks only the dense shapes are known.
-            shapes = dense_shapes(module) if is_left_sharded(module) else nullcontext()
-            with shapes:
+            # Of layers on other ranks only the dense shapes are known.
+            in_part = is_left_sharded(module) or self._adopted is not None
+            with dense_shapes(module) if in_part else nullcontext():
                 partition = partition_layers(module, self._pipeline, sizes, self.g_inter)
-        if self.g_inter > 1 and self._balance == "time":
+        if self._measures_layers:
             validate_example_input(module)
         if self._regrid is not None:
             validate_regrid_module(module)
@@ -539,7 +589,7 @@ class AxoSparseStrategy(MPIStrategy):
         """Partition again by the times that the first rank measures, if ``balance="time"``."""
         if self.g_inter == 1:
             return partition
-        if self._balance == "time":
+        if self._measures_layers:
             seconds: list[float] = []
             if self.global_rank == 0:
                 arguments = partition, self.precision_plugin, self.root_device
@@ -599,6 +649,7 @@ class AxoSparseStrategy(MPIStrategy):
             raise RuntimeError(
                 "summon_full_params() was called during a run. Call it when `fit`, `validate`, "
                 "`test` or `predict` has returned; in hooks save with `trainer.save_checkpoint`."
+                + see("values-between-layers")
             )
         if is_left_sharded(self._module):
             with summoned(self._module, self.is_global_zero or not rank0_only):
@@ -875,16 +926,24 @@ class AxoSparseStrategy(MPIStrategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint; the tensors of a sharded one are deferred until a stage needs them."""
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        local = local_path(checkpoint_path)
-        is_sharded = local is not None and local.is_dir()
-        trainer = self._module.trainer
-        if is_sharded and (
-            checkpoint_hooks(trainer, "on_load_checkpoint") or weight_averages(trainer)
-        ):
-            checkpoint = all_made(checkpoint)
-        return checkpoint
+        """Read a checkpoint; collective over the job when a run starts.
+
+        Tensors of a local file or folder are deferred then, until a stage needs them, or mapped
+        into memory where a hook reads the checkpoint.
+        """
+        files, local = reading_files(self.checkpoint_io), local_path(checkpoint_path)
+        if not (self._is_starting and files is not None and local is not None and local.exists()):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        if self.local_rank == 0:
+            files.verify(local)
+        self.barrier()
+        checkpoint = files.load_deferred(local, weights_only)
+        is_part, trainer = len(self._stages) < self.g_inter, self._module.trainer
+        is_read = checkpoint_hooks(trainer, "on_load_checkpoint") or weight_averages(trainer)
+        if is_part and not is_read:
+            return checkpoint
+        whole: dict[str, Any] = all_made(checkpoint)
+        return whole
 
     def _for_hooks(self, state: dict[str, Any]) -> dict[str, Any]:
         """A part of a checkpoint, whole on the first rank if a hook of the user reads it."""
@@ -903,16 +962,22 @@ class AxoSparseStrategy(MPIStrategy):
         ticket = ChannelTicket.in_checkpoint(checkpoint)
         if ticket is not None:
             ticket.apply(self._module)
-        state = checkpoint["state_dict"]
+        state, others = checkpoint["state_dict"], dict[str, Tensor]()
         if self._session is not None and not self._is_ordinary:
             stage_module = self._session.stage_module
             state = local_model_state(state, stage_module.sharding, stage_module.stages)
             strict = False
         else:
-            allocate(self._sharding().split(self._stages)[0].values())
+            kept, others = self._sharding().split(self._stages)
+            allocate(kept.values())
+        if self._measures_layers:
+            others = {}
         with in_parts(self._module):
-            held = values_held(state, self._module)
-        self._module.load_state_dict(all_made(held), strict=strict)
+            held = values_held(state, self._module, others.values())
+        # A sparse layer makes its weight dense when its turn has come.
+        stored = sparse_parameters(self._module)
+        made = {n: value if n in stored else all_made(value) for n, value in held.items()}
+        self._module.load_state_dict(made, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer's state on the first rank, an empty dict on others; collective.
@@ -942,7 +1007,9 @@ class AxoSparseStrategy(MPIStrategy):
         """Load this rank's part of the whole optimizers' states."""
         stage_module, offload = self._running.stage_module, self._running.offload
         if self._is_ordinary and offload is None:
-            super().load_optimizer_state_dict(all_made(checkpoint))
+            # A copy, as the state would keep a mapped file.
+            states = tree_map_only(Tensor, Tensor.clone, checkpoint["optimizer_states"])
+            super().load_optimizer_state_dict({"optimizer_states": states})
             return
         held, sparse = stage_module.sharding.held(), sparse_parameters(self._module)
         states = checkpoint["optimizer_states"]
@@ -963,6 +1030,18 @@ class AxoSparseStrategy(MPIStrategy):
         return {**super().__getstate__(), "_session": None, "_ended": None}
 
     @property
+    def _is_starting(self) -> bool:
+        """Whether the Trainer prepares a run, on all ranks."""
+        trainer = self._trainer
+        runs = trainer is not None and trainer.state.status == TrainerStatus.RUNNING
+        return self._session is None and runs
+
+    @property
+    def _trainer(self) -> pl.Trainer | None:
+        """The Trainer of the module, if it is attached to one on this rank."""
+        return None if self.lightning_module is None else trainer_of(self.lightning_module)
+
+    @property
     def _is_ordinary(self) -> bool:
         """Whether this rank has the module as one process has it: all of it, and dense."""
         if self._save_distributed_checkpoint or sparse_parameters(self._module):
@@ -977,7 +1056,10 @@ class AxoSparseStrategy(MPIStrategy):
     @property
     def _running(self) -> _Session:
         if self._session is None:
-            raise RuntimeError("AxoSparseStrategy holds a module only while the Trainer runs.")
+            raise RuntimeError(
+                "AxoSparseStrategy holds a module only while the Trainer runs."
+                + see("values-between-layers")
+            )
         return self._session
 
     @property

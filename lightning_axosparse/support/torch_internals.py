@@ -57,6 +57,13 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def checkpoint_offset(tensor: Tensor) -> int:
+    """Return where in its file the storage of a tensor is, after loading it to the meta device."""
+    offset = tensor.untyped_storage()._checkpoint_offset
+    assert offset is not None
+    return offset
+
+
 def storage_id(storage: torch.UntypedStorage) -> int:
     """Return a number that equals another storage's exactly if both are the same memory."""
     identity: int = storage._cdata

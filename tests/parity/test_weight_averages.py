@@ -32,8 +32,12 @@ class Normed(Net):
 
     def __init__(self) -> None:
         super().__init__(outer=True, tied=True)
-        self.model[1], self.model[3] = nn.BatchNorm1d(24), nn.BatchNorm1d(24)
+        for place in (1, 3):
+            self.model[place] = nn.Sequential(nn.BatchNorm1d(24), nn.Tanh())
         self.norm = nn.BatchNorm1d(CLASSES)
+        for place in (0, 2, 4, 5):
+            # Before a BatchNorm its gradient is rounding alone, which Adam would magnify.
+            self.model[place].bias = None
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(super().forward(x))
