@@ -6,7 +6,7 @@ Every row is a separate process. "peak" is the largest resident set during two t
 minus that of the process before the model was built; "state" is the bytes of weights, indices,
 gradients and optimizer state; "files" are the pages of libraries in the peak, which the processes
 of a machine share and the system may drop. "sparse" is pruned before the first step, "drawn" after
-two dense ones. Prints a Markdown table.
+two dense ones; masks have one bit an entry, as in a ticket. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ RETURNED = {"MALLOC_MMAP_THRESHOLD_": "262144"}
 TOKENS = 128
 
 
-def resident(key: Literal["VmRSS", "VmHWM", "RssFile"]) -> int:
-    """Return bytes of this process: its resident set, the set's peak, or what it has of files."""
+def resident(key: Literal["VmRSS", "VmHWM", "VmData", "RssFile"]) -> int:
+    """Return bytes of this process: its resident set, the set's peak, of files, or writable."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
@@ -74,7 +74,9 @@ def prune_before_training(model: GPT, kind: str, ratio: float) -> None:
     """Prune ``model`` by magnitude as the variant says."""
     masks = masks_of(model, ratio)
     if kind == "sparse":
-        sparsify(model, masks)
+        bits = MaskBits(masks)
+        masks.clear()
+        sparsify(model, bits)
         return
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in masks}
     if kind == "prune":

@@ -173,6 +173,9 @@ class EarlyBirdTicket(TicketSearch):
         MisconfigurationException: if an argument is out of range.
     """
 
+    prunes_at_start: Literal[True] = True
+    """A strategy may store weights sparse by :attr:`ticket` as soon as it makes them."""
+
     @checked(
         MisconfigurationException,
         pruning_ratio=number("a number in (0, 1)", lambda ratio: 0 < ratio < 1),

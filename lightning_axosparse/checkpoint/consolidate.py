@@ -35,7 +35,8 @@ def consolidate(folder: str | os.PathLike[str], file: str | os.PathLike[str] | N
         )
     target = source.with_name(f"{source.name}.consolidated") if file is None else Path(file)
     files = AtomicCheckpointIO()
-    files.save_checkpoint(files.load_checkpoint(source, weights_only=False), target)
+    files.verify(source)
+    files.save_checkpoint(files.load_deferred(source, weights_only=False), target)
     return target
 
 

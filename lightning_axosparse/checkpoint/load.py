@@ -22,7 +22,12 @@ from lightning_axosparse.sparse.formats import layout_of
 from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.materialize import DenseForm, master_dtype
 from lightning_axosparse.sparse.module import make_sparse
-from lightning_axosparse.sparse.parameters import OwnedParameter, owned_parameters, set_values
+from lightning_axosparse.sparse.parameters import (
+    OwnedParameter,
+    owned_parameters,
+    set_values,
+    validate_made,
+)
 from lightning_axosparse.sparse.weight import SparseWeight
 from lightning_axosparse.support import archive
 from lightning_axosparse.support.arguments import MODULE, NONE, PATH, PATTERNS, checked, instance_of
@@ -128,6 +133,7 @@ def _load_kept(
     rest = {name for name in state if not skipped(name)}
     for entry in owned:
         masked = next((name for name in entry.names if name in masks), None)
+        validate_made(entry.names[0], entry.parameter)
         if masked is None:
             _allocate(entry)
         else:

@@ -153,6 +153,11 @@ class PipelinedLayers:
         self._buffers.clear()
         self._restored.clear()
 
+    @property
+    def running_stage(self) -> int | None:
+        """The stage whose forward pass runs; None outside of forward passes."""
+        return None if self._running is None else self._running.visit.stage
+
     @contextmanager
     def visit(self, visit: Visit) -> Iterator[None]:
         """Compute the layers of ``visit.stage`` inside the context."""

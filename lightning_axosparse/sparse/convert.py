@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_axosparse.sparse import kept_convolutions, kept_products
+from lightning_axosparse.sparse import embedding, kept_convolutions, kept_products
 from lightning_axosparse.sparse.elementwise import validate_elementwise_optimizers
 from lightning_axosparse.sparse.formats import FORMATS, layout_of
 from lightning_axosparse.sparse.layout import Layout
@@ -28,6 +28,7 @@ from lightning_axosparse.sparse.parameters import (
     owned_parameters,
     set_values,
     sparse_parameters,
+    validate_made,
 )
 from lightning_axosparse.sparse.weight import compress_gradient
 from lightning_axosparse.support.arguments import (
@@ -39,7 +40,7 @@ from lightning_axosparse.support.arguments import (
     one_of,
     validate_mask,
 )
-from lightning_axosparse.support.release_memory import release_freed_memory
+from lightning_axosparse.support.release_memory import release_freed_memory, release_library
 from lightning_axosparse.support.troubleshooting import see
 
 
@@ -169,6 +170,7 @@ def _checked_layout(
             f"The mask of '{name}' has shape {tuple(mask.shape)}, the parameter {tuple(shape)}."
             + see("sparse-storage")
         )
+    validate_made(name, parameter)
     if parameter.is_meta:
         raise ValueError(
             f"'{name}' is on the meta device: this process does not hold its values."
@@ -221,17 +223,31 @@ def renew_reducers(module: nn.Module) -> None:
 
 
 def load_loops_of(module: nn.Module) -> None:
-    """Load the compiled loops if a layer of ``module`` will multiply or convolve by them."""
-    for entry in sparse_parameters(module).values():
-        assert entry.layout is not None
-        assert entry.form is not None
-        if entry.form.policy == "samo":
-            continue
-        choice = entry.form.compute, entry.parameter.new_empty(0, dtype=entry.form.dtype)
-        if any(isinstance(owner, nn.Conv1d | nn.Conv2d) for owner, _ in entry.owners):
-            if kept_convolutions.chosen(entry.layout, *choice):
-                kept_convolutions.load_loops()
-        elif len(entry.shape) == 2 and kept_products.chosen(
-            "times_transposed", *choice, entry.layout
-        ):
-            kept_products.load_loops()
+    """Load the compiled loops by which layers of ``module`` will multiply, convolve and look up.
+
+    The compiler, which reads them, is not needed again then.
+    """
+    needed = {load for entry in sparse_parameters(module).values() for load in _loops_of(entry)}
+    for load in needed:
+        load()
+    if needed:
+        release_library("libllvmlite")
+
+
+def _loops_of(entry: OwnedParameter) -> Iterator[Callable[[], None]]:
+    """Yield the functions that load the loops that a sparse parameter needs."""
+    assert entry.layout is not None
+    assert entry.form is not None
+    if entry.form.policy == "samo":
+        return
+    choice = entry.form.compute, entry.parameter.new_empty(0, dtype=entry.form.dtype)
+    owners = [owner for owner, _ in entry.owners]
+    if any(isinstance(owner, nn.Conv1d | nn.Conv2d) for owner in owners):
+        if kept_convolutions.chosen(entry.layout, *choice):
+            yield kept_convolutions.load_loops
+    elif len(entry.shape) == 2:
+        if kept_products.chosen("times_transposed", *choice, entry.layout):
+            yield kept_products.load_loops
+        looked_up = any(isinstance(owner, nn.Embedding) for owner in owners)
+        if looked_up and embedding.found_by_row(entry.layout):
+            yield embedding.load_loops

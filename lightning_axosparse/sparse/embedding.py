@@ -7,12 +7,13 @@ tile of the weight is dense at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import cache
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from lightning_axosparse.sparse.formats import SegmentLayout
+from lightning_axosparse.sparse.formats import SegmentLayout, layout_of
 from lightning_axosparse.sparse.kernels import kernel_module
 from lightning_axosparse.sparse.layout import Layout, Tile, row_length
 from lightning_axosparse.sparse.scratch import scratch
@@ -111,9 +112,23 @@ def layer_forward(
     return forward
 
 
+def found_by_row(layout: Layout) -> TypeGuard[SegmentLayout]:
+    """Return whether compiled loops find the kept entries of a row."""
+    return isinstance(layout, SegmentLayout) and layout.has_row_segments and layout.starts.is_cpu
+
+
+@cache
+def load_loops() -> None:
+    """Compile the loops, or load them from numba's cache, before a layer needs them."""
+    layout = layout_of(torch.ones(1, 64, dtype=torch.bool, device="cpu"), "segments")
+    indices = torch.zeros(1, dtype=torch.int64, device="cpu")
+    values = torch.zeros(64, dtype=torch.float32, device="cpu")
+    add_rows(indices, take_rows(indices, values, layout), layout)
+
+
 def take_rows(indices: Tensor, values: Tensor, layout: Layout) -> Tensor:
     """Return the dense rows ``indices`` (shape ``(n,)``) of a weight: shape ``(n, columns)``."""
-    if isinstance(layout, SegmentLayout) and layout.has_row_segments:
+    if found_by_row(layout):
         taken: Tensor = kernel_module("segments").take_rows(indices, values, layout.rows)
         return taken
     result = values.new_empty(len(indices), row_length(layout.shape))
@@ -136,7 +151,7 @@ def add_rows(indices: Tensor, rows: Tensor, layout: Layout, padding: int | None 
     values = rows.new_zeros(layout.nnz)
     if padding is not None:
         rows, indices = rows[indices != padding], indices[indices != padding]
-    if isinstance(layout, SegmentLayout) and layout.has_row_segments and rows.dtype.itemsize >= 4:
+    if found_by_row(layout) and rows.dtype.itemsize >= 4:
         added: Tensor = kernel_module("segments").add_rows(indices, rows, layout.rows)
         return added
     for tile, found in _tiles_with(indices, layout):

@@ -17,6 +17,7 @@ coo       4.00 / 4.00 / 4.01 / 4.02              nowhere; SAMO's format, to comp
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -93,7 +94,7 @@ class SegmentLayout(Layout):
             "offsets": (within % SEGMENT).to(torch.uint8),
         }
 
-    @property
+    @cached_property
     def has_row_segments(self) -> bool:
         """Whether each row has segments of its own, as products with kept values need."""
         return _line_entries(self.shape) == row_length(self.shape)

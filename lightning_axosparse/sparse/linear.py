@@ -72,6 +72,9 @@ _ROWS_ARE_OUTPUTS = {
 """The layer forwards of the first path, by module and name: whether rows give the outputs."""
 
 
+_PLAIN = (Tensor, nn.Parameter)
+
+
 class _Operands(NamedTuple):
     """Inputs and bias in the dtype that the product runs in."""
 
@@ -100,7 +103,7 @@ def _eligible(
     """
     if transformed() or torch.compiler.is_compiling():
         return None
-    if any(type(t) not in (Tensor, nn.Parameter) for t in (inputs, bias) if t is not None):
+    if type(inputs) not in _PLAIN or (bias is not None and type(bias) not in _PLAIN):
         return None
     if weight.is_meta or batched(inputs) or 0 in shape:
         return None
@@ -114,7 +117,9 @@ def _eligible(
         dtype = dtype if dtype == torch.float64 else autocast
         inputs = _autocast(inputs, autocast)
         bias = None if bias is None else _autocast(bias, autocast)
-    if any(t.dtype != dtype or t.device != weight.device for t in (inputs, bias) if t is not None):
+    if inputs.dtype != dtype or inputs.device != weight.device:
+        return None
+    if bias is not None and (bias.dtype != dtype or bias.device != weight.device):
         return None
     return _Operands(inputs, bias, dtype)
 
@@ -341,7 +346,7 @@ def _weight_gradient(ctx: Any, inputs: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
 def _outer_factors(inputs: Tensor, gradient: Tensor, by_rows: bool) -> tuple[Tensor, Tensor]:
@@ -365,7 +370,7 @@ def _multiply(
         dense = dense_copy.filled(values, layout).view(layout.shape[0], -1)
         result = F.linear(flat, dense if by_rows else dense.t(), bias)
     else:
-        kept = values.to(flat.dtype)
+        kept = values if values.dtype == flat.dtype else values.to(flat.dtype)
         product = "times_transposed" if by_rows else "times"
         result = _way(product, compute, kept, layout)(flat, kept, layout, bias)
     return result.view(*inputs.shape[:-1], result.shape[1])

@@ -19,6 +19,7 @@ from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.materialize import DenseForm, master_dtype
 from lightning_axosparse.sparse.torch_functions import read_weight
 from lightning_axosparse.sparse.weight import SparseWeight, sparse_weight
+from lightning_axosparse.support.deferred_tensor import all_made
 from lightning_axosparse.support.troubleshooting import see
 
 
@@ -99,7 +100,7 @@ class SparseModule(nn.Module):
         error_msgs: list[str],
     ) -> None:
         for name, layout in self._layouts.items():
-            dense = state_dict.get(prefix + name)
+            dense = all_made(state_dict.get(prefix + name))
             if dense is None:
                 continue
             if dense.shape == layout.shape:

@@ -45,6 +45,7 @@ _FILL = frozenset(
 ) | {"aten::geometric_", "aten::bernoulli_"}
 # They change what a tensor refers to and no values, so views of the recorded storages follow them.
 _REFER = "aten::set_"
+_EMPTY = "aten::empty"
 
 
 class _Place(NamedTuple):
@@ -148,6 +149,15 @@ class DeferredInit(TorchDispatchMode):
         place = _Place.of(tensor)
         return place.view(self._replay({place.storage})[place.storage])
 
+    def make(self, tensor: Tensor) -> None:
+        """Give one deferred tensor its values, in memory of its own.
+
+        Raises:
+            RuntimeError: if it has a gradient hook, which would be lost.
+        """
+        if self.device_of(tensor) is not None:
+            _give_values(tensor, self.values(tensor))
+
     def make_except(self, unwanted: Iterable[Tensor]) -> None:
         """Give every deferred tensor that still exists its values, but leave out the ``unwanted``.
 
@@ -176,6 +186,9 @@ class DeferredInit(TorchDispatchMode):
             return operator(*args, **kwargs)
         device = torch.device(kwargs.get("device") or (devices[0] if devices else "cpu"))
         if device == _META and self._disguise.asked_for_meta:
+            return operator(*args, **kwargs)
+        if operator._schema.name == _EMPTY and 0 in args[0]:
+            # It has no values, and may be set to memory that has, as torch.load does.
             return operator(*args, **kwargs)
         if device == _META:  # torch took it from a deferred tensor
             device = devices[0] if devices else torch.device("cpu")

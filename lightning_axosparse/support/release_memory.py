@@ -7,12 +7,18 @@ was more than half of the memory of the process.
 For a tensor of the same size, glibc does not even use them: ``posix_memalign``, by which torch
 allocates, asks for a little more than it keeps. So every tensor that is freed between two that stay
 leaves a hole. Ranks therefore map larger blocks one by one, as glibc does with blocks from 32 MiB.
+
+Pages of a library's file are memory of the process, too, once it has read them. A compiler that has
+done its work has read many, which nothing reads again.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
+import re
+from pathlib import Path
 
 import torch
 
@@ -31,6 +37,37 @@ def release_freed_memory() -> None:
     if trim is not None:
         trim(0)
     torch.cuda.empty_cache()
+
+
+def release_library(name: str) -> None:
+    """Return the pages of a library's file to the system, which reads them again where needed.
+
+    Pages to which the process has written, such as relocated addresses, stay. Nothing is done on
+    other systems than Linux.
+
+    Args:
+        name: part of the file's path.
+    """
+    mappings = Path("/proc/self/smaps")
+    if not mappings.exists():
+        return
+    madvise = ctypes.CDLL(None).madvise
+    for mapping in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", mappings.read_text(), flags=re.MULTILINE):
+        header, _, sizes = mapping.partition("\n")
+        if name in header and _as_in_the_file(header, sizes):
+            first, last = (int(edge, 16) for edge in header.split()[0].split("-"))
+            address, size = ctypes.c_void_p(first), ctypes.c_size_t(last - first)
+            madvise(address, size, mmap.MADV_DONTNEED)
+
+
+def _as_in_the_file(header: str, sizes: str) -> bool:
+    """Return whether a mapping is private, cannot be written to, and never has been.
+
+    A page that has been written to is anonymous, or in swap.
+    """
+    permissions = header.split()[1]
+    written = re.findall(r"^(?:Anonymous|Swap): +(\d+) kB$", sizes, re.MULTILINE)
+    return permissions in ("r--p", "r-xp") and written == ["0", "0"]
 
 
 def map_larger_blocks() -> None:

@@ -6,9 +6,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_axosparse import sparsify
+from lightning_axosparse.sparse import embedding, torch_functions
 from lightning_axosparse.sparse import layout as layout_module
-from lightning_axosparse.sparse import torch_functions
 from lightning_axosparse.sparse.formats import layout_of
+from lightning_axosparse.sparse.kernels import segments
 from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.materialize import DenseForm
 
@@ -46,6 +47,16 @@ def test_rows_and_gradient(pair, shape, padding):
     for rows in found:
         rows.pow(2).sum().backward()
     torch.testing.assert_close(values.grad, dense.grad[mask])
+
+
+def test_a_conversion_loads_the_loops_that_layers_run():
+    embedding.load_loops.cache_clear()
+    layer = nn.Embedding(ROWS, WIDE)
+    sparsify(layer, {"weight": torch.rand(ROWS, WIDE) < 0.3})
+    assert embedding.load_loops.cache_info().currsize
+    loaded = [len(loop.signatures) for loop in (segments._take_rows, segments._add_rows)]
+    layer(torch.randint(ROWS, (2, 5))).sum().backward()
+    assert [len(loop.signatures) for loop in (segments._take_rows, segments._add_rows)] == loaded
 
 
 @pytest.mark.parametrize("pair", [COLUMNS], indirect=True)

@@ -62,6 +62,16 @@ def test_products_are_those_of_the_dense_weight(height, width, n, kept, biased, 
     close(found, lambda g, x: layout.compress(g.t() @ x), gradient, inputs)
 
 
+@pytest.mark.parametrize("kept", [1, 7, 8, 9, 17, 300])
+def test_one_token_reads_no_input_of_a_pruned_weight(kept):
+    places = torch.randperm(300)[:kept].sort().values
+    mask = torch.zeros(1, 300, dtype=torch.bool).index_fill(1, places, True)
+    layout, values = layout_of(mask, "segments"), torch.randn(kept)
+    inputs = torch.full((1, 300), float("nan")).where(~mask, torch.randn(1, 300))
+    found = kept_products.times_transposed(inputs, values, layout)
+    close(found, torch.mm, inputs[:, places], values.view(-1, 1))
+
+
 def test_operands_of_any_strides():
     dense, layout, values = weight(65, 96, 0.3)
     inputs, gradient = torch.randn(96, 40).t(), torch.randn(40, 130)[:, ::2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -13,7 +14,11 @@ import torch
 from torch import nn
 
 from lightning_axosparse import sparsify
-from lightning_axosparse.support.release_memory import map_larger_blocks, release_freed_memory
+from lightning_axosparse.support.release_memory import (
+    map_larger_blocks,
+    release_freed_memory,
+    release_library,
+)
 
 
 def resident() -> int:
@@ -59,3 +64,28 @@ def kept_among_freed() -> int:
 def test_larger_blocks_are_returned_when_they_are_freed() -> None:
     with ProcessPoolExecutor(1, get_context("fork")) as process:  # The change is for good.
         assert process.submit(kept_among_freed).result() < 10 * 8 + 16
+
+
+def pages_of(library: str) -> tuple[int, int]:
+    """Bytes that this process has of a library's file: as they are there, and written to."""
+    read = written = 0
+    ours = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        key, _, size = line.partition(":")
+        if "-" in key:
+            ours = library in line
+        elif ours and key in ("Rss", "Anonymous"):
+            kept = int(size.split()[0]) << 10
+            read += kept if key == "Rss" else -kept
+            written += kept if key == "Anonymous" else 0
+    return read, written
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
+def test_a_library_keeps_what_was_written_and_runs_on_with_the_rest() -> None:
+    read, written = pages_of("libtorch_cpu")
+    assert read > 0
+    release_library("libtorch_cpu")
+    assert pages_of("libtorch_cpu")[0] < read / 2
+    assert pages_of("libtorch_cpu")[1] == written
+    torch.testing.assert_close(torch.ones(64, 64) @ torch.ones(64, 64), torch.full((64, 64), 64.0))
