@@ -154,7 +154,20 @@ def differences(before: dict[Any, Any], after: dict[Any, Any]) -> dict[Any, Any]
 
 
 def abandoned_shared_memory(since: float) -> set[str]:
-    """Files in shared memory, younger than ``since``, that no process has open or mapped."""
+    """Files in shared memory, younger than ``since``, that no process has open or mapped.
+
+    Other tests run meanwhile, whose files are removed in the end.
+    """
+    found = _abandoned_since(since)
+    for _ in range(20):
+        if not found:
+            break
+        time.sleep(0.5)
+        found &= _abandoned_since(since)
+    return found
+
+
+def _abandoned_since(since: float) -> set[str]:
     used = "".join(_read(maps) for maps in Path("/proc").glob("[0-9]*/maps"))
     young = set()
     for file in SHARED_MEMORY.iterdir():

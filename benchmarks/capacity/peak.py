@@ -1,11 +1,13 @@
-"""Measures the peak memory of every rank of a run: start, three steps of AdamW, a checkpoint, end.
+"""Measures the peak memory of every rank of a run: start, three steps of AdamW, end.
 
     python -m benchmarks.capacity.peak 4 8
 
 The arguments are numbers of stages. A model of 24 equal layers, made in ``configure_model``, trains
 on ranks that the call starts. "peak" is the largest resident set of the rank's process, minus the
 one that it has when it has imported everything and connected to the others; "share" is the bytes of
-its weights, gradients and optimizer state. Prints a row for each rank.
+its weights, gradients and optimizer state. Prints a row for each rank. ``--checkpoint`` writes one
+in the run, ``--resume`` measures the run that goes on from it, and with ``--whole`` the layers are
+made in ``__init__``, before the ranks are started.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -30,17 +33,23 @@ LAYER_BYTES = 4 * WIDTH * (WIDTH + 1)
 MB = 1_000_000
 
 
+def made() -> nn.Sequential:
+    """The layers."""
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+
+
 class Equal(L.LightningModule):
     """Equal layers; each rank writes what it took to a file of ``folder`` when it exits."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, whole: bool) -> None:
         super().__init__()
         self.folder = folder
-        self.layers: nn.Sequential | None = None
+        self.layers = made() if whole else None
 
     def configure_model(self) -> None:
         atexit.register(self.report, resident("VmRSS"))
-        self.layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+        if self.layers is None:
+            self.layers = made()
 
     def report(self, before: int) -> None:
         peak = resident("VmHWM") - before
@@ -59,38 +68,53 @@ class Equal(L.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
-def measure(stages: int, checkpoint: bool) -> list[dict[str, int]]:
+def measure(
+    stages: int, folder: str, whole: bool, checkpoint: bool, resumed: Path | None
+) -> list[dict[str, int]]:
     """Train on so many stages, and return the row of each rank."""
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=stages,
+        max_steps=3 if resumed is None else 6,
+        logger=False,
+        enable_checkpointing=checkpoint,
+        callbacks=[ModelCheckpoint(folder, "last")] if checkpoint else [],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        strategy=AxoSparseStrategy(g_inter=stages),
+    )
+    L.seed_everything(0, verbose=False)
+    data = DataLoader(torch.randn(64, WIDTH), batch_size=16)
+    trainer.fit(Equal(folder, whole), data, ckpt_path=resumed)
+    files = sorted(Path(folder).glob("*.json"), key=lambda file: int(file.stem))
+    return [json.loads(file.read_text()) for file in files]
+
+
+def rows(stages: int, whole: bool, checkpoint: bool, resume: bool) -> list[dict[str, int]]:
+    """The rows of a run, or of the run that goes on from its checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=stages,
-            max_steps=3,
-            logger=False,
-            default_root_dir=folder,
-            enable_checkpointing=checkpoint,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            strategy=AxoSparseStrategy(g_inter=stages),
-        )
-        L.seed_everything(0)
-        trainer.fit(Equal(folder), DataLoader(torch.randn(64, WIDTH), batch_size=16))
-        files = sorted(Path(folder).glob("*.json"), key=lambda file: int(file.stem))
-        return [json.loads(file.read_text()) for file in files]
+        found = measure(stages, folder, whole, checkpoint or resume, None)
+        if not resume:
+            return found
+        return measure(stages, folder, whole, False, Path(folder) / "last.ckpt")
 
 
 def main() -> None:
     """Print a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("stages", type=int, nargs="+")
+    parser.add_argument("--whole", action="store_true", help="make the layers in __init__")
     parser.add_argument(
         "--checkpoint", action="store_true", help="write one, as fit does at its end"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="measure a run that goes on from a checkpoint"
     )
     options = parser.parse_args()
     print("| stages | rank | share, MB | peak, MB | peak / (1.15 share + 2 layers) |")
     print("| --: | --: | --: | --: | --: |")
     for stages in options.stages:
-        for row in measure(stages, options.checkpoint):
+        for row in rows(stages, options.whole, options.checkpoint, options.resume):
             bar = 1.15 * row["share"] + 2 * LAYER_BYTES
             print(
                 f"| {stages} | {row['rank']} | {row['share'] / MB:.0f} | {row['peak'] / MB:.0f} "

@@ -45,8 +45,8 @@ RETURNED = {"MALLOC_MMAP_THRESHOLD_": "262144"}
 TOKENS = 128
 
 
-def resident(key: Literal["VmRSS", "VmHWM", "RssFile"]) -> int:
-    """Return bytes of this process: its resident set, the set's peak, or what it has of files."""
+def resident(key: Literal["VmRSS", "VmHWM", "VmData", "RssFile"]) -> int:
+    """Return bytes of this process: its resident set, the set's peak, of files, or writable."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 

@@ -3,9 +3,10 @@
     mpiexec -n 2 python -m benchmarks.pipeline.peers
 
 All run the same transformer blocks and micro-batches in the same job, also torch's zero-bubble
-schedules. Before any timing, gradients are compared with those of one process; those of the engine
-and of torch's 1F1B to the bit. Every row of the engine also has the step that is simulated from the
-times of the stages' passes without waiting. Prints Markdown rows.
+schedules and, where it is installed, DeepSpeed's engine. Before any timing, gradients are compared
+with those of one process; those of the engine and of torch's 1F1B to the bit. Every row of the
+engine also has the step that is simulated from the times of the stages' passes without waiting.
+Prints Markdown rows.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch.distributed.pipelining import (
 
 from benchmarks.interleave import ratios, trials
 from benchmarks.pipeline.alone import Alone, ReadyLink
+from benchmarks.pipeline.deepspeed_peer import IS_INSTALLED, DeepSpeed
 from benchmarks.pipeline.table import head, row
 from lightning_axosparse.distributed.mpi.connect import connect_stages
 from lightning_axosparse.distributed.mpi.staging import HostStaging
@@ -210,8 +212,12 @@ def main() -> None:
     theirs = {
         name: Torch(blocks, schedule, own_places(schedule)) for name, schedule in PEERS.items()
     }
+    deepspeed = {}
+    if IS_INSTALLED:
+        peer = DeepSpeed(blocks, MICROBATCHES, options.samples, loss_of)
+        deepspeed["DeepSpeed, gloo"] = peer
     ours = {name: Ours(copy.deepcopy(mine), *choice, link) for name, choice in choices.items()}
-    steps = theirs | ours
+    steps = theirs | deepspeed | ours
 
     for part_x, part_y in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
         (loss_of(nn.Sequential(*blocks)(part_x), part_y) / MICROBATCHES).backward()
@@ -222,6 +228,8 @@ def main() -> None:
     for name, step in theirs.items():
         reference = nn.ModuleList(blocks[place] for place in own_places(PEERS[name]))
         validate(step.blocks, reference, exactly=name == BASELINE)
+    for step in deepspeed.values():
+        validate(step.blocks, mine, exactly=False)
 
     def runner(step: Any) -> Any:
         return lambda trial: step(x, y)

@@ -1,6 +1,6 @@
 """Compares the message-driven schedule with 1F1B on the same transport, with sleeping stages.
 
-    mpiexec -n 4 python -m benchmarks.pipeline.schedules
+    mpiexec -n 4 python -m benchmarks.pipeline.schedules [--forward 0.05]
 
 Sleeping stages hardly use the CPU, so every schedule gets exactly the same jitter and link latency,
 even on a machine with fewer cores than stages. Every row also has the simulated step of the same
@@ -32,7 +32,7 @@ from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES
 from lightning_axosparse.planning.simulate import Wire, simulate
 from lightning_axosparse.support.trace import Span, clock
 
-FORWARD, BACKWARD = 0.010, 0.020
+BACKWARD = 2.0  # in forward passes
 WEIGHT = 0.5  # the part of a backward pass that makes weight gradients
 MICROBATCHES = 16
 NOISE = 0.01  # difference of two runs of the same passes on an idle machine
@@ -97,11 +97,11 @@ class _Ripe(deque):
 
 
 def delays(sigma: float, trial: int, stages: int) -> np.ndarray:
-    """Seconds of each pass, shape (2, stages, microbatches): lognormal with mean one."""
+    """Forward passes that each pass takes, shape (2, stages, microbatches): lognormal."""
     noise = np.random.default_rng(1000 + trial).lognormal(
         -(sigma**2) / 2, sigma, (2, stages, MICROBATCHES)
     )
-    return noise * np.array([FORWARD, BACKWARD])[:, None, None]
+    return noise * np.array([1.0, BACKWARD])[:, None, None]
 
 
 class SleepingPasses:
@@ -143,21 +143,26 @@ class Choice(NamedTuple):
 class SleepingStage:
     """This rank's stage, which sleeps through its passes.
 
+    Args:
+        forward: seconds of a forward pass.
+
     Attributes:
         recorded: the spans of every step run, in order, while ``recording``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, forward: float) -> None:
         world = MPI.COMM_WORLD
         self.stage, self.stages = world.rank, world.size
+        self._forward = forward
         self.recorded: list[list[Span]] = []
         mailboxes = connect_stages(self.stage, self.stages, 0, 2 * self.stages, HostStaging())
         self._link = SlowLink(*mailboxes, torch.device("cpu"))
 
     def step(self, choice: Choice, case: Case, trial: int) -> None:
         """Run the passes of one step in the order of the schedule."""
-        _Ripe.latency = case.latency * FORWARD
-        forward, backward = delays(case.sigma, trial, self.stages)[:, self.stage]
+        _Ripe.latency = case.latency * self._forward
+        seconds = self._forward * delays(case.sigma, trial, self.stages)
+        forward, backward = seconds[:, self.stage]
         decides = choice.schedule(self.stage, self.stages, MICROBATCHES, choice.limit)
         deferred = backward * WEIGHT * choice.schedule.defers_weight_gradients
         passes = SleepingPasses(forward, backward - deferred, deferred)
@@ -182,8 +187,13 @@ class Overhead(NamedTuple):
     a_message: float
 
 
-def overhead(ranks: list[list[Span]]) -> Overhead:
-    """Return the means over one step without jitter, from the spans of all ranks."""
+def overhead(ranks: list[list[Span]], forward: float) -> Overhead:
+    """Return the means over one step without jitter, from the spans of all ranks.
+
+    Args:
+        ranks: the spans of each rank.
+        forward: seconds of a forward pass.
+    """
     passes, messages = [], []
     ended = {
         (span.activity, span.stage, span.microbatch): span.end for spans in ranks for span in spans
@@ -191,7 +201,7 @@ def overhead(ranks: list[list[Span]]) -> Overhead:
     for spans in ranks:
         waited = sum(span.end - span.start for span in spans if span.activity == "wait")
         busy = spans[-1].end - spans[0].start - waited
-        passes.append(busy / MICROBATCHES / 2 - (FORWARD + BACKWARD) / 2)
+        passes.append((busy / MICROBATCHES - forward * (1 + BACKWARD)) / 2)
         for before, span in pairwise(spans):
             if before.activity == "wait":
                 sender = span.stage + (1 if span.activity == "backward" else -1)
@@ -199,10 +209,10 @@ def overhead(ranks: list[list[Span]]) -> Overhead:
     return Overhead(fmean(passes), fmean(messages))
 
 
-def simulated(choice: Choice, case: Case, trial: int, costs: Overhead) -> float:
-    """Return the seconds of the simulated step."""
+def simulated(choice: Choice, case: Case, trial: int, seconds: float, costs: Overhead) -> float:
+    """Return the seconds of the simulated step, of which a forward pass takes so many."""
     stages = MPI.COMM_WORLD.size
-    forward, backward = delays(case.sigma, trial, stages)
+    forward, backward = seconds * delays(case.sigma, trial, stages)
     weight = backward * WEIGHT + costs.a_pass
     extra = costs.a_pass * (1 + choice.schedule.defers_weight_gradients)
     return simulate(
@@ -210,7 +220,7 @@ def simulated(choice: Choice, case: Case, trial: int, costs: Overhead) -> float:
         forward + costs.a_pass,
         backward + extra,
         # The latency counts from the time of sending, so it includes the transfer.
-        Wire(latency=max(case.latency * FORWARD, costs.a_message)),
+        Wire(latency=max(case.latency * seconds, costs.a_message)),
         weight_gradient=weight,
     ).makespan
 
@@ -218,6 +228,7 @@ def simulated(choice: Choice, case: Case, trial: int, costs: Overhead) -> float:
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--trials", type=int, default=7)
+    arguments.add_argument("--forward", type=float, default=0.01, help="seconds of a forward pass")
     places = range(len(CASES))
     arguments.add_argument(
         "--cases", type=int, nargs="+", choices=places, default=places, help="besides the first"
@@ -225,7 +236,8 @@ def main() -> None:
     options = arguments.parse_args()
     count = options.trials
     world = MPI.COMM_WORLD
-    mine, stages = SleepingStage(), world.size
+    forward = options.forward
+    mine, stages = SleepingStage(forward), world.size
     runners = {
         "1F1B": Choice(SCHEDULES["1f1b"], stages),
         "limit P": Choice(SCHEDULES["message-driven"], stages),
@@ -244,10 +256,12 @@ def main() -> None:
         seconds = trials(run, count)
         if case is CASES[0]:
             steps = zip(*world.allgather(mine.recorded), strict=True)
-            costs = Overhead(*map(fmean, zip(*map(overhead, steps), strict=True)))
+            measured = [overhead(spans, forward) for spans in steps]
+            costs = Overhead(*map(fmean, zip(*measured, strict=True)))
         if world.rank == 0:
             for name, ratio in ratios(seconds, "1F1B").items():
-                guess = median(simulated(runners[name], case, n, costs) for n in range(count))
+                choice = runners[name]
+                guess = median(simulated(choice, case, n, forward, costs) for n in range(count))
                 row(case.name, name, median(seconds[name]), ratio, case.bars.get(name), guess)
     if world.rank == 0:
         a_pass, a_message = (cost * 1e3 for cost in costs)

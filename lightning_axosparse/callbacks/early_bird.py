@@ -173,6 +173,9 @@ class EarlyBirdTicket(TicketSearch):
         MisconfigurationException: if an argument is out of range.
     """
 
+    prunes_at_start: Literal[True] = True
+    """A strategy may store weights sparse by :attr:`ticket` as soon as it makes them."""
+
     @checked(
         MisconfigurationException,
         pruning_ratio=number("a number in (0, 1)", lambda ratio: 0 < ratio < 1),
@@ -365,12 +368,13 @@ class EarlyBirdTicket(TicketSearch):
             rank_zero_warn(
                 f"{drawn}: draw_by={self.draw_by} has not been reached. The weights are dense, "
                 "with zeros where the last masks pruned them. Set an earlier draw_by, or train "
-                "longer."
+                "longer." + see("tickets")
             )
             return
         rank_zero_warn(
             f"{drawn}: {self._not_settled()}. The weights are dense. Set draw_by, a larger "
             "threshold, a shorter interval (every) or a smaller window, or train longer."
+            + see("tickets")
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -444,6 +448,7 @@ class EarlyBirdTicket(TicketSearch):
         elif self.rewind_to is not None:
             rank_zero_warn(
                 f"The ticket was drawn before rewind_to={self.rewind_to}: the weights stay."
+                + see("tickets")
             )
         self._prune(trainer, self.ticket)
         rank_zero_info(f"Early-bird ticket drawn: {self.ticket}")
@@ -458,6 +463,7 @@ class EarlyBirdTicket(TicketSearch):
                 f"The ticket keeps of {few(low)} no more than floor={self._rule.floor} asks for: "
                 "their other scores were too low. If these weights matter, set a higher floor, "
                 "another scope or score, or leave them dense with prune={'PATTERN': False}."
+                + see("tickets")
             )
 
     def _warn_of_imbalance(self, kept: Mapping[int, int]) -> None:
@@ -467,7 +473,7 @@ class EarlyBirdTicket(TicketSearch):
                 f"The ticket keeps {kept[most]} entries in stage {most}, but {kept[least]} in "
                 f"stage {least}, and memory and time follow. stage_imbalance=1.5 lets no stage "
                 "keep more than 1.5 times the mean; the ticket then depends on where the stages "
-                "are cut."
+                "are cut." + see("tickets")
             )
 
     def _prune(self, trainer: Trainer, ticket: Ticket) -> None:

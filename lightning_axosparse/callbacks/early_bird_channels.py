@@ -146,7 +146,7 @@ class EarlyBirdChannels(TicketSearch):
         if not all(hasattr(type(trainer.strategy), name) for name in _STRATEGY_API):
             raise MisconfigurationException(
                 "EarlyBirdChannels needs strategy='axosparse' (AxoSparseStrategy); "
-                f"{type(trainer.strategy).__name__} cannot remove channels." + see("tickets")
+                f"{type(trainer.strategy).__name__} cannot remove channels." + see("channels")
             )
         self._validate_shares(trainer)
         with unless_made_later(trainer.lightning_module):
@@ -187,7 +187,7 @@ class EarlyBirdChannels(TicketSearch):
             rank_zero_warn(
                 f"No ticket of channels was drawn in {trainer.global_step} optimizer steps: "
                 f"{self._not_settled()}. The network has all its channels. Set draw_by, a larger "
-                "threshold or a smaller window, or train longer."
+                "threshold or a smaller window, or train longer." + see("channels")
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class MaskedTraining:
         try:
             return MaskSchedule(begin, every, end)
         except ValueError as error:
-            raise MisconfigurationException(str(error) + see("tickets")) from error
+            raise MisconfigurationException(str(error)) from error
 
     def resume(self, trainer: Trainer) -> None:
         """Go on under the masks of a checkpoint, if there are any."""

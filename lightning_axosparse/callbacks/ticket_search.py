@@ -165,4 +165,4 @@ def misconfigured() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise MisconfigurationException(str(error) + see("tickets")) from error
+        raise MisconfigurationException(str(error)) from error

@@ -25,6 +25,7 @@ from lightning_axosparse.callbacks.trainer_info import folder_of, grid_of
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.support.arguments import INDEX, NONE, PATH, checked
 from lightning_axosparse.support.trace import clock
+from lightning_axosparse.support.troubleshooting import see
 
 
 class PipelineTimeline(L.Callback):
@@ -112,7 +113,8 @@ class PipelineTimeline(L.Callback):
         if not self.steps:
             epoch = "any epoch" if self.epoch is None else f"epoch {self.epoch}"
             warnings.warn(
-                f"PipelineTimeline recorded nothing: no batch_idx={self.batch_idx} in {epoch}.",
+                f"PipelineTimeline recorded nothing: no batch_idx={self.batch_idx} in {epoch}."
+                + see("callbacks"),
                 stacklevel=2,
             )
         for step in self.steps:

@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_axosparse.checkpoint import sharded
+from lightning_axosparse.checkpoint.mapped_file import load_mapped
 from lightning_axosparse.support import archive
 from lightning_axosparse.support.atomic_file import clear_partials
 from lightning_axosparse.support.deferred_tensor import all_made
@@ -21,9 +22,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     A checkpoint is written to a temporary file in the same folder, tensor by tensor, and renamed
     once it is on the disk. A file that is truncated or has changed since raises an error before
-    anything is loaded. Deferred tensors are made while they are written, and the tensors of a
-    folder (a sharded checkpoint) are deferred when it is loaded. Paths that are not local, such as
-    ``s3://bucket/last.ckpt``, are read and written by Lightning.
+    anything is loaded. Deferred tensors are made while they are written. Folders (sharded
+    checkpoints) are read, too. Paths that are not local, such as ``s3://bucket/last.ckpt``, are
+    read and written by Lightning.
     """
 
     def save_checkpoint(
@@ -51,12 +52,36 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             CorruptFileError: if it is not as it was written.
         """
         local = local_path(path)
-        if local is not None and local.is_dir():
-            table = self.load_checkpoint(sharded.table(local), map_location, weights_only)
-            return sharded.deferred(table, local)
-        if local is not None and local.is_file():
-            archive.check(local)
-        return super().load_checkpoint(path, map_location, weights_only)
+        if local is None or not local.exists():
+            return super().load_checkpoint(path, map_location, weights_only)
+        self.verify(local)
+        if local.is_dir():
+            whole: dict[str, Any] = all_made(self.load_deferred(local, weights_only))
+            return whole
+        return super().load_checkpoint(local, map_location, weights_only)
+
+    def verify(self, path: Path) -> None:
+        """Read a file once, a block at a time, and check that it is as it was written.
+
+        Args:
+            path: the file, or the folder, of which the table is checked.
+
+        Raises:
+            CorruptFileError: if it is not.
+        """
+        archive.check(sharded.table(path) if path.is_dir() else path)
+
+    def load_deferred(self, path: Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a verified checkpoint, with deferred tensors for weights and optimizer state.
+
+        Args:
+            path: the file or folder.
+            weights_only: as for ``torch.load``.
+        """
+        if path.is_dir():
+            table = super().load_checkpoint(sharded.table(path), weights_only=weights_only)
+            return sharded.deferred(table, path)
+        return load_mapped(path, weights_only)
 
 
 def clear_unfinished_checkpoints(trainer: Trainer) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.checkpoint.sparse_encoding import EncodedTensor
 from lightning_axosparse.support.corrupt_file import reading
-from lightning_axosparse.support.deferred_tensor import DeferredTensor, all_made
+from lightning_axosparse.support.deferred_tensor import DeferredTensor, all_made, each_once
 from lightning_axosparse.support.torch_internals import tree_map, tree_map_only
 
 _MOST_KEPT = 0.9
@@ -43,19 +44,36 @@ class CompactCheckpointIO(AtomicCheckpointIO):
         """
         checkpoint = super().load_checkpoint(path, map_location, weights_only)
         with reading(path):
-            return expanded(all_made(checkpoint))
+            whole: dict[str, Any] = all_made(expanded(checkpoint))
+            return whole
+
+    def load_deferred(self, path: Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a verified checkpoint, with deferred tensors for the encoded ones, too."""
+        checkpoint = super().load_deferred(path, weights_only)
+        with reading(path):
+            return expanded(checkpoint)
 
 
 def compacted(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return ``checkpoint`` with tensors of mostly zeros encoded, each object once."""
-    encoded: dict[str, Any] = tree_map_only(Tensor, _each_once(_encoded), checkpoint)
+    encoded: dict[str, Any] = tree_map_only(Tensor, each_once(_encoded), checkpoint)
     return encoded
 
 
 def expanded(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return the dense checkpoint: the inverse of :func:`compacted`."""
-    is_record = EncodedTensor.is_record
-    dense: dict[str, Any] = tree_map(_each_once(_decoded), checkpoint, is_leaf=is_record)
+    """Return the inverse of :func:`compacted`, with deferred tensors for the encoded ones."""
+    is_record, made = EncodedTensor.is_record, dict[int, Tensor]()
+
+    def decoded(value: Any) -> Any:
+        if not is_record(value):
+            return value
+        key = id(value["index"])  # records of one tensor have one index
+        if key not in made:
+            dense = partial(_dense, value)
+            made[key] = DeferredTensor(f"encoded {key}", value["shape"], value["dtype"], dense)
+        return made[key]
+
+    dense: dict[str, Any] = tree_map(decoded, checkpoint, is_leaf=is_record)
     return dense
 
 
@@ -68,19 +86,5 @@ def _encoded(tensor: Tensor) -> Any:
     return EncodedTensor.encode_nonzeros(values).record()
 
 
-def _decoded(value: Any) -> Any:
-    if not EncodedTensor.is_record(value):
-        return value
-    return EncodedTensor.from_record(value).decode().dense()
-
-
-def _each_once(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Cache ``function`` by the identity of its argument, which must stay alive."""
-    results: dict[int, Any] = {}
-
-    def once(value: Any) -> Any:
-        if id(value) not in results:
-            results[id(value)] = function(value)
-        return results[id(value)]
-
-    return once
+def _dense(record: dict[str, Any]) -> Tensor:
+    return EncodedTensor.from_record(all_made(record)).decode().dense()

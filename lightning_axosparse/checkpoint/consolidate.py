@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
+from lightning_axosparse.support.troubleshooting import see
 
 
 def consolidate(folder: str | os.PathLike[str], file: str | os.PathLike[str] | None = None) -> Path:
@@ -30,11 +31,12 @@ def consolidate(folder: str | os.PathLike[str], file: str | os.PathLike[str] | N
     if not source.is_dir():
         raise NotADirectoryError(
             f"'{source}' is no folder. Give the folder of a sharded checkpoint, as "
-            "AxoSparseStrategy(save_distributed_checkpoint=True) writes it."
+            "AxoSparseStrategy(save_distributed_checkpoint=True) writes it." + see("checkpoints")
         )
     target = source.with_name(f"{source.name}.consolidated") if file is None else Path(file)
     files = AtomicCheckpointIO()
-    files.save_checkpoint(files.load_checkpoint(source, weights_only=False), target)
+    files.verify(source)
+    files.save_checkpoint(files.load_deferred(source, weights_only=False), target)
     return target
 
 

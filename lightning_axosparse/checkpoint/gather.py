@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_axosparse.checkpoint.stage_tensors import StageTensors
+from lightning_axosparse.pipeline.remote_tensor import RemoteTensor
 from lightning_axosparse.pipeline.sharding import Sharding
 from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.optimizer_state import compress_state, with_master
 from lightning_axosparse.sparse.parameters import OwnedParameter, owned_parameters
 from lightning_axosparse.sparse.weight import SparseWeight
 from lightning_axosparse.support.deferred_tensor import DeferredTensor, all_made
+from lightning_axosparse.support.torch_internals import (
+    path_name,
+    tree_leaves_with_path,
+    tree_map_only,
+    tree_map_with_path,
+)
 
 GroupNames = list[list[str]]
 """Parameter names of each param group, in the order of ``configure_optimizers``."""
@@ -48,6 +55,26 @@ def gather_model_state(split: Sharding, stages: range, tensors: StageTensors) ->
     return {key: whole[first.get(key, key)] for key in state} if whole else {}
 
 
+def gather_remote_tensors(checkpoint: dict[str, Any], tensors: StageTensors) -> dict[str, Any]:
+    """Gather what hooks have put into a checkpoint, on the first stage, of other stages' tensors.
+
+    Each is where the stage that has its values has put them into its own checkpoint.
+
+    Returns:
+        The checkpoint; larger tensors are deferred.
+    """
+    leaves = [(path_name(path), leaf) for path, leaf in tree_leaves_with_path(checkpoint)]
+    missing = {name for name, leaf in leaves if isinstance(leaf, RemoteTensor)}
+    wanted = tensors.agree(missing)
+    if not wanted:
+        return checkpoint
+    mine = {name: _deferred(name, leaf) for name, leaf in leaves if name in wanted - missing}
+    found: dict[str, Any] = {}
+    for part in tensors.gather(mine):
+        found.update(part)
+    return tree_map_with_path(lambda path, leaf: found.get(path_name(path), leaf), checkpoint)  # type: ignore[no-any-return]
+
+
 def local_model_state(state: Mapping[str, Any], split: Sharding, stages: range) -> dict[str, Any]:
     """Return the part of a whole module's state that these stages hold."""
     return {
@@ -60,7 +87,7 @@ def local_model_state(state: Mapping[str, Any], split: Sharding, stages: range) 
 def gather_optimizer_state(
     optimizer: Optimizer,
     groups: GroupNames,
-    names: Mapping[Any, str],
+    held: Mapping[str, nn.Parameter],
     sparse: Mapping[str, OwnedParameter],
     tensors: StageTensors,
 ) -> dict[str, Any]:
@@ -68,12 +95,22 @@ def gather_optimizer_state(
 
     It includes the master weights of sparse weights whose dtype has fewer bits.
 
+    Args:
+        optimizer: the optimizer.
+        groups: the names of its parameters.
+        held: the parameters that this rank keeps.
+        sparse: those of them that are stored sparse.
+        tensors: gathers what the stages have.
+
     Returns:
         The state dict; an empty dict on other stages. Larger tensors are deferred.
     """
+    order = [name for group in groups for name in group]
     mine = {}
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        name, state = names[parameter], optimizer.state.get(parameter, {})
+    for name in order:
+        if name not in held:
+            continue
+        state = optimizer.state.get(held[name], {})
         layout = None
         if name in sparse:
             layout, state = sparse[name].layout, with_master(sparse[name], state)
@@ -86,7 +123,6 @@ def gather_optimizer_state(
     if not parts:
         return {}
     by_name = {name: state for part in parts for name, state in part.items()}
-    order = [name for group in groups for name in group]
     index = {name: position for position, name in enumerate(order)}
     return {
         "state": {index[name]: by_name[name] for name in order if name in by_name},
@@ -102,31 +138,37 @@ def gather_optimizer_state(
 
 def local_optimizer_state(
     state: Mapping[str, Any],
-    optimizer: Optimizer,
     groups: GroupNames,
-    names: Mapping[Any, str],
+    held: Collection[str],
     sparse: Mapping[str, OwnedParameter],
 ) -> dict[str, Any]:
     """Return this rank's part of an optimizer's whole state dict, compressed for sparse weights.
+
+    Args:
+        state: the whole state dict.
+        groups: the names of the optimizer's parameters.
+        held: those that this rank keeps.
+        sparse: those of them that are stored sparse.
 
     Returns:
         A state dict for ``optimizer.load_state_dict``.
     """
     order = [name for group in groups for name in group]
-    by_name = {order[index]: entry for index, entry in state["state"].items()}
-    local: dict[str, Any] = {"state": {}, "param_groups": []}
-    position = 0
-    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        indices = list(range(position, position + len(group["params"])))
-        position += len(indices)
-        local["param_groups"].append({**saved, "params": indices})
-        for index, parameter in zip(indices, group["params"], strict=True):
-            name = names[parameter]
-            if name in by_name:
-                entry = all_made(by_name[name])
-                layout = sparse[name].layout if name in sparse else None
-                local["state"][index] = compress_state(entry, layout) if layout else entry
-    return local
+    local = {}
+    for index, entry in state["state"].items():
+        name = order[index]
+        if name in held:
+            layout = sparse[name].layout if name in sparse else None
+            local[index] = {key: _own(value, layout) for key, value in entry.items()}
+    return {"state": local, "param_groups": state["param_groups"]}
+
+
+def _own(value: Any, layout: Layout | None) -> Any:
+    """A value of optimizer state with memory of its own, not that of a mapped file."""
+    made = all_made(value)
+    if layout is None:
+        return tree_map_only(Tensor, Tensor.clone, made)
+    return compress_state({"": made}, layout)[""]
 
 
 def _deferred(name: str, value: Any, layout: Layout | None = None) -> Any:

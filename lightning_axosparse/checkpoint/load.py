@@ -22,11 +22,17 @@ from lightning_axosparse.sparse.formats import layout_of
 from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.materialize import DenseForm, master_dtype
 from lightning_axosparse.sparse.module import make_sparse
-from lightning_axosparse.sparse.parameters import OwnedParameter, owned_parameters, set_values
+from lightning_axosparse.sparse.parameters import (
+    OwnedParameter,
+    owned_parameters,
+    set_values,
+    validate_made,
+)
 from lightning_axosparse.sparse.weight import SparseWeight
 from lightning_axosparse.support import archive
 from lightning_axosparse.support.arguments import MODULE, NONE, PATH, PATTERNS, checked, instance_of
 from lightning_axosparse.support.corrupt_file import reading
+from lightning_axosparse.support.troubleshooting import see
 
 Skipped = Callable[[str], bool]
 """Whether a name matches one of the patterns of names to skip."""
@@ -82,7 +88,7 @@ def load_sparse(
     if ticket is None:
         raise ValueError(
             "There is no ticket in the file, so nothing tells which weights to keep. Pass `ticket=`"
-            ": an EarlyBirdTicket callback has it as its `ticket`."
+            ": an EarlyBirdTicket callback has it as its `ticket`." + see("checkpoints")
         )
     stored = _load_kept(module, state, state.shapes, ticket.masks, skip)
     return replace(ticket, masks=ticket.part(stored))
@@ -127,6 +133,7 @@ def _load_kept(
     rest = {name for name in state if not skipped(name)}
     for entry in owned:
         masked = next((name for name in entry.names if name in masks), None)
+        validate_made(entry.names[0], entry.parameter)
         if masked is None:
             _allocate(entry)
         else:
@@ -208,7 +215,7 @@ def _validate_names(
         raise ValueError(
             " ".join(messages)
             + " Skip what is not to be loaded (`skip=`, such as ['head.*']); build what is "
-            "computed or initialized anew outside of `torch.device('meta')`."
+            "computed or initialized anew outside of `torch.device('meta')`." + see("checkpoints")
         )
 
 
@@ -220,7 +227,7 @@ def _validate_shapes(owned: Sequence[OwnedParameter], shapes: Mapping[str, torch
                 raise ValueError(
                     f"'{name}' has shape {tuple(shapes[name])} in the file, "
                     f"{tuple(entry.shape)} in the module. Skip it (`skip=['{name}']`), or load "
-                    "into the model that it was saved from."
+                    "into the model that it was saved from." + see("checkpoints")
                 )
 
 
@@ -232,7 +239,7 @@ def _validate_masks(owned: Sequence[OwnedParameter], masks: Mapping[str, Tensor]
                 raise ValueError(
                     f"'{name}' has shape {tuple(entry.shape)} in the module, "
                     f"{tuple(masks[name].shape)} in the ticket. Skip it (`skip=['{name}']`), or "
-                    "load into the model that the ticket was drawn from."
+                    "load into the model that the ticket was drawn from." + see("checkpoints")
                 )
 
 
@@ -298,14 +305,17 @@ def _state_in(
         return _CheckpointState(source)
     path = Path(source)
     if not path.is_file():
-        raise FileNotFoundError(f"There is no file '{path}'.")
+        raise FileNotFoundError(f"There is no file '{path}'." + see("files"))
     if path.suffix == ".safetensors":
         return SafetensorsState(path)
     archive.check(path)
     with reading(path):
         contents = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     if not isinstance(contents, Mapping):
-        raise ValueError(f"'{path}' holds a {type(contents).__name__}, not weights by their names.")
+        raise ValueError(
+            f"'{path}' holds a {type(contents).__name__}, not weights by their names."
+            + see("checkpoints")
+        )
     with reading(path):
         return _CheckpointState(contents)
 

@@ -18,6 +18,7 @@ from lightning_axosparse.sparse.weight import SparseWeight
 from lightning_axosparse.support.arguments import BOOL, MODULE, PATH, checked
 from lightning_axosparse.support.atomic_file import replacing
 from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
+from lightning_axosparse.support.troubleshooting import see
 
 _KEY = "lightning_axosparse.sparse/2"
 """The entry of a file's metadata with the shape and dtype of each sparse tensor."""
@@ -72,7 +73,9 @@ def save_safetensors(module: nn.Module, path: str | Path, sparse: bool = True) -
     for name, value in module.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor) or value.dtype not in _CODES:
             kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"'{name}' is of {kind}; safetensors cannot hold it.")
+            raise ValueError(
+                f"'{name}' is of {kind}; safetensors cannot hold it." + see("checkpoints")
+            )
         first = first_names.setdefault(id(getattr(value, "entries", value)), name)
         if first != name:
             metadata[name] = first  # tied: as safetensors.torch.save_model notes it

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from lightning_axosparse.checkpoint.stage_tensors import StageTensors
 from lightning_axosparse.support import archive
 from lightning_axosparse.support.atomic_file import replacing_folder
 from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
-from lightning_axosparse.support.deferred_tensor import DeferredTensor
+from lightning_axosparse.support.deferred_tensor import DeferredTensor, each_once
 from lightning_axosparse.support.torch_internals import tree_leaves, tree_map, tree_map_only
+from lightning_axosparse.support.troubleshooting import see, without_link
 
 _FORMAT = "lightning_axosparse.ShardedTensor/1"
 
@@ -53,7 +54,9 @@ def save_sharded(
             leaves = tree_leaves(checkpoint)
             deferred = {leaf.key: leaf for leaf in leaves if isinstance(leaf, DeferredTensor)}
             own = {name: tensor for name, tensor in deferred.items() if name not in tensors.remote}
-            archive.save(tree_map_only(DeferredTensor, _once(_record), checkpoint), table(folder))
+            archive.save(
+                tree_map_only(DeferredTensor, each_once(_record), checkpoint), table(folder)
+            )
             tensors.agree((folder, deferred.keys() & tensors.remote))
         else:
             folder, wanted = tensors.agree(None)
@@ -76,7 +79,7 @@ def deferred(contents: dict[str, Any], folder: Path) -> dict[str, Any]:
         name, shape, dtype = value["name"], value["shape"], value["dtype"]
         return DeferredTensor(name, shape, dtype, lambda: _read(folder, name, shape, dtype))
 
-    whole: dict[str, Any] = tree_map(_once(restored), contents, is_leaf=_is_record)
+    whole: dict[str, Any] = tree_map(each_once(restored), contents, is_leaf=_is_record)
     return whole
 
 
@@ -100,7 +103,9 @@ def _write(own: dict[str, DeferredTensor], folder: Path, group: dist.ProcessGrou
                 no_dist=group is None,
             )
         except checkpoint.CheckpointException as error:
-            raise OSError(f"'{folder}' was not written: {error}") from error
+            raise OSError(
+                f"'{folder}' was not written: {without_link(error)}." + see("files")
+            ) from error
 
 
 def _read(folder: Path, name: str, shape: list[int], dtype: torch.dtype) -> Tensor:
@@ -137,15 +142,3 @@ def _record(tensor: DeferredTensor) -> dict[str, Any]:
 
 def _is_record(value: Any) -> bool:
     return isinstance(value, dict) and value.get("format") == _FORMAT
-
-
-def _once(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Cache ``function`` by the identity of its argument: tied tensors stay one."""
-    results: dict[int, Any] = {}
-
-    def once(value: Any) -> Any:
-        if id(value) not in results:
-            results[id(value)] = function(value)
-        return results[id(value)]
-
-    return once

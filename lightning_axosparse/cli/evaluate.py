@@ -21,7 +21,13 @@ from lightning_axosparse.callbacks.report.tables import Section, terminal
 from lightning_axosparse.checkpoint import sharded
 from lightning_axosparse.checkpoint.load import load_sparse
 from lightning_axosparse.checkpoint.safetensors import SafetensorsState
-from lightning_axosparse.cli.train import configuration, message, printable, validate_trainer
+from lightning_axosparse.cli.train import (
+    configuration,
+    find_modules_here,
+    message,
+    printable,
+    validate_trainer,
+)
 from lightning_axosparse.support.arguments import (
     INDEX,
     NOT_NEGATIVE,
@@ -32,6 +38,7 @@ from lightning_axosparse.support.arguments import (
     one_of,
 )
 from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
+from lightning_axosparse.support.troubleshooting import see
 
 METRICS = "metrics.json"
 _KINDS = {
@@ -64,7 +71,7 @@ def evaluate(config: DictConfig) -> dict[str, float]:
     if not source.exists():
         raise FileNotFoundError(
             f"There is no file or folder '{source}' (seen from '{Path.cwd()}'). Give `checkpoint` "
-            "a Lightning checkpoint, or a .safetensors file of its weights."
+            "a Lightning checkpoint, or a .safetensors file of its weights." + see("commands")
         )
     L.seed_everything(config.seed)
     data = instantiate(config.data)
@@ -107,7 +114,9 @@ def restored(config: DictConfig, source: Path) -> tuple[L.LightningModule, Path 
     with reading(table):
         contents = torch.load(table, map_location="cpu", mmap=True, weights_only=True)
     if not isinstance(contents, Mapping) or "state_dict" not in contents:
-        raise ValueError(f"'{source}' is no Lightning checkpoint: it has no `state_dict`.")
+        raise ValueError(
+            f"'{source}' is no Lightning checkpoint: it has no `state_dict`." + see("commands")
+        )
     return instantiate(config, **contents.get("hyper_parameters", {})), source
 
 
@@ -132,6 +141,7 @@ def main(config: DictConfig) -> None:
 
     An invalid value ends it with one line; with HYDRA_FULL_ERROR=1 the error is raised.
     """
+    find_modules_here()
     try:
         evaluate(config)
     except (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -31,6 +32,7 @@ from lightning_axosparse.cli.sweep.job import (
 )
 from lightning_axosparse.distributed.grid import divisors
 from lightning_axosparse.support.arguments import INDEX, NOT_NEGATIVE, SEED, TEXT, check, shown
+from lightning_axosparse.support.troubleshooting import see
 
 _KINDS = {
     "seed": SEED,
@@ -52,10 +54,18 @@ def per_replica(batch: int, ranks: int, stages: int) -> int:
     """
     replicas = ranks // stages
     if batch % replicas:
-        raise ValueError(f"global_batch={batch} cannot be divided by {replicas} replicas.")
+        raise ValueError(
+            f"global_batch={batch} cannot be divided by {replicas} replicas." + see("commands")
+        )
     return batch // replicas
 
 
+def heads(width: Any) -> int:
+    """Return how many heads a GPT has where only its width is given, which the GPT validates."""
+    return 6 if type(width) is not int else max(n for n in range(1, 7) if width % n == 0)
+
+
+OmegaConf.register_new_resolver("heads", heads, replace=True)
 OmegaConf.register_new_resolver(
     "grids", lambda ranks: ",".join(map(str, divisors(ranks))), replace=True
 )
@@ -122,7 +132,7 @@ def validate_trainer(options: DictConfig) -> None:
         if plain is None or value is None or isinstance(value, plain):
             continue
         wanted = " or ".join(kind.__name__ for kind in plain)
-        raise ValueError(f"trainer.{name}={shown(value)} must be {wanted}.")
+        raise ValueError(f"trainer.{name}={shown(value)} must be {wanted}." + see("arguments"))
 
 
 def _plain_types(hint: Any) -> tuple[type, ...] | None:
@@ -166,6 +176,7 @@ def main(config: DictConfig) -> float | None:
 
     An invalid value ends it with one line; with HYDRA_FULL_ERROR=1 the error is raised.
     """
+    find_modules_here()
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         return _job_of_sweep(config)
     try:
@@ -175,6 +186,13 @@ def main(config: DictConfig) -> float | None:
         if os.environ.get("HYDRA_FULL_ERROR"):
             raise
         raise SystemExit(f"axosparse-train: {message(error)}") from error
+
+
+def find_modules_here() -> None:
+    """Let `_target_` name modules of the working folder, as ranks find them there."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
 
 
 def _job_of_sweep(config: DictConfig) -> float | None:

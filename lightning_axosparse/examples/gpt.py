@@ -24,6 +24,7 @@ from lightning_axosparse.support.arguments import (
     Kind,
     checked,
 )
+from lightning_axosparse.support.troubleshooting import see
 
 TextBatch = tuple[Tensor, Tensor]
 
@@ -149,7 +150,10 @@ class GPT(L.LightningModule):
     ) -> None:
         super().__init__()
         if width % heads:
-            raise ValueError(f"heads={heads} must divide width={width}: heads are equally wide.")
+            raise ValueError(
+                f"heads={heads} must divide width={width}: heads are equally wide."
+                + see("examples")
+            )
         self.save_hyperparameters()
         self.context = context
         self.learning_rate = learning_rate

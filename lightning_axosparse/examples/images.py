@@ -116,7 +116,7 @@ def digits() -> Images:
     except ImportError as error:
         raise MisconfigurationException(
             "The digits come with scikit-learn: pip install 'lightning-axosparse[images]', or give "
-            "`path` a folder with CIFAR-10's binary files." + see("data-of-the-examples")
+            "`path` a folder with CIFAR-10's binary files." + see("examples")
         ) from error
     found = load_digits()
     order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(0))
@@ -135,8 +135,7 @@ def cifar10_files(path: str | os.PathLike[str]) -> tuple[list[Path], Path]:
     if not train or not test.is_file():
         raise MisconfigurationException(
             f"No CIFAR-10 found: '{folder}' has no data_batch_1.bin ... and test_batch.bin. Give "
-            "`path` the folder of its binary version, cifar-10-batches-bin."
-            + see("data-of-the-examples")
+            "`path` the folder of its binary version, cifar-10-batches-bin." + see("examples")
         )
     return train, test
 
@@ -153,8 +152,7 @@ def read_cifar10(files: list[Path]) -> Images:
         if len(content) % _RECORD or (content[::_RECORD] > 9).any():
             raise MisconfigurationException(
                 f"'{file}' is not a file of CIFAR-10's binary version: records of {_RECORD} bytes, "
-                "the first of which is the class, from 0 to 9. Copy it again."
-                + see("data-of-the-examples")
+                "the first of which is the class, from 0 to 9. Copy it again." + see("examples")
             )
         parts.append(torch.from_numpy(content).view(-1, _RECORD))
     records = torch.cat(parts)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from lightning_axosparse.support.troubleshooting import see
+
 
 class KeyValueCache:
     """The keys and values that one attention layer has computed for a batch of sequences.
@@ -47,6 +49,7 @@ class KeyValueCache:
             raise ValueError(
                 f"{end - start} tokens after {start} do not fit: a cache takes up to "
                 f"{self.capacity} tokens, at first any number and then one at a time."
+                + see("examples")
             )
         if self._memory is None:
             batch, heads, _, size = keys.shape

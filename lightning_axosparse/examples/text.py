@@ -154,7 +154,7 @@ class TextDataModule(L.LightningDataModule):
                 f"Too little text: of {size} bytes, held_out={self.held_out} leaves "
                 f"{held_out} for validation, but one window of context={self.context} takes "
                 f"{needed}. Give more text, a smaller context or a larger held_out."
-                + see("data-of-the-examples")
+                + see("examples")
             )
         return held_out
 
@@ -163,8 +163,7 @@ class TextDataModule(L.LightningDataModule):
         if len(self.train) < self.batch_size:
             raise MisconfigurationException(
                 f"Too little text: {len(self.train)} training windows of context={self.context} "
-                f"do not fill one batch of batch_size={self.batch_size}."
-                + see("data-of-the-examples")
+                f"do not fill one batch of batch_size={self.batch_size}." + see("examples")
             )
         order = EpochShuffle(len(self.train), self.seed)
         return self._loader(self.train, sampler=order, drop_last=True)
@@ -210,7 +209,7 @@ def text_files(path: str | os.PathLike[str] | None) -> list[Path]:
         missing = named if path is None else os.fspath(path)
         raise MisconfigurationException(
             f"No text found: {str(missing)!r} names no file (seen from {str(Path.cwd())!r}). "
-            "Give `path` an existing file, folder or glob." + see("data-of-the-examples")
+            "Give `path` an existing file, folder or glob." + see("examples")
         )
     return sorted(files)
 

@@ -12,6 +12,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from torch import Tensor
 
+from lightning_axosparse.support.troubleshooting import see
+
 Path: TypeAlias = tuple[str, ...]
 """The position of a leaf in a batch: what a user would write after ``batch``, step by step."""
 
@@ -221,6 +223,7 @@ def _count(batch: Any, batch_size: int | None) -> int | None:
     raise ValueError(
         f"{spelled(path)} is a list of {len(node)} entries that hold tensors, and nothing tells "
         f"whether it has an entry for each sample or whether each entry is a batch. {ASK}"
+        + see("batches")
     )
 
 
@@ -248,7 +251,7 @@ def _disagreement(batch: Any, path: Path, node: Any, samples: int) -> str:
     return (
         f"It is not clear how to cut {spelled(path)} of shape {shape} into micro-batches: "
         f"{', '.join(agreeing) or 'the loader'} has {samples} samples. The DataLoader does not "
-        f"show which dimensions hold the samples. {ASK}"
+        f"show which dimensions hold the samples. {ASK}" + see("batches")
     )
 
 
@@ -278,6 +281,7 @@ def _follow_shape(
         raise ValueError(
             f"{spelled(path)} has shape {tuple(two)} in a batch of 2 samples and {tuple(three)} in "
             f"one of 3, so no single dimension of it holds one entry for each sample. {ASK}"
+            + see("batches")
         )
     return True
 

@@ -24,6 +24,7 @@ from lightning_axosparse.support.torch_internals import (
     tree_map_only,
     version_of,
 )
+from lightning_axosparse.support.troubleshooting import see, without_link
 
 _SAME_BOTH_TIMES = (
     "A layer that is recomputed has to do the same both times: it may not fill a cache "
@@ -82,7 +83,7 @@ class _Kept:
             raise RuntimeError(
                 f"An input of layer {name!r}, of shape {tuple(self.tensor.shape)}, was changed in "
                 "place after the layer was called, so the layer cannot be recomputed. Change a "
-                "copy, or leave recompute out."
+                "copy, or leave recompute out." + see("recomputing")
             )
         return self.tensor.detach().requires_grad_(self.requires_grad)
 
@@ -142,7 +143,8 @@ class _Call:
         except Exception as error:
             raise RuntimeError(
                 f"Layer {self.name!r} was computed once, but recomputing it for backward raised "
-                f"{type(error).__name__}: {error}. {_SAME_BOTH_TIMES}"
+                f"{type(error).__name__}: {without_link(error)}. {_SAME_BOTH_TIMES}"
+                + see("recomputing")
             ) from error
 
 
@@ -233,5 +235,5 @@ class Segment:
         names = [call.name for call in self._calls]
         raise RuntimeError(
             f"Layers {names} saved {len(self._shapes)} tensors for backward and, recomputed, "
-            f"{len(shapes)}, or of other shapes. {_SAME_BOTH_TIMES}"
+            f"{len(shapes)}, or of other shapes. {_SAME_BOTH_TIMES}" + see("recomputing")
         )

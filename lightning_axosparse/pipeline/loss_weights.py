@@ -36,7 +36,7 @@ _CHOOSE = (
 
 _UNSEEN = (
     "It cannot be seen how the loss in `training_step` averages, so micro-batches are weighted by "
-    f"their samples. {_CHOOSE}"
+    f"their samples. {_CHOOSE}" + see("losses")
 )
 
 

@@ -17,6 +17,7 @@ from lightning_axosparse.pipeline.batch_layout import (
     nested_lists,
     spelled,
 )
+from lightning_axosparse.support.troubleshooting import see
 
 
 class MicroBatch(NamedTuple):
@@ -69,7 +70,7 @@ def one_size(sizes: Mapping[Path, int]) -> int:
         listed = ", ".join(f"{spelled(path)}: {size}" for path, size in sizes.items())
         raise ValueError(
             f"Parts of the batch have different numbers of samples ({listed}), so it is not clear "
-            f"where micro-batches begin. {ASK}"
+            f"where micro-batches begin. {ASK}" + see("batches")
         )
     return next(iter(sizes.values()), 1)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_axosparse.pipeline.batch_layout import arrays, children, is_array, rebuilt
 from lightning_axosparse.pipeline.weighting import Weighting, combine
+from lightning_axosparse.support.troubleshooting import see
 
 
 class Scalar(NamedTuple):
@@ -117,7 +118,7 @@ def _merged(parts: Sequence[_Returned], path: str) -> Any:
             f"The micro-batches of a batch returned different values in output{path} ({first!r} "
             "and others), of which the first is kept: how they make up the batch's value cannot be "
             "known. Return a tensor with one entry per sample, or a float or scalar tensor, which "
-            "is averaged.",
+            "is averaged." + see("steps"),
             stacklevel=2,
         )
     return first
@@ -139,6 +140,7 @@ def _validate_kinds(outputs: Sequence[Any], path: str) -> None:
             f"The micro-batches of one batch returned different things in output{path}: "
             f"{' and '.join(sorted(kinds))}. A step (`training_step`, `validation_step`, ...) has "
             "to return the same structure for every part of a batch; keys of a dict may be missing."
+            + see("steps")
         )
 
 

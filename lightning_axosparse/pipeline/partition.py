@@ -10,6 +10,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from lightning_axosparse.pipeline.call_order import called_in_order
 from lightning_axosparse.support.troubleshooting import see
 
 
@@ -103,8 +104,9 @@ def find_layers(
         module: the user's module.
         pipeline: attribute path of the ``nn.Sequential`` or ``nn.ModuleList`` that holds the
             layers; several of them, and of other modules, each of which is a layer, in the order in
-            which a step calls them; or None for the only candidate: an outermost container that
-            holds parameters in at least two layers.
+            which a step calls them; or None for the only candidate, an outermost container that
+            holds parameters in at least two layers, or for several in the order in which the
+            module's ``forward`` calls them with its ``example_input_array``.
         stages: number of stages to fill, each with at least one layer.
 
     Returns:
@@ -116,9 +118,9 @@ def find_layers(
     """
     if pipeline is None:
         candidates = _candidates(module)
-        if len(candidates) != 1:
+        pipeline = [*candidates] if len(candidates) == 1 else called_in_order(module, candidates)
+        if not pipeline:
             raise MisconfigurationException(_ambiguous(module, candidates, stages) + see("layers"))
-        pipeline = next(iter(candidates))
     paths = [pipeline] if isinstance(pipeline, str) else list(pipeline)
     found = [layer for path in paths for layer in _layers_at(module, path)]
     if isinstance(pipeline, str) and [name for name, _ in found] == paths:
@@ -197,7 +199,8 @@ def _ambiguous(module: nn.Module, candidates: dict[str, nn.Module], stages: int)
         f"Several containers could be pipelined: {_listed(candidates)}. Name one: "
         f"AxoSparseStrategy(pipeline={min(candidates, key=most_on_a_stage)!r}, ...) leaves the "
         "least parameters to a stage. Or name several, in the order in which a step calls them: "
-        f"pipeline={list(candidates)}."
+        f"pipeline={list(candidates)}. The order is found where the "
+        "module's `forward` calls them with its `example_input_array`, layer by layer."
     )
 
 

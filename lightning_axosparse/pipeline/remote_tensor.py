@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_axosparse.support.torch_internals import (
+    parsed_conversion,
     plain_torch_functions,
     tree_leaves,
     tree_map_only,
@@ -53,10 +54,20 @@ class RemoteTensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _WITHOUT_VALUES:
+            with plain_torch_functions():
+                return func(*args, **kwargs)
         remotes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
         if func == _DEVICE:
             # Where code that asks a parameter for its device makes tensors beside it.
             return remotes[0].near
+        if func in _MOVES:
+            return _moved(func, *args, **kwargs)
+        if _changes_lists_in_place(func) and all(isinstance(each, cls) for each in args[0]):
+            # The device of the stand-ins, meta, may have been given to numbers that are read here.
+            for each in args[0]:
+                each.norms.clear()
+            return None
         norm = _known_norm(func, *args, **kwargs)
         if norm is not None:
             return norm
@@ -104,10 +115,17 @@ _MESSAGE = (
     "all weights call `trainer.save_checkpoint`. In place of a penalty in the loss, give the "
     "optimizer its `weight_decay`." + see("values-between-layers")
 )
+_TENSOR: Any = Tensor
 # A property of this class would let torch itself take the tensor for one with memory.
-_DEVICE = Tensor.device.__get__
+_DEVICE = _TENSOR.device.__get__
+# What optimizers and hooks ask of each parameter in every step.
+_WITHOUT_VALUES = {
+    *(_TENSOR.grad.__get__, _TENSOR.grad.__set__, _TENSOR.grad_fn.__get__, _TENSOR.is_leaf.__get__),
+    *(_TENSOR.requires_grad.__get__, _TENSOR.requires_grad.__set__, _TENSOR.requires_grad_),
+    *(_TENSOR.shape.__get__, _TENSOR.dtype.__get__, _TENSOR.dim, _TENSOR.numel),
+}
 _KEEPING_VALUES = {
-    Tensor.data.__get__,  # type: ignore[attr-defined]
+    _TENSOR.data.__get__,
     Tensor.detach,
     Tensor.clone,
     Tensor.flatten,
@@ -116,9 +134,35 @@ _KEEPING_VALUES = {
 }
 
 
+_MOVES = {Tensor.to: None, Tensor.cpu: "cpu", Tensor.cuda: "cuda"}
+"""What moves a tensor to a device, which is that of the argument if it is not given here."""
+
+
+def _moved(func: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """A tensor moved as ``func`` does, of which it or the one to be like is on another stage."""
+    if _MOVES[func] is not None:
+        args, kwargs = (_MOVES[func],), {}
+    copies = kwargs.pop("copy", False)
+    likes = [each for each in (*args, *kwargs.values()) if isinstance(each, RemoteTensor)]
+    device, dtype = parsed_conversion(*args, **kwargs)
+    device = likes[0].near if likes else device
+    if not isinstance(tensor, RemoteTensor):
+        return tensor.to(device, dtype, copy=copies)
+    converted: Any = tensor.type(dtype or tensor.dtype)
+    if device in (None, tensor.near) and not copies:
+        return converted  # type: ignore[no-any-return]
+    converted = converted.clone() if converted is tensor else converted
+    converted.near = device or tensor.near
+    return converted  # type: ignore[no-any-return]
+
+
 def _changes_in_place(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
     return name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+
+
+def _changes_lists_in_place(func: Callable[..., Any]) -> bool:
+    return getattr(func, "__name__", "").startswith("_foreach_") and _changes_in_place(func)
 
 
 def _makes_new(func: Callable[..., Any]) -> bool:

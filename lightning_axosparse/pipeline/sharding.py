@@ -7,9 +7,10 @@ that several layers share by each of their stages. A tensor that is not kept is 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -104,6 +105,22 @@ class Sharding:
         """Replace all tensors that the ``local`` stages do not keep."""
         for tensor in self._replace_all(local, {}):
             free(tensor)
+
+    def shard_copy(self, copied: nn.Module) -> None:
+        """Replace in a copy of the module what is replaced in the module."""
+        memo: dict[int, Any] = {}
+        modules = dict(self.module.named_modules())
+        for name, owner in copied.named_modules():
+            if name not in modules:
+                continue
+            original = modules[name]
+            for tensors, ours in (
+                (owner._parameters, original._parameters),
+                (owner._buffers, original._buffers),
+            ):
+                for key, tensor in ours.items():
+                    if isinstance(tensor, RemoteTensor):
+                        tensors[key] = copy.deepcopy(tensor, memo)
 
     def unshard(self) -> None:
         """Put the replaced tensors back, on CPU, uninitialised."""

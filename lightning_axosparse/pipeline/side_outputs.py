@@ -231,7 +231,8 @@ class SideOutputs:
             warnings.warn(
                 "Forward hooks of all modules (register_module_forward_hook) cannot be followed "
                 "from stage to stage: later stages do not see what they collect of earlier "
-                "layers. Register hooks on modules instead, if the loss depends on them.",
+                "layers. Register hooks on modules instead, if the loss depends on them."
+                + see("values-between-layers"),
                 stacklevel=2,
             )
         if own.start:
@@ -244,7 +245,8 @@ class SideOutputs:
                     warnings.warn(
                         f"{layer.name + '.' + path!r} has forward hooks, but is inside a "
                         "compiled layer, where they cannot be followed: later stages do not see "
-                        "what they collect. Compile the parts of the layer that have no hooks.",
+                        "what they collect. Compile the parts of the layer that have no hooks."
+                        + see("values-between-layers"),
                         stacklevel=2,
                     )
                 else:

@@ -15,6 +15,7 @@ from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES
 from lightning_axosparse.planning.cost import Cluster, LayerCosts
 from lightning_axosparse.planning.memory_model import Storage
 from lightning_axosparse.planning.simulate import Seconds, Simulation, ring_all_reduce, simulate
+from lightning_axosparse.support.troubleshooting import see
 
 WeightGradients = Literal["together", "deferred"]
 """When weight gradients are made: in backward passes, or where a stage would wait."""
@@ -102,7 +103,7 @@ def search(workload: Workload, best: int = 10) -> list[Plan]:
         raise ValueError(
             f"A batch of {workload.batch} samples cannot be split evenly over the replicas of "
             f"{workload.cluster.devices} devices with at most {len(workload.layers.forward)} "
-            "stages. Choose a batch that the number of devices divides."
+            "stages. Choose a batch that the number of devices divides." + see("planning")
         )
     fitting = [step for step in estimates if step.memory <= workload.cluster.memory]
     if not fitting:
@@ -111,7 +112,7 @@ def search(workload: Workload, best: int = 10) -> list[Plan]:
             f"Nothing fits: a device has {workload.cluster.memory / 1e9:.3g} GB, and the most "
             f"economical choice (g_inter={least.choice.g_inter}, micro-batches of "
             f"{least.choice.microbatch}) needs {least.memory / 1e9:.3g} GB. Recompute activations, "
-            "prune more, or use more devices."
+            "prune more, or use more devices." + see("planning")
         )
     plans: list[Plan] = []
     for step in sorted(fitting, key=lambda step: step.lower_bound):
@@ -131,7 +132,7 @@ def evaluate(workload: Workload, choice: Choice) -> Plan:
         raise ValueError(
             f"A batch of {workload.batch} samples is not a whole number of micro-batches of "
             f"{choice.microbatch} for each replica of {choice.g_inter} of "
-            f"{workload.cluster.devices} devices."
+            f"{workload.cluster.devices} devices." + see("planning")
         )
     return _StepEstimate(workload, choice).plan()
 

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from lightning_axosparse.pipeline.schedule import Op, PassKind, Schedule
 from lightning_axosparse.support.trace import Activity, Span
+from lightning_axosparse.support.troubleshooting import see
 
 _INSTANT = 1e-9
 """Events closer than this fraction of a mean pass are simultaneous: float sums along paths that
@@ -103,6 +104,7 @@ def simulate(
     if len(links) != stages - 1:
         raise ValueError(
             f"{len(links)} wires for {stages} stages: give one Wire for all, or {stages - 1}."
+            + see("planning")
         )
     passes: dict[PassKind, Seconds] = {
         "forward": _matrix("forward", forward, stages, microbatches),
@@ -113,7 +115,7 @@ def simulate(
         if (deferred > passes["backward"]).any():
             raise ValueError(
                 "weight_gradient is longer than backward, which includes it: give backward the "
-                "seconds of both."
+                "seconds of both." + see("planning")
             )
         passes["backward"] = passes["backward"] - deferred
         passes["weight gradient"] = deferred / products
@@ -152,7 +154,7 @@ def _matrix(name: str, seconds: ArrayLike, stages: int, microbatches: int) -> Se
     except ValueError:
         raise ValueError(
             f"{name} has shape {array.shape}; give a number, {stages} numbers (one a stage) or "
-            f"{stages} x {microbatches} (one a stage and micro-batch)."
+            f"{stages} x {microbatches} (one a stage and micro-batch)." + see("planning")
         ) from None
 
 

@@ -46,6 +46,7 @@ from lightning_axosparse.support.arguments import (
 from lightning_axosparse.support.checksum import with_checksum
 from lightning_axosparse.support.corrupt_file import CorruptFileError
 from lightning_axosparse.support.release_memory import release_freed_memory
+from lightning_axosparse.support.troubleshooting import see
 
 _FIELDS = {
     "masks": MASKS,
@@ -84,7 +85,7 @@ def channel_masks(
         if size.isnan().any():
             raise ValueError(
                 f"Scales of '{name}' are NaN, so its channels cannot be ranked. If training has "
-                "diverged, look at the learning rate or the precision."
+                "diverged, look at the learning rate or the precision." + see("channels")
             )
     ranked = []
     for size in sizes.values():
@@ -290,13 +291,13 @@ def _pending(
         found = "no such layer" if layer is None else f"a {type(layer).__name__} of that name"
         raise ValueError(
             f"The ticket removes channels of '{name}', but the module has {found}: it was drawn "
-            "from another model."
+            "from another model." + see("channels")
         )
     assert layer is not None
     if size(layer) not in (mask.numel(), kept):
         raise ValueError(
             f"The ticket keeps {kept} of {mask.numel()} channels of '{name}', which has "
-            f"{size(layer)}: it was drawn from another model."
+            f"{size(layer)}: it was drawn from another model." + see("channels")
         )
     return size(layer) == mask.numel() != kept
 

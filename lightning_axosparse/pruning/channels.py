@@ -30,6 +30,7 @@ from lightning_axosparse.pruning.layer_channels import (
 )
 from lightning_axosparse.pruning.prunable import few
 from lightning_axosparse.sparse.parameters import owned_parameters
+from lightning_axosparse.support.troubleshooting import see
 
 _MODULES = (
     *(nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
@@ -134,7 +135,7 @@ def find_channels(module: nn.Module, network: str | None = None) -> Channels:
     if network is not None and network not in modules:
         raise ValueError(
             f"network='{network}' is no part of the module. There are: "
-            f"{', '.join(name for name, _ in module.named_children())}."
+            f"{', '.join(name for name, _ in module.named_children())}." + see("channels")
         )
     part = modules[network or ""]
     graph = _trace(part)
@@ -145,7 +146,7 @@ def find_channels(module: nn.Module, network: str | None = None) -> Channels:
         raise ValueError(
             f"{type(part).__name__} has no channels that can be removed. A convolution or linear "
             "layer has to be followed by a BatchNorm with a scale, and then by a convolution or "
-            f"linear layer. {reasons or 'There is no BatchNorm'}."
+            f"linear layer. {reasons or 'There is no BatchNorm'}." + see("channels")
         )
     return found
 
@@ -194,6 +195,7 @@ def _trace(part: nn.Module) -> fx.Graph:
         raise ValueError(
             f"The forward of {type(part).__name__} cannot be traced ({error}). Name a part of the "
             "module that holds its convolutions and can be traced, such as network='model'."
+            + see("channels")
         ) from error
 
 

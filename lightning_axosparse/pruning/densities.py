@@ -10,6 +10,7 @@ from typing import Literal
 from torch import Size
 
 from lightning_axosparse.pruning.prunable import few
+from lightning_axosparse.support.troubleshooting import see
 
 Scope = Literal["global", "layer", "uniform-stage", "erk"] | Mapping[str, float]
 """How weights share what is kept: see :func:`shares`."""
@@ -80,7 +81,7 @@ def shares(
             weight.
     """
     if not 0 <= ratio < 1:
-        raise ValueError(f"The pruning ratio must be in [0, 1), got {ratio}.")
+        raise ValueError(f"The pruning ratio must be in [0, 1), got {ratio}." + see("pruning"))
     if isinstance(scope, Mapping):
         return _with_rest(sizes, ratio, _given(sizes, scope), floor)
     if scope == "erk":
@@ -118,7 +119,7 @@ def _with_rest(
         f"The densities in scope keep {given} entries, so the {left} entries of the other "
         f"{len(rest)} weights would have to keep {wanted} to prune {ratio:.4g} of all {entries}. "
         f"Change the densities or the pruning ratio; all by themselves they prune "
-        f"{1 - (given + left) / entries:.4f} to {1 - given / entries:.4f}."
+        f"{1 - (given + left) / entries:.4f} to {1 - given / entries:.4f}." + see("pruning")
     )
 
 
@@ -128,7 +129,7 @@ def _given(sizes: Mapping[str, Size], densities: Mapping[str, float]) -> dict[st
         if not any(fnmatchcase(name, pattern) for name in sizes):
             raise ValueError(
                 f"scope={{'{pattern}': ...}}: '{pattern}' matches no weight that is pruned. There "
-                f"are: {few(list(sizes))}."
+                f"are: {few(list(sizes))}." + see("pruning")
             )
     found = {
         name: [density for pattern, density in densities.items() if fnmatchcase(name, pattern)]

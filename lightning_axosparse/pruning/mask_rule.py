@@ -31,6 +31,7 @@ from lightning_axosparse.pruning.scores import (
 )
 from lightning_axosparse.pruning.selection import highest, kept_of
 from lightning_axosparse.pruning.stage_balance import balanced
+from lightning_axosparse.support.troubleshooting import see
 
 EntryChoice = Literal["score", "magnitude", "random"] | Score
 """By what the entries of a weight are chosen, once it is known how many it keeps."""
@@ -79,12 +80,13 @@ class MaskRule:
             raise ValueError(
                 "scope='erk' follows the dimensions of weights whose single entries are kept; a "
                 "pattern keeps blocks. Choose another scope, or leave the pattern out."
+                + see("pruning")
             )
         if self.stage_imbalance is not None and self.scope != "global":
             raise ValueError(
                 f"stage_imbalance={self.stage_imbalance} limits what the stages keep of weights "
                 f"that are all ranked together, but scope={self.scope!r} divides it among them. "
-                "Leave one of the two out."
+                "Leave one of the two out." + see("pruning")
             )
 
     def _validate_n_of_m(self, pattern: NOfM) -> None:
@@ -92,13 +94,13 @@ class MaskRule:
             raise ValueError(
                 f"pattern='{pattern.n}:{pattern.m}' prunes {pattern.ratio:.6g} of every weight, "
                 f"which contradicts pruning_ratio={self.ratio}. Set pruning_ratio="
-                f"{pattern.ratio:.6g}."
+                f"{pattern.ratio:.6g}." + see("pruning")
             )
         if self.scope not in ("global", "layer") or self.stage_imbalance is not None:
             raise ValueError(
                 f"pattern='{pattern.n}:{pattern.m}' keeps the same share of every weight, so there "
                 f"is nothing that scope={self.scope!r} or stage_imbalance={self.stage_imbalance} "
-                "could divide. Leave them out."
+                "could divide. Leave them out." + see("pruning")
             )
 
     def validate_method(self, method: str) -> None:
@@ -116,11 +118,12 @@ class MaskRule:
             raise ValueError(
                 "method='gradual' raises the pruning ratio step by step, which a pattern such as "
                 "'2:4' and given densities fix. Leave them out, or choose another method."
+                + see("pruning")
             )
         if method != "gradual" and self.pattern != ENTRIES:
             raise ValueError(
                 f"method={method!r} drops and regrows single entries, which a pattern keeps "
-                "together. Leave the pattern out, or choose another method."
+                "together. Leave the pattern out, or choose another method." + see("pruning")
             )
 
     def sizes(self, module: nn.Module) -> dict[str, torch.Size]:
@@ -143,7 +146,9 @@ class MaskRule:
     def _patterned(self, module: nn.Module) -> PatternedWeights:
         sizes = self.sizes(module)
         if not sizes:
-            raise ValueError(f"There is nothing to prune: prune={self.prune} leaves all dense.")
+            raise ValueError(
+                f"There is nothing to prune: prune={self.prune} leaves all dense." + see("pruning")
+            )
         return PatternedWeights(module, sizes, self.pattern)
 
     def _shares(self, sizes: Mapping[str, torch.Size], stages: Stages | None) -> list[Share]:
@@ -168,12 +173,13 @@ class MaskRule:
             raise ValueError(
                 "score='saliency' needs the optimizer's second moment of gradients, which "
                 f"{', '.join(without)} does not estimate. Use AdamW, Adam, NAdam, RAdam, RMSprop, "
-                "Adadelta or Adagrad, or set score='magnitude'."
+                "Adadelta or Adagrad, or set score='magnitude'." + see("pruning")
             )
         if frozen:
             raise ValueError(
                 f"score='saliency' needs gradients, but these weights are frozen: {few(frozen)}. "
                 "Leave them dense with prune={'PATTERN': False}, or set score='magnitude'."
+                + see("pruning")
             )
         return self
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import cos, pi
 
+from lightning_axosparse.support.troubleshooting import see
+
 
 @dataclass(frozen=True)
 class MaskSchedule:
@@ -27,7 +29,7 @@ class MaskSchedule:
         if self.begin >= self.end:
             raise ValueError(
                 f"draw_by, after {self.end} optimizer steps, must come after draw_after (every, if "
-                f"that is None), after {self.begin}: masks change in between."
+                f"that is None), after {self.begin}: masks change in between." + see("tickets")
             )
 
     def changes_after(self, steps: int) -> bool:

@@ -16,6 +16,7 @@ from torch import Size, Tensor, nn
 
 from lightning_axosparse.pruning.prunable import few
 from lightning_axosparse.sparse.parameters import Owner, owners
+from lightning_axosparse.support.troubleshooting import see
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 """Layers whose weights are (inputs, outputs, ...), beside Hugging Face's ``Conv1D``."""
@@ -236,4 +237,5 @@ def _validate_divides(shapes: Mapping[str, Size], tile: tuple[int, int]) -> None
             f"The pattern takes {outputs} outputs x {inputs} inputs together, which do not divide "
             f"these weights: {few([f'{n} {tuple(s)}' for n, s in wrong.items()])}. Choose another "
             f"pattern, or leave them dense: prune={{'{next(iter(wrong))}': False}}."
+            + see("pruning")
         )

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_axosparse.sparse.parameters import Owner, owned_parameters
+from lightning_axosparse.support.troubleshooting import see
 
 ParameterKind = Literal["weight", "embedding", "head", "norm", "bias", "other"]
 """What a parameter is to its layer."""
@@ -93,7 +94,7 @@ def _validate(table: Mapping[str, bool], names: list[str]) -> None:
         if key not in PRUNED_BY_DEFAULT and not any(fnmatchcase(name, key) for name in names):
             raise ValueError(
                 f"prune={{'{key}': ...}}: '{key}' matches no parameter and is none of the kinds "
-                f"{', '.join(PRUNED_BY_DEFAULT)}. There are: {few(names)}."
+                f"{', '.join(PRUNED_BY_DEFAULT)}. There are: {few(names)}." + see("pruning")
             )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_axosparse.sparse.elementwise import trial_copy
+from lightning_axosparse.support.troubleshooting import see, without_link
 
 State = Mapping[str, Any]
 """What ``optimizer.state[parameter]`` holds; empty before its first step."""
@@ -79,12 +80,14 @@ class Scores(Mapping[str, Tensor]):
             try:
                 scores = self._score(weight, self._states[name])
             except ValueError as error:
-                raise ValueError(f"The weight '{name}' cannot be scored: {error}.") from error
+                raise ValueError(
+                    f"The weight '{name}' cannot be scored: {without_link(error)}." + see("pruning")
+                ) from error
         if not isinstance(scores, Tensor) or scores.shape != weight.shape:
             found = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
             raise ValueError(
                 f"The score function returned {found} for the weight '{name}'. It must return a "
-                f"tensor of the weight's shape, {tuple(weight.shape)}."
+                f"tensor of the weight's shape, {tuple(weight.shape)}." + see("pruning")
             )
         return scores
 

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_axosparse.distributed.process_groups import all_gather, all_sum
 from lightning_axosparse.pruning.densities import Share
+from lightning_axosparse.support.troubleshooting import see
 
 _DIGIT = 16
 """Bits of a score that one pass of the radix select resolves."""
@@ -122,7 +123,7 @@ def _validate(
         if values.isnan().any():
             problems.append(
                 f"Scores are NaN in {name}, so its entries cannot be ranked. If training has "
-                "diverged, look at the learning rate or the precision."
+                "diverged, look at the learning rate or the precision." + see("pruning")
             )
     gathered = all_gather((double, problems, list(scores)), group)
     found = list(dict.fromkeys(problem for _, problems, _ in gathered for problem in problems))
@@ -131,7 +132,7 @@ def _validate(
     counted = Counter(name for _, _, names in gathered for name in names)
     wrong = [name for share in shares for name in share.sizes if counted[name] != 1]
     if wrong:
-        raise ValueError(f"Not counted by exactly one rank: {', '.join(wrong)}.")
+        raise ValueError(f"Not counted by exactly one rank: {', '.join(wrong)}." + see("pruning"))
     return any(double for double, _, _ in gathered)
 
 

@@ -34,6 +34,7 @@ from lightning_axosparse.support.arguments import (
 )
 from lightning_axosparse.support.checksum import with_checksum
 from lightning_axosparse.support.corrupt_file import CorruptFileError
+from lightning_axosparse.support.troubleshooting import see
 
 _FIELDS = {
     "masks": MASKS,
@@ -115,6 +116,7 @@ class Ticket:
             raise ValueError(
                 "No weight of the module has a zero, so there is no ticket to take from it. Was it "
                 "pruned? If it is stored sparse, take the ticket that it was pruned by."
+                + see("tickets")
             )
         entries = sum(mask.numel() for mask in masks.values())
         return cls(masks, 1 - sum(int(mask.sum()) for mask in masks.values()) / entries)
@@ -170,6 +172,7 @@ class Ticket:
             raise ValueError(
                 "The tickets prune different weights, or weights of different shapes: "
                 f"{', '.join(sorted(self.shapes.keys() ^ other.shapes.keys())) or 'same names'}."
+                + see("tickets")
             )
         return 1 - overlap_distance(self.masks, other.masks, self.masks.keys())
 
@@ -185,13 +188,13 @@ class Ticket:
         if unknown:
             raise ValueError(
                 "The ticket prunes parameters that the model does not have: "
-                f"{few(unknown)}. The model has: {few(list(shapes))}."
+                f"{few(unknown)}. The model has: {few(list(shapes))}." + see("tickets")
             )
         for name, shape in self.shapes.items():
             if shape != shapes[name]:
                 raise ValueError(
                     f"The ticket's mask of '{name}' has shape {tuple(shape)}, the parameter "
-                    f"{tuple(shapes[name])}: it was drawn from another model."
+                    f"{tuple(shapes[name])}: it was drawn from another model." + see("tickets")
                 )
 
     @property

@@ -13,6 +13,7 @@ import torch
 from lightning_axosparse.support import archive
 from lightning_axosparse.support.checksum import verified
 from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
+from lightning_axosparse.support.troubleshooting import see
 
 
 def fields_of(state: Mapping[str, Any], form: str, what: str) -> dict[str, Any]:
@@ -44,7 +45,7 @@ def content_of(path: str | os.PathLike[str]) -> Iterator[Any]:
         CorruptFileError: if the file is not as it was written.
     """
     if not Path(path).is_file():
-        raise FileNotFoundError(f"There is no file '{path}'.")
+        raise FileNotFoundError(f"There is no file '{path}'." + see("files"))
     archive.check(path)
     with reading(path):
         yield torch.load(path, map_location="cpu", weights_only=True)

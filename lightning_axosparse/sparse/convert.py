@@ -28,6 +28,7 @@ from lightning_axosparse.sparse.parameters import (
     owned_parameters,
     set_values,
     sparse_parameters,
+    validate_made,
 )
 from lightning_axosparse.sparse.weight import compress_gradient
 from lightning_axosparse.support.arguments import (
@@ -40,6 +41,7 @@ from lightning_axosparse.support.arguments import (
     validate_mask,
 )
 from lightning_axosparse.support.release_memory import release_freed_memory, release_library
+from lightning_axosparse.support.troubleshooting import see
 
 
 @checked(
@@ -101,7 +103,7 @@ def sparsify(
     if compute == "sparse" and policy == "samo":
         raise ValueError(
             'policy="samo" keeps a dense copy of each weight for its products; got '
-            'compute="sparse". Choose policy="sparse", or compute="auto".'
+            'compute="sparse". Choose policy="sparse", or compute="auto".' + see("sparse-storage")
         )
     owned = owned_parameters(module)
     by_name = {name: entry for entry in owned for name in entry.names}
@@ -111,6 +113,7 @@ def sparsify(
             close = get_close_matches(str(name), by_name, n=3, cutoff=0.4) or list(by_name)[:5]
             raise ValueError(
                 f"The module has no parameter '{name}' to make sparse. Close: {', '.join(close)}."
+                + see("sparse-storage")
             )
         entry = by_name[name]
         layout = _checked_layout(name, entry, mask, index_format)
@@ -118,7 +121,7 @@ def sparsify(
         if not known.same_entries(layout):
             raise ValueError(
                 f"'{entry.names[0]}' and '{name}' are one tied parameter, but their masks differ. "
-                "Give one mask."
+                "Give one mask." + see("sparse-storage")
             )
         if optimizer is not None and entry.layout is None:
             validate_state(name, optimizer.state.get(entry.parameter, {}), entry.parameter.shape)
@@ -165,16 +168,24 @@ def _checked_layout(
     if mask.shape != shape:
         raise ValueError(
             f"The mask of '{name}' has shape {tuple(mask.shape)}, the parameter {tuple(shape)}."
+            + see("sparse-storage")
         )
+    validate_made(name, parameter)
     if parameter.is_meta:
-        raise ValueError(f"'{name}' is on the meta device: this process does not hold its values.")
+        raise ValueError(
+            f"'{name}' is on the meta device: this process does not hold its values."
+            + see("sparse-storage")
+        )
     if not parameter.is_floating_point():
-        raise ValueError(f"'{name}' is of {parameter.dtype}; only floating parameters are pruned.")
+        raise ValueError(
+            f"'{name}' is of {parameter.dtype}; only floating parameters are pruned."
+            + see("sparse-storage")
+        )
     layout = layout_of(mask.to(parameter.device), index_format)
     if present is not None and not present.same_entries(layout):
         raise ValueError(
             f"'{name}' is already stored sparse with another mask ({present.nnz} of "
-            f"{shape.numel()} entries kept). Call densify(module) first."
+            f"{shape.numel()} entries kept). Call densify(module) first." + see("sparse-storage")
         )
     return layout
 

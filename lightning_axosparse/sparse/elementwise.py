@@ -11,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from lightning_axosparse.support.troubleshooting import see
+from lightning_axosparse.support.troubleshooting import see, without_link
 
 _TRIAL_SHAPE = (4, 6)
 _TRIAL_STEPS = 3
@@ -38,7 +38,9 @@ def validate_elementwise_optimizers(optimizer: Optimizer) -> None:
                 _trial(optimizer, group, matrix, shape) for shape in (_TRIAL_SHAPE, (-1,))
             )
         except Exception as error:
-            raise _not_elementwise(optimizer, f"a trial step failed: {error}") from error
+            raise _not_elementwise(
+                optimizer, f"a trial step failed: {without_link(error)}"
+            ) from error
         if not torch.allclose(as_matrix, as_vector):
             raise _not_elementwise(
                 optimizer, "it updates a matrix otherwise than the vector of its entries"

@@ -33,6 +33,7 @@ from lightning_axosparse.sparse.layout import (
     row_length,
 )
 from lightning_axosparse.sparse.scratch import scratch
+from lightning_axosparse.support.troubleshooting import see
 
 _SHORTEST_LINE = 64
 """Shorter rows would take more bytes for the numbers of kept entries than for their offsets."""
@@ -187,7 +188,10 @@ def layout_of(mask: Tensor, index_format: str | None = None) -> Layout:
     """
     index_format = index_format or ("bitmap" if mask.is_cuda else "segments")
     if index_format not in FORMATS:
-        raise ValueError(f"Unknown index format '{index_format}'. Choose one of {list(FORMATS)}.")
+        raise ValueError(
+            f"Unknown index format '{index_format}'. Choose one of {list(FORMATS)}."
+            + see("sparse-storage")
+        )
     return FORMATS[index_format].from_mask(mask)
 
 

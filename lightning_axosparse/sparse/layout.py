@@ -18,6 +18,7 @@ from typing_extensions import Self
 from lightning_axosparse.sparse.kernels import Blocks, Index, fused_kernels
 from lightning_axosparse.sparse.kernels import reference as reference_kernels
 from lightning_axosparse.support.trace import clock
+from lightning_axosparse.support.troubleshooting import see
 
 INT32_ENTRIES = 2**31
 """Tensors with fewer entries than this are indexed by int32."""
@@ -142,7 +143,7 @@ class Layout(ABC):
         if dense.shape != self.shape:
             raise ValueError(
                 f"This layout keeps entries of a tensor of shape {tuple(self.shape)}; "
-                f"got one of shape {tuple(dense.shape)}."
+                f"got one of shape {tuple(dense.shape)}." + see("sparse-storage")
             )
         values = dense.new_empty(self.nnz)
         if dense.is_meta:  # the parameter of another stage
@@ -251,7 +252,7 @@ class Layout(ABC):
             raise RuntimeError(
                 "Which entries are kept was forgotten when this module moved to the meta device. "
                 "Build a dense module and call sparsify(module, masks), or load_sparse(module, "
-                "path)."
+                "path)." + see("sparse-storage")
             )
         self.__dict__.pop("tiles", None)
         for name, tensor in self.tensors.items():

@@ -19,6 +19,7 @@ from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.materialize import DenseForm, master_dtype
 from lightning_axosparse.sparse.torch_functions import read_weight
 from lightning_axosparse.sparse.weight import SparseWeight, sparse_weight
+from lightning_axosparse.support.deferred_tensor import all_made
 from lightning_axosparse.support.troubleshooting import see
 
 
@@ -63,7 +64,7 @@ class SparseModule(nn.Module):
         return MisconfigurationException(
             f"{_dense_class(self).__name__} is stored sparse ({', '.join(self._layouts)}): {what}. "
             "Call densify(module) first; to change the values, write into the weight (in place, or "
-            "with load_state_dict)." + see("tickets")
+            "with load_state_dict)." + see("sparse-storage")
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SparseModule:
@@ -99,7 +100,7 @@ class SparseModule(nn.Module):
         error_msgs: list[str],
     ) -> None:
         for name, layout in self._layouts.items():
-            dense = state_dict.get(prefix + name)
+            dense = all_made(state_dict.get(prefix + name))
             if dense is None:
                 continue
             if dense.shape == layout.shape:

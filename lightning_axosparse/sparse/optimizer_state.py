@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.parameters import OwnedParameter, owned_parameters, set_values
+from lightning_axosparse.support.troubleshooting import see
 
 MASTER = "master"
 """Key of a parameter's master weights in its optimizer state."""
@@ -63,7 +64,7 @@ def validate_state(name: str, state: Mapping[str, Any], shape: torch.Size) -> No
             raise ValueError(
                 f"Optimizer state '{key}' of parameter '{name}' has shape {tuple(value.shape)}, "
                 f"the parameter {tuple(shape)}: it cannot be reduced to the kept entries. Use an "
-                "elementwise optimizer such as AdamW or SGD."
+                "elementwise optimizer such as AdamW or SGD." + see("optimizers")
             )
 
 

@@ -85,6 +85,20 @@ def owners(module: nn.Module) -> dict[str, list[Owner]]:
     return {entry.names[0]: entry.owners for entry in owned_parameters(module)}
 
 
+def validate_made(name: str, parameter: nn.Parameter) -> None:
+    """Check that a parameter is not one of ``configure_model``, whose values are made later.
+
+    Raises:
+        ValueError: if it is.
+    """
+    if parameter.untyped_storage().device.type == "meta" and not parameter.is_meta:
+        raise ValueError(
+            f"'{name}' cannot be stored sparse in `configure_model`, where it has no values yet. "
+            "Give the ticket to the callback, EarlyBirdTicket(ticket=...): each rank then stores "
+            "its weights sparse as it makes them."
+        )
+
+
 def set_values(parameter: nn.Parameter, values: Tensor, gradient: Tensor | None) -> None:
     """Replace the values of ``parameter``, which may have another shape, and its gradient.
 

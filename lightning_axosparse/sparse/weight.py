@@ -22,6 +22,7 @@ from lightning_axosparse.support.torch_internals import (
     no_torch_function,
     version_of,
 )
+from lightning_axosparse.support.troubleshooting import see
 
 _to_copy = torch.ops.aten._to_copy.default
 _add = torch.ops.aten.add.Tensor
@@ -227,7 +228,7 @@ class SparseWeight(Tensor):
         if data.shape != self.shape:
             raise ValueError(
                 f"A weight that is stored sparse keeps its shape {tuple(self.shape)}; got data of "
-                f"shape {tuple(data.shape)}. Call densify(module) first."
+                f"shape {tuple(data.shape)}. Call densify(module) first." + see("sparse-storage")
             )
         self.detach().copy_(data)
 
@@ -413,6 +414,7 @@ def check_unchanged(values: Tensor, version: int, layout: Layout) -> None:
             f"The kept values of a sparse weight of shape {tuple(layout.shape)} were changed in "
             "place after the forward pass that read it and before the backward pass that needs it "
             "again. Step the optimizer, load weights or change them only after backward."
+            + see("sparse-storage")
         )
 
 

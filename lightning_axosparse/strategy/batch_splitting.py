@@ -28,6 +28,7 @@ from lightning_axosparse.pipeline.microbatch import (
     weigh,
 )
 from lightning_axosparse.strategy.lightning import loaders
+from lightning_axosparse.support.troubleshooting import see
 
 SplitBatch = Callable[[Any, int], "list[Any]"]
 Evidence = BatchLayout | Literal["default_collate"] | ValueError | None
@@ -148,7 +149,7 @@ class _LoaderBatches:
             names = ", ".join(spelled(path) for path in layout.objects)
             rank_zero_warn(
                 f"Every micro-batch gets the whole {names}: such an object has no known batch "
-                f"dimension. If it holds something for each sample: {ASK}"
+                f"dimension. If it holds something for each sample: {ASK}" + see("batches")
             )
 
 
@@ -174,7 +175,7 @@ def _validate_sizes(sizes: dict[Path, int], before: dict[Path, int]) -> None:
         raise ValueError(
             f"{', '.join(kept)} kept its length while the rest of the batch changed, so it has no "
             "entry for each sample and should not have been cut: what was computed from the "
-            f"batches before this one is wrong. {ASK}"
+            f"batches before this one is wrong. {ASK}" + see("batches")
         )
 
 

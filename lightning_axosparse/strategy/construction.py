@@ -19,14 +19,24 @@ _META = torch.device("meta")
 
 
 @contextmanager
-def made_without(unwanted: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
+def made_without(
+    unwanted: Callable[[], Iterable[Tensor]],
+    make_first: Callable[[Callable[[Tensor], None]], None] | None = None,
+) -> Iterator[None]:
     """Make the tensors of the context at its end, except those that ``unwanted`` returns then.
 
     They have the values, to the bit, that they would have if all were made at once. The others stay
     on the meta device.
+
+    Args:
+        unwanted: returns the others.
+        make_first: is given a function that makes one tensor; for those that are to become smaller
+            before the next one is made.
     """
     with DeferredInit() as deferred:
         yield
+    if make_first is not None:
+        make_first(deferred.make)
     deferred.make_except(unwanted())
 
 
@@ -54,20 +64,29 @@ def allocate(tensors: Iterable[Tensor]) -> None:
             swap_values(tensor, empty)
 
 
-def values_held(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+def values_held(
+    state: Mapping[str, Any], module: nn.Module, others: Iterable[Tensor] = ()
+) -> dict[str, Any]:
     """Return a state dict that loads the same names into ``module``, but reads only what it holds.
 
     Values for tensors on the meta device are left out of it: they are meta tensors there, too.
+
+    Args:
+        state: of the whole module; its tensors may be deferred.
+        module: the module.
+        others: tensors of other stages, which keep the values that they have here until then.
     """
-    absent = {
-        name for name, tensor in module.state_dict(keep_vars=True).items() if _on_meta(tensor)
-    }
-    return {
-        name: torch.empty_like(value, device=_META)
-        if name in absent and isinstance(value, Tensor)
-        else value
-        for name, value in state.items()
-    }
+    kept_as_they_are = {id(tensor) for tensor in others}
+
+    def held(value: Any, present: Any) -> Any:
+        if not (isinstance(value, Tensor) and isinstance(present, Tensor)):
+            return value
+        if present.is_meta:
+            return torch.empty_like(value, device=_META)
+        return present if id(present) in kept_as_they_are else value
+
+    tensors = module.state_dict(keep_vars=True)
+    return {name: held(value, tensors.get(name)) for name, value in state.items()}
 
 
 def validate_values(tensors: Iterable[tuple[str, Tensor]], stage: int) -> None:
@@ -84,7 +103,3 @@ def validate_values(tensors: Iterable[tuple[str, Tensor]], stage: int) -> None:
             "`trainer.init_module(empty_init=True)`, give `ckpt_path=`, or leave out `empty_init`."
             + see("layers")
         )
-
-
-def _on_meta(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_meta

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from lightning_axosparse.sparse.elementwise import trial_copy
 from lightning_axosparse.sparse.materialize import master_dtype
 from lightning_axosparse.sparse.optimizer_state import MASTER, master_values
-from lightning_axosparse.support.troubleshooting import see
+from lightning_axosparse.support.troubleshooting import see, without_link
 
 T = TypeVar("T")
 
@@ -227,7 +227,9 @@ def validate_bucketwise_optimizers(optimizer: Optimizer) -> None:
         try:
             whole, offloaded = (_tried(optimizer, group, offload) for offload in (False, True))
         except Exception as error:
-            raise _cannot_offload(optimizer, f"a trial step on the CPU failed: {error}") from error
+            raise _cannot_offload(
+                optimizer, f"a trial step on the CPU failed: {without_link(error)}"
+            ) from error
         if not torch.allclose(whole, offloaded):
             raise _cannot_offload(optimizer, "one parameter after the other gives other numbers")
 

@@ -23,6 +23,7 @@ from lightning_axosparse.pipeline.sharding import free
 from lightning_axosparse.sparse.parameter_state import forget, pack, unpack
 from lightning_axosparse.sparse.parameters import Owner, owners
 from lightning_axosparse.support.torch_internals import swap_values
+from lightning_axosparse.support.troubleshooting import see
 
 _left: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
 """The modules that a run has left sharded, with the hook that keeps a part from being saved."""
@@ -149,5 +150,5 @@ def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> Any:
         "has only the weights of its own layers. On all ranks, enter `with "
         "trainer.strategy.summon_full_params():`, inside of which the first rank has all of them; "
         "or call `trainer.save_checkpoint`. Where the call has started the ranks itself, the "
-        "module is whole when `fit` has returned."
+        "module is whole when `fit` has returned." + see("values-between-layers")
     )

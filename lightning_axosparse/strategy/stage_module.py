@@ -14,7 +14,9 @@ from torch.optim import Optimizer
 from lightning_axosparse.distributed.gradient_reducer import GradientReducer, ReductionGroup
 from lightning_axosparse.distributed.process_groups import ProcessGroups
 from lightning_axosparse.pipeline.checkpointing import ActivationCheckpointing
+from lightning_axosparse.pipeline.deferred_norms import DeferredNorms
 from lightning_axosparse.pipeline.p2p import ChannelLink, Link, LoopbackLink
+from lightning_axosparse.pipeline.param_groups import OwnSteps, following_parameters
 from lightning_axosparse.pipeline.partition import Partition
 from lightning_axosparse.pipeline.remote_gradients import RemoteGradients
 from lightning_axosparse.pipeline.sharding import Sharding, free
@@ -43,12 +45,14 @@ class StageModule:
         device: device of this rank.
         recompute: activation checkpointing of the layers; None for none.
         splits_backward: whether weight gradients may be made apart from backward passes.
+        defers_norms: whether BatchNorms update their running statistics once a batch.
 
     Attributes:
         grid: the grid of ranks.
         sharding: which tensors each stage keeps.
         layers: the partitioned layers.
         split: the layers whose weight gradients may be made apart from backward passes.
+        norms: the BatchNorms that update their running statistics once a batch, if they do.
         reducer: sums gradients over the ranks that keep the same parameters; None in a job of one.
         remote_gradients: the gradients of parameters of other stages.
     """
@@ -62,17 +66,19 @@ class StageModule:
         device: torch.device,
         recompute: ActivationCheckpointing | None,
         splits_backward: bool,
+        defers_norms: bool = False,
     ) -> None:
         self.module, self.stages, self.device = module, stages, device
         self.groups, self.grid = groups, groups.grid
         self.sharding = Sharding(module, partition.names, partition.parts, device)
         self._recompute, self._splits_backward = recompute, splits_backward
         self.split = SplitLayers(module)
+        self._defers_norms = defers_norms
+        self.norms: DeferredNorms | None = None
         self._example_input = module.example_input_array
         self._freed: dict[Tensor, Tensor] = {}
         self._optimizers: Sequence[Optimizer] = ()
-        self._group_names: list[list[list[str]]] = []
-        self._known_sizes: list[list[int]] = []
+        self._own_steps: list[OwnSteps] = []
         self.reducer: GradientReducer | None = None
         self._reduces = True
         groups.create_shared(self._shared_by_stages())
@@ -114,17 +120,15 @@ class StageModule:
         """
         names = self.sharding.names
         self._optimizers = optimizers
-        self._group_names = [[[] for _ in opt.param_groups] for opt in optimizers]
         if not self.is_whole:
             validate_parameters_known(optimizers, names)
-        self._note_group_names(names)
         owned = owners(self.module)
-        self.sharding.shard(self.stages)
+        with following_parameters(self.module, optimizers):
+            self.sharding.shard(self.stages)
         held = self.sharding.held()
         for parameter, name in names.items():
             if name not in held:
                 forget(parameter, owned[name], optimizers)
-        self._update_param_groups()
         move_module(self.module, self.device)
         self._broadcast_weights()
         self._attach()
@@ -139,10 +143,9 @@ class StageModule:
             partition: the same layers, partitioned over the stages of the new grid.
             groups: the process groups of the new grid.
         """
-        self.take_in_added_parameters()
         self._detach()
-        yield
-        self._update_param_groups()
+        with following_parameters(self.module, self._optimizers):
+            yield
         self.groups, self.grid = groups, groups.grid
         self.stages = range(self.grid.stage, self.grid.stage + 1)
         groups.create_shared(self._shared_by_stages())
@@ -154,22 +157,30 @@ class StageModule:
 
         The optimizers have all parameters again, and the state of those that this rank kept.
         """
-        self.take_in_added_parameters()
         self._detach()
         densify(self.module, self._optimizers[0] if self._optimizers else None)
         scratch.clear()
-        self.sharding.unshard()
-        self._update_param_groups()
+        with following_parameters(self.module, self._optimizers):
+            self.sharding.unshard()
         self.module.cpu()
         self._gather_from_stages()
 
     def end_run(self) -> None:
         """Undo all of :meth:`shard` but that tensors of other stages are freed."""
         self._detach()
-        self._freed = self.sharding.put_back()
+        with following_parameters(self.module, self._optimizers):
+            self._freed = self.sharding.put_back()
         scratch.clear()
-        outer = [name for name in self._buffers() if self.sharding.stage_of(name) is None]
-        self._share_buffers(outer)
+        self.share_outer_buffers(self.module)
+
+    def share_outer_buffers(self, module: nn.Module) -> None:
+        """Give every stage the last one's buffers outside the layers; collective over a pipeline.
+
+        Args:
+            module: the module of this object, or a copy of it.
+        """
+        buffers = dict(module.named_buffers())
+        self._share_buffers({n: b for n, b in buffers.items() if self.sharding.stage_of(n) is None})
 
     def leave_sharded(self) -> None:
         """Leave the tensors of other stages on the meta device, after :meth:`end_run`."""
@@ -256,50 +267,23 @@ class StageModule:
 
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
         """The parameter names of each parameter group of an optimizer, over all stages."""
-        self.take_in_added_parameters()
-        return self._group_names[self._optimizers.index(optimizer)]
-
-    def take_in_added_parameters(self) -> None:
-        """Note what was added to the optimizers since, such as layers that were unfrozen.
-
-        On every rank the user's code adds the same parameters of the whole module; the optimizers
-        keep those of this rank.
-        """
-        if self._group_sizes() == self._known_sizes:
-            return
-        self._note_group_names(
-            {parameter: name for name, parameter in self.module.named_parameters()}
-        )
-        self._update_param_groups()
-
-    def _note_group_names(self, names: Mapping[nn.Parameter, str]) -> None:
-        for optimizer, groups in zip(self._optimizers, self._group_names, strict=True):
-            groups += [[] for _ in optimizer.param_groups[len(groups) :]]
-            for group, known in zip(optimizer.param_groups, groups, strict=True):
-                present = [names[p] for p in group["params"] if p in names]
-                known += [name for name in present if name not in known]
-
-    def _update_param_groups(self) -> None:
-        """Give the optimizers' groups the parameters that this rank keeps, and no others."""
-        if not self.is_whole:
-            held = self.sharding.held()
-            for optimizer, groups in zip(self._optimizers, self._group_names, strict=True):
-                for group, names in zip(optimizer.param_groups, groups, strict=True):
-                    group["params"] = [held[name] for name in names if name in held]
-        self._known_sizes = self._group_sizes()
-
-    def _group_sizes(self) -> list[list[int]]:
-        return [[len(group["params"]) for group in o.param_groups] for o in self._optimizers]
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        return [[names[p] for p in group["params"]] for group in optimizer.param_groups]
 
     def _attach(self) -> None:
         """Let the layers compute as stages, and the gradients be reduced."""
         if self._splits_backward:
             self.split.install()
+        if self._defers_norms:
+            self.norms = self._deferred_norms()
+            self.norms.install()
         self.layers.install(self.stages)
         # Lightning's model summary would send it through layers of other stages.
         if not self.is_whole:
             self.module.example_input_array = None
         self.remote_gradients.follow()
+        if not self.is_whole:
+            self._own_steps = [OwnSteps(optimizer) for optimizer in self._optimizers]
         if self.grid.world_size > 1:
             self.reducer = GradientReducer(self._reduction_groups(), self.grid.data_size)
 
@@ -308,9 +292,20 @@ class StageModule:
         if self.reducer is not None:
             self.reducer.remove()
             self.reducer = None
+        for steps in self._own_steps:
+            steps.remove()
+        self._own_steps = []
         self.layers.uninstall()
+        if self.norms is not None:
+            self.norms.uninstall()
         self.split.uninstall()
         self.module.example_input_array = self._example_input
+
+    def _deferred_norms(self) -> DeferredNorms:
+        layers = self.layers
+        return DeferredNorms(
+            self.module, layers.names, lambda: layers.running_stage, self.stages[-1]
+        )
 
     def _shared_by_stages(self) -> set[frozenset[int]]:
         """The sets of stages that keep the same parameters."""
@@ -357,17 +352,15 @@ class StageModule:
             for name, parameter in self.module.named_parameters():
                 source = ranks[min(self.sharding.holders_of(name))]
                 dist.broadcast(parameter.data, src=source, group=self.groups.inter)
-        self._share_buffers(self._buffers())
-
-    def _buffers(self) -> dict[str, Tensor]:
-        return dict(self.module.named_buffers())
+        self._share_buffers(dict(self.module.named_buffers()))
 
     @torch.no_grad()
-    def _share_buffers(self, names: Iterable[str]) -> None:
+    def _share_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         """Give the other stages of this pipeline these buffers of the stage that counts."""
-        buffers, names = self._buffers(), list(names)
         for stage, source in enumerate(self.grid.pipeline(self.grid.replica)):
-            own = {name: buffers[name] for name in names if self.sharding.source_of(name) == stage}
+            own = {
+                n: buffer for n, buffer in buffers.items() if self.sharding.source_of(n) == stage
+            }
             if own:
                 for name, value in self.groups.broadcast_along_pipeline(own, stage).items():
                     if self.grid.rank != source:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from time import time
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 import torch
@@ -17,7 +17,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -30,6 +30,7 @@ from lightning_axosparse.checkpoint.atomic_io import (
 from lightning_axosparse.checkpoint.gather import (
     gather_model_state,
     gather_optimizer_state,
+    gather_remote_tensors,
     local_model_state,
     local_optimizer_state,
 )
@@ -50,6 +51,7 @@ from lightning_axosparse.pipeline.schedule_choice import ScheduleRule
 from lightning_axosparse.pipeline.sharding import Sharding
 from lightning_axosparse.planning.grid_comparison import default_microbatches
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
+from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.sparse import sparsify
 from lightning_axosparse.sparse.materialize import Compute, Policy
 from lightning_axosparse.sparse.optimizer_state import dense_shapes, restore_masters
@@ -64,14 +66,20 @@ from lightning_axosparse.strategy.construction import (
     values_held,
 )
 from lightning_axosparse.strategy.learning_rate import scaled_rates
+from lightning_axosparse.strategy.lightning.checkpoint_io import reading_files
 from lightning_axosparse.strategy.lightning.device import move_optimizers
 from lightning_axosparse.strategy.lightning.finetuning import (
     parameters_told_apart_by_identity,
 )
 from lightning_axosparse.strategy.lightning.gradients import GradientNorms
-from lightning_axosparse.strategy.lightning.hooks import checkpoint_hooks, overrides
+from lightning_axosparse.strategy.lightning.hooks import (
+    checkpoint_hooks,
+    overrides,
+    trainer_of,
+)
 from lightning_axosparse.strategy.lightning.loop_check import LoopCheck
 from lightning_axosparse.strategy.lightning.prediction_writers import without_writing
+from lightning_axosparse.strategy.lightning.weight_averages import weight_averages
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
 from lightning_axosparse.strategy.offload import OptimizerOffload, validate_bucketwise_optimizers
 from lightning_axosparse.strategy.regrid.regrid import Regrid, Regridded
@@ -84,6 +92,7 @@ from lightning_axosparse.strategy.validation import (
     unless_made_later,
     validate_arguments,
     validate_callbacks,
+    validate_copied_whole,
     validate_default_checkpoint_io,
     validate_layers_exist,
     validate_local,
@@ -112,7 +121,9 @@ from lightning_axosparse.support.arguments import (
 )
 from lightning_axosparse.support.available_memory import free_bytes
 from lightning_axosparse.support.deferred_tensor import all_made
+from lightning_axosparse.support.torch_internals import tree_map_only
 from lightning_axosparse.support.trace import clock
+from lightning_axosparse.support.troubleshooting import see
 
 
 @dataclass(frozen=True)
@@ -132,6 +143,14 @@ class _Session:
     offload: OptimizerOffload | None
     regrid: Regrid | None
     tensors: StageTensors
+
+
+@runtime_checkable
+class PrunesByTicket(Protocol):
+    """A callback that prunes the weights by a ticket when fit starts, if it has one then."""
+
+    prunes_at_start: Literal[True]
+    ticket: Ticket | None
 
 
 class _Stored(NamedTuple):
@@ -166,7 +185,8 @@ class AxoSparseStrategy(MPIStrategy):
         pipeline: attribute path of the ``nn.Sequential`` or ``nn.ModuleList`` whose layers are
             partitioned over the stages, such as ``"model.transformer.h"``; or several of them, and
             of other modules that are a layer each, in the order in which a step calls them, such as
-            ``["stem", "layer1", "layer2"]``. None takes the only candidate.
+            ``["stem", "layer1", "layer2"]``. None takes the only candidate, or several in the order
+            in which ``forward`` calls them with the module's ``example_input_array``.
         balance: "parameters" partitions the layers so that the largest stage is as small as
             possible, "time" so that the slowest stage is as fast as possible, timing the layers on
             the module's ``example_input_array``, which should be like a micro-batch; a sequence
@@ -176,6 +196,10 @@ class AxoSparseStrategy(MPIStrategy):
             ``g_inter``, which is what 1F1B holds, to ``2 * g_inter``, which hides jitter and
             latency. Losses and weights do not depend on it.
         schedule: "message-driven", or for comparison "1f1b", "gpipe" or "zb-h1".
+        batch_norm: when BatchNorms, which normalize by the statistics of a micro-batch, update
+            their running statistics: by each "micro-batch", as with gradient accumulation, or
+            "deferred": once, by those of the whole batch, on data-parallel ranks that of all of
+            them, as one process would.
         weight_gradients: "together" makes all gradients of a layer in its backward pass. "deferred"
             makes those of weights where the stage would wait for a message, so the previous stage
             gets its gradient earlier: for linear layers, Hugging Face's ``Conv1D`` and
@@ -245,6 +269,7 @@ class AxoSparseStrategy(MPIStrategy):
         pipeline=TEXT | NAMES | NONE,
         balance=one_of("parameters", "time") | LAYERS,
         in_flight=COUNT | NONE,
+        batch_norm=one_of("micro-batch", "deferred"),
         schedule=one_of(*(SCHEDULES | DEFERRING_SCHEDULES)),
         weight_gradients=one_of("deferred", "together") | NONE,
         transport=one_of("mpi", "loopback"),
@@ -273,6 +298,7 @@ class AxoSparseStrategy(MPIStrategy):
         in_flight: int | None = None,
         schedule: Literal["message-driven", "1f1b", "gpipe", "zb-h1"] = "message-driven",
         weight_gradients: Literal["deferred", "together"] | None = None,
+        batch_norm: Literal["micro-batch", "deferred"] = "micro-batch",
         transport: Literal["mpi", "loopback"] = "mpi",
         split_batch: Callable[[Any, int], list[Any]] | None = None,
         microbatch_loss: MicrobatchLoss = "auto",
@@ -306,6 +332,7 @@ class AxoSparseStrategy(MPIStrategy):
         self.g_inter = 1 if g_inter == "auto" else g_inter
         self.schedule = schedule
         self._weight_gradients = weight_gradients
+        self._defers_norms = batch_norm == "deferred"
         self.transport = transport
         self._microbatches, self._in_flight = microbatches, in_flight
         self._pipeline, self._balance = pipeline, balance
@@ -329,7 +356,7 @@ class AxoSparseStrategy(MPIStrategy):
     @property
     def _pipelines(self) -> bool:
         """Whether there are stages or micro-batches, or layers that are computed again."""
-        split = self.g_inter > 1 or self.microbatches > 1
+        split = self.g_inter > 1 or self.microbatches > 1 or self._defers_norms
         return split or self._recompute is not None or self._schedules.defers
 
     @property
@@ -416,11 +443,40 @@ class AxoSparseStrategy(MPIStrategy):
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Make what ``configure_model`` makes for this rank's stage alone, as one process would."""
-        if self.g_inter == 1 or self.transport == "loopback" or self._balance == "time":
+        if len(self._stages) == self.g_inter or self._measures_layers:
             yield
             return
-        with made_without(lambda: self._sharding().split(self._stages)[1].values()):
+        others = lambda: self._sharding().split(self._stages)[1].values()  # noqa: E731
+        with made_without(others, self._make_sparse):
             yield
+
+    def _make_sparse(self, make: Callable[[Tensor], None]) -> None:
+        """Store sparse, each as soon as it is made, what an adopted ticket prunes of this stage."""
+        ticket = self._adopted
+        if ticket is None:
+            return
+        kept, _ = self._sharding().split(self._stages)
+        for name, mask in ticket.part(kept).items():
+            if mask.shape == kept[name].shape and self._keeps_dtype(kept[name].dtype):
+                make(kept[name])
+                sparsify(self._module, {name: mask})
+
+    @property
+    def _adopted(self) -> Ticket | None:
+        """The ticket that a callback has before the layers are made in ``configure_model``."""
+        trainer = self._trainer
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            return None
+        if not overrides(self._module, "configure_model"):
+            return None
+        callbacks = vars(trainer)["callbacks"]
+        pruning = (each for each in callbacks if isinstance(each, PrunesByTicket))
+        return next((each.ticket for each in pruning if each.ticket is not None), None)
+
+    def _keeps_dtype(self, dtype: torch.dtype) -> bool:
+        """Whether the precision leaves parameters of this dtype as they are."""
+        probe = nn.ParameterList([torch.empty(0, dtype=dtype)])
+        return next(self.precision_plugin.convert_module(probe).parameters()).dtype == dtype
 
     @property
     def _stages(self) -> range:
@@ -428,12 +484,27 @@ class AxoSparseStrategy(MPIStrategy):
         stage = self.grid.stage
         return range(self.g_inter) if self.transport == "loopback" else range(stage, stage + 1)
 
+    @property
+    def _measures_layers(self) -> bool:
+        """Whether the stages are known only when all layers have run."""
+        return self.g_inter > 1 and self._balance == "time"
+
     def _sharding(self) -> Sharding:
         """Which stages keep which tensors of the module, before it is sharded."""
         partition = self._partition_layers()
         return Sharding(self._module, partition.names, partition.parts)
 
     # Setup and teardown
+
+    def setup_environment(self) -> None:
+        """Connect this rank to the others, if the module is in a state in which callbacks copy it.
+
+        Raises:
+            MisconfigurationException: for averages of a module that a run has left sharded.
+        """
+        if is_left_sharded(self._module):
+            validate_copied_whole(self._module.trainer.callbacks)  # type: ignore[attr-defined]
+        super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Shard the module over the stages, after its optimizers were configured for all of it."""
@@ -446,13 +517,15 @@ class AxoSparseStrategy(MPIStrategy):
         self._configure_optimizers(trainer)
         partition = self._balance_by_time(partition)
         if trainer.state.fn == TrainerFn.FITTING:
-            advise_on_batch_norm(self._module, self.microbatches)
+            advise_on_batch_norm(self._module, self.microbatches, self._defers_norms)
         # Those of an earlier fit may belong to another module.
         optimizers = self.optimizers if trainer.state.fn == TrainerFn.FITTING else []
         stage_module = self._shard_module(partition, optimizers)
         offload = self._place_optimizers(stage_module, optimizers)
         self.setup_precision_plugin()
         self._check_loops(trainer)
+        for average in weight_averages(trainer):
+            stage_module.sharding.shard_copy(average)
         if not stage_module.is_whole:
             self._undo.enter_context(parameters_told_apart_by_identity())
         if self.grid.rank != self.grid.same_batch_ranks[0]:
@@ -490,11 +563,11 @@ class AxoSparseStrategy(MPIStrategy):
         partition = UNPARTITIONED
         if self.g_inter > 1 or self._recompute is not None:
             sizes = None if isinstance(self._balance, str) else self._balance
-            # Of layers that the last run has left on other ranks only the dense shapes are known.
-            shapes = dense_shapes(module) if is_left_sharded(module) else nullcontext()
-            with shapes:
+            # Of layers on other ranks only the dense shapes are known.
+            in_part = is_left_sharded(module) or self._adopted is not None
+            with dense_shapes(module) if in_part else nullcontext():
                 partition = partition_layers(module, self._pipeline, sizes, self.g_inter)
-        if self.g_inter > 1 and self._balance == "time":
+        if self._measures_layers:
             validate_example_input(module)
         if self._regrid is not None:
             validate_regrid_module(module)
@@ -516,7 +589,7 @@ class AxoSparseStrategy(MPIStrategy):
         """Partition again by the times that the first rank measures, if ``balance="time"``."""
         if self.g_inter == 1:
             return partition
-        if self._balance == "time":
+        if self._measures_layers:
             seconds: list[float] = []
             if self.global_rank == 0:
                 arguments = partition, self.precision_plugin, self.root_device
@@ -539,6 +612,7 @@ class AxoSparseStrategy(MPIStrategy):
             self.root_device,
             recompute,
             self._schedules.splits_backward,
+            self._defers_norms,
         )
         stage_module.bring()
         kept, _ = stage_module.sharding.split(self._stages)
@@ -575,6 +649,7 @@ class AxoSparseStrategy(MPIStrategy):
             raise RuntimeError(
                 "summon_full_params() was called during a run. Call it when `fit`, `validate`, "
                 "`test` or `predict` has returned; in hooks save with `trainer.save_checkpoint`."
+                + see("values-between-layers")
             )
         if is_left_sharded(self._module):
             with summoned(self._module, self.is_global_zero or not rank0_only):
@@ -702,7 +777,6 @@ class AxoSparseStrategy(MPIStrategy):
     ) -> Any:
         """Step the optimizer with its scaled rates, and time the step without the closure."""
         closed = time()
-        self._running.stage_module.take_in_added_parameters()
 
         def timed_closure() -> Any:
             nonlocal closed
@@ -824,6 +898,8 @@ class AxoSparseStrategy(MPIStrategy):
         with shared, in_parts(self._module):
             if self.grid.replica > 0:
                 return {}
+            for average in weight_averages(self._module.trainer):
+                stage_module.share_outer_buffers(average)
             return self._for_hooks(
                 gather_model_state(stage_module.sharding, stage_module.stages, tensors)
             )
@@ -836,6 +912,7 @@ class AxoSparseStrategy(MPIStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self.grid.replica == 0:
             tensors = self._stored.tensors
+            checkpoint = gather_remote_tensors(checkpoint, tensors)
             if self._save_distributed_checkpoint:
                 save_sharded(checkpoint, validate_local(filepath, storage_options), tensors)
             elif tensors.is_first:
@@ -849,13 +926,24 @@ class AxoSparseStrategy(MPIStrategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint; the tensors of a sharded one are deferred until a stage needs them."""
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        local = local_path(checkpoint_path)
-        is_sharded = local is not None and local.is_dir()
-        if is_sharded and checkpoint_hooks(self._module.trainer, "on_load_checkpoint"):
-            checkpoint = all_made(checkpoint)
-        return checkpoint
+        """Read a checkpoint; collective over the job when a run starts.
+
+        Tensors of a local file or folder are deferred then, until a stage needs them, or mapped
+        into memory where a hook reads the checkpoint.
+        """
+        files, local = reading_files(self.checkpoint_io), local_path(checkpoint_path)
+        if not (self._is_starting and files is not None and local is not None and local.exists()):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        if self.local_rank == 0:
+            files.verify(local)
+        self.barrier()
+        checkpoint = files.load_deferred(local, weights_only)
+        is_part, trainer = len(self._stages) < self.g_inter, self._module.trainer
+        is_read = checkpoint_hooks(trainer, "on_load_checkpoint") or weight_averages(trainer)
+        if is_part and not is_read:
+            return checkpoint
+        whole: dict[str, Any] = all_made(checkpoint)
+        return whole
 
     def _for_hooks(self, state: dict[str, Any]) -> dict[str, Any]:
         """A part of a checkpoint, whole on the first rank if a hook of the user reads it."""
@@ -874,16 +962,22 @@ class AxoSparseStrategy(MPIStrategy):
         ticket = ChannelTicket.in_checkpoint(checkpoint)
         if ticket is not None:
             ticket.apply(self._module)
-        state = checkpoint["state_dict"]
+        state, others = checkpoint["state_dict"], dict[str, Tensor]()
         if self._session is not None and not self._is_ordinary:
             stage_module = self._session.stage_module
             state = local_model_state(state, stage_module.sharding, stage_module.stages)
             strict = False
         else:
-            allocate(self._sharding().split(self._stages)[0].values())
+            kept, others = self._sharding().split(self._stages)
+            allocate(kept.values())
+        if self._measures_layers:
+            others = {}
         with in_parts(self._module):
-            held = values_held(state, self._module)
-        self._module.load_state_dict(all_made(held), strict=strict)
+            held = values_held(state, self._module, others.values())
+        # A sparse layer makes its weight dense when its turn has come.
+        stored = sparse_parameters(self._module)
+        made = {n: value if n in stored else all_made(value) for n, value in held.items()}
+        self._module.load_state_dict(made, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer's state on the first rank, an empty dict on others; collective.
@@ -903,7 +997,7 @@ class AxoSparseStrategy(MPIStrategy):
             gather_optimizer_state(
                 optimizer,
                 stage_module.group_names(optimizer),
-                stage_module.sharding.names,
+                stage_module.sharding.held(),
                 sparse_parameters(self._module),
                 tensors,
             )
@@ -913,13 +1007,15 @@ class AxoSparseStrategy(MPIStrategy):
         """Load this rank's part of the whole optimizers' states."""
         stage_module, offload = self._running.stage_module, self._running.offload
         if self._is_ordinary and offload is None:
-            super().load_optimizer_state_dict(all_made(checkpoint))
+            # A copy, as the state would keep a mapped file.
+            states = tree_map_only(Tensor, Tensor.clone, checkpoint["optimizer_states"])
+            super().load_optimizer_state_dict({"optimizer_states": states})
             return
-        names, sparse = stage_module.sharding.names, sparse_parameters(self._module)
+        held, sparse = stage_module.sharding.held(), sparse_parameters(self._module)
         states = checkpoint["optimizer_states"]
         for optimizer, state in zip(self.optimizers, states, strict=True):
             groups = stage_module.group_names(optimizer)
-            local = local_optimizer_state(state, optimizer, groups, names, sparse)
+            local = local_optimizer_state(state, groups, held, sparse)
             if offload is None:
                 optimizer.load_state_dict(local)
                 move_optimizers([optimizer], self.root_device)
@@ -932,6 +1028,18 @@ class AxoSparseStrategy(MPIStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the running session: a callback that holds the Trainer may be pickled."""
         return {**super().__getstate__(), "_session": None, "_ended": None}
+
+    @property
+    def _is_starting(self) -> bool:
+        """Whether the Trainer prepares a run, on all ranks."""
+        trainer = self._trainer
+        runs = trainer is not None and trainer.state.status == TrainerStatus.RUNNING
+        return self._session is None and runs
+
+    @property
+    def _trainer(self) -> pl.Trainer | None:
+        """The Trainer of the module, if it is attached to one on this rank."""
+        return None if self.lightning_module is None else trainer_of(self.lightning_module)
 
     @property
     def _is_ordinary(self) -> bool:
@@ -948,7 +1056,10 @@ class AxoSparseStrategy(MPIStrategy):
     @property
     def _running(self) -> _Session:
         if self._session is None:
-            raise RuntimeError("AxoSparseStrategy holds a module only while the Trainer runs.")
+            raise RuntimeError(
+                "AxoSparseStrategy holds a module only while the Trainer runs."
+                + see("values-between-layers")
+            )
         return self._session
 
     @property

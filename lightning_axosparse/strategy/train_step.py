@@ -303,6 +303,8 @@ class StepRunner:
                 with run.metrics.batch(len(microbatches)):
                     last = run.pipeline.train(training)
                 gradients.finish(parameters, self._waits)
+            if stage_module.norms is not None:
+                stage_module.norms.update(stage_module.groups.data)
             warning = None if last is None else self._validate_losses(last, training)
             result = self._combine(last, microbatches, training.fingerprint, warning)
             if self._checks_loss and len(microbatches) > 1:

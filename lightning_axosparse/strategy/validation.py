@@ -164,7 +164,7 @@ def validate_split_module(module: LightningModule) -> None:
         )
 
 
-def advise_on_batch_norm(module: nn.Module, microbatches: int) -> None:
+def advise_on_batch_norm(module: nn.Module, microbatches: int, deferred: bool) -> None:
     """Say that norms with running statistics see micro-batches, if the module has some."""
     norms = [
         (name, part)
@@ -174,11 +174,16 @@ def advise_on_batch_norm(module: nn.Module, microbatches: int) -> None:
     if norms and microbatches > 1:
         name, part = norms[0]
         others = f" and {len(norms) - 1} more like it" if len(norms) > 1 else ""
+        updates = (
+            "by those of the whole batch"
+            if deferred
+            else f"{microbatches} times a batch, as with gradient accumulation (not so with "
+            "batch_norm='deferred')"
+        )
         rank_zero_info(
             f"{name!r} ({type(part).__name__}){others} normalizes by the statistics of a "
-            f"micro-batch, and updates its running statistics {microbatches} times a batch, as "
-            "with gradient accumulation: expect other losses than on one process. With "
-            "microbatches=1 they are those of the batch."
+            f"micro-batch, and updates its running statistics {updates}: expect other losses than "
+            "on one process. With microbatches=1 they are those of the batch."
         )
 
 
@@ -250,19 +255,27 @@ def validate_callbacks(callbacks: Sequence[Callback], transport: str = "mpi") ->
                 " which ranks all stages' weights together and stores what is kept."
                 + see("callbacks")
             )
-        if transport == "loopback":
-            continue
-        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-            raise MisconfigurationException(
-                f"{name} keeps an averaged copy of the whole module, but a stage of a pipeline"
-                " holds only its own layers, and a checkpoint would have the average of one stage."
-                " Leave the callback out, or train with g_inter=1." + see("callbacks")
-            )
-        if isinstance(callback, BatchSizeFinder):
+        if isinstance(callback, BatchSizeFinder) and transport != "loopback":
             raise MisconfigurationException(
                 f"{name} tries batch sizes until the memory of one process is full, which Lightning"
                 " does not support on several ranks. Find the batch size by measuring: it is the"
                 " micro-batch that has to fit, of which a stage holds `strategy.in_flight`."
+                + see("callbacks")
+            )
+
+
+def validate_copied_whole(callbacks: Sequence[Callback]) -> None:
+    """Check that no callback copies a module that an earlier run has left sharded.
+
+    Raises:
+        MisconfigurationException: naming the callback.
+    """
+    for callback in callbacks:
+        if isinstance(callback, WeightAveraging):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} copies the module when `fit` begins, but an earlier run"
+                " has left it sharded: this rank has only its own layers. Save a checkpoint with"
+                " `trainer.save_checkpoint`, and give `fit` a new module and `ckpt_path=`."
                 + see("callbacks")
             )
 

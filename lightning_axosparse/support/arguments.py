@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_axosparse.support.troubleshooting import see
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -172,7 +174,9 @@ def check(
     plain = {name: _plain(value) for name, value in values.items()}
     for name, value in plain.items():
         if not kinds[name].fits(value):
-            raise error(f"{name}={shown(values[name])} must be {kinds[name].wanted}.")
+            raise error(
+                f"{name}={shown(values[name])} must be {kinds[name].wanted}." + see("arguments")
+            )
     return plain
 
 
@@ -202,7 +206,9 @@ def validate_mask(name: str, mask: object) -> None:
         found = "one on the meta device, which has no values"
     else:
         return
-    raise ValueError(f"The mask of {shown(name)} must be a dense bool tensor, not {found}.")
+    raise ValueError(
+        f"The mask of {shown(name)} must be a dense bool tensor, not {found}." + see("arguments")
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import BinaryIO
 from uuid import uuid4
 
+from lightning_axosparse.support.troubleshooting import see
+
 _DIGITS = 12
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -39,7 +41,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     if goal.is_dir():
         raise IsADirectoryError(
             f"'{goal}' is a folder, perhaps a sharded checkpoint, so no file of that name can be "
-            "written. Move it away, or choose another name."
+            "written. Move it away, or choose another name." + see("files")
         )
     clear_partials(goal.parent, goal.name)
     partial = _partial(goal)
@@ -57,7 +59,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         raise OSError(
             error.errno,
             f"'{goal}' was not written: {error.strerror} ({free / 1e6:.1f} MB are free there). An "
-            "older file of that name is as it was. Make room, or write elsewhere",
+            "older file of that name is as it was. Make room, or write elsewhere." + see("files"),
         ) from error
     finally:
         partial.unlink(missing_ok=True)

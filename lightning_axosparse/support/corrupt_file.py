@@ -6,12 +6,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
 
+from lightning_axosparse.support.troubleshooting import see, without_link
+
 
 class CorruptFileError(ValueError):
     """The content of a file is not what was written to it: it was truncated or changed.
 
     It is raised before a module or an optimizer has changed.
+
+    Args:
+        reason: what was found, as part of a sentence.
+        source: what was read; a file is named by :func:`reading`.
     """
+
+    def __init__(self, reason: str, source: str = "The saved state") -> None:
+        super().__init__(reason, source)
+        self.reason = reason
+        self.source = source
+
+    def __str__(self) -> str:
+        return (
+            f"{self.source} cannot be read: it is damaged, not whole, or of another kind "
+            f"({self.reason}). Nothing was loaded. Copy it again from where it was written, or "
+            "take an earlier one." + see("files")
+        )
 
 
 @contextmanager
@@ -31,8 +49,5 @@ def reading(path: str | PathLike[str]) -> Iterator[None]:
     except MemoryError:
         raise
     except Exception as error:
-        raise CorruptFileError(
-            f"'{path}' cannot be read: it is damaged, not whole, or a file of another kind "
-            f"({error}). Nothing was loaded. Copy it again from where it was written, or take an "
-            "earlier one."
-        ) from error
+        reason = error.reason if isinstance(error, CorruptFileError) else without_link(error)
+        raise CorruptFileError(reason, f"'{path}'") from error

@@ -34,6 +34,7 @@ from lightning_axosparse.support.torch_internals import (
     version_of,
     without_dispatch_modes,
 )
+from lightning_axosparse.support.troubleshooting import see
 
 _META = torch.device("meta")
 
@@ -44,6 +45,7 @@ _FILL = frozenset(
 ) | {"aten::geometric_", "aten::bernoulli_"}
 # They change what a tensor refers to and no values, so views of the recorded storages follow them.
 _REFER = "aten::set_"
+_EMPTY = "aten::empty"
 
 
 class _Place(NamedTuple):
@@ -85,6 +87,7 @@ class _Constant(NamedTuple):
             raise RuntimeError(
                 "A tensor was copied into a weight and changed afterwards, before the layers of "
                 "this rank were made. Give `copy_` a clone, or fill a new tensor for each layer."
+                + see("layers-made-later")
             )
         return self.tensor
 
@@ -146,6 +149,15 @@ class DeferredInit(TorchDispatchMode):
         place = _Place.of(tensor)
         return place.view(self._replay({place.storage})[place.storage])
 
+    def make(self, tensor: Tensor) -> None:
+        """Give one deferred tensor its values, in memory of its own.
+
+        Raises:
+            RuntimeError: if it has a gradient hook, which would be lost.
+        """
+        if self.device_of(tensor) is not None:
+            _give_values(tensor, self.values(tensor))
+
     def make_except(self, unwanted: Iterable[Tensor]) -> None:
         """Give every deferred tensor that still exists its values, but leave out the ``unwanted``.
 
@@ -174,6 +186,9 @@ class DeferredInit(TorchDispatchMode):
             return operator(*args, **kwargs)
         device = torch.device(kwargs.get("device") or (devices[0] if devices else "cpu"))
         if device == _META and self._disguise.asked_for_meta:
+            return operator(*args, **kwargs)
+        if operator._schema.name == _EMPTY and 0 in args[0]:
+            # It has no values, and may be set to memory that has, as torch.load does.
             return operator(*args, **kwargs)
         if device == _META:  # torch took it from a deferred tensor
             device = devices[0] if devices else torch.device("cpu")
@@ -275,6 +290,7 @@ class DeferredInit(TorchDispatchMode):
             raise RuntimeError(
                 f"A tensor on the meta device, of shape {tuple(leaf.shape)}, is to give a weight "
                 "its values, which it does not have. Make it without device='meta'."
+                + see("layers-made-later")
             )
         if self.device_of(leaf) is None:
             return _Constant(leaf, version_of(leaf))
@@ -399,7 +415,7 @@ def _give_values(tensor: Tensor, values: Tensor) -> None:
     if gradient_hooks(tensor):
         raise RuntimeError(
             f"A parameter of shape {tuple(tensor.shape)} got a gradient hook in `configure_model`, "
-            "before it has values. Register the hook in `on_fit_start`."
+            "before it has values. Register the hook in `on_fit_start`." + see("layers-made-later")
         )
     swap_values(tensor, values.requires_grad_(tensor.requires_grad))
 

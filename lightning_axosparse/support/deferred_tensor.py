@@ -47,11 +47,16 @@ class DeferredTensor(Tensor):
 
 def all_made(tree: Any) -> Any:
     """The tree with every deferred tensor made; one that is there twice is made once."""
-    made: dict[int, Tensor] = {}
+    return tree_map_only(DeferredTensor, each_once(DeferredTensor.made), tree)
 
-    def once(tensor: DeferredTensor) -> Tensor:
-        if id(tensor) not in made:
-            made[id(tensor)] = tensor.made()
-        return made[id(tensor)]
 
-    return tree_map_only(DeferredTensor, once, tree)
+def each_once(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Cache ``function`` by the identity of its argument, which must stay alive: tied stay one."""
+    results: dict[int, Any] = {}
+
+    def once(value: Any) -> Any:
+        if id(value) not in results:
+            results[id(value)] = function(value)
+        return results[id(value)]
+
+    return once

@@ -20,6 +20,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 tree_leaves = _pytree.tree_leaves
 tree_map = _pytree.tree_map
 tree_map_only = _pytree.tree_map_only
+tree_map_with_path = _pytree.tree_map_with_path
+tree_leaves_with_path = _pytree.tree_leaves_with_path
+path_name = _pytree.keystr
+"""The path to a leaf as text."""
 
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 """``__torch_function__`` of a subclass that torch functions treat as a plain tensor."""
@@ -34,6 +38,14 @@ def current_function_mode() -> TorchFunctionMode | None:
     return mode
 
 
+def fake_mode() -> Any:
+    """Return a mode in which operators find shapes without computing, of what it makes fake."""
+    # Imported here, because it takes a while.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 def without_dispatch_modes() -> AbstractContextManager[Any]:
     """Return a context in which no ``TorchDispatchMode`` observes the operators that run."""
     context: AbstractContextManager[Any] = _disable_current_modes()
@@ -43,6 +55,13 @@ def without_dispatch_modes() -> AbstractContextManager[Any]:
 def version_of(tensor: Tensor) -> int:
     """Return how often ``tensor`` was changed in place; 0 for one made in inference mode."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def checkpoint_offset(tensor: Tensor) -> int:
+    """Return where in its file the storage of a tensor is, after loading it to the meta device."""
+    offset = tensor.untyped_storage()._checkpoint_offset
+    assert offset is not None
+    return offset
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
@@ -122,6 +141,12 @@ def batched(tensor: Tensor) -> bool:
 def backward_transformed(gradient: Tensor) -> bool:
     """Return whether the backward pass of ``gradient`` is transformed or differentiated itself."""
     return torch.is_grad_enabled() or batched(gradient) or transformed()
+
+
+def parsed_conversion(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
+    """Return the device and the dtype that these arguments of ``Tensor.to`` ask for."""
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    return device, dtype
 
 
 def swap_values(tensor: Tensor, other: Tensor) -> None:

@@ -2,29 +2,64 @@
 
 from __future__ import annotations
 
+import re
+from functools import cache
 from typing import Literal
 
 PAGE = "docs/troubleshooting.md"
+"""In the repository."""
 
 Entry = Literal[
+    "failing-and-waiting-ranks",
+    "arguments",
     "grid",
     "starting-ranks",
     "layers",
+    "layers-made-later",
     "steps",
     "values-between-layers",
     "losses",
     "batches",
     "optimizers",
+    "recomputing",
     "callbacks",
+    "pruning",
     "tickets",
+    "channels",
+    "sparse-storage",
     "logging",
     "checkpoints",
+    "files",
     "copies",
-    "data-of-the-examples",
+    "planning",
+    "commands",
+    "examples",
 ]
 """The headings of the page, as in links to them."""
 
 
 def see(entry: Entry) -> str:
     """Return the last sentence of a message."""
-    return f" See {PAGE}#{entry}."
+    return f" See {page()}#{entry}."
+
+
+def without_link(error: BaseException) -> str:
+    """Return the message of an error as part of another, whose own link stands at its end."""
+    return re.sub(r"\.( See \S+#[a-z-]+\.)?$", "", str(error))
+
+
+@cache
+def page() -> str:
+    """Return the page's address in the published documentation, if that has one; else its path."""
+    # Imported here, because `distributed.mpi.slurm` has to speak before slow imports.
+    from importlib.metadata import PackageNotFoundError, metadata
+
+    try:
+        links = metadata("lightning-axosparse").get_all("Project-URL") or []
+    except PackageNotFoundError:  # used from a checkout that is not installed
+        links = []
+    for link in links:
+        label, _, address = link.partition(",")
+        if label.strip() == "Documentation":
+            return f"{address.strip().rstrip('/')}/troubleshooting/"
+    return PAGE

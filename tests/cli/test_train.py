@@ -30,6 +30,10 @@ CHOICES = [
     for group in GROUPS
     for file in sorted((configuration() / group).glob("*.yaml"))
 ]
+OWN = {
+    "model=own": ["model._target_=lightning.pytorch.demos.boring_classes.BoringModel"],
+    "data=own": ["data._target_=lightning.pytorch.demos.boring_classes.BoringDataModule"],
+}
 SMALL = ["experiment=smoke", "trainer.enable_progress_bar=false"]
 
 
@@ -65,7 +69,7 @@ def test_groups():
 @pytest.mark.parametrize("choice", CHOICES)
 def test_every_choice_composes_and_describes_objects_that_exist(choice, tmp_path):
     # An experiment may override a group, so a choice is added to the defaults by its own name.
-    config = configured(choice, f"folder={tmp_path / 'job'}")
+    config = configured(choice, *OWN.get(choice, []), f"folder={tmp_path / 'job'}")
     if choice.startswith("arm="):
         write_job(tmp_path / "ticket-0.8-seed0", "ticket", 0.8, ticket=True)  # that others take
     OmegaConf.resolve(config)
@@ -89,6 +93,13 @@ def test_the_main_job_is_the_default():
 def test_ratio_reaches_the_callback():
     config = configured("pruning.ratio=0.35")
     assert instantiate(config.pruning.callback).pruning_ratio == 0.35
+
+
+@pytest.mark.parametrize(
+    ("overrides", "heads"), [([], 6), (["model.width=256"], 4), (["model.heads=3"], 3)]
+)
+def test_a_width_alone_has_heads_that_divide_it(overrides, heads):
+    assert configured("folder=here", *overrides).model.heads == heads
 
 
 def test_one_process_of_plain_lightning_for_comparison():
@@ -137,6 +148,7 @@ def test_one_rank_from_start_to_report(strategy, text, tmp_path, capsys):
     ("override", "message"),
     [
         ("model.heads=time", "model: heads='time' must be a whole number"),
+        ("model.width=wide", "model: width='wide' must be a whole number"),
         ("model.heads=0", "model: heads=0 must be a whole number"),
         ("model.heads=5", "model: heads=5 must divide width=32"),
         ("model.learning_rate=fast", "model: learning_rate='fast' must be a finite number"),
@@ -191,6 +203,7 @@ def test_the_whole_error_is_raised_where_hydra_is_asked_for_it(
 @pytest.mark.parametrize("how", ["default", "fdr", "limit", "overfit", "profiler"])
 def test_debugging_a_run_in_one_process(how, text, tmp_path):
     small = ["model.depth=1", "model.width=16", "data.context=8", "pruning.compute=dense"]
+    small += ["strategy.microbatches=2", "data.max_held_out=4", "data.max_bytes=2000"]
     small += ["trainer.max_epochs=2"] * (how == "overfit")
     config = configured(*SMALL, f"debug={how}", f"data.path={text}", f"folder={tmp_path}", *small)
     assert config.trainer.devices == 1
@@ -205,17 +218,18 @@ def test_debugging_a_run_in_one_process(how, text, tmp_path):
 def test_a_search_finds_the_better_rate(text, tmp_path):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     folder = tmp_path / "search"
-    small = ["hydra.sweeper.n_trials=3", "debug=fdr", f"data.path={text}", "model.depth=1"]
+    small = ["hydra.sweeper.n_trials=2", "debug=fdr", f"data.path={text}", "model.depth=1"]
+    small += ["strategy.microbatches=2", "data.max_held_out=4"]
     script = tmp_path / "search.py"
     script.write_text("from lightning_axosparse.cli import train\ntrain.main()\n")
     command = [*warm_python(), str(script), *SMALL, *small, "hparams_search=optuna"]
     where = f"hydra.sweep.dir={folder}"
     subprocess.run([*command, where], check=True, cwd=tmp_path, timeout=PATIENCE)
-    results = [RunResult.load(folder / str(job) / "result.jsonl") for job in range(3)]
+    results = [RunResult.load(folder / str(job) / "result.jsonl") for job in range(2)]
     found = OmegaConf.load(folder / "optimization_results.yaml")
     assert found.best_value == min(result.validation_loss for result in results)
     rates = {result.settings["model"]["learning_rate"] for result in results}
-    assert len(rates) == 3
+    assert len(rates) == 2
     assert found.best_params["model.learning_rate"] in rates
     assert all(5e-4 <= rate <= 1e-2 for rate in rates)
 

@@ -8,10 +8,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 
-from tests.parity.cases import Net, difference, fit, trainer
+from lightning_axosparse import EarlyBirdTicket, Ticket
+from tests.parity.cases import EPOCHS, Net, difference, fit, trainer
 from tests.ranks import run_ranks
 
 
@@ -43,13 +44,61 @@ class Late(Net):
         }
 
 
-def train(strategy: Any, devices: int, folder: Path | None, **options: Any) -> dict[str, Any]:
+def train(
+    strategy: Any,
+    devices: int,
+    folder: Path | None,
+    *callbacks: Callback,
+    epochs: int = EPOCHS,
+    **options: Any,
+) -> dict[str, Any]:
     L.seed_everything(7, verbose=False)
     saves = [] if folder is None else [ModelCheckpoint(folder, filename="end")]
-    run = trainer(strategy, devices, callbacks=saves, enable_checkpointing=folder is not None)
+    run = trainer(
+        strategy,
+        devices,
+        callbacks=[*callbacks, *saves],
+        max_epochs=epochs,
+        enable_checkpointing=folder is not None,
+    )
     module = Late()
     record = fit(run, module, **options)
     return {"record": record, "started": module.started, "drawn": torch.rand(1)}
+
+
+class Sizes(Callback):
+    """Notes how many values are stored of each parameter before any callback prunes."""
+
+    def on_fit_start(self, run: Any, module: Any) -> None:
+        self.stored = {n: p.numel() for n, p in module.named_parameters() if not p.is_meta}
+
+
+def adopted(g_inter: int, ranks: int, folder: Path) -> dict[str, Any]:
+    """Train with a ticket from the start, and go on from the checkpoint of the first epoch."""
+    from lightning_axosparse import AxoSparseStrategy
+
+    masks = {
+        f"model.{layer}.weight": torch.arange(size).view(24, -1) % 3 == 0
+        for layer, size in ((0, 288), (2, 576))
+    }
+    results = []
+    for resume in (None, folder / "end.ckpt"):
+        sizes = Sizes()
+        strategy = AxoSparseStrategy(g_inter=g_inter, microbatches=2)
+        prune = EarlyBirdTicket(ticket=Ticket(masks, pruning_ratio=0.6))
+        end = 1 if resume is None else 2
+        result = train(
+            strategy,
+            ranks,
+            None if resume else folder,
+            sizes,
+            prune,
+            epochs=end,
+            ckpt_path=resume,
+            weights_only=False,
+        )
+        results.append({"record": result["record"], "stored": sizes.stored})
+    return {"fresh": results[0], "resumed": results[1]}
 
 
 def on_a_grid(g_inter: int, ranks: int, folder: Path) -> dict[str, Any]:
@@ -85,3 +134,26 @@ def test_a_module_made_in_parts_trains_as_on_one_process(
 ) -> None:
     for rank in on_three:
         assert difference(rank["record"], alone["record"]) <= 1e-6
+
+
+@pytest.mark.parametrize("run", ["fresh", "resumed"])
+def test_a_ticket_from_the_start_is_followed_while_layers_are_made(
+    run: str, pruned: tuple[dict[str, Any], list[dict[str, Any]]]
+) -> None:
+    alone, ranks = pruned
+    stored = {"model.0.weight": 96, "model.2.weight": 192}
+    for rank in ranks:
+        held = {n: size for n, size in rank[run]["stored"].items() if n in stored}
+        assert held == {name: stored[name] for name in held}, "nothing was left to prune"
+        assert difference(rank[run]["record"], alone[run]["record"]) <= 1e-6
+    assert set().union(*(rank[run]["stored"] for rank in ranks)) >= stored.keys()
+    assert alone[run]["stored"]["model.2.weight"] == 576, "one process prunes when fit starts"
+
+
+@pytest.fixture(scope="module")
+def pruned(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("pruned")
+    alone = adopted(1, 1, folder / "alone")
+    return alone, run_ranks(3, adopted, 3, 3, folder / "three")

@@ -145,6 +145,10 @@ class Classifier(L.LightningModule):
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.net = network
+        self.example_input_array = torch.randn(BATCH, 3, 8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -160,7 +164,8 @@ class Classifier(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-# Row: network, options of the strategy. Where BatchNorm stands, the whole batch is a micro-batch.
+# Row: network, options of the strategy, without `pipeline` where the order of calls is found. Where
+# BatchNorm stands, the whole batch is a micro-batch.
 WHOLE = {"microbatches": 1}
 NETWORKS: dict[str, tuple[Any, dict[str, Any]]] = {
     "residual": (
@@ -168,8 +173,8 @@ NETWORKS: dict[str, tuple[Any, dict[str, Any]]] = {
         {"pipeline": ["net.conv1", "net.bn1", "net.layer1", "net.layer2", "net.layer3"], **WHOLE},
     ),
     "VGG": (Plain, {"pipeline": ["net.features", "net.classifier"]}),
-    "U-Net": (UNet, {"pipeline": ["net.downs", "net.bottom", "net.ups"]}),
-    "T5": (Translator, {"pipeline": ["net.network.encoder.block", "net.network.decoder.block"]}),
+    "U-Net": (UNet, {}),
+    "T5": (Translator, {}),
     "ResNet": (
         resnet,
         {"pipeline": ["net.network.resnet.embedder", "net.network.resnet.encoder.stages"], **WHOLE},

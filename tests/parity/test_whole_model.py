@@ -16,6 +16,11 @@ from tests.parity.cases import Net, difference, fit, trainer
 from tests.ranks import run_ranks
 
 
+def present(parameters: Any) -> list[Tensor]:
+    """The gradients that there are."""
+    return [p.grad for p in parameters if p.grad is not None]
+
+
 class Asking(Net):
     """Logs norms of gradients in three hooks, and clips them by hand."""
 
@@ -24,11 +29,22 @@ class Asking(Net):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.log_dict(grad_norm(self, 2) | grad_norm(self, "inf"))
+        groups = [group["params"] for group in optimizer.param_groups]
+        for number, group in enumerate(groups):
+            self.log(f"parameters {number}", float(sum(p.numel() for p in group)))
+            self.log(f"norm {number}", nn.utils.get_total_norm(present(group)))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        optimizer = self.optimizers()
+        whole = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+        assert whole == sum(p.numel() for p in self.parameters())
 
     def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
-        present = [p.grad for p in self.parameters() if p.grad is not None]
-        self.log("squares", sum(g.detach().data.norm(2).item() ** 2 for g in present))
-        self.log("before", nn.utils.clip_grad_norm_(self.parameters(), 0.3))
+        gradients = present(self.parameters())
+        self.log("squares", sum(g.detach().data.norm(2).item() ** 2 for g in gradients))
+        optimizer = self.optimizers()
+        both = [p for group in optimizer.param_groups for p in group["params"]]
+        self.log("before", nn.utils.clip_grad_norm_(both, 0.3))
 
 
 class Partly(Asking):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
+from torch.optim import swa_utils
 
 from lightning_axosparse.pipeline.remote_tensor import RemoteTensor
 
@@ -34,7 +35,6 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "format": lambda p: f"{p.mean():.3f}",
     "numpy": lambda p: p.detach().numpy(),
     "list": lambda p: p.tolist(),
-    "move": lambda p: p.cpu(),
     "list of scalars": lambda p: torch.tensor([p.norm()]),
     "equal": lambda p: torch.equal(p, p),
     "concatenation": lambda p: torch.cat([p.flatten(), torch.ones(2)]),
@@ -65,11 +65,37 @@ def test_what_needs_no_values_works() -> None:
     assert isinstance(copied.weight, RemoteTensor)
     assert copied.weight.requires_grad
     assert list(copied.double().state_dict()) == ["weight", "bias"]
+    assert layer.weight.cpu() is layer.weight.to(CPU) is layer.weight
+    assert layer.weight.to(CPU, copy=True) is not layer.weight
+    there = layer.weight.to("cuda", torch.float16)
+    assert (there.device.type, there.dtype, layer.weight.device) == ("cuda", torch.float16, CPU)
+    assert torch.ones(2).to(copied.weight).tolist() == [1, 1]
+    assert torch.ones(2).to(copied.weight).dtype == torch.float64
     with torch.no_grad():
         layer.weight.mul_(0.9).add_(layer.weight, alpha=0.1)
         average = layer.weight.lerp(copied.float().weight, 0.5)
     assert isinstance(average, RemoteTensor)
     assert sum(p.shape.numel() for p in layer.parameters()) == 9
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"avg_fn": swa_utils.get_ema_avg_fn()},
+        {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn()},
+        {"multi_avg_fn": swa_utils.get_swa_multi_avg_fn()},
+    ],
+)
+def test_averages_of_torch_stay_where_the_parameter_is(how: dict[str, Any]) -> None:
+    layer = nn.Linear(2, 3)
+    layer.weight = parameter()  # type: ignore[assignment]
+    averaged = swa_utils.AveragedModel(layer, CPU, **how)
+    for _ in range(3):
+        layer.bias.data += 1
+        averaged.update_parameters(layer)
+    assert isinstance(averaged.module.weight, RemoteTensor)
+    assert (layer.bias - averaged.module.bias).min() > 0.9
 
 
 class Two(nn.Module):

@@ -70,7 +70,7 @@ def shard_reshard_unshard() -> dict[str, Any]:
             "steps": {name: float(optimizer.state[held[name]]["step"]) for name in held},
             "states": len(optimizer.state),
             "groups": [
-                {id(p) for p in g["params"]} == {id(p) for p in held.values()}
+                list(map(id, g["params"])) == list(map(id, module.parameters()))
                 for g in optimizer.param_groups
             ],
             "kept": storage(list(parameters.values())),

@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
     ModelPruning,
-    StochasticWeightAveraging,
 )
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
@@ -22,6 +21,7 @@ from torchmetrics import MeanMetric
 from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.strategy.validation import (
     validate_callbacks,
+    validate_copied_whole,
     validate_module,
     validate_optimizers,
     validate_regrid_module,
@@ -134,22 +134,25 @@ def test_manual_optimization() -> None:
     ("callback", "instead"),
     [
         (ModelPruning("l1_unstructured"), "EarlyBirdTicket"),
-        (StochasticWeightAveraging(1e-3), "g_inter=1"),
-        (EMAWeightAveraging(), "g_inter=1"),
         (BatchSizeFinder(), "micro-batch"),
     ],
 )
 def test_callbacks(callback: Callback, instead: str) -> None:
-    validate_callbacks([EarlyStopping("loss")])
+    validate_callbacks([EarlyStopping("loss"), EMAWeightAveraging()])
     with pytest.raises(MisconfigurationException, match=rf"{type(callback).__name__}.*{instead}"):
         validate_callbacks([EarlyStopping("loss"), callback])
 
 
-@pytest.mark.parametrize("callback", [EMAWeightAveraging(), BatchSizeFinder()])
-def test_callbacks_where_one_process_has_all_stages(callback: Callback) -> None:
-    validate_callbacks([callback], "loopback")
+def test_callbacks_where_one_process_has_all_stages() -> None:
+    validate_callbacks([BatchSizeFinder()], "loopback")
     with pytest.raises(MisconfigurationException, match="EarlyBirdTicket"):
         validate_callbacks([ModelPruning("l1_unstructured")], "loopback")
+
+
+def test_averages_of_a_module_that_is_left_sharded() -> None:
+    validate_copied_whole([EarlyStopping("loss")])
+    with pytest.raises(MisconfigurationException, match="EMAWeightAveraging copies the module"):
+        validate_copied_whole([EMAWeightAveraging()])
 
 
 def test_optimizers() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_axosparse import sparsify
 from lightning_axosparse.support.deferred_init import DeferredInit
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor")
@@ -236,3 +238,29 @@ def test_a_gradient_hook_that_would_be_lost_is_refused() -> None:
 def test_errors_of_the_code_are_those_that_it_would_have_raised() -> None:
     with DeferredInit(), pytest.raises(RuntimeError, match="must match the size"):
         torch.zeros(3).copy_(torch.zeros(4))
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_weights_of_a_file_are_loaded(tmp_path: Path, mapped: bool, weights_only: bool) -> None:
+    saved, path = nn.Linear(4, 3), tmp_path / "weights.pt"
+    torch.save(saved.state_dict(), path)
+    deferred = DeferredInit()
+    with deferred:
+        module = nn.Linear(4, 3)
+        module.load_state_dict(torch.load(path, mmap=mapped, weights_only=weights_only))
+    weight = module.weight
+    assert weight.is_meta
+    deferred.make(weight)
+    assert module.bias.is_meta
+    deferred.make_except([module.bias])
+    assert module.weight is weight
+    assert torch.equal(weight, saved.weight)
+    assert module.bias.is_meta
+
+
+def test_storing_sparse_before_there_are_values_says_where_to_do_it() -> None:
+    with DeferredInit():
+        module = nn.Linear(4, 3)
+        with pytest.raises(ValueError, match=r"configure_model.*EarlyBirdTicket\(ticket="):
+            sparsify(module, {"weight": torch.eye(3, 4) > 0})

@@ -1,46 +1,129 @@
-"""The page that messages lead to has their entries, and speaks of messages that there are."""
+"""Messages lead to the page that explains them, which has their entries and quotes them."""
 
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import re
+from email.message import Message
 from pathlib import Path
 from typing import get_args
 
-from lightning_axosparse.support.troubleshooting import PAGE, Entry, see
+import pytest
+
+from lightning_axosparse.support import troubleshooting
+from lightning_axosparse.support.troubleshooting import PAGE, Entry, page, see, without_link
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "lightning_axosparse"
 TEXT = (REPOSITORY / PAGE).read_text()
-REFUSED = TEXT[TEXT.index("## What is refused") : TEXT.index("## Known limits")]
-HEADINGS = re.findall(r"^### (.*)$", REFUSED, re.MULTILINE)
+NO_ENTRIES = {"what-is-refused", "known-limits"}
+MODULES = {
+    str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")
+}
+
+WITHOUT_LINK = {
+    # Users never see them.
+    ("callbacks/ticket_search.py", "NotImplementedError"): "abstract",
+    ("distributed/mpi/shared_memory.py", "ValueError(f'The file at"): "caught: no shared memory",
+    ("pipeline/side_outputs.py", "AttributeError(name)"): "Python's protocol",
+    ("pipeline/stage_forward.py", "StageEdge("): "ends a step at the edge of a stage",
+    ("pruning/scores.py", 'ValueError("it has no second moment'): "part of a message with a link",
+    ("strategy/launcher/launcher.py", "_Terminated"): "becomes the signal again",
+    ("strategy/launcher/pickling.py", "LookupError("): "of a file between caller and ranks",
+    # The command line says the rest.
+    ("cli/plan.py", "argparse.ArgumentTypeError("): "argparse adds how the command is used",
+    ("cli/sweep/hydra_callback.py", "SystemExit(1)"): "the table that was printed",
+    # They pass on a message, which has a link if it is one of this package.
+    ("callbacks/masked_training.py", "MisconfigurationException(str(error))"): "",
+    ("callbacks/ticket_search.py", "MisconfigurationException(str(error))"): "",
+    ("cli/evaluate.py", "SystemExit(f'axosparse-eval: {message(error)}')"): "",
+    ("cli/train.py", "SystemExit(f'axosparse-train: {message(error)}')"): "",
+    ("cli/train.py", "SystemExit(f'axosparse-train: {error}')"): "",
+    ("pruning/selection.py", "ValueError('\\n'.join(found))"): "",
+    ("strategy/batch_splitting.py", "self.evidence"): "",
+    ("strategy/launcher/launcher.py", "RankFailedError(message)"): "",
+    ("strategy/train_step.py", "rank_zero_warn(str(warning))"): "",
+    ("support/archive.py", "error.__context__"): "",
+}
+"""File and start of what is raised or warned of -> why it does not end with a link."""
 
 
-def calls(name: str) -> list[tuple[str, ast.Call]]:
-    """All calls of a function in the package, and where they are."""
-    return [
-        (f"{path.relative_to(PACKAGE)}:{node.lineno}", node)
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id == name
-        and node.args
-    ]
+def called(node: ast.AST) -> str:
+    """The last name of what is called, or what is named."""
+    if isinstance(node, ast.Call):
+        node = node.func
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
-def test_every_refusal_says_where_it_is_explained() -> None:
-    refusals = calls("MisconfigurationException")
-    assert len(refusals) > 60
-    without = [place for place, call in refusals if " + see('" not in ast.unparse(call.args[0])]
+def names(node: ast.AST) -> set[str]:
+    return {called(part) for part in ast.walk(node)} - {""}
+
+
+def linked_names() -> set[str]:
+    """Functions, classes and constants whose text has a link."""
+    found = {"see"}
+    for tree in MODULES.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                texts = [part for part in ast.walk(node) if isinstance(part, ast.Return)]
+                found |= {node.name for text in texts if "see" in names(text)}
+            elif isinstance(node, ast.ClassDef):
+                texts = [part for part in node.body if getattr(part, "name", "") == "__str__"]
+                found |= {node.name for text in texts if "see" in names(text)}
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and "see" in names(node.value):
+                found.add(called(node.targets[0]))
+    return found
+
+
+def messages() -> list[tuple[str, ast.expr]]:
+    """All that is raised, and all warnings, with the file."""
+    found: list[tuple[str, ast.expr]] = []
+    for file, tree in MODULES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Raise) and node.exc is not None:
+                found.append((file, node.exc))
+            elif isinstance(node, ast.Call) and called(node) in ("warn", "rank_zero_warn"):
+                found.append((file, node))
+    return found
+
+
+def test_every_message_says_where_it_is_explained() -> None:
+    linked, unused, without = linked_names(), set(WITHOUT_LINK), []
+    assert {"see", "CorruptFileError", "_endless", "_misuse"} <= linked
+    assert len(messages()) > 200
+    for file, raised in messages():
+        if names(raised) & linked:
+            continue
+        text = ast.unparse(raised)
+        known = {(f, start) for f, start in WITHOUT_LINK if f == file and text.startswith(start)}
+        if not known:
+            without.append(f"{file}:{raised.lineno}: {text}")
+        unused -= known
     assert without == []
+    assert unused == set()
+
+
+def test_a_link_ends_its_message() -> None:
+    for file, tree in MODULES.items():
+        for node in ast.walk(tree):
+            inside = isinstance(node, ast.BinOp) and "see" in names(node.left)
+            inside |= isinstance(node, ast.JoinedStr) and "see" in names(node)
+            assert not inside, f"{file}:{node.lineno}"
 
 
 def test_the_entries_are_the_headings() -> None:
-    entries = [heading.lower().replace(" ", "-") for heading in HEADINGS]
-    assert entries == list(get_args(Entry))
-    assert {call.args[0].value for _, call in calls("see")} == set(entries)
-    assert see("grid") == " See docs/troubleshooting.md#grid."
+    headings = re.findall(r"^##+ (.*)$", TEXT, re.MULTILINE)
+    entries = [heading.lower().replace(" ", "-") for heading in headings]
+    assert [entry for entry in entries if entry not in NO_ENTRIES] == list(get_args(Entry))
+    used = {
+        call.args[0].value
+        for tree in MODULES.values()
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and called(call) == "see"
+    }
+    assert used == set(get_args(Entry))
 
 
 def test_the_page_quotes_messages_that_there_are() -> None:
@@ -48,13 +131,50 @@ def test_the_page_quotes_messages_that_there_are() -> None:
         "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
         if isinstance(node, ast.JoinedStr)
         else node.value
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for tree in MODULES.values()
+        for node in ast.walk(tree)
         if isinstance(node, ast.JoinedStr)
         or (isinstance(node, ast.Constant) and isinstance(node.value, str))
     ]
     everything = "\n".join(texts)
-    for row in re.findall(r"^\| (`.*?) \| ", REFUSED, re.MULTILINE):
+    rows = re.findall(r"^\| (`.*?) \| ", TEXT, re.MULTILINE)
+    assert len(rows) > 100
+    for row in rows:
         for phrase in re.findall(r"`` (.*?) ``|`([^`]+)`", row):
             quoted = re.sub(r"\{.*?\}", "{}", next(filter(None, phrase)))
-            assert quoted in everything, quoted
+            assert quoted in everything or quoted == "NAME=VALUE", quoted
+
+
+@pytest.mark.parametrize(
+    ("links", "address"),
+    [
+        ([], PAGE),
+        (["Source, https://host/source"], PAGE),
+        (["Documentation, https://host/docs/"], "https://host/docs/troubleshooting/"),
+        (None, PAGE),
+    ],
+)
+def test_a_link_is_an_address_where_the_documentation_has_one(
+    monkeypatch: pytest.MonkeyPatch, links: list[str] | None, address: str
+) -> None:
+    def metadata(name: str) -> Message:
+        if links is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        message = Message()
+        for link in links:
+            message["Project-URL"] = link
+        return message
+
+    monkeypatch.setattr(importlib.metadata, "metadata", metadata)
+    page.cache_clear()
+    try:
+        assert see("grid") == f" See {address}#grid."
+        message = "A rank failed: it is late"
+        assert without_link(ValueError(f"{message}.{see('grid')}")) == message
+    finally:
+        troubleshooting.page.cache_clear()
+
+
+def test_a_message_without_a_link_stays_as_it_is() -> None:
+    assert without_link(ValueError("See there. No link")) == "See there. No link"
+    assert without_link(ValueError("A sentence.")) == "A sentence"

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from lightning_axosparse.cli.sweep.job import Job
 from lightning_axosparse.pruning.prunable import Prune
 from lightning_axosparse.pruning.ticket import Ticket
+from lightning_axosparse.support.troubleshooting import see
 
 
 def random_ticket(folder: str, seed: int) -> Ticket:
@@ -71,17 +72,17 @@ def finished_job(folder: Path) -> Job:
     except FileNotFoundError as error:
         raise ValueError(
             f"This arm needs the ticket of '{folder}', but no job has run there. Run "
-            "arm=ticket with the same ratio and seed before it."
+            "arm=ticket with the same ratio and seed before it." + see("commands")
         ) from error
     if job.result is None:
         reason = f": {job.problem}" if job.problem else ""
         raise ValueError(
             f"This arm needs the ticket of '{folder}', but that job has {job.status}"
-            f"{reason}. Run it again with: {job.command}"
+            f"{reason}. Run it again with: {job.command}" + see("commands")
         )
     if job.result.draw_step is None:
         raise ValueError(
             f"This arm needs the ticket of '{folder}', but that job drew none. Give it "
-            "pruning.draw_by."
+            "pruning.draw_by." + see("commands")
         )
     return job

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_axosparse.callbacks.moments import WHEN, Moment
 from lightning_axosparse.callbacks.report.result import RunResult
 from lightning_axosparse.support.atomic_file import replacing
+from lightning_axosparse.support.troubleshooting import see
 
 RESULT = "result.jsonl"
 _ERROR = "error.txt"
@@ -158,7 +159,7 @@ def finished_before(config: DictConfig) -> RunResult | None:
     if different is not None:
         raise ValueError(
             f"'{path}' is the result of another job: {different}. Choose another hydra.sweep.dir, "
-            "or delete this folder."
+            "or delete this folder." + see("commands")
         )
     return result
 

@@ -10,6 +10,8 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from lightning_axosparse.support.troubleshooting import see
+
 _DATATYPES = {
     torch.uint8: MPI.UINT8_T,
     torch.int8: MPI.INT8_T,
@@ -57,7 +59,9 @@ class ReduceOperation:
     def operation(self, dtype: torch.dtype) -> MPI.Op:
         """The MPI operation for tensors of ``dtype``."""
         if dtype == torch.bool and self._op in (ReduceOp.AVG, ReduceOp.PREMUL_SUM):
-            raise ValueError(f"A bool tensor cannot be reduced by {self._op}; convert it first.")
+            raise ValueError(
+                f"A bool tensor cannot be reduced by {self._op}; convert it first." + see("logging")
+            )
         return (_OPERATIONS_ON_BOOL if dtype == torch.bool else _OPERATIONS)[self._op]
 
     def stage(self, tensor: Tensor) -> Tensor:

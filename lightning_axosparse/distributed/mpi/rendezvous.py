@@ -49,7 +49,10 @@ def common_store(required: bool) -> Store:
             f"{reason}, and NCCL needs one to start. Open TCP between the hosts, or connect them "
             "by an interface that is up on all of them (`ip address`)." + see("starting-ranks")
         )
-    rank_zero_warn(f"{reason}. Training goes over MPI alone; groups of gloo cannot be made.")
+    rank_zero_warn(
+        f"{reason}. Training goes over MPI alone; groups of gloo cannot be made."
+        + see("starting-ranks")
+    )
     return HashStore()
 
 

@@ -21,6 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_axosparse.support.troubleshooting import see
+
 Memory = NDArray[np.uint8]
 
 _PAGE = mmap.PAGESIZE
@@ -72,7 +74,9 @@ class Arena:
                 block = self.memory[start : start + nbytes]
                 weakref.finalize(block, self._return, start, start + length).atexit = False
                 return torch.from_numpy(block)
-        raise MemoryError(f"No {nbytes / 2**20:.0f} MiB in one piece are left in shared memory.")
+        raise MemoryError(
+            f"No {nbytes / 2**20:.0f} MiB in one piece are left in shared memory." + see("grid")
+        )
 
     def offset(self, tensor: Tensor) -> int:
         """The offset in bytes of a contiguous tensor; negative if it is not in this arena."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
+from lightning_axosparse.support.troubleshooting import see
+
 TASKS = "SLURM_STEP_NUM_TASKS"
 """Set by srun for the tasks of a step only; other variables of Slurm also for other processes."""
 
@@ -37,7 +39,7 @@ def announce_unmanaged_tasks() -> None:
     if tasks and os.environ.get("SLURM_PROCID") == "0":
         print(
             f"lightning_axosparse: srun started {tasks} tasks that know nothing of each other. To "
-            f"train on them together, {START_RANKS}",
+            f"train on them together, {START_RANKS}" + see("starting-ranks"),
             file=sys.stderr,
             flush=True,
         )

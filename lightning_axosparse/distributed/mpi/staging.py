@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_axosparse.support.troubleshooting import see
+
 _VARIABLE = "AXOSPARSE_CUDA_AWARE_MPI"
 
 Ready = Callable[[], bool]
@@ -153,7 +155,10 @@ def mpi_is_cuda_aware() -> bool:
     setting = os.environ.get(_VARIABLE)
     if setting is not None:
         if setting not in ("0", "1"):
-            raise ValueError(f"{_VARIABLE} is {setting!r}. Set it to 0 or 1, or not at all.")
+            raise ValueError(
+                f"{_VARIABLE} is {setting!r}. Set it to 0 or 1, or not at all."
+                + see("starting-ranks")
+            )
         return setting == "1"
     return any(_says_cuda_aware(library) for library in loaded_mpi_libraries())
 

@@ -30,6 +30,7 @@ from lightning_axosparse.distributed.rank_status import (
     read_status,
     this_rank,
 )
+from lightning_axosparse.support.troubleshooting import see
 
 NOTICE_SECONDS = float(os.environ.get("AXOSPARSE_NOTICE_SECONDS", 30))
 """After how many seconds of a wait a rank prints that it waits."""
@@ -260,6 +261,7 @@ class Watchdog:
                 f" No answer from {', '.join(silent)}: killed, stopped, behind a dead link, or in "
                 "native code that holds Python's lock."
             )
+        message += see("failing-and-waiting-ranks")
         message += "".join(f"\n- {status}" for status in (this_rank(), *self._peers))
         _say(message)
         for report in before_abort:

@@ -14,6 +14,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from lightning_axosparse.distributed.backoff import BackOff
+from lightning_axosparse.support.troubleshooting import see
 
 _BULK = 2**26  # bytes; between sleeping ranks MPI may transfer only some hundred MB a second
 
@@ -99,7 +100,10 @@ class MPIWork(dist.Work):
         with BackOff(lambda: self._description, self._is_bulk) as back_off:
             while not self.is_completed():
                 if deadline is not None and time.monotonic() > deadline:
-                    raise RuntimeError(f"{self._description} did not finish within {timeout}.")
+                    raise RuntimeError(
+                        f"{self._description} did not finish within {timeout}."
+                        + see("failing-and-waiting-ranks")
+                    )
                 if self._advanced:
                     back_off.reset()
                 back_off.pause()

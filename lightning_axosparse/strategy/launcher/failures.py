@@ -14,11 +14,13 @@ from types import TracebackType
 
 from lightning_axosparse.distributed.rank_status import RanksStuckError, RankStatus, read_status
 from lightning_axosparse.strategy.launcher.call import CallFolder, Failure
+from lightning_axosparse.support.troubleshooting import see
 
 _CAN_MONITOR = all(hasattr(os, name) for name in ("pidfd_open", "eventfd"))
 _POLL_SECONDS = 0.05  # between two searches for ranks that have not started yet
 _GRACE_SECONDS = 5  # for mpiexec to end the other ranks
 _CRASHES = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGTERM")
+_SEE = see("failing-and-waiting-ranks")
 
 
 @dataclass(frozen=True)
@@ -138,13 +140,13 @@ def describe_failure(
     """
     if reported is None and code < 0:
         killer = signal.Signals(-code).name
-        return f"mpiexec was killed by {killer}, and the ranks with it.", None
+        return f"mpiexec was killed by {killer}, and the ranks with it." + _SEE, None
     if unreported is not None and (reported is None or unreported.when < reported.when):
         status = unreported.status
         end = _by_mpiexec_code(code) if unreported.code is None else _by_code(unreported.code)
-        return f"{status.who} {end}\nIt was {status.doing}.", None
+        return f"{status.who} {end}\nIt was {status.doing}." + _SEE, None
     if reported is None:
-        return f"A rank {_by_mpiexec_code(code)}", None
+        return f"A rank {_by_mpiexec_code(code)}" + _SEE, None
     if isinstance(reported.exception, RanksStuckError):
         return str(reported.exception), reported.exception
     summary = reported.trace.strip().splitlines()[-1]

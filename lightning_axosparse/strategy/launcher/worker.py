@@ -32,6 +32,7 @@ from lightning_axosparse.strategy.launcher.call import (
 from lightning_axosparse.strategy.launcher.object_changes import Snapshot
 from lightning_axosparse.strategy.launcher.pickling import load, save
 from lightning_axosparse.strategy.launcher.weights import ReturnsShard, returned_by, write
+from lightning_axosparse.support.troubleshooting import see
 
 _PR_SET_PDEATHSIG = 1
 
@@ -106,6 +107,7 @@ def _check_world(found: int, asked: int) -> None:
             f"mpiexec started {asked} processes, but MPI connects {found} of them: mpiexec and the "
             "MPI library that mpi4py loads belong to different installations. Put the mpiexec of "
             "that library first on PATH (`python -m mpi4py --mpi-library` shows the library)."
+            + see("starting-ranks")
         )
 
 

@@ -20,3 +20,9 @@ def with_atomic_files(given: CheckpointIO | None) -> CheckpointIO:
     if isinstance(given, _WrappingCheckpointIO):
         given.checkpoint_io = AtomicCheckpointIO()
     return given
+
+
+def reading_files(io: CheckpointIO) -> AtomicCheckpointIO | None:
+    """The plugin that reads local files, itself or wrapped; None for one of the user's."""
+    read_by = io.checkpoint_io if isinstance(io, _WrappingCheckpointIO) else io
+    return read_by if isinstance(read_by, AtomicCheckpointIO) else None

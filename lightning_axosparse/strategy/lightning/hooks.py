@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 _KNOWN = ("lightning.", "lightning_axosparse.")
@@ -32,6 +32,11 @@ class RankLocalCallback(Callback):
             callbacks = trainer.callbacks  # type: ignore[attr-defined]
             if self in callbacks:  # A hook may have replaced the list.
                 callbacks.remove(self)
+
+
+def trainer_of(module: LightningModule) -> Trainer | None:
+    """The Trainer to which a module is attached; None in the process that only starts the ranks."""
+    return module._trainer
 
 
 def overrides(owner: object | None, *hooks: str) -> bool:

@@ -245,7 +245,7 @@ class MicrobatchLog:
             return
         self._advised.add((logged.name, logged.advice))
         say, text = _ADVICE[logged.advice]
-        say(f"`self.log({logged.name!r}, ...)` {text}")
+        say(f"`self.log({logged.name!r}, ...)` {text}" + see("logging"))
 
     def clear(self) -> None:
         """Forget what was recorded."""
@@ -368,7 +368,7 @@ def _scalar(name: str, value: Any) -> Tensor:
         if value.numel() != 1:
             raise ValueError(
                 f"`self.log({name!r}, ...)` was called with a tensor of shape {tuple(value.shape)},"
-                " but it must have a single element. You can log its `.mean()`."
+                " but it must have a single element. You can log its `.mean()`." + see("logging")
             )
         scalar = value.detach().clone().reshape(())
         return scalar if scalar.dtype is torch.float64 else scalar.to(_get_default_dtype())
@@ -378,6 +378,7 @@ def _scalar(name: str, value: Any) -> Tensor:
         raise ValueError(
             f"`self.log({name!r}, {value!r})` was called, but `{type(value).__name__}` values"
             " cannot be logged. Log a number, a tensor with one element, or a metric."
+            + see("logging")
         ) from error
 
 

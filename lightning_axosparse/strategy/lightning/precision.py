@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from lightning_axosparse.pipeline.param_groups import own_param_groups
 from lightning_axosparse.support.trace import clock
 
 
@@ -132,7 +133,8 @@ class _PipelineClipping(_Mixin):
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Scale the gradients so that their norm over all stages is at most ``clip_val``."""
-        held = [p for p in self.main_params(optimizer) if p.grad is not None]
+        with own_param_groups(optimizer):
+            held = [p for p in self.main_params(optimizer) if p.grad is not None]
         norm = get_total_norm([p.grad for p in held if self._counted(p)])
         # On the CPU, since a stage without any gradient has no other device to name.
         squares = norm.to("cpu", torch.float64).square()
@@ -162,9 +164,10 @@ class _AgreedScaler(_Mixin):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        found: dict[torch.device, Tensor] = super()._unscale_grads_(  # type: ignore[misc]
-            optimizer, inv_scale, found_inf, allow_fp16
-        )
+        with own_param_groups(optimizer):
+            found: dict[torch.device, Tensor] = super()._unscale_grads_(  # type: ignore[misc]
+                optimizer, inv_scale, found_inf, allow_fp16
+            )
         anywhere = torch.tensor([float(any(here.item() for here in found.values()))])
         _all_reduce(anywhere, dist.ReduceOp.MAX, self._world_group)
         found = found or {found_inf.device: found_inf}

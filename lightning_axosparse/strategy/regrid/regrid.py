@@ -18,6 +18,7 @@ from lightning_axosparse.strategy.regrid.fewest_stages import fewest_stages, mea
 from lightning_axosparse.strategy.regrid.transfer import Transfer
 from lightning_axosparse.strategy.stage_module import StageModule
 from lightning_axosparse.strategy.train_step import StepRunner
+from lightning_axosparse.support.troubleshooting import see
 
 
 def bubble(stages: int, microbatches: float) -> float:
@@ -104,7 +105,7 @@ class Regrid:
             rank_zero_warn(
                 f"regrid={self._stages!r} changed nothing, because no ticket was drawn. Is an "
                 "EarlyBirdTicket among the Trainer's callbacks, with a draw_by that comes before "
-                "its last epoch?"
+                "its last epoch?" + see("grid")
             )
 
     def begin_epoch(self, epoch: int, optimizers: Sequence[Optimizer]) -> Regridded | None:

@@ -1,0 +1,145 @@
+"""A rank that resumes reads of the file what its stage needs, and does not keep it open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_axosparse import AxoSparseStrategy, CompactCheckpointIO
+from lightning_axosparse.checkpoint import atomic_io, mapped_file
+from tests.parity.cases import trainer
+from tests.ranks import run_ranks
+
+WIDTH, LAYERS = 64, 4
+WEIGHT = 4 * WIDTH * WIDTH
+
+
+class Equal(L.LightningModule):
+    """Equal layers without biases, and a matrix outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
+        self.layers, self.outer = nn.Sequential(*layers), nn.Parameter(torch.eye(WIDTH))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return nn.functional.mse_loss(self.layers(batch @ self.outer), batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Watched(Callback):
+    """Notes the files that are mapped into memory when training starts."""
+
+    def on_train_start(self, *_: Any) -> None:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        self.mapped = [line for line in lines if line.endswith(".ckpt")]
+
+
+class Doubles(Watched):
+    """Reads and changes the checkpoint before it is loaded."""
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["optimizer_states"][0]["state"]
+        self.types = {
+            type(t) for each in (checkpoint["state_dict"], *state.values()) for t in each.values()
+        }
+        for each in state.values():
+            each["exp_avg"].mul_(2)
+
+
+def resume(stages: int, watched: Watched, path: Path, *plugins: Any) -> dict[str, Any]:
+    """Go on for one step; what the rank read, mapped and has then."""
+    L.seed_everything(1, verbose=False)
+    read: list[int] = []
+    checked: list[Any] = []
+
+    def tensor(file: Any, stored: Tensor, original: Any = mapped_file._File.tensor) -> Tensor:
+        read.append(stored.nbytes if stored.nbytes > 1024 else 0)
+        return original(file, stored)
+
+    def check(file: Any, original: Any = atomic_io.archive.check) -> None:
+        checked.append(file)
+        original(file)
+
+    run = trainer(
+        AxoSparseStrategy(stages, 2), stages, max_steps=2, callbacks=[watched], plugins=[*plugins]
+    )
+    module = Equal()
+    with (
+        patch.object(mapped_file._File, "tensor", tensor),
+        patch.object(atomic_io.archive, "check", check),
+    ):
+        run.fit(module, DataLoader(torch.ones(16, WIDTH), 8), ckpt_path=path)
+    weights = {n: p.detach().clone() for n, p in module.named_parameters() if not p.is_meta}
+    return {
+        "read": sum(read),
+        "checked": len(checked),
+        "mapped": watched.mapped,
+        "weights": weights,
+        "types": getattr(watched, "types", None),
+    }
+
+
+def on_two(path: Path) -> dict[str, Any]:
+    return {
+        "plain": resume(2, Watched(), path / "plain.ckpt"),
+        "hooked": resume(2, Doubles(), path / "plain.ckpt"),
+        "compact": resume(2, Watched(), path / "compact.ckpt", CompactCheckpointIO()),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved")
+    L.seed_everything(0, verbose=False)
+    for name, plugins in (("plain", []), ("compact", [CompactCheckpointIO()])):
+        run = trainer(
+            AxoSparseStrategy(1, 2),
+            max_steps=1,
+            callbacks=[ModelCheckpoint(path, name)],
+            enable_checkpointing=True,
+            plugins=plugins,
+        )
+        L.seed_everything(0, verbose=False)
+        run.fit(Equal(), DataLoader(torch.ones(16, WIDTH), 8))
+    return path
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(2, on_two, folder)
+
+
+def test_a_rank_reads_what_its_stage_needs(ranks: list[dict[str, Any]]) -> None:
+    of_a_stage = 3 * (LAYERS // 2 + 1) * WEIGHT  # weights and two moments
+    assert [rank["plain"]["read"] for rank in ranks] == [of_a_stage] * 2
+    assert [rank["plain"]["checked"] for rank in ranks] == [1, 0]
+    assert all(not result["mapped"] for rank in ranks for result in rank.values())
+
+
+@pytest.mark.parametrize("way", ["plain", "hooked", "compact"])
+def test_stages_go_on_as_one_process_does(
+    ranks: list[dict[str, Any]], folder: Path, way: str
+) -> None:
+    watched = Doubles() if way == "hooked" else Watched()
+    alone = resume(1, watched, folder / "plain.ckpt")
+    assert not alone["mapped"]
+    for rank in ranks:
+        assert rank[way]["types"] == alone["types"] == ({Tensor} if way == "hooked" else None)
+        for name, weight in rank[way]["weights"].items():
+            torch.testing.assert_close(weight, alone["weights"][name], rtol=1e-5, atol=1e-7)
+
+
+def test_a_hook_changes_what_is_loaded(ranks: list[dict[str, Any]]) -> None:
+    plain, hooked = (ranks[0][way]["weights"]["layers.0.weight"] for way in ("plain", "hooked"))
+    assert not torch.equal(plain, hooked)
