@@ -128,6 +128,19 @@ def test_every_benchmark_has_a_page() -> None:
     assert pages == folders
 
 
+def test_every_public_name_has_its_docstring_on_a_page() -> None:
+    pages = "\n".join(page.read_text() for page in (REPOSITORY / "docs" / "api").glob("*.md"))
+    shown = re.findall(r"^::: lightning_axosparse\.(\w+)$", pages, re.MULTILINE)
+    assert sorted(shown) == sorted(set(lightning_axosparse.__all__) - {"__version__"})
+    assert all(getattr(lightning_axosparse, name).__doc__ for name in shown)
+    strategy = lightning_axosparse.AxoSparseStrategy
+    (members,) = re.findall(r"members: \[(.*)\]", pages)
+    text = "\n".join(page.read_text() for page in PAGES)
+    for method in re.findall(r"[. `]strategy\.(\w+)\(", text):
+        assert method in members.split(", ")
+        assert getattr(strategy, method).__doc__
+
+
 def test_the_networks_that_are_said_to_run_are_those_that_tests_train() -> None:
     page = (REPOSITORY / "docs" / "will-my-module-run.md").read_text()
     rows = re.findall(r"^\| [^|]+ \| (`[^|]+`) \| `(\w+)\.py`: ([^|]+) \|$", page, re.MULTILINE)

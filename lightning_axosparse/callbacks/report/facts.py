@@ -40,6 +40,23 @@ class Work:
     in_flight: int = 0
     peak_in_flight: dict[int, int] = field(default_factory=dict)
 
+    def add(
+        self, seconds: float, spent: Mapping[Activity, float], in_flight: Mapping[int, int]
+    ) -> None:
+        """Count one more batch.
+
+        Args:
+            seconds: its wall time.
+            spent: the seconds of each activity in it.
+            in_flight: stage -> most micro-batches in flight in it.
+        """
+        self.steps += 1
+        self.seconds += seconds
+        for activity, time in spent.items():
+            self.activities[activity] = self.activities.get(activity, 0.0) + time
+        for stage, held in in_flight.items():
+            self.peak_in_flight[stage] = max(held, self.peak_in_flight.get(stage, 0))
+
     @property
     def state_bytes(self) -> int:
         """Bytes of the whole model state."""

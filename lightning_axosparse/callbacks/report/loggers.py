@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
 from lightning_axosparse.callbacks.period import search_of
+from lightning_axosparse.callbacks.report.facts import Work
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.pruning.ticket import Ticket
@@ -29,6 +31,29 @@ def log_storage(trainer: Trainer, state_bytes: int) -> None:
     search = search_of(trainer)
     if search is not None and search.ticket is not None and trainer.is_global_zero:
         metrics |= {f"density/{name}": kept for name, kept in _densities(search.ticket).items()}
+    for logger in trainer.loggers:
+        logger.log_metrics(metrics, step=trainer.global_step)
+
+
+def log_work(trainer: Trainer, work: Work) -> None:
+    """Log where the time of the last batches went, and how many micro-batches stages held.
+
+    Collective.
+
+    Args:
+        trainer: the trainer.
+        work: of this rank in these batches.
+    """
+    ranks = all_gather(work, dist.group.WORLD if dist.is_initialized() else None)
+    held = [most for rank in ranks for most in rank.peak_in_flight.values()]
+    metrics = {
+        "seconds_per_batch/all": fmean(rank.seconds / rank.steps for rank in ranks),
+        "in_flight": float(max(held, default=0)),
+        "reduced_bytes": float(sum(rank.reduced_bytes for rank in ranks)),
+    }
+    for part in ranks[0].seconds_per_step():
+        name = f"seconds_per_batch/{part.replace(', ', '_and_')}"
+        metrics[name] = fmean(rank.seconds_per_step()[part] for rank in ranks)
     for logger in trainer.loggers:
         logger.log_metrics(metrics, step=trainer.global_step)
 

@@ -23,7 +23,7 @@ from lightning_axosparse.callbacks.report.facts import (
     ValidationLoss,
     Work,
 )
-from lightning_axosparse.callbacks.report.loggers import log_pictures, log_storage
+from lightning_axosparse.callbacks.report.loggers import log_pictures, log_storage, log_work
 from lightning_axosparse.callbacks.report.tables import markdown
 from lightning_axosparse.callbacks.timeline import PipelineTimeline
 from lightning_axosparse.callbacks.trainer_info import callbacks_of, folder_of, grid_of
@@ -40,6 +40,7 @@ class _Measurements:
     """What this rank has measured since the start of fit."""
 
     work: dict[Period, Work] = field(default_factory=dict)
+    recent: Work = field(default_factory=Work)  # since the loggers got the last numbers
     losses: list[Tensor] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     validations: list[ValidationLoss] = field(default_factory=list)
@@ -67,9 +68,14 @@ class TrainingReport(L.Callback):
     ``report.md``, ``report.html`` (all of it in one file that needs no other, with charts that
     zoom), the plots ``loss.png``, ``mask_distance.png`` and, with a
     :class:`PipelineTimeline` in the trainer, ``gantt.png``, and the ticket as ``ticket.pt``, if one
-    was drawn or given. :attr:`facts` has the same as objects. The trainer's loggers get the bytes
-    of the model state over all ranks, dense and sparse, the density of each pruned weight, and the
-    plots where they take images.
+    was drawn or given. :attr:`facts` has the same as objects.
+
+    The trainer's loggers get, while it trains: every ``log_every_n_steps`` batches the seconds of a
+    batch and where they went (``seconds_per_batch/waiting`` is the pipeline's bubble), as the mean
+    over the ranks, the most micro-batches that a stage held (``in_flight``), and the bytes of
+    gradients in an all-reduce (``reduced_bytes``, over all ranks); at the first step, and at the
+    first after the draw, the bytes of the model state over all ranks (``state_bytes``) and what is
+    kept of each pruned weight (``density/NAME``); at the end the plots, where they take images.
 
     Args:
         folder: output folder; None: the trainer's ``default_root_dir``.
@@ -134,19 +140,20 @@ class TrainingReport(L.Callback):
     ) -> None:
         now, start = _Instant.now(trainer), self._started
         assert start is not None
-        work = self._measured.work.setdefault(start.period, Work())
-        work.steps += 1
-        work.seconds += now.seconds - start.seconds
+        seconds = now.seconds - start.seconds
         if now.regridded is not None and start.regridded is None:
-            work.seconds -= now.regridded.seconds
-        for activity, total in now.totals.items():
-            spent = total - start.totals.get(activity, 0.0)
-            work.activities[activity] = work.activities.get(activity, 0.0) + spent
+            seconds -= now.regridded.seconds
+        spent = {name: total - start.totals.get(name, 0.0) for name, total in now.totals.items()}
+        work = self._measured.work.setdefault(start.period, Work())
+        for counted in (work, self._measured.recent):
+            counted.add(seconds, spent, getattr(trainer.strategy, "peak_in_flight", {}))
         # Not read yet: on a GPU that would wait for the step to end.
         self._measured.losses.append(outputs["loss"].detach() * trainer.accumulate_grad_batches)
         self._measured.steps.append(trainer.global_step)
-        for stage, held in getattr(trainer.strategy, "peak_in_flight", {}).items():
-            work.peak_in_flight[stage] = max(held, work.peak_in_flight.get(stage, 0))
+        if self._measured.recent.steps == trainer.log_every_n_steps:  # type: ignore[attr-defined]
+            self._measured.recent.reduced_bytes = getattr(trainer.strategy, "reduced_bytes", 0)
+            log_work(trainer, self._measured.recent)
+            self._measured.recent = Work()
         if period_of(trainer) == start.period and (trainer.is_last_batch or work.steps == 1):
             work.state = asdict(state_bytes(pl_module, trainer.optimizers[0]))
             work.reduced_bytes = getattr(trainer.strategy, "reduced_bytes", 0)

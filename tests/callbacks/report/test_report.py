@@ -15,6 +15,7 @@ from lightning_axosparse.examples.text import TextDataModule
 
 EPOCHS, BATCHES = 3, 3
 PERIODS = ("dense", "sparse")
+PARTS = ("compute", "waiting", "all-reduce", "optimizer", "densify_and_compress", "other")
 
 
 class Losses(L.Callback):
@@ -123,6 +124,7 @@ def test_two_replicas_reduce_the_kept_entries_alone(data, tmp_path):
     timeline = PipelineTimeline()
     logger = CSVLogger(tmp_path)
     options = {"devices": 2, "strategy": AxoSparseStrategy(), "logger": logger}
+    options["log_every_n_steps"] = 2
     model, report, losses = run(data, tmp_path, search, timeline, test=True, **options)
     facts = report.facts
     assert [(rank.rank, rank.stage, rank.replica) for rank in facts.ranks] == [(0, 0, 0), (1, 0, 1)]
@@ -139,13 +141,25 @@ def test_two_replicas_reduce_the_kept_entries_alone(data, tmp_path):
 
     [metrics] = tmp_path.rglob("metrics.csv")
     with metrics.open() as file:
-        logged = [row for row in csv.DictReader(file) if row["state_bytes"]]
+        rows = list(csv.DictReader(file))
+    logged = [row for row in rows if row["state_bytes"]]
     # The state does not change within a period.
     periods = [[rank.work[period].state_bytes for rank in facts.ranks] for period in PERIODS]
     assert [int(float(row["state_bytes"])) for row in logged] == [sum(each) for each in periods]
     for name, pruned in search.ticket.layer_sparsity().items():
         assert logged[0][f"density/{name}"] == ""
         assert float(logged[1][f"density/{name}"]) == pytest.approx(1 - pruned)
+
+    timed = [row for row in rows if row["seconds_per_batch/all"]]
+    assert len(timed) == EPOCHS * BATCHES // 2
+    for row in timed:
+        parts = {name: float(row[name]) for name in row if name.startswith("seconds_per_batch/")}
+        whole = parts.pop("seconds_per_batch/all")
+        assert parts.keys() == {f"seconds_per_batch/{part}" for part in PARTS}
+        assert sum(parts.values()) == pytest.approx(whole)
+        assert int(float(row["in_flight"])) >= 1
+    reduced = [sum(r.work[period].reduced_bytes for r in facts.ranks) for period in PERIODS]
+    assert [int(float(timed[at]["reduced_bytes"])) for at in (0, -1)] == reduced
 
 
 def test_a_ticket_that_was_given_leaves_no_dense_period(data, tmp_path):
