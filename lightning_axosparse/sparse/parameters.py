@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.materialize import DenseForm
 from lightning_axosparse.sparse.module import SparseModule
+from lightning_axosparse.support.troubleshooting import see
 
 Owner = tuple[nn.Module, str]
 """A module, and the name of the attribute by which it has a parameter."""
@@ -95,7 +96,7 @@ def validate_made(name: str, parameter: nn.Parameter) -> None:
         raise ValueError(
             f"'{name}' cannot be stored sparse in `configure_model`, where it has no values yet. "
             "Give the ticket to the callback, EarlyBirdTicket(ticket=...): each rank then stores "
-            "its weights sparse as it makes them."
+            "its weights sparse as it makes them." + see("layers-made-later")
         )
 
 
