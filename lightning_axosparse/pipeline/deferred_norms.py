@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from lightning_axosparse.pipeline.replaced_forward import Forward, ReplacedForward
 
 Norm = nn.modules.batchnorm._BatchNorm
 
@@ -37,7 +40,7 @@ class DeferredNorms:
         self._module, self._running_stage, self._last_stage = module, running_stage, last_stage
         self._inside = tuple(f"{name}." for name in layers)
         self._norms: dict[str, Norm] = {}
-        self._own_forwards: dict[str, Callable[[Tensor], Tensor] | None] = {}
+        self._replaced: list[ReplacedForward] = []
         self._sums: dict[str, Tensor] = {}
 
     def install(self) -> None:
@@ -45,21 +48,19 @@ class DeferredNorms:
         for name, norm in self._module.named_modules():
             if isinstance(norm, Norm) and norm.running_mean is not None:
                 self._norms[name] = norm
-                self._own_forwards[name] = vars(norm).get("forward")
-                vars(norm)["forward"] = partial(self._forward, name, norm)
+                make = partial(partial, self._forward, name, norm)
+                self._replaced.append(ReplacedForward(norm, make))
 
     def uninstall(self) -> None:
         """Give the norms their own ``forward`` back."""
-        for name, norm in self._norms.items():
-            del vars(norm)["forward"]
-            if self._own_forwards[name] is not None:
-                vars(norm)["forward"] = self._own_forwards[name]
+        for replaced in self._replaced:
+            replaced.remove()
+        self._replaced.clear()
         self._norms.clear()
 
     # What it notes is no part of a layer that is compiled.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _forward(self, name: str, norm: Norm, x: Tensor) -> Tensor:
-        own = self._own_forwards[name] or partial(type(norm).forward, norm)
+    def _forward(self, name: str, norm: Norm, own: Forward, x: Tensor) -> Any:
         stage = self._running_stage()
         counts = f"{name}.".startswith(self._inside) or stage == self._last_stage
         # Callbacks that freeze layers let norms track nothing for a while. Activation checkpointing
@@ -74,7 +75,7 @@ class DeferredNorms:
         before = [buffer.clone() for buffer in (mean, variance, batches)]
         momentum, norm.momentum = norm.momentum, 1.0
         try:
-            output: Tensor = own(x)
+            output = own(x)
         finally:
             norm.momentum = momentum
         self._add(name, x.numel() // x.shape[1], mean.double(), variance.double())

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_axosparse.distributed.gradient_reducer import GradientReducer
+from lightning_axosparse.pipeline.replaced_forward import ReplacedForward
 from lightning_axosparse.pipeline.weight_gradients import Scratch, WeightGradientQueue
 from lightning_axosparse.sparse.linear import KeptProduct
 from lightning_axosparse.sparse.module import SparseModule, kept_product
@@ -270,7 +272,7 @@ class SplitLayers:
         self.parameters: set[nn.Parameter] = set()
         """The parameters of all calls in this batch whose products are queued in backward."""
         self._module = module
-        self._layers: list[nn.Module] = []
+        self._layers: dict[nn.Module, ReplacedForward] = {}
         self._calls: dict[nn.Module, _Call] = {}
         self._destination: _Destination | None = None
 
@@ -285,13 +287,12 @@ class SplitLayers:
             alone = all(owners[p] == 1 and not p.is_meta for p in own.values())
             # What computes its weight, as weight norms do, has another parameter in its place.
             if alone and list(own) in (["weight"], ["weight", "bias"]):
-                layer.forward = self._forward(layer)
-                self._layers.append(layer)
+                self._layers[layer] = ReplacedForward(layer, partial(self._forward, layer))
 
     def uninstall(self) -> None:
         """Give the layers their own ``forward`` back."""
-        for layer in self._layers:
-            del layer.forward
+        for replaced in self._layers.values():
+            replaced.remove()
         self._layers.clear()
 
     @contextmanager
@@ -349,14 +350,14 @@ class SplitLayers:
         destination.queue.add(destination.microbatch, product)
         return True
 
-    def _forward(self, layer: nn.Module) -> Callable[..., Any]:
+    def _forward(self, layer: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             call = self._calls.get(layer)
             if call is not None and len(args) == 1 and not kwargs:
                 output = self._split(call, args[0])
                 if output is not None:
                     return output
-            return type(layer).forward(layer, *args, **kwargs)
+            return own(*args, **kwargs)
 
         return forward
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from lightning_axosparse.pipeline.checkpointing import ActivationCheckpointing, 
 from lightning_axosparse.pipeline.derived_values import DerivedValues
 from lightning_axosparse.pipeline.placeholder import described, fill
 from lightning_axosparse.pipeline.reductions import ReductionTracker
+from lightning_axosparse.pipeline.replaced_forward import ReplacedForward
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.side_outputs import Activation, SideOutputs, WatchedLayer
 from lightning_axosparse.support.torch_internals import tree_leaves
@@ -126,7 +128,7 @@ class PipelinedLayers:
         self._running: _Running | None = None
         self._watched: list[WatchedLayer] = []
         self._present: set[int] = set()
-        self._own_forwards: dict[nn.Module, Callable[..., Any]] = {}
+        self._replaced: list[ReplacedForward] = []
 
     def install(self, stages: Sequence[int]) -> None:
         """Change what calling a layer does; ``stages`` are those whose layers are on this rank."""
@@ -139,17 +141,13 @@ class PipelinedLayers:
             inside = tuple(f"{name}." for name in self.names)
             self._restored = [b for name, b in buffers.items() if not name.startswith(inside)]
         for index, layer in enumerate(self.layers):
-            if "forward" in vars(layer):
-                self._own_forwards[layer] = layer.forward
-            layer.forward = self._forward(index, _computation(layer))
+            self._replaced.append(ReplacedForward(layer, partial(self._forward, index)))
 
     def uninstall(self) -> None:
         """Give the layers their own ``forward`` back."""
-        for layer in self.layers:
-            vars(layer).pop("forward", None)
-        for layer, forward in self._own_forwards.items():
-            layer.forward = forward
-        self._own_forwards.clear()
+        for replaced in self._replaced:
+            replaced.remove()
+        self._replaced.clear()
         self._buffers.clear()
         self._restored.clear()
 
@@ -324,11 +322,3 @@ def _replacement(running: _Running, index: int, is_received: bool) -> Any:
     if is_received:
         running.side_outputs.note_output(index, output)
     return output
-
-
-def _computation(layer: nn.Module) -> Callable[..., Any]:
-    """A layer's own ``forward``."""
-    # The class's is looked up in each call: `sparsify` changes the class.
-    if "forward" in vars(layer):
-        return layer.forward
-    return lambda *args, **kwargs: type(layer).forward(layer, *args, **kwargs)

@@ -87,6 +87,7 @@ def load_loops() -> None:
         inputs = torch.zeros(tokens, 64, dtype=torch.float32, device="cpu")
         values = outer(inputs[:, :1], inputs, layout)
         times(times_transposed(inputs, values, layout), values, layout)
+        layout.densify(values)  # for products that keep too many entries, on panels
 
 
 def times_transposed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_axosparse import AxoSparseStrategy, CompactCheckpointIO, CorruptFileError
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
+from lightning_axosparse.support import archive
 from tests.parity.cases import BATCHES, Net, loader, trainer
 
 CONTENT = {"state_dict": {"weight": torch.arange(6.0).view(2, 3)}, "epoch": 3}
@@ -107,3 +109,57 @@ def test_the_last_checkpoint_may_be_a_link(tmp_path: Path) -> None:
     train(True, last)
     assert not last.is_symlink()
     assert (step(last), step(target)) == (3 * BATCHES, 2 * BATCHES)
+
+
+class Waits(Callback):
+    """Keeps the weights that a checkpoint should have, and lets it be written one batch later."""
+
+    def __init__(self) -> None:
+        self.may_write = threading.Event()
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def on_train_batch_end(self, run: Any, module: Any, outputs: Any, batch: Any, at: int) -> None:
+        if at == 0:
+            self.weights = {name: value.clone() for name, value in module.state_dict().items()}
+        self.may_write.set() if at == 1 else None
+
+
+def written_in_a_thread(folder: Path, waits: Waits) -> None:
+    saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+    strategy = AxoSparseStrategy(2, 2, transport="loopback")
+    run = trainer(
+        strategy,
+        max_steps=3,
+        callbacks=[waits, saves],
+        plugins=[AsyncCheckpointIO()],
+        enable_checkpointing=True,
+    )
+    run.fit(Net(), loader(1))
+
+
+def test_a_file_may_be_written_while_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, save = Waits(), archive.save
+
+    def late(content: Any, path: Any) -> None:
+        assert waits.may_write.wait(60)
+        save(content, path)
+
+    monkeypatch.setattr(archive, "save", late)
+    written_in_a_thread(tmp_path, waits)
+    assert {path.name for path in tmp_path.iterdir()} == {f"step={n}.ckpt" for n in (1, 2, 3)}
+    file = torch.load(tmp_path / "step=1.ckpt", weights_only=False)
+    torch.testing.assert_close(file["state_dict"], waits.weights, rtol=0, atol=0)
+
+
+def test_an_error_of_the_writing_thread_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(content: Any, path: Any) -> None:
+        raise OSError("no space left for it")
+
+    monkeypatch.setattr(archive, "save", fail)
+    with pytest.raises(OSError, match="no space left for it"):
+        written_in_a_thread(tmp_path, Waits())
+    assert not [*tmp_path.iterdir()]

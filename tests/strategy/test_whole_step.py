@@ -169,8 +169,7 @@ class Pickles(Callback):
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_trainer_goes_on_with_another_module(stages: int) -> None:
     strategy = AxoSparseStrategy(stages, pipeline="backbone", transport="loopback")
-    callbacks = [Pickles()] if stages == 1 else []
-    run = trainer(strategy, callbacks=callbacks, max_epochs=1)
+    run = trainer(strategy, callbacks=[Pickles()], max_epochs=1)
     first, second = Classifier(), Classifier()
     run.fit(first, loader(1))
     assert "test_loss" in run.test(second, loader(2), verbose=False)[0]
