@@ -96,7 +96,7 @@ def validate_made(name: str, parameter: nn.Parameter) -> None:
         raise ValueError(
             f"'{name}' cannot be stored sparse in `configure_model`, where it has no values yet. "
             "Give the ticket to the callback, EarlyBirdTicket(ticket=...): each rank then stores "
-            "its weights sparse as it makes them." + see("tickets")
+            "its weights sparse as it makes them." + see("layers-made-later")
         )
 
 
