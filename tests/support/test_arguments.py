@@ -134,6 +134,7 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             "in_flight": NO_COUNT,
             "schedule": NO_WORD,
             "weight_gradients": NO_WORD[1:],
+            "batch_norm": NO_WORD,
             "transport": NO_WORD,
             "split_batch": [True, 1, "x", [], {}],
             "microbatch_loss": [None, True, 1, "average", []],
