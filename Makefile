@@ -9,7 +9,7 @@ train: .venv/installed
 	$(BIN)/axosparse-train $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: .venv/checkable
 	$(BIN)/ruff check .
