@@ -120,9 +120,9 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
         for task in (SMALL, *DEEP)
     ),
     "bytes": (
-        *(Comparison(task, (DENSE, CONTROL), CHOOSING, "validation") for task in AS_LARGE),
+        *(Comparison(task, (DENSE, CONTROL), CHOOSING[:1], "validation") for task in AS_LARGE),
         *(
-            Comparison(task, (DENSE, CONTROL, *at_ratio(ratio)), CHOOSING, "validation")
+            Comparison(task, (CONTROL, *at_ratio(ratio)), CHOOSING[:1], "validation")
             for task, ratio in {SMALL: TICKET.ratio, **AS_LARGE_PRUNED}.items()
         ),
     ),

@@ -249,8 +249,10 @@ def sleep(folder: Path) -> None:
 
 
 def launch_sleepers(folder: Path, ranks: int) -> None:
-    # A shell has commands that it runs in the background ignore Ctrl-C.
+    # A shell has commands that it runs in the background ignore Ctrl-C, and a Trainer that a test
+    # left in the middle of a call has a handler of its own.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     tempfile.tempdir = str(folder / "tmp")
     try:
         MPILauncher(Ranks(ranks), ranks).launch(sleep, folder)
