@@ -20,6 +20,7 @@ from benchmarks.perplexity.tasks import (
     SMALL,
     WIKI,
     Task,
+    shaped,
 )
 
 CHOOSING = (0, 1, 2)
@@ -125,6 +126,10 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
             Comparison(task, (CONTROL, *at_ratio(ratio)), CHOOSING[:1], "validation")
             for task, ratio in {SMALL: TICKET.ratio, **AS_LARGE_PRUNED}.items()
         ),
+    ),
+    "equal": (
+        Comparison(shaped(112, 1), (CONTROL,), FRESH, "test"),
+        Comparison(shaped(128, 2), at_ratio(0.61), FRESH, "test"),
     ),
     "methods": (Comparison(SMALL, (DENSE, CONTROL, *METHODS), CHOOSING, "validation"),),
     "draw": (Comparison(QUICK, (DENSE, CONTROL, *DRAWS), (0, 1), "validation"),),
