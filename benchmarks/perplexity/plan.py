@@ -129,7 +129,7 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
     ),
     "equal": (
         Comparison(shaped(112, 1), (CONTROL,), FRESH, "test"),
-        Comparison(shaped(128, 2), at_ratio(0.61), FRESH, "test"),
+        Comparison(shaped(128, 2), (CONTROL, *at_ratio(0.61)), FRESH, "test"),
     ),
     "methods": (Comparison(SMALL, (DENSE, CONTROL, *METHODS), CHOOSING, "validation"),),
     "draw": (Comparison(QUICK, (DENSE, CONTROL, *DRAWS), (0, 1), "validation"),),
