@@ -21,6 +21,7 @@ from numba import njit
 
 from lightning_axosparse.sparse.kernels import LANES, ROWS, SEGMENT
 from lightning_axosparse.sparse.kernels.vectors import (
+    AT_ONCE,
     add_sparse_products,
     broadcast,
     dot,
@@ -29,6 +30,7 @@ from lightning_axosparse.sparse.kernels.vectors import (
     load,
     multiply_add,
     store,
+    store_columns,
     total_of,
     transpose,
     zeros,
@@ -297,19 +299,37 @@ def one_times_transposed(
     The lanes are kept entries here, not tokens.
     """
     segments = (width + SEGMENT - 1) // SEGMENT
-    if len(offsets) < 8:
-        few = np.zeros(8, np.uint8)
-        few[: len(offsets)] = offsets
-        offsets = few
+    columns = np.empty(width + AT_ONCE, np.int32)
     for row in range(rows[0], rows[1]):
-        lanes = zeros(8)
-        for segment in range(segments):
-            end = start + item(counts, row * segments + segment)
-            for k in range(start, end, 8):
-                part = (values, offsets, k, end - k, inputs, segment * SEGMENT)
-                lanes = add_sparse_products(lanes, *part)
-            start = end
-        outputs[row] = total_of(lanes) + (bias[row] if len(bias) else np.float32(0))
+        kept = _columns(counts, row * segments, segments, offsets, start, columns)
+        lanes, whole = zeros(8), kept // 8 * 8
+        for k in range(0, whole, 8):
+            lanes = add_sparse_products(lanes, values, start + k, inputs, columns, k)
+        total = total_of(lanes) + (bias[row] if len(bias) else np.float32(0))
+        for k in range(whole, kept):
+            total += item(values, start + k) * item(inputs, np.intp(item(columns, k)))
+        outputs[row] = total
+        start += kept
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _columns(counts: Any, first: int, segments: int, offsets: Any, start: int, columns: Any) -> int:
+    """Write the columns of a row's kept entries; return their number.
+
+    Most segments have fewer entries than are written at once. So no branch depends on how many, and
+    the next segment's columns are written over those of entries that do not belong to this one.
+    """
+    kept = 0
+    for segment in range(segments):
+        number = np.intp(item(counts, first + segment))
+        for k in range(kept, kept + number, AT_ONCE):
+            if start + k + AT_ONCE <= len(offsets):
+                store_columns(offsets, start + k, segment * SEGMENT, columns, k)
+            else:
+                for last in range(k, kept + number):
+                    columns[last] = segment * SEGMENT + item(offsets, start + last)
+        kept += number
+    return kept
 
 
 @_compiled  # type: ignore[untyped-decorator]

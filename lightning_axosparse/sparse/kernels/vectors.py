@@ -19,6 +19,9 @@ _INDEX = ir.IntType(32)
 _BLOCK = 16
 """Rows and columns of a matrix that :func:`transpose` moves at once."""
 
+AT_ONCE = 32
+"""Kept entries of which :func:`store_columns` writes the columns."""
+
 
 class Vector(types.Type):  # type: ignore[misc]
     """The type of a vector of ``lanes`` float32 numbers."""
@@ -148,44 +151,65 @@ def dot(_: Any, left: Any, right: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def add_sparse_products(
-    _: Any, total: Any, values: Any, offsets: Any, entry: Any, number: Any, inputs: Any, first: Any
-) -> Any:
-    """Add the products of ``number`` kept values with their inputs to eight lanes.
-
-    The offsets of eight entries are read at once, as one number of 64 bits. The processor's gather
-    instructions took twice as long as a load of each input by itself.
+def store_columns(_: Any, offsets: Any, entry: Any, first: Any, columns: Any, at: Any) -> Any:
+    """Write the columns of ``AT_ONCE`` kept entries.
 
     Args:
-        total: a vector of eight lanes.
-        values: the flat array of kept values.
-        offsets: the flat array of their offsets, uint8, at least eight.
-        entry: the first of them.
-        number: how many there are; of more than eight, the first eight are taken.
-        inputs: the flat array of the other factors.
-        first: the place in it from which the offsets count.
+        offsets: the flat array of uint8 offsets.
+        entry: the first kept entry.
+        first: the column from which the offsets count.
+        columns: the flat array to write, int32.
+        at: where in it to write.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        total, values, offsets, entry, number, inputs, first = args
-        kinds, lanes = signature.args, total.type.count
-        mask = _first(builder, number, lanes)
-        pointer = _pointer(context, builder, kinds[1], values, entry)
-        factors = _masked_load(builder, pointer, mask)
-        array = context.make_array(kinds[2])(context, builder, offsets)
-        word = _offsets(builder, array, entry, number)
+        offsets, entry, first, columns, at = args
+        kinds, wide = signature.args, ir.VectorType(_INDEX, AT_ONCE)
+        pointer = _pointer(context, builder, kinds[0], offsets, entry)
+        there = builder.bitcast(pointer, ir.VectorType(ir.IntType(8), AT_ONCE).as_pointer())
+        loaded = builder.load(there)
+        loaded.align = 1
+        start = _splat(builder, builder.trunc(first, _INDEX), AT_ONCE)
+        places = builder.add(builder.zext(loaded, wide), start)
+        _store(builder, places, _pointer(context, builder, kinds[3], columns, at))
+        return context.get_dummy_value()
+
+    place = types.intp
+    return types.void(offsets, place, place, columns, place), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def add_sparse_products(
+    _: Any, total: Any, values: Any, entry: Any, inputs: Any, columns: Any, at: Any
+) -> Any:
+    """Add the products of kept values, as many as there are lanes, to the lanes of ``total``.
+
+    The processor's gather instructions, and loads with a mask, took twice as long.
+
+    Args:
+        total: a vector.
+        values: the flat array of kept values.
+        entry: the first of them.
+        inputs: the flat array of the other factors.
+        columns: the flat array of their places in ``inputs``, int32.
+        at: that of the first kept value in ``columns``.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        total, values, entry, inputs, columns, at = args
+        kinds = signature.args
+        factors = _load(builder, total.type, _pointer(context, builder, kinds[1], values, entry))
         found = ir.Constant(total.type, ir.Undefined)
-        for lane in range(lanes):
-            shifted = builder.lshr(word, ir.Constant(word.type, 8 * lane))
-            place = builder.add(builder.and_(shifted, ir.Constant(word.type, 255)), first)
-            value = builder.load(_pointer(context, builder, kinds[5], inputs, place))
-            found = builder.insert_element(found, value, ir.Constant(_INDEX, lane))
-        # An input that is not finite would not vanish by a factor of zero.
-        found = builder.select(mask, found, ir.Constant(found.type, None))
+        for lane in range(total.type.count):
+            there = builder.add(at, ir.Constant(at.type, lane))
+            column = builder.load(_pointer(context, builder, kinds[4], columns, there))
+            place = builder.sext(column, at.type)
+            number = builder.load(_pointer(context, builder, kinds[3], inputs, place))
+            found = builder.insert_element(found, number, ir.Constant(_INDEX, lane))
         return _fma(builder, factors, found, total)
 
     place = types.intp
-    return total(total, values, offsets, place, place, inputs, place), generate
+    return total(total, values, place, inputs, columns, place), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -249,25 +273,6 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
                 )
         size *= 2
     return rows
-
-
-def _offsets(builder: Any, array: Any, entry: Any, number: Any) -> Any:
-    """Return the offsets of ``number`` entries as bytes of one number; those beyond are zero."""
-    whole = entry.type
-    eight, zero = ir.Constant(whole, 8), ir.Constant(whole, 0)
-
-    def bits(entries: Any) -> Any:
-        return builder.mul(entries, eight)
-
-    # At the end of the array the last eight are read, and those before ``entry`` shifted out.
-    beyond = builder.sub(builder.add(entry, eight), array.nitems)
-    beyond = builder.select(builder.icmp_signed(">", beyond, zero), beyond, zero)
-    pointer = builder.gep(array.data, [builder.sub(entry, beyond)])
-    word = builder.load(builder.bitcast(pointer, whole.as_pointer()))
-    word.align = 1
-    few = builder.select(builder.icmp_signed("<", number, eight), number, eight)
-    kept = builder.lshr(ir.Constant(whole, -1), bits(builder.sub(eight, few)))
-    return builder.and_(builder.lshr(word, bits(beyond)), kept)
 
 
 def _splat(builder: Any, number: Any, lanes: int) -> Any:
