@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -446,9 +446,12 @@ class AxoSparseStrategy(MPIStrategy):
         if len(self._stages) == self.g_inter or self._measures_layers:
             yield
             return
-        others = lambda: self._sharding().split(self._stages)[1].values()  # noqa: E731
-        with made_without(others, self._make_sparse):
+        with made_without(self._tensors_of_others, self._make_sparse):
             yield
+
+    def _tensors_of_others(self) -> Iterable[Tensor]:
+        """What the module would have on other stages' ranks alone."""
+        return self._sharding().split(self._stages)[1].values()
 
     def _make_sparse(self, make: Callable[[Tensor], None]) -> None:
         """Store sparse, each as soon as it is made, what an adopted ticket prunes of this stage."""
