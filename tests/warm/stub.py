@@ -6,6 +6,7 @@ Run by `python -S -E`, with nothing but the standard library, so that it starts 
 import array
 import json
 import os
+import signal
 import socket
 import sys
 
@@ -25,7 +26,9 @@ def main() -> None:
         os.close(file)
     code = server.recv(1)
     server.recv(1)  # until the rank is gone, and with it its connection to mpiexec
-    sys.exit(code[0] if code else 1)
+    if not code:  # as the rank ended: mpiexec learns of it from this process alone
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit(code[0])
 
 
 main()
