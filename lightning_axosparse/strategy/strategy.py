@@ -77,6 +77,7 @@ from lightning_axosparse.strategy.lightning.hooks import (
     overrides,
     trainer_of,
 )
+from lightning_axosparse.strategy.lightning.loading import files_mapped
 from lightning_axosparse.strategy.lightning.loop_check import LoopCheck
 from lightning_axosparse.strategy.lightning.prediction_writers import without_writing
 from lightning_axosparse.strategy.lightning.weight_averages import weight_averages
@@ -432,12 +433,15 @@ class AxoSparseStrategy(MPIStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """With ``empty_init``, make parameters on the meta device, until a checkpoint is loaded."""
+        """With ``empty_init``, make parameters without memory, until a checkpoint is loaded.
+
+        ``load_from_checkpoint`` in the context maps the file, which is read where weights are used.
+        """
         with super().tensor_init_context(empty_init):
             if not empty_init:
                 yield
                 return
-            with parameters_on_meta():
+            with files_mapped() as is_mapped, parameters_on_meta(is_mapped):
                 yield
 
     @contextmanager
