@@ -607,9 +607,11 @@ class AxoSparseStrategy(MPIStrategy):
             return partition
         if self._measures_layers:
             seconds: list[float] = []
-            if self.global_rank == 0:
-                arguments = partition, self.precision_plugin, self.root_device
-                seconds = [layer.seconds for layer in profile_example(self._module, *arguments)]
+            with self.summon_full_params():
+                if self.global_rank == 0:
+                    arguments = partition, self.precision_plugin, self.root_device
+                    layers = profile_example(self._module, *arguments)
+                    seconds = [layer.seconds for layer in layers]
             partition = partition.by_time(self.broadcast(seconds))
         rank_zero_info(str(partition))
         return partition
@@ -638,10 +640,8 @@ class AxoSparseStrategy(MPIStrategy):
         return stage_module
 
     def _end_run(self, stage_module: StageModule) -> None:
-        """Leave the module sharded, or whole where this rank has all of it or the next run must."""
-        gathers = self._balance == "time" or self._regrid is not None
-        is_part = not stage_module.is_whole and not gathers
-        if self._keeps_sharded or is_part:
+        """Leave the module sharded, or whole where this rank has all of it."""
+        if self._keeps_sharded or not stage_module.is_whole:
             stage_module.end_run()
             tensors = _tensors_of(stage_module)
             self._ended = _Stored(stage_module, tensors, FolderWriter(tensors))
