@@ -1,4 +1,4 @@
-"""Makes and loads the layers of this rank alone, so that no rank has the memory of all of them."""
+"""Makes and loads only the layers of this rank, so that no rank allocates all of them."""
 
 from __future__ import annotations
 

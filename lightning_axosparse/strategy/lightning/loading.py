@@ -1,4 +1,4 @@
-"""Maps into memory the file that ``load_from_checkpoint`` otherwise reads whole."""
+"""Maps the file of ``load_from_checkpoint`` into memory, instead of reading it whole."""
 
 from __future__ import annotations
 
