@@ -1027,7 +1027,8 @@ class AxoSparseStrategy(MPIStrategy):
         stage_module = self._running.stage_module
         held, sparse = stage_module.sharding.held(), sparse_parameters(self._module)
         states = checkpoint["optimizer_states"]
-        for optimizer, state in zip(self.optimizers, states, strict=True):
+        # A checkpoint may have no states of optimizers, as for Lightning's strategies.
+        for optimizer, state in zip(self.optimizers, states, strict=False):
             groups = stage_module.group_names(optimizer)
             local = local_optimizer_state(state, groups, held, sparse)
             if offload is None:

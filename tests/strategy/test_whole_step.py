@@ -218,6 +218,26 @@ def test_a_checkpoint_is_loaded_after_the_run(stages: int) -> None:
     assert saved["state"][0]["exp_avg"].any()
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_checkpoint_without_optimizer_states_starts_optimizers_afresh(
+    stages: int, tmp_path: Path
+) -> None:
+    strategy = AxoSparseStrategy(stages, pipeline="backbone", transport="loopback")
+    run = trainer(strategy, max_epochs=1)
+    run.fit(WithoutLog(), loader(1))
+    run.save_checkpoint(tmp_path / "whole.ckpt")
+    saved = torch.load(tmp_path / "whole.ckpt", weights_only=False)
+    torch.save({**saved, "optimizer_states": [], "lr_schedulers": []}, tmp_path / "stateless.ckpt")
+    again = trainer(
+        AxoSparseStrategy(stages, pipeline="backbone", transport="loopback"), max_epochs=2
+    )
+    again.fit(WithoutLog(), loader(1), ckpt_path=tmp_path / "stateless.ckpt")
+    (optimizer,) = again.optimizers
+    steps = [float(state["step"]) for state in optimizer.state.values()]
+    assert steps
+    assert set(steps) == {again.global_step - run.global_step}
+
+
 class Failing(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 3:
