@@ -27,6 +27,7 @@ from lightning_axosparse.checkpoint.atomic_io import (
     clear_unfinished_checkpoints,
     local_path,
 )
+from lightning_axosparse.checkpoint.folder_writer import FolderWriter
 from lightning_axosparse.checkpoint.gather import (
     gather_model_state,
     gather_optimizer_state,
@@ -34,7 +35,6 @@ from lightning_axosparse.checkpoint.gather import (
     local_model_state,
     local_optimizer_state,
 )
-from lightning_axosparse.checkpoint.sharded import save_sharded
 from lightning_axosparse.checkpoint.stage_tensors import StageTensors
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.pipeline.checkpointing import ActivationCheckpointing
@@ -66,7 +66,10 @@ from lightning_axosparse.strategy.construction import (
     values_held,
 )
 from lightning_axosparse.strategy.learning_rate import scaled_rates
-from lightning_axosparse.strategy.lightning.checkpoint_io import reading_files
+from lightning_axosparse.strategy.lightning.checkpoint_io import (
+    reading_files,
+    writes_in_background,
+)
 from lightning_axosparse.strategy.lightning.device import move_optimizers
 from lightning_axosparse.strategy.lightning.finetuning import (
     parameters_told_apart_by_identity,
@@ -77,6 +80,7 @@ from lightning_axosparse.strategy.lightning.hooks import (
     overrides,
     trainer_of,
 )
+from lightning_axosparse.strategy.lightning.loading import files_mapped
 from lightning_axosparse.strategy.lightning.loop_check import LoopCheck
 from lightning_axosparse.strategy.lightning.prediction_writers import without_writing
 from lightning_axosparse.strategy.lightning.weight_averages import weight_averages
@@ -136,6 +140,7 @@ class _Session:
         offload: keeps the optimizer's state on the host; None if the device keeps it.
         regrid: moves to shorter pipelines; None if that was not asked for.
         tensors: those of a checkpoint, on the stages that have them.
+        folders: writes them where checkpoints are folders.
     """
 
     stage_module: StageModule
@@ -143,6 +148,7 @@ class _Session:
     offload: OptimizerOffload | None
     regrid: Regrid | None
     tensors: StageTensors
+    folders: FolderWriter
 
 
 @runtime_checkable
@@ -158,6 +164,7 @@ class _Stored(NamedTuple):
 
     stage_module: StageModule
     tensors: StageTensors
+    folders: FolderWriter
 
 
 class AxoSparseStrategy(MPIStrategy):
@@ -235,7 +242,8 @@ class AxoSparseStrategy(MPIStrategy):
         save_distributed_checkpoint: checkpoints are folders to which all stages write their own
             tensors at once, as those of Lightning's ``ModelParallelStrategy``. Every grid resumes
             from them, and ``python -m lightning_axosparse.checkpoint.consolidate`` makes the one
-            file of them that is written otherwise, one tensor at a time.
+            file of them that is written otherwise, one tensor at a time. With Lightning's
+            ``AsyncCheckpointIO`` all stages write in threads, while training goes on.
         recompute: activation checkpointing: every so many layers of a stage keep only their first
             input, and are computed again in the backward pass; "sqrt" takes the square root of the
             stage's layers (AxoNN). Gradients are the same to the bit.
@@ -432,12 +440,15 @@ class AxoSparseStrategy(MPIStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """With ``empty_init``, make parameters on the meta device, until a checkpoint is loaded."""
+        """With ``empty_init``, make parameters without memory, until a checkpoint is loaded.
+
+        ``load_from_checkpoint`` in the context maps the file, which is read where weights are used.
+        """
         with super().tensor_init_context(empty_init):
             if not empty_init:
                 yield
                 return
-            with parameters_on_meta():
+            with files_mapped() as is_mapped, parameters_on_meta(is_mapped):
                 yield
 
     @contextmanager
@@ -537,16 +548,18 @@ class AxoSparseStrategy(MPIStrategy):
             norms = GradientNorms(trainer, stage_module.remote_gradients)
             self._undo.enter_context(norms.added_to(trainer))
         tensors = _tensors_of(stage_module)
+        folders = FolderWriter(tensors, writes_in_background(self.checkpoint_io))
+        self._undo.callback(folders.wait)
         steps_in_parts = offload is not None
         if self._pipelines:
             rule = self._in_flight_rule(trainer)
             runner = self._start_pipeline(trainer, stage_module, rule, steps_in_parts)
             regrid = self._plan_regrid(trainer, partition, stage_module, runner, rule)
-            self._session = _Session(stage_module, runner, offload, regrid, tensors)
+            self._session = _Session(stage_module, runner, offload, regrid, tensors, folders)
         else:
             whole = WholeStepRunner(trainer, self.precision_plugin, steps_in_parts, stage_module)
             self._undo.callback(whole.close)
-            self._session = _Session(stage_module, whole, offload, None, tensors)
+            self._session = _Session(stage_module, whole, offload, None, tensors, folders)
         self.learning_rate_factor = 1.0
         self.on_gradients = None
 
@@ -594,9 +607,11 @@ class AxoSparseStrategy(MPIStrategy):
             return partition
         if self._measures_layers:
             seconds: list[float] = []
-            if self.global_rank == 0:
-                arguments = partition, self.precision_plugin, self.root_device
-                seconds = [layer.seconds for layer in profile_example(self._module, *arguments)]
+            with self.summon_full_params():
+                if self.global_rank == 0:
+                    arguments = partition, self.precision_plugin, self.root_device
+                    layers = profile_example(self._module, *arguments)
+                    seconds = [layer.seconds for layer in layers]
             partition = partition.by_time(self.broadcast(seconds))
         rank_zero_info(str(partition))
         return partition
@@ -625,12 +640,11 @@ class AxoSparseStrategy(MPIStrategy):
         return stage_module
 
     def _end_run(self, stage_module: StageModule) -> None:
-        """Leave the module sharded, or whole where this rank has all of it or the next run must."""
-        gathers = self._balance == "time" or self._regrid is not None
-        is_part = not stage_module.is_whole and not gathers
-        if self._keeps_sharded or is_part:
+        """Leave the module sharded, or whole where this rank has all of it."""
+        if self._keeps_sharded or not stage_module.is_whole:
             stage_module.end_run()
-            self._ended = _Stored(stage_module, _tensors_of(stage_module))
+            tensors = _tensors_of(stage_module)
+            self._ended = _Stored(stage_module, tensors, FolderWriter(tensors))
         else:
             stage_module.unshard()
 
@@ -740,6 +754,7 @@ class AxoSparseStrategy(MPIStrategy):
         regrid = self._running.regrid
         if regrid is None or batch_idx > 0:
             return
+        self._running.folders.wait()  # of the stages of the grid before
         regridded = regrid.begin_epoch(self._module.trainer.current_epoch, self.optimizers)
         if regridded is not None:
             self.regridded, self._groups = regridded, self._running.stage_module.groups
@@ -906,7 +921,7 @@ class AxoSparseStrategy(MPIStrategy):
             return {}
         if self._is_ordinary:
             return super().lightning_module_state_dict()
-        stage_module, tensors = self._stored
+        stage_module, tensors, _ = self._stored
         shared = self._session.runner.metric_states_shared() if self._session else nullcontext()
         with shared, in_parts(self._module):
             if self.grid.replica > 0:
@@ -927,7 +942,7 @@ class AxoSparseStrategy(MPIStrategy):
             tensors = self._stored.tensors
             checkpoint = gather_remote_tensors(checkpoint, tensors)
             if self._save_distributed_checkpoint:
-                save_sharded(checkpoint, validate_local(filepath, storage_options), tensors)
+                self._stored.folders.save(checkpoint, validate_local(filepath, storage_options))
             elif tensors.is_first:
                 if not isinstance(self.checkpoint_io, AtomicCheckpointIO):
                     checkpoint = all_made(checkpoint)
@@ -935,6 +950,14 @@ class AxoSparseStrategy(MPIStrategy):
                 tensors.end()
             else:
                 tensors.serve()
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, but not before the one that may take its place is written."""
+        remove = partial(super().remove_checkpoint, filepath)
+        if self._session is None:
+            remove()
+        else:
+            self._session.folders.when_written(remove)
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
@@ -1005,7 +1028,7 @@ class AxoSparseStrategy(MPIStrategy):
             return {}
         if self._is_ordinary:
             return super().optimizer_state(optimizer)
-        stage_module, tensors = self._stored
+        stage_module, tensors, _ = self._stored
         return self._for_hooks(
             gather_optimizer_state(
                 optimizer,
@@ -1086,7 +1109,7 @@ class AxoSparseStrategy(MPIStrategy):
     def _stored(self) -> _Stored:
         if self._session is None and self._ended is not None:
             return self._ended
-        return _Stored(self._running.stage_module, self._running.tensors)
+        return _Stored(self._running.stage_module, self._running.tensors, self._running.folders)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

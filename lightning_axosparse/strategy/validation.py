@@ -30,6 +30,10 @@ from torchmetrics import Metric
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_path
 from lightning_axosparse.distributed.grid import divisors
 from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES
+from lightning_axosparse.strategy.lightning.checkpoint_io import (
+    reading_files,
+    writes_in_background,
+)
 from lightning_axosparse.strategy.lightning.hooks import overrides
 from lightning_axosparse.support.troubleshooting import see
 
@@ -420,9 +424,10 @@ def validate_default_checkpoint_io(io: CheckpointIO) -> None:
     """Check that no plugin was given for checkpoints that the stages write themselves.
 
     Raises:
-        MisconfigurationException: if one was.
+        MisconfigurationException: if one was, but for ``AsyncCheckpointIO`` around none.
     """
-    if type(io) is not AtomicCheckpointIO:
+    writes_itself = type(io) is AtomicCheckpointIO or writes_in_background(io)
+    if not writes_itself or type(reading_files(io)) is not AtomicCheckpointIO:
         raise MisconfigurationException(
             f"save_distributed_checkpoint=True writes folders to which all stages write, but "
             f"{type(io).__name__} writes one file. Leave one of the two out." + see("checkpoints")
