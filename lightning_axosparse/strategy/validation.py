@@ -403,11 +403,19 @@ def validate_world_size(devices: int, num_nodes: int, job_size: int) -> None:
         devices: ranks a node, as the Trainer understood ``devices``.
         num_nodes: nodes, as given to the Trainer.
         job_size: ranks in this MPI job; 1 in a plain process, where the strategy starts the ranks
-            itself.
+            itself, on this node.
 
     Raises:
-        MisconfigurationException: if the numbers differ.
+        MisconfigurationException: if the numbers differ, or there is no job for several nodes.
     """
+    if job_size == 1 and num_nodes > 1:
+        raise MisconfigurationException(
+            f"`Trainer(devices={devices}, num_nodes={num_nodes})` wants ranks on {num_nodes} nodes,"
+            " but without `mpiexec` or `srun` they are started on this node alone. Start them with"
+            f" `mpiexec -n {devices * num_nodes} python train.py`, under Slurm with"
+            " `srun --mpi=pmi2 -K python train.py`; or leave `num_nodes` out."
+            + see("starting-ranks")
+        )
     if job_size not in (1, devices * num_nodes):
         raise MisconfigurationException(
             f"MPI has started {job_size} ranks, but `Trainer(devices={devices},"
