@@ -769,20 +769,28 @@ class AxoSparseStrategy(MPIStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step`` forward and backward on every micro-batch of a batch."""
+        if self._is_at_rest:
+            return super().training_step(*args, **kwargs)
         return self._running.runner.train(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``validation_step`` forward."""
+        if self._is_at_rest:
+            return super().validation_step(*args, **kwargs)
         context = self.precision_plugin.val_step_context
         return self._running.runner.evaluate(self._module.validation_step, context, *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``test_step`` forward."""
+        if self._is_at_rest:
+            return super().test_step(*args, **kwargs)
         context = self.precision_plugin.test_step_context
         return self._running.runner.evaluate(self._module.test_step, context, *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``predict_step`` forward; every stage returns the last stage's predictions."""
+        if self._is_at_rest:
+            return super().predict_step(*args, **kwargs)
         context = self.precision_plugin.predict_step_context
         return self._running.runner.evaluate(self._module.predict_step, context, *args, **kwargs)
 
@@ -794,6 +802,8 @@ class AxoSparseStrategy(MPIStrategy):
         **kwargs: Any,
     ) -> Any:
         """Step the optimizer with its scaled rates, and time the step without the closure."""
+        if self._is_at_rest:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
         closed = time()
 
         def timed_closure() -> Any:
@@ -905,7 +915,7 @@ class AxoSparseStrategy(MPIStrategy):
         Larger tensors are deferred until :meth:`save_checkpoint` writes them, unless a hook reads
         the checkpoint before.
         """
-        if self._session is None and self._ended is None:
+        if self._is_at_rest:
             return self._module.state_dict()
         if self.grid.data_rank > 0:
             return {}
@@ -926,7 +936,7 @@ class AxoSparseStrategy(MPIStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
         """Write a checkpoint; collective over the stages of the first replica."""
-        if self._session is None and self._ended is None:
+        if self._is_at_rest:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self.grid.replica == 0:
             tensors = self._stored.tensors
@@ -1012,7 +1022,7 @@ class AxoSparseStrategy(MPIStrategy):
         """
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        if self._session is None and self._ended is None:
+        if self._is_at_rest:
             return optimizer.state_dict()
         if self.grid.replica > 0:
             return {}
@@ -1031,15 +1041,17 @@ class AxoSparseStrategy(MPIStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of the whole optimizers' states."""
-        stage_module, offload = self._running.stage_module, self._running.offload
+        offload = self._session.offload if self._session else None
         if self._is_ordinary and offload is None:
             # A copy, as the state would keep a mapped file.
             states = tree_map_only(Tensor, Tensor.clone, checkpoint["optimizer_states"])
             super().load_optimizer_state_dict({"optimizer_states": states})
             return
+        stage_module = self._running.stage_module
         held, sparse = stage_module.sharding.held(), sparse_parameters(self._module)
         states = checkpoint["optimizer_states"]
-        for optimizer, state in zip(self.optimizers, states, strict=True):
+        # A checkpoint may have no states of optimizers, as for Lightning's strategies.
+        for optimizer, state in zip(self.optimizers, states, strict=False):
             groups = stage_module.group_names(optimizer)
             local = local_optimizer_state(state, groups, held, sparse)
             if offload is None:
@@ -1054,6 +1066,11 @@ class AxoSparseStrategy(MPIStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the running session: a callback that holds the Trainer may be pickled."""
         return {**super().__getstate__(), "_session": None, "_ended": None}
+
+    @property
+    def _is_at_rest(self) -> bool:
+        """Whether nothing runs and this rank has the module whole: steps are Lightning's own."""
+        return self._session is None and self._ended is None
 
     @property
     def _is_starting(self) -> bool:
@@ -1072,7 +1089,7 @@ class AxoSparseStrategy(MPIStrategy):
         """Whether this rank has the module as one process has it: all of it, and dense."""
         if self._save_distributed_checkpoint or sparse_parameters(self._module):
             return False
-        return self.g_inter == 1 or (self._session is None and self._ended is None)
+        return self.g_inter == 1 or self._is_at_rest
 
     @property
     def _module(self) -> pl.LightningModule:
