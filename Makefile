@@ -9,7 +9,7 @@ train: .venv/installed
 	$(BIN)/axosparse-train $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: .venv/checkable
 	$(BIN)/ruff check .

@@ -11,6 +11,21 @@ from tests.ranks import warm_python
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
+# The files that take longest. A worker runs a file whole, so one that starts last is waited for.
+LONGEST = (
+    "test_notebooks.py",
+    "test_launcher.py",
+    "test_waits.py",
+    "test_nothing_left_behind.py",
+    "test_slurm.py",
+    "test_hosts.py",
+    "test_regrid.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
 
 @pytest.fixture
 def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

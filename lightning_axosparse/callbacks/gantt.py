@@ -1,4 +1,4 @@
-"""Converts the recorded spans of one training step to a Gantt chart and to a Perfetto trace."""
+"""Converts the recorded spans of a training step to a Gantt chart and to a Perfetto trace."""
 
 from __future__ import annotations
 

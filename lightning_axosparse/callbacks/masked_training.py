@@ -1,4 +1,4 @@
-"""Drives training under masks that change: gradual pruning, SET and RigL."""
+"""Changes masks of dense weights while they train: gradual pruning, SET and RigL."""
 
 from __future__ import annotations
 

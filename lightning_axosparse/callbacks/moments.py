@@ -6,11 +6,14 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
+from lightning_axosparse.callbacks.trainer_info import callbacks_of
 from lightning_axosparse.support.arguments import COUNT, Kind, number
 from lightning_axosparse.support.troubleshooting import see
 
@@ -79,7 +82,26 @@ def total_steps(trainer: Trainer) -> int:
     steps = trainer.estimated_stepping_batches
     if not 0 < steps < math.inf:
         raise _endless()
+    for scheduler in callbacks_of(trainer, GradientAccumulationScheduler):
+        steps = _scheduled_steps(trainer, scheduler)
     return int(steps)
+
+
+def _scheduled_steps(trainer: Trainer, scheduler: GradientAccumulationScheduler) -> float:
+    """Return the optimizer steps of a run in which batches are accumulated by epochs.
+
+    Lightning's estimate takes the factor of the present epoch for all of them.
+    """
+    most = math.inf if trainer.max_steps == -1 else trainer.max_steps
+    if trainer.max_epochs in (None, -1) or trainer.num_training_batches == math.inf:
+        return most
+    epochs = max(trainer.max_epochs, 1)
+    starts = [start for start in scheduler.epochs if start < epochs]
+    steps = 0
+    for start, end in pairwise([*starts, epochs]):
+        factor = scheduler.get_accumulate_grad_batches(start)
+        steps += (end - start) * math.ceil(trainer.num_training_batches / factor)
+    return min(steps, most)
 
 
 def validate_end(trainer: Trainer) -> None:

@@ -1,4 +1,4 @@
-"""Tells the time before a ticket was drawn from the time after it."""
+"""Defines the two periods of a run: before and after the ticket is drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What callbacks that search for a ticket share: when masks are compared, and when one is drawn."""
+"""Base class of callbacks that search for a ticket: compares masks and decides when to draw."""
 
 from __future__ import annotations
 

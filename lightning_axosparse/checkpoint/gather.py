@@ -182,14 +182,17 @@ def _deferred(name: str, value: Any, layout: Layout | None = None) -> Any:
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, SparseWeight):
-        return DeferredTensor(name, value.shape, value.dtype, partial(_dense, value))
-    value = value.detach()
+        return DeferredTensor(name, value.shape, value.dtype, partial(_dense, value), value.kept)
     if layout is not None and value.shape == (layout.nnz,):
-        make = partial(layout.to(value.device).densify, value)
-        return DeferredTensor(name, layout.shape, value.dtype, make)
-    return DeferredTensor(name, value.shape, value.dtype, lambda: value)
+        make = partial(_densified, layout)
+        return DeferredTensor(name, layout.shape, value.dtype, make, value)
+    return DeferredTensor(name, value.shape, value.dtype, Tensor.detach, value)
 
 
 @torch.no_grad()
-def _dense(weight: SparseWeight) -> Tensor:
-    return weight.dense()
+def _dense(weight: SparseWeight, kept: Tensor) -> Tensor:
+    return SparseWeight(kept, weight.entries.to(kept.device), weight).dense()
+
+
+def _densified(layout: Layout, kept: Tensor) -> Tensor:
+    return layout.to(kept.device).densify(kept.detach())

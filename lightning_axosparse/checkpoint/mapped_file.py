@@ -1,4 +1,4 @@
-"""Reads a checkpoint of one file, but weights and optimizer state only where they are needed."""
+"""Maps a checkpoint file into memory, so that a rank reads only the tensors that it needs."""
 
 from __future__ import annotations
 

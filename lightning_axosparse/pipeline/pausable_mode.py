@@ -1,4 +1,4 @@
-"""A ``TorchFunctionMode`` that can be left for a while: the layers are not to be observed."""
+"""A ``TorchFunctionMode`` that can be paused, so that it does not observe the layers."""
 
 from __future__ import annotations
 

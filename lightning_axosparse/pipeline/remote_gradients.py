@@ -1,4 +1,4 @@
-"""Gives parameters of other stages gradients that know their norms, but not their values."""
+"""Gives parameters of other stages gradients that have norms, but no values."""
 
 from __future__ import annotations
 

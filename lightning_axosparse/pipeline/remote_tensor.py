@@ -1,4 +1,4 @@
-"""Stands in for a tensor of another stage: has name and shape, and raises where values are read.
+"""Represents a tensor of another stage: it has a name and a shape, but reading its values raises.
 
 Hooks may ask all parameters of a module for something, such as a norm. Those of other stages have
 no values on this rank. What only arranges them works: shapes, copies, an average that stays where

@@ -1,4 +1,4 @@
-"""Replaces the ``forward`` of a module, but not that of its copies."""
+"""Replaces the ``forward`` of a module without replacing that of its copies."""
 
 from __future__ import annotations
 

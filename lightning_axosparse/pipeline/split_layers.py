@@ -1,4 +1,4 @@
-"""Splits the backward pass of layers whose product is known: weights' gradients can be made later.
+"""Splits the backward pass of linear and convolution layers, so that weight gradients can be later.
 
 The gradient of a layer's input takes one product, those of its weight and bias take another. A
 split layer computes the first in the backward pass, and queues the second where the pass is one of

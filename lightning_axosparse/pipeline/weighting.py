@@ -1,4 +1,4 @@
-"""Combines the values of micro-batches to that of the batch, weighted by their denominators."""
+"""Combines the values of micro-batches to the value of the batch, weighted by denominators."""
 
 from __future__ import annotations
 

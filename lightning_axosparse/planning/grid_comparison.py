@@ -1,4 +1,4 @@
-"""Compares all grids of a cluster by the time per sample: the choice behind ``g_inter="auto"``."""
+"""Compares all grids of a cluster by their time per sample, for ``g_inter="auto"``."""
 
 from __future__ import annotations
 

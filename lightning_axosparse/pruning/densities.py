@@ -1,4 +1,4 @@
-"""Divides what is kept among the weights of a model."""
+"""Decides how many entries each weight of a model keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Says where layers have their inputs and outputs, and removes some of them in place."""
+"""Finds the dimensions of input and output channels in layers, and removes channels in place."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ def _loops_of(entry: OwnedParameter) -> Iterator[Callable[[], None]]:
         if kept_convolutions.chosen(entry.layout, *choice):
             yield kept_convolutions.load_loops
     elif len(entry.shape) == 2:
-        if kept_products.chosen("times_transposed", *choice, entry.layout):
+        if kept_products.chosen(entry.layout, "times_transposed", *choice):
             yield kept_products.load_loops
         looked_up = any(isinstance(owner, nn.Embedding) for owner in owners)
         if looked_up and embedding.found_by_row(entry.layout):

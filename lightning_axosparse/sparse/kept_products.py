@@ -1,7 +1,8 @@
 """Multiplies by the kept values of a sparse weight on a CPU, without a dense one.
 
-The loops are in ``kernels/products.py``. ``benchmarks/overhead/products.py`` measures them against
-the panels of ``panels.py`` and against a dense weight.
+The loops are in ``kernels/products.py``, those for one token in ``kernels/one_token.py``.
+``benchmarks/overhead/products.py`` measures them against the panels of ``panels.py`` and against a
+dense weight.
 """
 
 from __future__ import annotations
@@ -57,15 +58,15 @@ def runs(compute: Compute, operand: Tensor, layout: Layout) -> bool:
 
 
 def chosen(
-    product: str, compute: Compute, operand: Tensor, layout: Layout
+    layout: Layout, product: str, compute: Compute, operand: Tensor
 ) -> TypeGuard[SegmentLayout]:
     """Return whether a product with a sparse weight is to run here.
 
     Args:
+        layout: the kept entries.
         product: the function's name: "times_transposed", "times" or "outer".
         compute: as for :func:`lightning_axosparse.sparsify`.
         operand: the kept values or another operand, of the dtype in which the product runs.
-        layout: the kept entries.
     """
     if compute == "sparse" and operand.dtype in SIXTEEN_BITS:
         operand = operand.new_empty(0, dtype=torch.float32)
@@ -96,29 +97,31 @@ def times_transposed(
     """Multiply ``inputs`` by the transposed weight.
 
     Args:
-        inputs: shape ``(n, columns)``, float32 or of 16 bits, on CPU.
+        inputs: shape ``(..., columns)``, float32 or of 16 bits, on CPU.
         values: kept values of the weight, which has the shape ``(rows, columns)``.
         layout: the kept entries.
         bias: shape ``(rows,)``.
 
     Returns:
-        A tensor of shape ``(n, rows)``.
+        A tensor of shape ``(..., rows)``.
     """
-    tokens, height = inputs.shape[0], layout.shape[0]
-    width = row_length(layout.shape)
-    result = inputs.new_empty(tokens, height, dtype=torch.float32)
+    height, width = layout.shape[0], row_length(layout.shape)
+    tokens = inputs.shape[:-1]
+    result = inputs.new_empty((*tokens, height), dtype=torch.float32)
+    number = tokens.numel()
     weight = *_index(layout), _flat(values)
     source, target, shift = _flat(inputs), _flat(result), _bias(bias)
 
     def part(first: int, last: int) -> None:
         rows, start = (first, last), _entries_before(layout, first)
-        shared = (source, tokens, *weight, width, rows, start, shift, target, height)
-        if tokens == 1:
-            kernel_module("products").one_times_transposed(*shared)
+        shared = (*weight, width, rows, start, shift, target)
+        if number == 1:
+            kernel_module("one_token").times_transposed(source, *shared)
         else:
-            kernel_module("products").times_transposed(*shared, _packed(width))
+            packed = _packed(width)
+            kernel_module("products").times_transposed(source, number, *shared, height, packed)
 
-    in_threads(part, height, block_rows(layout.shape), tokens * layout.nnz)
+    in_threads(part, height, block_rows(layout.shape), number * layout.nnz)
     return _like(result, inputs)
 
 
@@ -128,27 +131,27 @@ def times(
     """Multiply ``inputs`` by the weight.
 
     Args:
-        inputs: shape ``(n, rows)``, float32 or of 16 bits, on CPU.
+        inputs: shape ``(..., rows)``, float32 or of 16 bits, on CPU.
         values: kept values of the weight, which has the shape ``(rows, columns)``.
         layout: the kept entries.
         bias: shape ``(columns,)``.
 
     Returns:
-        A tensor of shape ``(n, columns)``.
+        A tensor of shape ``(..., columns)``.
     """
     height, width = layout.shape[0], row_length(layout.shape)
-    result = inputs.new_empty(inputs.shape[0], width, dtype=torch.float32)
+    tokens = inputs.shape[:-1]
+    result = inputs.new_empty((*tokens, width), dtype=torch.float32)
+    number = tokens.numel()
     weight = *_index(layout), _flat(values)
     source, target, shift = _flat(inputs), _flat(result), _bias(bias)
 
     def part(first: int, last: int) -> None:
-        tokens = (first, last)
+        some = (first, last)
         packed = _packed(width)
-        kernel_module("products").times(
-            source, tokens, *weight, height, width, shift, target, packed
-        )
+        kernel_module("products").times(source, some, *weight, height, width, shift, target, packed)
 
-    in_threads(part, inputs.shape[0], ROWS, inputs.shape[0] * layout.nnz)
+    in_threads(part, number, ROWS, number * layout.nnz)
     return _like(result, inputs)
 
 

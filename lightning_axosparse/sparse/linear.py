@@ -214,8 +214,7 @@ class KeptProduct(NamedTuple):
     def forward(self, x: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply by the kept values, and add the bias."""
         form = self.form
-        product = _multiply(x, values, self.layout, form.copy, form.compute, self.by_rows, bias)
-        return product.detach()  # no view, so that nn.ReLU(inplace=True) may change it
+        return _multiply(x, values, self.layout, form.copy, form.compute, self.by_rows, bias)
 
     def input_gradient(self, gradient: Tensor, x: Tensor, values: Tensor) -> Tensor:
         """Compute the gradient of the inputs from that of the output.
@@ -314,7 +313,7 @@ class _WeightProduct(torch.autograd.Function):
     def forward(inputs: Tensor, weight: SparseWeight, bias: Tensor | None, by_rows: bool) -> Tensor:
         weight.check_unchanged()
         source = weight.kept, weight.entries, weight.dense_copy, weight.compute
-        return _multiply(inputs, *source, by_rows, bias).detach()
+        return _multiply(inputs, *source, by_rows, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -365,24 +364,23 @@ def _multiply(
     bias: Tensor | None = None,
 ) -> Tensor:
     """Multiply by the transposed weight (``by_rows``) or by the weight, in the inputs' dtype."""
-    flat = _flat(inputs)
-    if dense_copy is not None and dense_copy.dtype == flat.dtype:
+    result: Tensor
+    if dense_copy is not None and dense_copy.dtype == inputs.dtype:
         dense = dense_copy.filled(values, layout).view(layout.shape[0], -1)
-        result = F.linear(flat, dense if by_rows else dense.t(), bias)
+        result = F.linear(_flat(inputs), dense if by_rows else dense.t(), bias)
     else:
-        kept = values if values.dtype == flat.dtype else values.to(flat.dtype)
+        kept = values if values.dtype == inputs.dtype else values.to(inputs.dtype)
         product = "times_transposed" if by_rows else "times"
-        result = _way(product, compute, kept, layout)(flat, kept, layout, bias)
-    return result.view(*inputs.shape[:-1], result.shape[1])
+        if kept_products.chosen(layout, product, compute, kept):
+            result = getattr(kept_products, product)(inputs, kept, layout, bias)
+            return result
+        result = getattr(panels, product)(_flat(inputs), kept, layout, bias)
+    shaped = result.view(*inputs.shape[:-1], result.shape[1])
+    return shaped.detach()  # no view, so that nn.ReLU(inplace=True) may change it
 
 
 def _outer(left: Tensor, right: Tensor, layout: Layout, compute: Compute) -> Tensor:
     """Return the kept entries of ``left.t() @ right``."""
-    return _way("outer", compute, left, layout)(left, right, layout)
-
-
-def _way(product: str, compute: Compute, operand: Tensor, layout: Layout) -> Callable[..., Tensor]:
-    """Return the function of ``kept_products`` or of ``panels`` that computes a product."""
-    way = kept_products if kept_products.chosen(product, compute, operand, layout) else panels
-    function: Callable[..., Tensor] = getattr(way, product)
-    return function
+    if kept_products.chosen(layout, "outer", compute, left):
+        return kept_products.outer(left, right, layout)
+    return panels.outer(left, right, layout)

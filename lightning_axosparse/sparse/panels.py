@@ -1,4 +1,4 @@
-"""Multiplies by a sparse weight that is made dense a panel at a time.
+"""Multiplies by a sparse weight of which one panel at a time is made dense.
 
 One panel of the weight's rows is made dense in scratch memory just before its product, and one
 panel of the gradient is compressed to its kept entries just after. A panel takes no more memory

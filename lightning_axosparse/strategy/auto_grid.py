@@ -1,4 +1,4 @@
-"""Chooses the number of stages for a module, by the ranks and the memory that there are."""
+"""Chooses the number of stages for a module, by the number of ranks and the free memory."""
 
 from __future__ import annotations
 

@@ -1,15 +1,17 @@
-"""Makes and loads the layers of this rank alone, so that no rank has the memory of all of them."""
+"""Makes and loads only the layers of this rank, so that no rank allocates all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.hooks import RemovableHandle
 
 from lightning_axosparse.support.deferred_init import DeferredInit
 from lightning_axosparse.support.torch_internals import swap_values
@@ -41,10 +43,20 @@ def made_without(
 
 
 @contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Move each parameter to the meta device when a module of the context gets it."""
+def parameters_on_meta(may_share: Callable[[Tensor], bool]) -> Iterator[None]:
+    """Move each parameter to the meta device when a module of the context gets it.
+
+    A state dict that is loaded in the context gives parameters their values and memory.
+
+    Args:
+        may_share: whether a parameter may have the memory of a tensor of a state dict.
+    """
+    loading: dict[nn.Module, RemovableHandle] = {}
+    take = partial(_take_values, may_share)
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        if module not in loading:
+            loading[module] = module.register_load_state_dict_pre_hook(take)
         if parameter is None or parameter.is_meta:
             return parameter
         return nn.Parameter(parameter.detach().to(_META), parameter.requires_grad)
@@ -54,6 +66,31 @@ def parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         hook.remove()
+        for handle in loading.values():
+            handle.remove()
+
+
+def _take_values(
+    may_share: Callable[[Tensor], bool],
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    *_: Any,
+) -> None:
+    """Before a module's own parameters are loaded: give those without memory theirs."""
+    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        value = state.get(prefix + name)
+        if not isinstance(value, Tensor) or value.is_meta:
+            continue
+        alike = (value.shape, value.dtype) == (parameter.shape, parameter.dtype)
+        if not parameter.is_meta:
+            is_shared = alike and value.data_ptr() == parameter.data_ptr()
+        elif is_shared := alike and may_share(value):
+            swap_values(parameter, value.detach().requires_grad_(parameter.requires_grad))
+        else:
+            allocate([parameter])
+        if is_shared:
+            state[prefix + name] = parameter  # which torch does not copy onto itself
 
 
 def allocate(tensors: Iterable[Tensor]) -> None:
@@ -100,6 +137,6 @@ def validate_values(tensors: Iterable[tuple[str, Tensor]], stage: int) -> None:
         raise MisconfigurationException(
             f"Stage {stage} has no values for {empty[0]!r} and {len(empty) - 1} more of its "
             "tensors, which are on the meta device. If the module was made under "
-            "`trainer.init_module(empty_init=True)`, give `ckpt_path=`, or leave out `empty_init`."
-            + see("layers")
+            "`trainer.init_module(empty_init=True)`, call `load_from_checkpoint` inside of it, "
+            "give `ckpt_path=`, or leave out `empty_init`." + see("layers")
         )

@@ -27,6 +27,7 @@ from lightning_axosparse.checkpoint.atomic_io import (
     clear_unfinished_checkpoints,
     local_path,
 )
+from lightning_axosparse.checkpoint.folder_writer import FolderWriter
 from lightning_axosparse.checkpoint.gather import (
     gather_model_state,
     gather_optimizer_state,
@@ -34,7 +35,6 @@ from lightning_axosparse.checkpoint.gather import (
     local_model_state,
     local_optimizer_state,
 )
-from lightning_axosparse.checkpoint.sharded import save_sharded
 from lightning_axosparse.checkpoint.stage_tensors import StageTensors
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.pipeline.checkpointing import ActivationCheckpointing
@@ -66,7 +66,10 @@ from lightning_axosparse.strategy.construction import (
     values_held,
 )
 from lightning_axosparse.strategy.learning_rate import scaled_rates
-from lightning_axosparse.strategy.lightning.checkpoint_io import reading_files
+from lightning_axosparse.strategy.lightning.checkpoint_io import (
+    reading_files,
+    writes_in_background,
+)
 from lightning_axosparse.strategy.lightning.device import move_optimizers
 from lightning_axosparse.strategy.lightning.finetuning import (
     parameters_told_apart_by_identity,
@@ -77,6 +80,7 @@ from lightning_axosparse.strategy.lightning.hooks import (
     overrides,
     trainer_of,
 )
+from lightning_axosparse.strategy.lightning.loading import files_mapped
 from lightning_axosparse.strategy.lightning.loop_check import LoopCheck
 from lightning_axosparse.strategy.lightning.prediction_writers import without_writing
 from lightning_axosparse.strategy.lightning.weight_averages import weight_averages
@@ -136,6 +140,7 @@ class _Session:
         offload: keeps the optimizer's state on the host; None if the device keeps it.
         regrid: moves to shorter pipelines; None if that was not asked for.
         tensors: those of a checkpoint, on the stages that have them.
+        folders: writes them where checkpoints are folders.
     """
 
     stage_module: StageModule
@@ -143,6 +148,7 @@ class _Session:
     offload: OptimizerOffload | None
     regrid: Regrid | None
     tensors: StageTensors
+    folders: FolderWriter
 
 
 @runtime_checkable
@@ -158,6 +164,7 @@ class _Stored(NamedTuple):
 
     stage_module: StageModule
     tensors: StageTensors
+    folders: FolderWriter
 
 
 class AxoSparseStrategy(MPIStrategy):
@@ -235,7 +242,8 @@ class AxoSparseStrategy(MPIStrategy):
         save_distributed_checkpoint: checkpoints are folders to which all stages write their own
             tensors at once, as those of Lightning's ``ModelParallelStrategy``. Every grid resumes
             from them, and ``python -m lightning_axosparse.checkpoint.consolidate`` makes the one
-            file of them that is written otherwise, one tensor at a time.
+            file of them that is written otherwise, one tensor at a time. With Lightning's
+            ``AsyncCheckpointIO`` all stages write in threads, while training goes on.
         recompute: activation checkpointing: every so many layers of a stage keep only their first
             input, and are computed again in the backward pass; "sqrt" takes the square root of the
             stage's layers (AxoNN). Gradients are the same to the bit.
@@ -432,12 +440,15 @@ class AxoSparseStrategy(MPIStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """With ``empty_init``, make parameters on the meta device, until a checkpoint is loaded."""
+        """With ``empty_init``, make parameters without memory, until a checkpoint is loaded.
+
+        ``load_from_checkpoint`` in the context maps the file, which is read where weights are used.
+        """
         with super().tensor_init_context(empty_init):
             if not empty_init:
                 yield
                 return
-            with parameters_on_meta():
+            with files_mapped() as is_mapped, parameters_on_meta(is_mapped):
                 yield
 
     @contextmanager
@@ -537,16 +548,18 @@ class AxoSparseStrategy(MPIStrategy):
             norms = GradientNorms(trainer, stage_module.remote_gradients)
             self._undo.enter_context(norms.added_to(trainer))
         tensors = _tensors_of(stage_module)
+        folders = FolderWriter(tensors, writes_in_background(self.checkpoint_io))
+        self._undo.callback(folders.wait)
         steps_in_parts = offload is not None
         if self._pipelines:
             rule = self._in_flight_rule(trainer)
             runner = self._start_pipeline(trainer, stage_module, rule, steps_in_parts)
             regrid = self._plan_regrid(trainer, partition, stage_module, runner, rule)
-            self._session = _Session(stage_module, runner, offload, regrid, tensors)
+            self._session = _Session(stage_module, runner, offload, regrid, tensors, folders)
         else:
             whole = WholeStepRunner(trainer, self.precision_plugin, steps_in_parts, stage_module)
             self._undo.callback(whole.close)
-            self._session = _Session(stage_module, whole, offload, None, tensors)
+            self._session = _Session(stage_module, whole, offload, None, tensors, folders)
         self.learning_rate_factor = 1.0
         self.on_gradients = None
 
@@ -594,9 +607,11 @@ class AxoSparseStrategy(MPIStrategy):
             return partition
         if self._measures_layers:
             seconds: list[float] = []
-            if self.global_rank == 0:
-                arguments = partition, self.precision_plugin, self.root_device
-                seconds = [layer.seconds for layer in profile_example(self._module, *arguments)]
+            with self.summon_full_params():
+                if self.global_rank == 0:
+                    arguments = partition, self.precision_plugin, self.root_device
+                    layers = profile_example(self._module, *arguments)
+                    seconds = [layer.seconds for layer in layers]
             partition = partition.by_time(self.broadcast(seconds))
         rank_zero_info(str(partition))
         return partition
@@ -625,12 +640,11 @@ class AxoSparseStrategy(MPIStrategy):
         return stage_module
 
     def _end_run(self, stage_module: StageModule) -> None:
-        """Leave the module sharded, or whole where this rank has all of it or the next run must."""
-        gathers = self._balance == "time" or self._regrid is not None
-        is_part = not stage_module.is_whole and not gathers
-        if self._keeps_sharded or is_part:
+        """Leave the module sharded, or whole where this rank has all of it."""
+        if self._keeps_sharded or not stage_module.is_whole:
             stage_module.end_run()
-            self._ended = _Stored(stage_module, _tensors_of(stage_module))
+            tensors = _tensors_of(stage_module)
+            self._ended = _Stored(stage_module, tensors, FolderWriter(tensors))
         else:
             stage_module.unshard()
 
@@ -740,6 +754,7 @@ class AxoSparseStrategy(MPIStrategy):
         regrid = self._running.regrid
         if regrid is None or batch_idx > 0:
             return
+        self._running.folders.wait()  # of the stages of the grid before
         regridded = regrid.begin_epoch(self._module.trainer.current_epoch, self.optimizers)
         if regridded is not None:
             self.regridded, self._groups = regridded, self._running.stage_module.groups
@@ -754,20 +769,28 @@ class AxoSparseStrategy(MPIStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step`` forward and backward on every micro-batch of a batch."""
+        if self._is_at_rest:
+            return super().training_step(*args, **kwargs)
         return self._running.runner.train(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``validation_step`` forward."""
+        if self._is_at_rest:
+            return super().validation_step(*args, **kwargs)
         context = self.precision_plugin.val_step_context
         return self._running.runner.evaluate(self._module.validation_step, context, *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``test_step`` forward."""
+        if self._is_at_rest:
+            return super().test_step(*args, **kwargs)
         context = self.precision_plugin.test_step_context
         return self._running.runner.evaluate(self._module.test_step, context, *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``predict_step`` forward; every stage returns the last stage's predictions."""
+        if self._is_at_rest:
+            return super().predict_step(*args, **kwargs)
         context = self.precision_plugin.predict_step_context
         return self._running.runner.evaluate(self._module.predict_step, context, *args, **kwargs)
 
@@ -779,6 +802,8 @@ class AxoSparseStrategy(MPIStrategy):
         **kwargs: Any,
     ) -> Any:
         """Step the optimizer with its scaled rates, and time the step without the closure."""
+        if self._is_at_rest:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
         closed = time()
 
         def timed_closure() -> Any:
@@ -890,13 +915,13 @@ class AxoSparseStrategy(MPIStrategy):
         Larger tensors are deferred until :meth:`save_checkpoint` writes them, unless a hook reads
         the checkpoint before.
         """
-        if self._session is None and self._ended is None:
+        if self._is_at_rest:
             return self._module.state_dict()
         if self.grid.data_rank > 0:
             return {}
         if self._is_ordinary:
             return super().lightning_module_state_dict()
-        stage_module, tensors = self._stored
+        stage_module, tensors, _ = self._stored
         shared = self._session.runner.metric_states_shared() if self._session else nullcontext()
         with shared, in_parts(self._module):
             if self.grid.replica > 0:
@@ -911,13 +936,13 @@ class AxoSparseStrategy(MPIStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
         """Write a checkpoint; collective over the stages of the first replica."""
-        if self._session is None and self._ended is None:
+        if self._is_at_rest:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self.grid.replica == 0:
             tensors = self._stored.tensors
             checkpoint = gather_remote_tensors(checkpoint, tensors)
             if self._save_distributed_checkpoint:
-                save_sharded(checkpoint, validate_local(filepath, storage_options), tensors)
+                self._stored.folders.save(checkpoint, validate_local(filepath, storage_options))
             elif tensors.is_first:
                 if not isinstance(self.checkpoint_io, AtomicCheckpointIO):
                     checkpoint = all_made(checkpoint)
@@ -925,6 +950,14 @@ class AxoSparseStrategy(MPIStrategy):
                 tensors.end()
             else:
                 tensors.serve()
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, but not before the one that may take its place is written."""
+        remove = partial(super().remove_checkpoint, filepath)
+        if self._session is None:
+            remove()
+        else:
+            self._session.folders.when_written(remove)
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
@@ -989,13 +1022,13 @@ class AxoSparseStrategy(MPIStrategy):
         """
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        if self._session is None and self._ended is None:
+        if self._is_at_rest:
             return optimizer.state_dict()
         if self.grid.replica > 0:
             return {}
         if self._is_ordinary:
             return super().optimizer_state(optimizer)
-        stage_module, tensors = self._stored
+        stage_module, tensors, _ = self._stored
         return self._for_hooks(
             gather_optimizer_state(
                 optimizer,
@@ -1008,15 +1041,17 @@ class AxoSparseStrategy(MPIStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of the whole optimizers' states."""
-        stage_module, offload = self._running.stage_module, self._running.offload
+        offload = self._session.offload if self._session else None
         if self._is_ordinary and offload is None:
             # A copy, as the state would keep a mapped file.
             states = tree_map_only(Tensor, Tensor.clone, checkpoint["optimizer_states"])
             super().load_optimizer_state_dict({"optimizer_states": states})
             return
+        stage_module = self._running.stage_module
         held, sparse = stage_module.sharding.held(), sparse_parameters(self._module)
         states = checkpoint["optimizer_states"]
-        for optimizer, state in zip(self.optimizers, states, strict=True):
+        # A checkpoint may have no states of optimizers, as for Lightning's strategies.
+        for optimizer, state in zip(self.optimizers, states, strict=False):
             groups = stage_module.group_names(optimizer)
             local = local_optimizer_state(state, groups, held, sparse)
             if offload is None:
@@ -1031,6 +1066,11 @@ class AxoSparseStrategy(MPIStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the running session: a callback that holds the Trainer may be pickled."""
         return {**super().__getstate__(), "_session": None, "_ended": None}
+
+    @property
+    def _is_at_rest(self) -> bool:
+        """Whether nothing runs and this rank has the module whole: steps are Lightning's own."""
+        return self._session is None and self._ended is None
 
     @property
     def _is_starting(self) -> bool:
@@ -1049,7 +1089,7 @@ class AxoSparseStrategy(MPIStrategy):
         """Whether this rank has the module as one process has it: all of it, and dense."""
         if self._save_distributed_checkpoint or sparse_parameters(self._module):
             return False
-        return self.g_inter == 1 or (self._session is None and self._ended is None)
+        return self.g_inter == 1 or self._is_at_rest
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -1069,7 +1109,7 @@ class AxoSparseStrategy(MPIStrategy):
     def _stored(self) -> _Stored:
         if self._session is None and self._ended is not None:
             return self._ended
-        return _Stored(self._running.stage_module, self._running.tensors)
+        return _Stored(self._running.stage_module, self._running.tensors, self._running.folders)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

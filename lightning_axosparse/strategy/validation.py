@@ -30,6 +30,10 @@ from torchmetrics import Metric
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_path
 from lightning_axosparse.distributed.grid import divisors
 from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES
+from lightning_axosparse.strategy.lightning.checkpoint_io import (
+    reading_files,
+    writes_in_background,
+)
 from lightning_axosparse.strategy.lightning.hooks import overrides
 from lightning_axosparse.support.troubleshooting import see
 
@@ -399,11 +403,19 @@ def validate_world_size(devices: int, num_nodes: int, job_size: int) -> None:
         devices: ranks a node, as the Trainer understood ``devices``.
         num_nodes: nodes, as given to the Trainer.
         job_size: ranks in this MPI job; 1 in a plain process, where the strategy starts the ranks
-            itself.
+            itself, on this node.
 
     Raises:
-        MisconfigurationException: if the numbers differ.
+        MisconfigurationException: if the numbers differ, or there is no job for several nodes.
     """
+    if job_size == 1 and num_nodes > 1:
+        raise MisconfigurationException(
+            f"`Trainer(devices={devices}, num_nodes={num_nodes})` wants ranks on {num_nodes} nodes,"
+            " but without `mpiexec` or `srun` they are started on this node alone. Start them with"
+            f" `mpiexec -n {devices * num_nodes} python train.py`, under Slurm with"
+            " `srun --mpi=pmi2 -K python train.py`; or leave `num_nodes` out."
+            + see("starting-ranks")
+        )
     if job_size not in (1, devices * num_nodes):
         raise MisconfigurationException(
             f"MPI has started {job_size} ranks, but `Trainer(devices={devices},"
@@ -420,9 +432,10 @@ def validate_default_checkpoint_io(io: CheckpointIO) -> None:
     """Check that no plugin was given for checkpoints that the stages write themselves.
 
     Raises:
-        MisconfigurationException: if one was.
+        MisconfigurationException: if one was, but for ``AsyncCheckpointIO`` around none.
     """
-    if type(io) is not AtomicCheckpointIO:
+    writes_itself = type(io) is AtomicCheckpointIO or writes_in_background(io)
+    if not writes_itself or type(reading_files(io)) is not AtomicCheckpointIO:
         raise MisconfigurationException(
             f"save_distributed_checkpoint=True writes folders to which all stages write, but "
             f"{type(io).__name__} writes one file. Leave one of the two out." + see("checkpoints")

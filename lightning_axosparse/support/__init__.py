@@ -1,4 +1,4 @@
-"""What all others use: atomic files, checksums, argument validation, free memory, time spans.
+"""What all other subpackages use: atomic files, checksums, argument validation, free memory, trace.
 
 It imports from no other subpackage.
 """

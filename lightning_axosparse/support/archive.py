@@ -1,4 +1,4 @@
-"""Writes files of ``torch.save`` atomically and with a checksum, and checks them before reading.
+"""Writes files of ``torch.save`` atomically with a checksum, and verifies it before reading.
 
 They are ordinary zip archives. The comment at the end, which other readers ignore, has a checksum
 of everything before it; ``torch.load`` itself checks none.

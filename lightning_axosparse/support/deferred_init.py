@@ -1,4 +1,4 @@
-"""Makes tensors without memory, and later those that are wanted, with the values they would have.
+"""Records the initialization of tensors without memory, and repeats it later for chosen ones.
 
 Operators that run in the context give tensors on the meta device and are recorded. Those that draw
 random numbers also run once for real, into memory that is freed at once, so that every later draw

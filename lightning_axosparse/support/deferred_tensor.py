@@ -20,21 +20,28 @@ class DeferredTensor(Tensor):
         key: of the tensor, unique in its checkpoint.
         shape: of the tensor.
         dtype: of the tensor.
-        make: returns the tensor; called when it is written, and not kept.
+        make: returns the tensor, of what is stored; called when it is written, and not kept.
+        stored: what ``make`` takes, and what may change until then.
     """
 
     key: str
-    make: Callable[[], Tensor]
+    make: Callable[..., Tensor]
+    stored: tuple[Tensor, ...]
 
     __torch_function__ = no_torch_function
 
     @staticmethod
     def __new__(
-        cls, key: str, shape: Sequence[int], dtype: torch.dtype, make: Callable[[], Tensor]
+        cls,
+        key: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        make: Callable[..., Tensor],
+        *stored: Tensor,
     ) -> DeferredTensor:
         """Make the tensor without its values."""
         tensor = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
-        tensor.key, tensor.make = key, make
+        tensor.key, tensor.make, tensor.stored = key, make, stored
         return tensor
 
     def __init__(self, *_: Any) -> None:
@@ -42,7 +49,12 @@ class DeferredTensor(Tensor):
 
     def made(self) -> Tensor:
         """The tensor that it stands for, on CPU."""
-        return self.make().cpu()
+        return self.make(*self.stored).cpu()
+
+    def copied(self) -> DeferredTensor:
+        """One that stands for the present values, whatever is stored later."""
+        copies = (tensor.detach().to("cpu", copy=True) for tensor in self.stored)
+        return DeferredTensor(self.key, self.shape, self.dtype, self.make, *copies)
 
 
 def all_made(tree: Any) -> Any:

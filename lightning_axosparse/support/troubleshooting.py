@@ -1,4 +1,4 @@
-"""Says at the end of a message which entry of the documentation explains it."""
+"""Ends error messages with a link to the section of the documentation that explains them."""
 
 from __future__ import annotations
 

@@ -5,8 +5,11 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_axosparse.callbacks.moments import WHEN, Moment, Progress
+from lightning_axosparse.callbacks.moments import WHEN, Moment, Progress, total_steps
 
 
 def hundred():
@@ -59,3 +62,38 @@ def test_epochs_are_counted_when_they_have_ended():
     assert moment.reached(Progress(8, 2))
     assert moment.again_since(Progress(8, 3), Progress(9, 4))
     assert not moment.again_since(Progress(8, 2), Progress(900, 3))
+
+
+class TotalSteps(Callback):
+    """Asks for the optimizer steps of the run at its start and before each batch."""
+
+    def __init__(self):
+        self.totals = set()
+
+    def on_train_start(self, trainer, *_):
+        self.totals.add(total_steps(trainer))
+
+    def on_train_batch_start(self, trainer, *_):
+        self.totals.add(total_steps(trainer))
+
+
+@pytest.mark.parametrize(
+    ("factors", "most", "steps"),
+    [({0: 2}, -1, 12), ({0: 8, 2: 1, 9: 3}, -1, 12), ({1: 2}, -1, 14), ({1: 2}, 9, 9)],
+)
+def test_steps_of_a_run_whose_epochs_accumulate_different_numbers_of_batches(factors, most, steps):
+    asked = TotalSteps()
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=4,
+        max_steps=most,
+        limit_train_batches=5,
+        limit_val_batches=0,
+        callbacks=[asked, GradientAccumulationScheduler(factors)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(BoringModel())
+    assert asked.totals == {trainer.global_step} == {steps}

@@ -17,7 +17,8 @@ from torch import Tensor
 from lightning_axosparse import CompactCheckpointIO, CorruptFileError
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.checkpoint.consolidate import consolidate
-from lightning_axosparse.checkpoint.sharded import save_sharded, table
+from lightning_axosparse.checkpoint.folder_writer import FolderWriter
+from lightning_axosparse.checkpoint.sharded import table
 from lightning_axosparse.checkpoint.stage_tensors import StageTensors
 from lightning_axosparse.support import archive
 from lightning_axosparse.support.atomic_file import clear_partials
@@ -34,8 +35,10 @@ def _same(values: Tensor) -> Tensor:
     return values
 
 
-def save(step: int, path: Path) -> None:
-    save_sharded(checkpoint(step), path, StageTensors(lambda: None))
+def save(step: int, path: Path, in_thread: bool = False) -> None:
+    writer = FolderWriter(StageTensors(lambda: None), in_thread)
+    writer.save(checkpoint(step), path)
+    writer.wait()
 
 
 def load(path: Path) -> int:
@@ -66,7 +69,7 @@ def test_one_file_of_it_is_the_one_that_is_written_otherwise(tmp_path: Path) -> 
         consolidate(tmp_path / "b.ckpt")
 
 
-def killed_at(event: int, step: int, path: Path) -> bool:
+def killed_at(event: int, step: int, path: Path, in_thread: bool) -> bool:
     """Save in a child process that is killed at its n-th system event; whether it was."""
     child = os.fork()
     if child == 0:
@@ -80,15 +83,16 @@ def killed_at(event: int, step: int, path: Path) -> bool:
                     os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(count)
-        save(step, path)
+        save(step, path, in_thread)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
-def test_a_kill_at_any_moment_leaves_a_whole_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_kill_at_any_moment_leaves_a_whole_one(tmp_path: Path, in_thread: bool) -> None:
     path, event, found = tmp_path / "last.ckpt", 1, []
     save(0, path)
-    while killed_at(event, event, path):
+    while killed_at(event, event, path, in_thread):
         found.append(load(path))
         event += 1
     assert load(path) == event, "the last one was not killed"

@@ -15,6 +15,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_axosparse import AxoSparseStrategy, Ticket, save_safetensors
 from lightning_axosparse.strategy.launcher.launcher import RankFailedError
@@ -61,6 +62,16 @@ class KilledInWrite(Callback):
         archive.replacing = replacing_and_dying  # type: ignore[attr-defined]
 
 
+class KilledInThread(Callback):
+    """Rank 1 is killed while its thread writes the second checkpoint, and training goes on."""
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 1 and trainer.global_rank == 1:
+            from lightning_axosparse.checkpoint import folder_writer
+
+            folder_writer._Write.write = lambda write: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+
+
 def partials(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.name.endswith(".partial")]
 
@@ -82,6 +93,28 @@ def test_a_rank_killed_during_a_write(tmp_path: Path) -> None:
     record = fit(run, Large(), ckpt_path=last, weights_only=False)
     assert len(record.losses) == 2 * BATCHES
     assert list(tmp_path.iterdir()) == [last]
+
+
+@pytest.mark.usefixtures("warm_ranks")
+def test_a_rank_killed_while_threads_write_a_folder(tmp_path: Path) -> None:
+    def saves(epochs: int, *callbacks: Callback) -> Any:
+        best = ModelCheckpoint(tmp_path, "{epoch}", enable_version_counter=False)
+        return trainer(
+            AxoSparseStrategy(g_inter=2, save_distributed_checkpoint=True),
+            2,
+            callbacks=[*callbacks, best],
+            enable_checkpointing=True,
+            max_epochs=epochs,
+            plugins=[AsyncCheckpointIO()],
+        )
+
+    first = tmp_path / "epoch=0.ckpt"
+    with pytest.raises(RankFailedError):
+        saves(3, KilledInThread()).fit(Large(), loader(1))
+    assert {*tmp_path.iterdir()} == {first, *partials(tmp_path)}
+    assert len(partials(tmp_path)) == 1
+    saves(2).fit(Large(), loader(1), ckpt_path=first, weights_only=False)
+    assert {*tmp_path.iterdir()} == {first, tmp_path / "epoch=1.ckpt"}
 
 
 @pytest.fixture(params=["full disk", "limited size"])

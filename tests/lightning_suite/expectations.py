@@ -1,4 +1,4 @@
-"""Compares what the tests of a mode did with plain Lightning and with the expected failures."""
+"""Compares what the tests of a mode did with another mode and with the expected failures."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Verdict:
 
     Attributes:
         passed: number of tests that passed.
-        failed: number of tests that failed, those of plain Lightning left out.
-        plain: number of tests that passed in plain Lightning.
+        failed: number of tests that failed, those of the other mode left out.
+        reference: number of tests that passed in the other mode.
         unexpected: failures that nobody expects, with their errors.
         surprises: tests that were expected to fail and do not, or are not there.
     """
 
     passed: int
     failed: int
-    plain: int
+    reference: int
     unexpected: dict[str, str]
     surprises: list[str]
 
@@ -34,7 +34,7 @@ class Verdict:
         return not self.unexpected and not self.surprises
 
     def __str__(self) -> str:
-        counts = f"{self.passed} passed, {self.failed} failed; plain Lightning passes {self.plain}"
+        counts = f"{self.passed} passed, {self.failed} failed; {self.reference} passed"
         wrong = [f"  unexpected failure: {test}\n    {e}" for test, e in self.unexpected.items()]
         wrong += [f"  expected to fail, but does not: {test}" for test in self.surprises]
         return "\n".join([counts, *wrong])
@@ -68,17 +68,17 @@ def parse(text: str) -> dict[str, dict[str, str]]:
 
 
 def judge(
-    ours: Outcomes, plain: Outcomes, expected: Iterable[str], folders: Iterable[str]
+    ours: Outcomes, reference: Outcomes, expected: Iterable[str], folders: Iterable[str]
 ) -> Verdict:
     """Compare the outcomes of a mode.
 
     Args:
         ours: its outcomes.
-        plain: those of plain Lightning; what fails there counts neither way.
+        reference: those of the mode it is compared with; what fails there counts neither way.
         expected: the tests that are expected to fail.
         folders: what was run; expectations of other folders are left alone.
     """
-    counted = {test: outcome for test, outcome in ours.items() if plain[test][0] == "passed"}
+    counted = {test: outcome for test, outcome in ours.items() if reference[test][0] == "passed"}
     failed = {test: error for test, (outcome, error) in counted.items() if outcome == "failed"}
     mine = [entry for entry in expected if any(entry.startswith(folder) for folder in folders)]
     covered = {entry: {test for test in counted if _covers(entry, test)} for entry in mine}
@@ -86,7 +86,7 @@ def judge(
     return Verdict(
         passed=sum(outcome == "passed" for outcome, _ in counted.values()),
         failed=len(failed),
-        plain=sum(outcome == "passed" for outcome, _ in plain.values()),
+        reference=sum(outcome == "passed" for outcome, _ in reference.values()),
         unexpected={test: error for test, error in failed.items() if test not in known},
         surprises=sorted(
             {test for test in known if test not in failed}

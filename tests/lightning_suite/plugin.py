@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_axosparse.distributed.mpi.environment import placement
+from lightning_axosparse.distributed.mpi.environment import placement, world_communicator
 from tests.lightning_suite.modes import MODES
 
 MODE, OUTCOMES = "LIGHTNING_SUITE_MODE", "LIGHTNING_SUITE_OUTCOMES"
@@ -18,13 +18,20 @@ MODE, OUTCOMES = "LIGHTNING_SUITE_MODE", "LIGHTNING_SUITE_OUTCOMES"
 LEFT_OUT = ("ddp", "fsdp", "gpu", "standalone", "tpu", "deepspeed")
 """Tests whose name or file has one of these words are about another strategy or device."""
 
+UNFINISHED = ["failed", "the ranks ended, or waited for each other"]
+"""The outcome of a test that ended its job."""
+
 _outcomes: dict[str, list[str]] = {}
 
 
 @pytest.fixture(autouse=True)
-def _mode() -> Iterator[None]:
+def _mode(request: pytest.FixtureRequest) -> Iterator[None]:
+    mode = MODES[os.environ[MODE]]
+    if mode.ranks > 1:  # A rank that fails early is not to meet the others in the next test.
+        world_communicator().Barrier()
+        _note(request.node.nodeid, UNFINISHED)
     with pytest.MonkeyPatch.context() as patch:
-        MODES[os.environ[MODE]].apply(patch)
+        mode.apply(patch)
         yield
 
 
@@ -47,15 +54,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Note the outcome; what fails before or after a test counts as its failure."""
-    before, _ = _outcomes.get(report.nodeid, ["", ""])
+    before = _outcomes.get(report.nodeid, UNFINISHED)
     # Ranks that run a test alone leave nothing behind, so it does not matter what they have open.
     counts = MODES[os.environ[MODE]].ranks == 1 or report.when != "teardown"
     if counts and (report.when == "call" or report.outcome != "passed"):
         outcome = "xfailed" if hasattr(report, "wasxfail") else report.outcome
-        if before != "failed":
-            _outcomes[report.nodeid] = [outcome, _last_line(report)]
-            if placement().rank == 0:  # At once, as ranks may not come to the end.
-                Path(os.environ[OUTCOMES]).write_text(json.dumps(_outcomes))
+        if before[0] != "failed" or before == UNFINISHED:
+            _note(report.nodeid, [outcome, _last_line(report)])
+
+
+def _note(test: str, outcome: list[str]) -> None:
+    """Write an outcome at once, as ranks may not come to the end."""
+    _outcomes[test] = outcome
+    if placement().rank == 0:
+        Path(os.environ[OUTCOMES]).write_text(json.dumps(_outcomes))
 
 
 def _last_line(report: pytest.TestReport) -> str:

@@ -15,11 +15,10 @@ from transformers import (
     ConvNextForImageClassification,
     ResNetConfig,
     ResNetForImageClassification,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
+from tests.parity import networks
 from tests.parity.cases import Record, difference, recorded, trainer
 from tests.ranks import run_ranks
 
@@ -110,20 +109,10 @@ class Translator(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        config = T5Config(
-            vocab_size=CLASSES,
-            d_model=16,
-            d_kv=8,
-            d_ff=32,
-            num_layers=2,
-            num_heads=2,
-            dropout_rate=0.0,
-            decoder_start_token_id=0,
-        )
-        self.network = T5ForConditionalGeneration(config)
+        self.network = networks.t5(2)
 
     def forward(self, x: Tensor) -> Tensor:
-        ids = (x[:, 0, :2].flatten(1) * 10).long() % CLASSES
+        ids = (x[:, 0, :2].flatten(1) * 10).long() % networks.VOCABULARY
         return self.network(input_ids=ids, labels=ids.flip(1)).logits.mean(1)
 
 

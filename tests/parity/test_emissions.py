@@ -29,6 +29,7 @@ from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.pipeline.message import encode
 from lightning_axosparse.pipeline.p2p import LoopbackLink
 from tests.parity.cases import Record, difference, recorded, trainer
+from tests.parity.networks import in_float64
 from tests.ranks import run_ranks
 
 VOCABULARY, WIDTH, LENGTH, LAYERS = 23, 16, 10, 4
@@ -61,15 +62,6 @@ class Case(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-
-def in_float64(network: nn.Module) -> nn.Module:
-    """Replace norms that round to float32, in backward too, where sums of gradients differ."""
-    for module in list(network.modules()):
-        for name, child in module.named_children():
-            if type(child).__name__.endswith(("RMSNorm", "T5LayerNorm")):
-                setattr(module, name, nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon))
-    return network
 
 
 def causal_loss(logits: Tensor, ids: Tensor) -> Tensor:

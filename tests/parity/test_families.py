@@ -17,39 +17,16 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-    ViTConfig,
-    ViTForImageClassification,
-)
+from transformers import ViTConfig, ViTForImageClassification
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
+from tests.parity import networks
 from tests.parity.cases import Record, difference, recorded, trainer
-from tests.parity.test_emissions import in_float64
+from tests.parity.networks import VOCABULARY, WIDTH
 from tests.ranks import run_ranks
 
-VOCABULARY, WIDTH, LENGTH, LAYERS, CLASSES = 23, 16, 8, 3, 5
+LENGTH, LAYERS, CLASSES = 8, 3, 5
 BATCH, STEPS = 4, 5
-DECODER = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "intermediate_size": 24,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": LENGTH,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 
 
 class Texts(Dataset):
@@ -152,65 +129,6 @@ class Recurrent(Family):
         return nn.functional.cross_entropy(self.head(x)[:, :-1].mT, batch["labels"][:, 1:])
 
 
-def gpt2() -> Family:
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=LENGTH,
-        n_embd=WIDTH,
-        n_layer=LAYERS,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return Family(GPT2LMHeadModel(config))
-
-
-def llama() -> Family:
-    return Family(in_float64(LlamaForCausalLM(LlamaConfig(**DECODER))))
-
-
-def mixtral() -> Family:
-    config = MixtralConfig(
-        **DECODER,
-        num_local_experts=3,
-        num_experts_per_tok=2,
-        output_router_logits=True,
-        experts_implementation="eager",
-    )
-    return Family(in_float64(MixtralForCausalLM(config)))
-
-
-def bert() -> Family:
-    config = BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        intermediate_size=24,
-        max_position_embeddings=LENGTH,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return Family(BertForMaskedLM(config))
-
-
-def t5() -> Family:
-    config = T5Config(
-        vocab_size=VOCABULARY,
-        d_model=WIDTH,
-        d_kv=8,
-        d_ff=24,
-        num_layers=2,
-        num_heads=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
-    return Family(in_float64(T5ForConditionalGeneration(config)))
-
-
 def vit() -> Family:
     config = ViTConfig(
         image_size=8,
@@ -228,17 +146,29 @@ def vit() -> Family:
 
 def lora() -> Family:
     config = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"])
-    return Family(get_peft_model(llama().net, config))
+    return Family(get_peft_model(networks.llama(LAYERS), config))
 
 
 # Row: network, data, options of the strategy.
 ROWS: dict[str, tuple[Callable[[], Family], Callable[[], Dataset], dict[str, Any]]] = {
-    "GPT-2": (gpt2, Texts, {"pipeline": "net.transformer.h"}),
-    "Llama": (llama, Texts, {"pipeline": "net.model.layers"}),
+    "GPT-2": (lambda: Family(networks.gpt2(LAYERS)), Texts, {"pipeline": "net.transformer.h"}),
+    "Llama": (lambda: Family(networks.llama(LAYERS)), Texts, {"pipeline": "net.model.layers"}),
     # The loss that balances experts is no mean over samples.
-    "Mixtral": (mixtral, Texts, {"pipeline": "net.model.layers", "microbatches": 1}),
-    "BERT": (bert, lambda: Texts(masked=True), {"pipeline": "net.bert.encoder.layer"}),
-    "T5": (t5, Texts, {"pipeline": ["net.encoder.block", "net.decoder.block"]}),
+    "Mixtral": (
+        lambda: Family(networks.mixtral(LAYERS)),
+        Texts,
+        {"pipeline": "net.model.layers", "microbatches": 1},
+    ),
+    "BERT": (
+        lambda: Family(networks.bert(LAYERS)),
+        lambda: Texts(masked=True),
+        {"pipeline": "net.bert.encoder.layer"},
+    ),
+    "T5": (
+        lambda: Family(networks.t5(2)),
+        Texts,
+        {"pipeline": ["net.encoder.block", "net.decoder.block"]},
+    ),
     "ViT": (vit, Images, {"pipeline": "net.vit.layers"}),
     "Transformer": (Translator, Texts, {"pipeline": ["net.encoder.layers", "net.decoder.layers"]}),
     "LSTM": (Recurrent, Texts, {"pipeline": "net.layers"}),

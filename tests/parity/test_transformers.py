@@ -6,6 +6,7 @@ biases and caches, which have to cross the edges of the stages, or be made anew 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -13,21 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
-from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from lightning_axosparse import AxoSparseStrategy
+from tests.parity import networks
 from tests.parity.cases import Record, difference, recorded, trainer
+from tests.parity.networks import VOCABULARY
 from tests.ranks import run_ranks
 
-VOCABULARY, STEPS, WIDTH, LAYERS = 23, 8, 16, 4
+STEPS, LAYERS = 8, 4
 
 
 class Texts(Dataset):
@@ -68,64 +62,19 @@ class Language(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def gpt2() -> Language:
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        bos_token_id=0,
-        eos_token_id=0,
-        n_positions=16,
-        n_embd=WIDTH,
-        n_layer=LAYERS,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    return Language(GPT2LMHeadModel(config), shift=1)
+def gpt2(use_cache: bool) -> Language:
+    network = networks.gpt2(LAYERS)
+    network.config.use_cache = use_cache
+    return Language(network, shift=1)
 
 
-def bert() -> Language:
-    config = BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=16,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return Language(BertForMaskedLM(config), shift=0)
-
-
-def t5() -> Language:
-    config = T5Config(
-        vocab_size=VOCABULARY,
-        d_model=WIDTH,
-        d_kv=8,
-        d_ff=32,
-        num_layers=LAYERS,
-        num_heads=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
-    network = T5ForConditionalGeneration(config)
-    # T5LayerNorm rounds to float32, in backward too. A pipelined decoder sends one gradient a stage
-    # into the encoder, and rounded sums differ by 1e-8 from the rounded whole.
-    for module in list(network.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, T5LayerNorm):
-                setattr(module, name, nn.RMSNorm(WIDTH, eps=child.variance_epsilon))
-    return Language(network, shift=0)
-
-
-def gpt2_without_cache() -> Language:
-    module = gpt2()
-    module.network.config.use_cache = False
-    return module
-
-
-NETWORKS = {"GPT-2": gpt2, "GPT-2 without cache": gpt2_without_cache, "BERT": bert, "T5": t5}
+NETWORKS: dict[str, Callable[[], Language]] = {
+    "GPT-2": lambda: gpt2(use_cache=True),
+    "GPT-2 without cache": lambda: gpt2(use_cache=False),
+    "BERT": lambda: Language(networks.bert(LAYERS), shift=0),
+    # A pipelined decoder sends one gradient a stage into the encoder.
+    "T5": lambda: Language(networks.t5(LAYERS), shift=0),
+}
 # Row: network, strategy.
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT-2": ("GPT-2", {"pipeline": "network.transformer.h"}),

@@ -15,7 +15,7 @@ from lightning_axosparse import sparsify
 from lightning_axosparse.sparse import kept_products, panels
 from lightning_axosparse.sparse import threads as threads_module
 from lightning_axosparse.sparse.formats import FORMATS, layout_of
-from lightning_axosparse.sparse.kernels import products
+from lightning_axosparse.sparse.kernels import one_token, products, vectors
 from tests.sparse.masking import random_masks, sparse_and_dense
 
 widths = st.sampled_from([64, 96, 255, 256, 257, 600])
@@ -62,14 +62,37 @@ def test_products_are_those_of_the_dense_weight(height, width, n, kept, biased, 
     close(found, lambda g, x: layout.compress(g.t() @ x), gradient, inputs)
 
 
-@pytest.mark.parametrize("kept", [1, 7, 8, 9, 17, 300])
-def test_one_token_reads_no_input_of_a_pruned_weight(kept):
-    places = torch.randperm(300)[:kept].sort().values
-    mask = torch.zeros(1, 300, dtype=torch.bool).index_fill(1, places, True)
-    layout, values = layout_of(mask, "segments"), torch.randn(kept)
-    inputs = torch.full((1, 300), float("nan")).where(~mask, torch.randn(1, 300))
-    found = kept_products.times_transposed(inputs, values, layout)
-    close(found, torch.mm, inputs[:, places], values.view(-1, 1))
+@pytest.fixture(params=["by_segments", "by_columns"])
+def loop(request, monkeypatch):
+    """Multiplies one token by this loop, whether or not it is this processor's."""
+    if request.param == "by_segments" and not vectors.FINDS:
+        pytest.skip("needs AVX-512")
+    monkeypatch.setattr(one_token, "times_transposed", getattr(one_token, request.param))
+
+
+@pytest.mark.parametrize("height", [1, 16, 45])
+@pytest.mark.parametrize("width", [64, 255, 256, 257, 600])
+@pytest.mark.parametrize("kept", [0.02, 0.1, 0.5, 1.0])
+@pytest.mark.usefixtures("loop")
+def test_one_token_reads_no_input_of_a_pruned_weight(height, width, kept):
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.rand(height, width, generator=generator) < kept
+    mask[:, ::3] = False
+    layout, values = layout_of(mask, "segments"), torch.randn(int(mask.sum()))
+    inputs = torch.randn(1, width)
+    dense, bias = layout.densify(values), torch.randn(height)
+    close(
+        kept_products.times_transposed(unused(inputs), values, layout, bias),
+        F.linear,
+        inputs,
+        dense,
+        bias,
+    )
+
+
+def unused(inputs):
+    """Return inputs of which every third is not a number."""
+    return inputs.where(torch.arange(inputs.shape[1]) % 3 != 0, torch.tensor(float("nan")))
 
 
 def test_operands_of_any_strides():
@@ -127,7 +150,7 @@ def test_loading_the_loops_compiles_what_products_of_any_size_run():
         kept_products.times_transposed(inputs, values, layout, torch.zeros(130))
         kept_products.times(gradient, nn.Parameter(values), layout, torch.zeros(600))
         kept_products.outer(gradient, inputs, layout)
-    loops = products.times_transposed, products.one_times_transposed, products.times, products.outer
+    loops = products.times_transposed, one_token.times_transposed, products.times, products.outer
     assert [len(loop.signatures) for loop in loops] == [1, 1, 1, 1]
 
 
@@ -161,7 +184,7 @@ def test_a_conversion_loads_no_loops_that_nothing_would_run(layer, kept, options
 def test_what_is_chosen():
     _, layout, values = weight(80, 100, 0.35)
     chosen = {
-        (name, compute): kept_products.chosen(name, compute, values, layout)
+        (name, compute): kept_products.chosen(layout, name, compute, values)
         for name in ("times_transposed", "times", "outer")
         for compute in ("auto", "dense", "sparse")
     }
@@ -176,8 +199,8 @@ def test_what_is_chosen():
 def test_only_who_asks_for_it_multiplies_here_on_a_processor_that_was_not_measured(monkeypatch):
     _, layout, values = weight(80, 100, 0.1)
     monkeypatch.setattr(kept_products, "MEASURED", False)
-    assert not kept_products.chosen("times", "auto", values, layout)
-    assert kept_products.chosen("times", "sparse", values, layout)
+    assert not kept_products.chosen(layout, "times", "auto", values)
+    assert kept_products.chosen(layout, "times", "sparse", values)
 
 
 @pytest.mark.parametrize(
@@ -185,14 +208,14 @@ def test_only_who_asks_for_it_multiplies_here_on_a_processor_that_was_not_measur
 )
 def test_other_dtypes_are_multiplied_on_panels(dtype, compute):
     _, layout, values = weight(80, 100, 0.1)
-    assert not kept_products.chosen("times", compute, values.to(dtype), layout)
+    assert not kept_products.chosen(layout, "times", compute, values.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", kept_products.SIXTEEN_BITS)
 def test_who_asks_for_it_multiplies_16_bits_in_float32(dtype):
     _, layout, values = weight(80, 100, 0.1)
     operands = torch.randn(20, 100), torch.randn(20, 80), values, torch.randn(80)
-    assert kept_products.chosen("times", "sparse", values.to(dtype), layout)
+    assert kept_products.chosen(layout, "times", "sparse", values.to(dtype))
 
     def results(inputs, gradient, values, bias):
         yield kept_products.times_transposed(inputs, values, layout, bias)
@@ -208,12 +231,12 @@ def test_who_asks_for_it_multiplies_16_bits_in_float32(dtype):
 @pytest.mark.parametrize("index_format", [name for name in FORMATS if name != "segments"])
 def test_other_formats_are_multiplied_on_panels(index_format):
     layout = layout_of(torch.rand(80, 100) < 0.1, index_format)
-    assert not kept_products.chosen("times", "sparse", torch.zeros(1), layout)
+    assert not kept_products.chosen(layout, "times", "sparse", torch.zeros(1))
 
 
 def test_rows_that_share_segments_are_multiplied_on_panels():
     layout = layout_of(torch.rand(80, 60) < 0.1)
-    assert not kept_products.chosen("times", "sparse", torch.zeros(1), layout)
+    assert not kept_products.chosen(layout, "times", "sparse", torch.zeros(1))
 
 
 @pytest.fixture

@@ -79,10 +79,20 @@ def test_a_transformer_is_mapped_from_its_folder(tmp_path: Path) -> None:
     assert any(start <= weight.data_ptr() < end for start, end in ranges)
 
 
+def net() -> nn.Sequential:
+    """A net whose first and last weight are one."""
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    module[2].weight = module[0].weight
+    return module
+
+
+def no_tensor(tensor: torch.Tensor) -> bool:
+    return False
+
+
 def test_parameters_on_meta_are_filled_by_a_state_dict() -> None:
-    with parameters_on_meta():
-        module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
-        module[2].weight = module[0].weight
+    with parameters_on_meta(no_tensor):
+        module = net()
     parameters = list(module.parameters())
     assert all(parameter.is_meta for parameter in parameters)
     assert module[2].weight is module[0].weight
@@ -95,6 +105,34 @@ def test_parameters_on_meta_are_filled_by_a_state_dict() -> None:
     assert module[2].bias.is_meta
     with pytest.raises(RuntimeError, match=r"size mismatch for 2\.bias"):
         module.load_state_dict(values_held({**state, "2.bias": torch.ones(4)}, module))
+
+
+def test_a_state_dict_gives_parameters_without_memory_theirs() -> None:
+    torch.manual_seed(0)
+    saved = net()
+    state = saved.state_dict()
+    state["1.weight"] = state["1.weight"].double()
+    shared = {state[name].data_ptr() for name in ("0.weight", "0.bias", "1.weight")}
+    with parameters_on_meta(lambda tensor: tensor.data_ptr() in shared):
+        module = net()
+        parameters = list(module.parameters())
+        module.load_state_dict(state)
+    for (name, one), two in zip(saved.named_parameters(), module.parameters(), strict=True):
+        assert torch.equal(one, two), name
+        assert (two.dtype, two.requires_grad) == (torch.float32, True), name
+    assert [*map(id, module.parameters())] == [*map(id, parameters)]
+    assert module[2].weight is module[0].weight
+    same = {n for n, p in module.named_parameters() if p.data_ptr() == state[n].data_ptr()}
+    assert same == {"0.weight", "0.bias"}, "of other dtypes and tensors there are copies"
+    assert not any(part._load_state_dict_pre_hooks for part in module.modules())
+
+
+def test_a_state_dict_of_other_shapes_or_names_is_refused() -> None:
+    with parameters_on_meta(no_tensor):
+        module = net()
+        for other in ({"2.bias": torch.ones(4)}, {"3.bias": torch.ones(3)}):
+            with pytest.raises(RuntimeError, match=r"size mismatch for 2\.bias|Unexpected key"):
+                module.load_state_dict({**net().state_dict(), **other})
 
 
 def test_a_stage_without_values_is_refused_before_it_computes() -> None:

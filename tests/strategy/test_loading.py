@@ -18,17 +18,18 @@ from lightning_axosparse.checkpoint import atomic_io, mapped_file
 from tests.parity.cases import trainer
 from tests.ranks import run_ranks
 
-WIDTH, LAYERS = 64, 4
+WIDTH, LARGE, LAYERS = 64, 512, 4
 WEIGHT = 4 * WIDTH * WIDTH
 
 
 class Equal(L.LightningModule):
     """Equal layers without biases, and a matrix outside of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
-        self.layers, self.outer = nn.Sequential(*layers), nn.Parameter(torch.eye(WIDTH))
+        self.save_hyperparameters()
+        layers = [nn.Linear(width, width, bias=False) for _ in range(LAYERS)]
+        self.layers, self.outer = nn.Sequential(*layers), nn.Parameter(torch.eye(width))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return nn.functional.mse_loss(self.layers(batch @ self.outer), batch)
@@ -90,11 +91,41 @@ def resume(stages: int, watched: Watched, path: Path, *plugins: Any) -> dict[str
     }
 
 
+def bytes_read(file: Path) -> int:
+    """What this process has touched of the file's mappings that it has."""
+    found, is_file = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        key, *values = line.split()
+        if not key.endswith(":"):
+            is_file = line.endswith(str(file))
+        elif is_file and key == "Rss:":
+            found += 1024 * int(values[0])
+    return found
+
+
+def load_from_checkpoint(stages: int, path: Path) -> dict[str, Any]:
+    """Train a step with the weights of a file; what of it was read before, and after."""
+    mappings: list[Any] = []
+
+    def kept(*args: Any, original: Any = mapped_file.mmap.mmap, **options: Any) -> Any:
+        mappings.append(original(*args, **options))
+        return mappings[-1]
+
+    run = trainer(AxoSparseStrategy(stages, 2), stages, max_steps=1)
+    with patch.object(mapped_file.mmap, "mmap", kept), run.init_module(empty_init=True):
+        module = Equal.load_from_checkpoint(path, strict=True)
+    before = bytes_read(path)
+    run.fit(module, DataLoader(torch.ones(16, LARGE), 8))
+    weights = {n: p.detach().clone() for n, p in module.named_parameters() if not p.is_meta}
+    return {"before": before, "read": bytes_read(path), "weights": weights}
+
+
 def on_two(path: Path) -> dict[str, Any]:
     return {
         "plain": resume(2, Watched(), path / "plain.ckpt"),
         "hooked": resume(2, Doubles(), path / "plain.ckpt"),
         "compact": resume(2, Watched(), path / "compact.ckpt", CompactCheckpointIO()),
+        "loaded": load_from_checkpoint(2, path / "large.ckpt"),
     }
 
 
@@ -102,7 +133,12 @@ def on_two(path: Path) -> dict[str, Any]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("saved")
     L.seed_everything(0, verbose=False)
-    for name, plugins in (("plain", []), ("compact", [CompactCheckpointIO()])):
+    ways = (
+        ("plain", [], WIDTH),
+        ("compact", [CompactCheckpointIO()], WIDTH),
+        ("large", [], LARGE),
+    )
+    for name, plugins, width in ways:
         run = trainer(
             AxoSparseStrategy(1, 2),
             max_steps=1,
@@ -111,7 +147,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             plugins=plugins,
         )
         L.seed_everything(0, verbose=False)
-        run.fit(Equal(), DataLoader(torch.ones(16, WIDTH), 8))
+        run.fit(Equal(width), DataLoader(torch.ones(16, width), 8))
     return path
 
 
@@ -124,7 +160,8 @@ def test_a_rank_reads_what_its_stage_needs(ranks: list[dict[str, Any]]) -> None:
     of_a_stage = 3 * (LAYERS // 2 + 1) * WEIGHT  # weights and two moments
     assert [rank["plain"]["read"] for rank in ranks] == [of_a_stage] * 2
     assert [rank["plain"]["checked"] for rank in ranks] == [1, 0]
-    assert all(not result["mapped"] for rank in ranks for result in rank.values())
+    results = (rank[way] for rank in ranks for way in ("plain", "hooked", "compact"))
+    assert not any(result["mapped"] for result in results)
 
 
 @pytest.mark.parametrize("way", ["plain", "hooked", "compact"])
@@ -143,3 +180,22 @@ def test_stages_go_on_as_one_process_does(
 def test_a_hook_changes_what_is_loaded(ranks: list[dict[str, Any]]) -> None:
     plain, hooked = (ranks[0][way]["weights"]["layers.0.weight"] for way in ("plain", "hooked"))
     assert not torch.equal(plain, hooked)
+
+
+def test_load_from_checkpoint_without_memory_reads_what_a_stage_uses(
+    ranks: list[dict[str, Any]], folder: Path
+) -> None:
+    weight = 4 * LARGE * LARGE
+    of_a_stage = (LAYERS // 2 + 1) * weight
+    for rank in ranks:
+        assert rank["loaded"]["before"] < weight
+        assert of_a_stage <= rank["loaded"]["read"] < of_a_stage + weight
+
+    run = trainer("auto", max_steps=1)
+    module = Equal.load_from_checkpoint(folder / "large.ckpt")
+    run.fit(module, DataLoader(torch.ones(16, LARGE), 8))
+    alone = dict(module.named_parameters())
+    for rank in ranks:
+        for name, value in rank["loaded"]["weights"].items():
+            torch.testing.assert_close(value, alone[name].detach(), rtol=1e-5, atol=1e-7)
+    assert set().union(*(rank["loaded"]["weights"] for rank in ranks)) == alone.keys()

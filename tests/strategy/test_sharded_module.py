@@ -39,11 +39,16 @@ def facts_of(module: Net) -> dict[str, Any]:
 
 
 def use(
-    strategy: Callable[[], Any], other: Any, devices: int, folder: Path, pruned: bool
+    strategy: Callable[[], Any],
+    other: Any,
+    devices: int,
+    folder: Path,
+    pruned: bool,
+    make: Callable[[], Net] = network,
 ) -> dict[str, Any]:
     """Fit, save, predict with the same strategy, test with another one, and fit again."""
     callbacks = [EarlyBirdTicket(ticket=TICKET)] if pruned else []
-    module, found = network(), {}
+    module, found = make(), {}
     before = dict(module.named_parameters())
     run = trainer(strategy(), devices, callbacks=callbacks)
     found["first"] = fit(run, module)
@@ -121,3 +126,41 @@ def _tensors(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
     states = checkpoint["optimizer_states"][0]["state"]
     moments = {f"{i}.{k}": v for i, state in states.items() for k, v in state.items()}
     return {**checkpoint["state_dict"], **moments}
+
+
+def with_example() -> Net:
+    """The network with an example like a micro-batch."""
+    module = network()
+    module.example_input_array = next(iter(loader(1)))[0][:4]
+    return module
+
+
+def on_measured_stages(folder: Path) -> dict[str, Any]:
+    strategy = partial(AxoSparseStrategy, 2, 4, balance="time")
+    return use(strategy, AxoSparseStrategy(2, 2, balance=[1, 5]), 2, folder, False, with_example)
+
+
+def on_fewer_stages(folder: Path) -> dict[str, Any]:
+    strategy = partial(AxoSparseStrategy, 4, 4, regrid=2)
+    return use(strategy, AxoSparseStrategy(4, 4), 4, folder, pruned=True)
+
+
+@pytest.mark.parametrize("pruned", [False, True], ids=["balance=time", "regrid"])
+def test_it_stays_sharded_where_the_next_run_measures_it_or_begins_on_more_stages(
+    pruned: bool, tmp_path: Path
+) -> None:
+    single = AxoSparseStrategy if pruned else partial(str, "auto")
+    alone = use(single, "auto", 1, tmp_path, pruned)
+    job = (4, on_fewer_stages) if pruned else (2, on_measured_stages)
+    ranks = run_ranks(*job, tmp_path)
+    whole = set(alone["first"].weights)
+    for rank in ranks:
+        assert rank["after"]["held"] < whole
+        assert rank["after"]["held"] == rank["again"]["held"]
+        for run in ("first", "second"):
+            assert difference(alone[run], rank[run]) < 1e-6
+        torch.testing.assert_close(rank["predicted"], alone["predicted"])
+        assert rank["tested"] == pytest.approx(alone["tested"], abs=1e-6)
+    assert set().union(*(rank["after"]["held"] for rank in ranks)) == {
+        name for name, _ in network().named_parameters()
+    }

@@ -180,6 +180,11 @@ def test_worlds_that_do_not(devices: int, nodes: int, job: int) -> None:
         assert str(number) in str(refusal.value)
 
 
+def test_ranks_of_several_nodes_are_not_started_on_one() -> None:
+    with pytest.raises(MisconfigurationException, match=r"wants ranks on 3 nodes.*mpiexec -n 6 "):
+        Trainer(accelerator="cpu", devices=2, num_nodes=3, strategy="axosparse", logger=False)
+
+
 class LaunchReached(Exception):
     """Nothing was refused before ranks would be started."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,63 @@ def test_a_trainer_goes_on_with_another_module(stages: int) -> None:
     before = Classifier().state_dict()
     for module in (first, second):
         assert not torch.equal(module.head.weight, before["head.weight"])
+
+
+class WithoutLog(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_steps_after_the_run_are_lightnings_own(stages: int) -> None:
+    module, (batch, *_) = WithoutLog(), loader(1)
+    run = trainer(AxoSparseStrategy(stages, pipeline="backbone", transport="loopback"))
+    run.fit(module, loader(1))
+    before, optimizer = module.head.weight.clone(), run.optimizers[0]
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = run.strategy.training_step(batch, 0)
+        run.strategy.backward(loss, optimizer)
+        return loss
+
+    module.dropout.p = 0.0
+    torch.testing.assert_close(closure(), module.loss(batch), rtol=0, atol=0)
+    run.strategy.optimizer_step(optimizer, closure, module)
+    assert not torch.equal(module.head.weight, before)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_checkpoint_is_loaded_after_the_run(stages: int) -> None:
+    module = WithoutLog()
+    run = trainer(AxoSparseStrategy(stages, pipeline="backbone", transport="loopback"))
+    run.fit(module, loader(1))
+    (optimizer,), strategy = run.optimizers, run.strategy
+    saved = deepcopy(strategy.optimizer_state(optimizer))
+    optimizer.state.clear()
+    strategy.load_optimizer_state_dict({"optimizer_states": [saved]})
+    torch.testing.assert_close(optimizer.state_dict(), saved, rtol=0, atol=0)
+    assert saved["state"][0]["exp_avg"].any()
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_checkpoint_without_optimizer_states_starts_optimizers_afresh(
+    stages: int, tmp_path: Path
+) -> None:
+    strategy = AxoSparseStrategy(stages, pipeline="backbone", transport="loopback")
+    run = trainer(strategy, max_epochs=1)
+    run.fit(WithoutLog(), loader(1))
+    run.save_checkpoint(tmp_path / "whole.ckpt")
+    saved = torch.load(tmp_path / "whole.ckpt", weights_only=False)
+    torch.save({**saved, "optimizer_states": [], "lr_schedulers": []}, tmp_path / "stateless.ckpt")
+    again = trainer(
+        AxoSparseStrategy(stages, pipeline="backbone", transport="loopback"), max_epochs=2
+    )
+    again.fit(WithoutLog(), loader(1), ckpt_path=tmp_path / "stateless.ckpt")
+    (optimizer,) = again.optimizers
+    steps = [float(state["step"]) for state in optimizer.state.values()]
+    assert steps
+    assert set(steps) == {again.global_step - run.global_step}
 
 
 class Failing(Classifier):

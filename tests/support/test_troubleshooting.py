@@ -29,6 +29,7 @@ WITHOUT_LINK = {
     ("pipeline/side_outputs.py", "AttributeError(name)"): "Python's protocol",
     ("pipeline/stage_forward.py", "StageEdge("): "ends a step at the edge of a stage",
     ("pruning/scores.py", 'ValueError("it has no second moment'): "part of a message with a link",
+    ("checkpoint/folder_writer.py", "_NotWritten("): "part of a message with a link",
     ("strategy/launcher/launcher.py", "_Terminated"): "becomes the signal again",
     ("strategy/launcher/pickling.py", "LookupError("): "of a file between caller and ranks",
     # The command line says the rest.

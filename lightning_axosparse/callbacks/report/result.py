@@ -1,4 +1,4 @@
-"""Holds the final numbers of a run: one line of JSON, of which sweeps and comparisons are made."""
+"""Holds the final numbers of a run, as one line of JSON, which sweeps and comparisons read."""
 
 from __future__ import annotations
 

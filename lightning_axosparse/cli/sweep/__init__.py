@@ -1,4 +1,4 @@
-"""Sweeps: the jobs of one, the arms that they compare, and the report that is made of all of them.
+"""Sweeps: their jobs, the arms that these compare, and the report on all of them.
 
 It may import from cli and what that may import from.
 """

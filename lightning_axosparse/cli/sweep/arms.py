@@ -1,4 +1,4 @@
-"""Makes what the arms of a sweep take from other jobs, or from the model's initial weights."""
+"""Makes what the arms of a sweep need: tickets and draw steps of other jobs, or initial weights."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A kernel module has the functions ``densify`` and ``compress``: ``reference`` runs on every device,
 ``fused`` on CUDA where Triton is installed, ``segments`` on CPU. The products with kept values,
-which need no dense tile, are in ``products`` and ``convolutions``.
+which need no dense tile, are in ``products``, ``one_token`` and ``convolutions``.
 """
 
 from __future__ import annotations

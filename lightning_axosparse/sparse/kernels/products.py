@@ -7,7 +7,8 @@ weight are multiplied with one segment of columns before the next, so that the f
 stay in the first cache.
 
 Sums run over columns in ascending order: a token's result depends neither on the tokens beside it
-nor on the number of threads. Only a single token is multiplied in another order.
+nor on the number of threads. Only a single token is multiplied in another order, by
+``one_token.py``.
 
 The functions take flat float32 arrays and their sizes, and check nothing.
 """
@@ -21,8 +22,6 @@ from numba import njit
 
 from lightning_axosparse.sparse.kernels import LANES, ROWS, SEGMENT
 from lightning_axosparse.sparse.kernels.vectors import (
-    AT_ONCE,
-    add_sparse_products,
     broadcast,
     dot,
     item,
@@ -30,8 +29,6 @@ from lightning_axosparse.sparse.kernels.vectors import (
     load,
     multiply_add,
     store,
-    store_columns,
-    total_of,
     transpose,
     zeros,
 )
@@ -278,58 +275,6 @@ def _outer(
                     feature = load(zero, packed, (features + item(offsets, k)) * lanes)
                     products[k] += dot(factor, feature)
     return int(group)
-
-
-@_compiled  # type: ignore[untyped-decorator]
-def one_times_transposed(
-    inputs: Any,
-    tokens: int,
-    counts: Any,
-    offsets: Any,
-    values: Any,
-    width: int,
-    rows: tuple[int, int],
-    start: int,
-    bias: Any,
-    outputs: Any,
-    height: int,
-) -> None:
-    """Compute what :func:`times_transposed` does for one token, in less time.
-
-    The lanes are kept entries here, not tokens.
-    """
-    segments = (width + SEGMENT - 1) // SEGMENT
-    columns = np.empty(width + AT_ONCE, np.int32)
-    for row in range(rows[0], rows[1]):
-        kept = _columns(counts, row * segments, segments, offsets, start, columns)
-        lanes, whole = zeros(8), kept // 8 * 8
-        for k in range(0, whole, 8):
-            lanes = add_sparse_products(lanes, values, start + k, inputs, columns, k)
-        total = total_of(lanes) + (bias[row] if len(bias) else np.float32(0))
-        for k in range(whole, kept):
-            total += item(values, start + k) * item(inputs, np.intp(item(columns, k)))
-        outputs[row] = total
-        start += kept
-
-
-@_compiled  # type: ignore[untyped-decorator]
-def _columns(counts: Any, first: int, segments: int, offsets: Any, start: int, columns: Any) -> int:
-    """Write the columns of a row's kept entries; return their number.
-
-    Most segments have fewer entries than are written at once. So no branch depends on how many, and
-    the next segment's columns are written over those of entries that do not belong to this one.
-    """
-    kept = 0
-    for segment in range(segments):
-        number = np.intp(item(counts, first + segment))
-        for k in range(kept, kept + number, AT_ONCE):
-            if start + k + AT_ONCE <= len(offsets):
-                store_columns(offsets, start + k, segment * SEGMENT, columns, k)
-            else:
-                for last in range(k, kept + number):
-                    columns[last] = segment * SEGMENT + item(offsets, start + last)
-        kept += number
-    return kept
 
 
 @_compiled  # type: ignore[untyped-decorator]

@@ -12,12 +12,16 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, register_model
 
 _FLOAT = ir.FloatType()
 _INDEX = ir.IntType(32)
 _BLOCK = 16
 """Rows and columns of a matrix that :func:`transpose` moves at once."""
+
+FINDS = "+avx512f" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+"""Whether this processor has what :func:`add_found_products` needs."""
 
 AT_ONCE = 32
 """Kept entries of which :func:`store_columns` writes the columns."""
@@ -213,6 +217,57 @@ def add_sparse_products(
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def add_found_products(
+    _: Any, total: Any, segment: Any, values: Any, offsets: Any, entry: Any, number: Any
+) -> Any:
+    """Add the products of kept values and the numbers of a segment at their offsets to ``total``.
+
+    The segment stays in registers, where AVX-512 finds 16 numbers at once (``FINDS``).
+
+    Args:
+        total: a vector of 16 numbers.
+        segment: a vector of 256 numbers.
+        values: the flat array of kept values.
+        offsets: the flat array of their offsets in the segment, uint8.
+        entry: the first kept value; it and the next 15 are read, from both arrays.
+        number: how many of them are multiplied; all, if more than 16.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        total, segment, values, offsets, entry, number = args
+        kinds, integers = signature.args, ir.VectorType(_INDEX, _BLOCK)
+        pointer = _pointer(context, builder, kinds[3], offsets, entry)
+        there = builder.bitcast(pointer, ir.VectorType(ir.IntType(8), _BLOCK).as_pointer())
+        loaded = builder.load(there)
+        loaded.align = 1
+        places = builder.zext(loaded, integers)
+        found = _found(builder, segment, places)
+        pointer = _pointer(context, builder, kinds[2], values, entry)
+        factors = _load(builder, total.type, pointer)
+        chosen = _first(builder, builder.trunc(number, _INDEX), _BLOCK)
+        return builder.select(chosen, _fma(builder, factors, found, total), total)
+
+    place = types.intp
+    return total(total, segment, values, offsets, place, place), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch(_: Any, array: Any, offset: Any) -> Any:
+    """Let the processor read what is at ``offset`` of the flat ``array``, if it is in there."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _pointer(context, builder, signature.args[0], *args)
+        byte = builder.bitcast(pointer, ir.IntType(8).as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [byte.type, _INDEX, _INDEX, _INDEX])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        read, closest, data = 0, 3, 1
+        builder.call(function, [byte, *(ir.Constant(_INDEX, n) for n in (read, closest, data))])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def total_of(_: Any, vector: Any) -> Any:
     """Return the sum of a vector's numbers."""
 
@@ -255,6 +310,30 @@ def transpose(_: Any, source: Any, at: Any, stride: Any, target: Any, to: Any, s
 
     place = types.intp
     return types.void(source, place, place, target, place, place), generate
+
+
+def _found(builder: Any, table: Any, places: Any) -> Any:
+    """Return the numbers at ``places`` of a vector of 256 numbers.
+
+    An instruction finds them among 32, and the upper bits of a place choose one of eight results.
+    """
+    numbers, integers = ir.VectorType(_FLOAT, _BLOCK), places.type
+    kind = ir.FunctionType(numbers, [numbers, integers, numbers])
+    name = "llvm.x86.avx512.vpermi2var.ps.512"
+    find = cgutils.get_or_insert_function(builder.module, kind, name)
+    lanes = range(0, table.type.count, _BLOCK)
+    parts = [_shuffle(builder, table, table, list(range(i, i + _BLOCK))) for i in lanes]
+    found = [
+        builder.call(find, [low, places, high])
+        for low, high in zip(parts[::2], parts[1::2], strict=True)
+    ]
+    bit = 2 * _BLOCK
+    while len(found) > 1:
+        wanted = builder.and_(places, ir.Constant(integers, [bit] * _BLOCK))
+        upper = builder.icmp_unsigned("!=", wanted, ir.Constant(integers, None))
+        pairs = zip(found[::2], found[1::2], strict=True)
+        found, bit = [builder.select(upper, high, low) for low, high in pairs], 2 * bit
+    return found[0]
 
 
 def _transposed(builder: Any, rows: list[Any]) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
@@ -26,3 +27,8 @@ def reading_files(io: CheckpointIO) -> AtomicCheckpointIO | None:
     """The plugin that reads local files, itself or wrapped; None for one of the user's."""
     read_by = io.checkpoint_io if isinstance(io, _WrappingCheckpointIO) else io
     return read_by if isinstance(read_by, AtomicCheckpointIO) else None
+
+
+def writes_in_background(io: CheckpointIO) -> bool:
+    """Whether checkpoints are written while training goes on."""
+    return isinstance(io, AsyncCheckpointIO)

@@ -1,4 +1,4 @@
-"""Refuses to be a strategy of Lightning Fabric, with what to do instead."""
+"""Refuses the strategy's name in Lightning Fabric, with an error that says what to do instead."""
 
 from __future__ import annotations
 

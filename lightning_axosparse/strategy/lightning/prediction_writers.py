@@ -1,4 +1,4 @@
-"""Lets one rank of those that are given the same batches write predictions."""
+"""Makes only one of the ranks that are given the same batches write predictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The move of a run to shorter pipelines once pruning has freed memory.
+"""Regrid: moves a run to shorter pipelines when pruning has freed memory.
 
 It may import from strategy and what strategy may import from.
 """
