@@ -31,6 +31,7 @@ CONTROL = Dense(TICKET.factor, TICKET.draw_after)
 DENSE = Dense()
 
 ANY = replace(TICKET, entries="random")
+SAME_RATE = replace(ANY, factor=1.0)
 
 MASKS: tuple[Arm, ...] = (replace(TICKET, masks="random"), replace(TICKET, masks="initial"))
 DRAWS: tuple[Arm, ...] = tuple(
@@ -134,7 +135,7 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
     "methods": (Comparison(SMALL, (DENSE, CONTROL, *METHODS), CHOOSING, "validation"),),
     "draw": (Comparison(QUICK, (DENSE, CONTROL, *DRAWS), (0, 1), "validation"),),
     "show": (
-        Comparison(MAIN, (ANY, TICKET, DENSE, CONTROL), FRESH, "test"),
+        Comparison(MAIN, (ANY, SAME_RATE, TICKET, DENSE, CONTROL), FRESH, "test"),
         Comparison(SMALL, (ANY, TICKET, CONTROL, *MASKS[:1]), FRESH, "test"),
         Comparison(WIKI, (ANY, TICKET, CONTROL), FRESH, "test"),
         Comparison(SMALL, (ANY, TICKET, CONTROL, *RATIOS, *MASKS, DENSE), FRESH, "test"),
