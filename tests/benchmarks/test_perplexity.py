@@ -148,8 +148,9 @@ def test_the_ticket_and_the_main_job_are_those_of_the_package():
     with initialize_config_dir(str(configuration()), version_base="1.3"):
         config = compose("config")
     for name in ("ratio", "floor", "every", "threshold", "draw_after", "draw_by"):
-        assert getattr(plan.TICKET, name) == config.pruning[name]
-    assert plan.TICKET.factor == config.pruning.learning_rate_factor
+        assert getattr(plan.SAME_RATE, name) == config.pruning[name]
+    assert plan.SAME_RATE.entries == config.pruning.entries
+    assert plan.SAME_RATE.factor == config.pruning.learning_rate_factor
     data = config.data
     assert (MAIN.context, MAIN.batch_size, MAIN.held_out) == (
         data.context,
