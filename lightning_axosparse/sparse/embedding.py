@@ -89,7 +89,7 @@ def layer_forward(
     """Return the forward of layers that look up their rows without gradients, too.
 
     A weight that is read without gradients does not call :func:`embedding`
-    (``torch_functions.TrainedWeight``), and would be dense as a whole for each token.
+    (``torch_functions.OverridingWeight``), and would be dense as a whole for each token.
 
     Args:
         dense_class: the layer's class while it is dense.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_axosparse.sparse import convolution, embedding, linear
 from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.materialize import DenseForm, master_dtype
-from lightning_axosparse.sparse.torch_functions import read_weight
+from lightning_axosparse.sparse.torch_functions import read_recurrent_weight, read_weight
 from lightning_axosparse.sparse.weight import SparseWeight, sparse_weight
 from lightning_axosparse.support.deferred_tensor import all_made
 from lightning_axosparse.support.troubleshooting import see
@@ -268,20 +268,19 @@ def _new_class(dense_class: type[nn.Module], names: tuple[str, ...]) -> type[Spa
 
 
 def _reader(name: str) -> Callable[[SparseModule], Tensor | None]:
-    def read(module: SparseModule) -> Tensor | None:
+    def read_parameter(module: SparseModule) -> Tensor | None:
         values = module._parameters.get(name)
         layout = module._layouts[name]
         # torch.func.functional_call may have put a dense tensor in the parameter's place.
         if values is None or values.shape != torch.Size([layout.nnz]):
             return values
-        weight = read_weight(
-            values, layout, module._forms[name].for_values(values, module.training)
-        )
+        read = read_recurrent_weight if isinstance(module, nn.RNNBase) else read_weight
+        weight = read(values, layout, module._forms[name].for_values(values, module.training))
         if isinstance(weight, SparseWeight) and isinstance(values, nn.Parameter):
             weight.parameter = values
         return weight
 
-    return read
+    return read_parameter
 
 
 def _new_module(dense_class: type[nn.Module], names: tuple[str, ...]) -> nn.Module:

@@ -13,6 +13,7 @@ from lightning_axosparse.sparse.embedding import embedding
 from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.linear import addmm, linear, matmul, mm
 from lightning_axosparse.sparse.materialize import DenseForm
+from lightning_axosparse.sparse.recurrent import gru, lstm
 from lightning_axosparse.sparse.weight import SparseWeight, sparse_weight
 from lightning_axosparse.support.torch_internals import plain_torch_functions, transformed
 
@@ -29,6 +30,8 @@ REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.matmul: matmul,
     Tensor.__matmul__: matmul,
     Tensor.addmm: addmm,
+    torch.lstm: lstm,
+    torch.gru: gru,
 }
 """What runs instead of a torch function, with the same arguments and argument names.
 
@@ -45,15 +48,24 @@ def read_weight(values: Tensor, layout: Layout, form: DenseForm) -> Tensor:
         form: the weight's dtype and resident copy.
     """
     large = layout.shape.numel() >= MIN_ENTRIES
-    trained = large and torch.is_grad_enabled() and not transformed()
-    return sparse_weight(values, layout, form, TrainedWeight if trained else SparseWeight)
+    overrides = large and torch.is_grad_enabled() and not transformed()
+    return sparse_weight(values, layout, form, OverridingWeight if overrides else SparseWeight)
 
 
-class TrainedWeight(SparseWeight):
-    """A sparse weight that was read while gradients are recorded.
+def read_recurrent_weight(values: Tensor, layout: Layout, form: DenseForm) -> Tensor:
+    """Return what reading a parameter of LSTM, GRU or RNN gives; arguments as above.
 
-    Only this class overrides torch functions: a weight that did so without gradients would keep
-    ``nn.TransformerEncoderLayer`` from its fast path.
+    One function gets the weights of all layers, for all steps: it pays for small ones, and without
+    gradients.
+    """
+    return sparse_weight(values, layout, form, SparseWeight if transformed() else OverridingWeight)
+
+
+class OverridingWeight(SparseWeight):
+    """A sparse weight for which ``REPLACEMENTS`` run.
+
+    Weights are of this class only where that pays. Without gradients, those of
+    ``nn.TransformerEncoderLayer`` would keep it from its fast path.
     """
 
     @classmethod
