@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
-from lightning_axosparse.sparse import kept_products
+from lightning_axosparse.sparse import kept_products, kept_recurrent
 from tests.parity.cases import CLASSES, FEATURES, Net, Record, difference, fit, trainer
 from tests.ranks import run_ranks
 
@@ -35,16 +37,47 @@ class Wide(Net):
         )
 
 
-def train(
-    strategy: Any, ranks: int, folder: Path | None, compute: str = "auto", **options: Any
-) -> tuple[Record, int]:
-    """The record of a run, and the products with kept values that this rank computed in it."""
-    calls = [0]
-    outer = kept_products.outer
+class Outputs(nn.Module):
+    """The outputs of a recurrent layer, without its last state."""
 
-    def counted(*args: Any) -> torch.Tensor:
+    def __init__(self, layer: nn.LSTM | nn.GRU) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.layer(inputs)[0]
+        return outputs
+
+
+class Recurrent(Net):
+    """The same module with layers of GRU and LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__(outer=True)
+        self.model = nn.Sequential(
+            nn.Sequential(nn.Linear(FEATURES, 3 * WIDTH), nn.Unflatten(1, (3, WIDTH))),
+            Outputs(nn.GRU(WIDTH, WIDTH, 2, batch_first=True)),
+            Outputs(nn.LSTM(WIDTH, WIDTH, batch_first=True, bidirectional=True)),
+            nn.Sequential(nn.Flatten(), nn.Linear(6 * WIDTH, CLASSES)),
+        )
+
+
+def train(
+    strategy: Any,
+    ranks: int,
+    folder: Path | None,
+    compute: str = "auto",
+    module: Callable[[], Net] = Wide,
+    counts: tuple[ModuleType, str] = (kept_products, "outer"),
+    **options: Any,
+) -> tuple[Record, int]:
+    """The record of a run, and how often this rank called a function in it."""
+    calls = [0]
+    function = getattr(*counts)
+
+    def counted(*args: Any) -> Any:
         calls[0] += 1
-        return outer(*args)
+        return function(*args)
 
     L.seed_everything(0, verbose=False)
     ticket = EarlyBirdTicket(0.8, every="1 epoch", draw_by=f"{DRAW} epochs", compute=compute)
@@ -57,8 +90,8 @@ def train(
         enable_checkpointing=folder is not None,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kept_products, "outer", counted)
-        return fit(run, Wide(), **options), calls[0]
+        patch.setattr(*counts, counted)
+        return fit(run, module(), **options), calls[0]
 
 
 def train_on(grid: str, folder: Path, **options: Any) -> tuple[Record, int]:
@@ -125,3 +158,19 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(runs: dict[str, li
     assert resumed.losses == whole.losses[-len(resumed.losses) :]
     for name, weight in whole.weights.items():
         assert torch.equal(resumed.weights[name], weight)
+
+
+def train_recurrent(ranks: int, compute: str) -> tuple[Record, int]:
+    strategy = AxoSparseStrategy(g_inter=ranks, microbatches=4, weight_gradients="deferred")
+    counts = kept_recurrent, "run"
+    return train(strategy, ranks, None, compute, Recurrent, counts)
+
+
+def test_recurrent_layers_on_a_pipeline() -> None:
+    expected, on_one = train_recurrent(1, "sparse")
+    dense, none = train_recurrent(1, "dense")
+    assert on_one > none == 0
+    assert difference(expected, dense) < 5e-6
+    for record, on_rank in run_ranks(2, train_recurrent, 2, "sparse"):
+        assert on_rank > 0
+        assert_same_bits(record, expected)
