@@ -30,13 +30,16 @@ class Limits(NamedTuple):
     Attributes:
         most_kept: the largest share of kept entries.
         fewest_units: the units of the smallest layers.
+        fewest_in_inference: the same in ``torch.inference_mode``, where torch's loop is short. Not
+            without gradients: recomputed layers must run in the same way both times.
     """
 
     most_kept: float
     fewest_units: int
+    fewest_in_inference: int
 
 
-LIMITS: dict[type[Cell], Limits] = {LSTM: Limits(0.25, 512), GRU: Limits(0.3, 1)}
+LIMITS: dict[type[Cell], Limits] = {LSTM: Limits(0.25, 512, 512), GRU: Limits(0.3, 1, 512)}
 """torch's LSTM is one call of a library, its GRU is a loop over steps as here."""
 
 
@@ -96,9 +99,9 @@ def chosen(cell: type[Cell], layers: Sequence[Weights]) -> bool:
         runs(w.compute, w.kept, w.entries) for w in recurrent if isinstance(w, SparseWeight)
     ):
         return False
-    most, fewest = LIMITS[cell]
+    most, *fewest = LIMITS[cell]
     few = all(_share([weight]) <= most for weight in recurrent) and _share(matrices) <= most
-    large = recurrent[0].shape[1] >= fewest
+    large = recurrent[0].shape[1] >= fewest[torch.is_inference_mode_enabled()]
     return (few and large) or all(weight.compute == "sparse" for weight in sparse)
 
 

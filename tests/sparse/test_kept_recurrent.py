@@ -368,6 +368,10 @@ def test_what_auto_chooses(cell):
         shares for shares in options if kept_recurrent.chosen(cell, matrices(kind, units, *shares))
     ]
     assert found == [(few, few)]
+    with torch.inference_mode():
+        small = LIMITS[cell].fewest_in_inference - 1
+        assert not kept_recurrent.chosen(cell, matrices(kind, small, few, few))
+        assert kept_recurrent.chosen(cell, matrices(kind, small + 1, few, few))
     assert not kept_recurrent.chosen(cell, matrices(kind, units - 1, few, few))
     assert not kept_recurrent.chosen(cell, matrices(kind, units, few, few, compute="dense"))
     assert kept_recurrent.chosen(cell, matrices(kind, 64, many, many, compute="sparse"))
