@@ -13,14 +13,7 @@ from lightning_axosparse.sparse import embedding, kept_convolutions, kept_produc
 from lightning_axosparse.sparse.elementwise import validate_elementwise_optimizers
 from lightning_axosparse.sparse.formats import FORMATS, layout_of
 from lightning_axosparse.sparse.layout import Layout
-from lightning_axosparse.sparse.materialize import (
-    COMPUTES,
-    POLICIES,
-    Compute,
-    DenseForm,
-    Policy,
-    master_dtype,
-)
+from lightning_axosparse.sparse.materialize import POLICIES, DenseForm, Policy, master_dtype
 from lightning_axosparse.sparse.module import SparseModule, make_dense, make_sparse
 from lightning_axosparse.sparse.optimizer_state import compress_state, expand_state, validate_state
 from lightning_axosparse.sparse.parameters import (
@@ -30,6 +23,7 @@ from lightning_axosparse.sparse.parameters import (
     sparse_parameters,
     validate_made,
 )
+from lightning_axosparse.sparse.ways import COMPUTES, Compute, Ways
 from lightning_axosparse.sparse.weight import compress_gradient
 from lightning_axosparse.support.arguments import (
     MASKS,
@@ -131,7 +125,7 @@ def sparsify(
         if entry.layout is None:
             _to_values(entry, layout, optimizer)
         assert entry.form is not None
-        entry.form.policy, entry.form.compute = policy, compute
+        entry.form.policy, entry.form.ways = policy, Ways(compute)
     renew_reducers(module)
     load_loops_of(module)
     release_freed_memory()
@@ -240,7 +234,7 @@ def _loops_of(entry: OwnedParameter) -> Iterator[Callable[[], None]]:
     assert entry.form is not None
     if entry.form.policy == "samo":
         return
-    choice = entry.form.compute, entry.parameter.new_empty(0, dtype=entry.form.dtype)
+    choice = entry.form.ways, entry.parameter.new_empty(0, dtype=entry.form.dtype)
     owners = [owner for owner, _ in entry.owners]
     if any(isinstance(owner, nn.Conv1d | nn.Conv2d) for owner in owners):
         if kept_convolutions.chosen(entry.layout, *choice):

@@ -12,12 +12,14 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from lightning_axosparse import sparsify
-from lightning_axosparse.sparse import kept_products, panels
+from lightning_axosparse.sparse import kept_products, panels, ways
 from lightning_axosparse.sparse import threads as threads_module
 from lightning_axosparse.sparse.formats import FORMATS, layout_of
 from lightning_axosparse.sparse.kernels import one_token, products, vectors
+from lightning_axosparse.sparse.ways import COMPUTES, Ways
 from tests.sparse.masking import random_masks, sparse_and_dense
 
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 widths = st.sampled_from([64, 96, 255, 256, 257, 600])
 tokens = st.sampled_from([0, 1, 2, 15, 16, 17, 63, 64, 65, 100, 130, 300])
 
@@ -173,7 +175,7 @@ def test_a_conversion_loads_the_loops(loaded):
         (nn.Linear(96, 130), 0.9, {}),
         (nn.Linear(96, 130), 0.2, {"compute": "dense"}),
         (nn.Linear(96, 130), 0.2, {"policy": "samo"}),
-        (nn.Linear(96, 130, dtype=torch.bfloat16), 0.2, {}),
+        (nn.Linear(96, 130, dtype=torch.float64), 0.2, {}),
     ],
 )
 def test_a_conversion_loads_no_loops_that_nothing_would_run(layer, kept, options, loaded):
@@ -184,7 +186,7 @@ def test_a_conversion_loads_no_loops_that_nothing_would_run(layer, kept, options
 def test_what_is_chosen():
     _, layout, values = weight(80, 100, 0.35)
     chosen = {
-        (name, compute): kept_products.chosen(layout, name, compute, values)
+        (name, compute): kept_products.chosen(layout, name, Ways(compute, "float32"), values)
         for name in ("times_transposed", "times", "outer")
         for compute in ("auto", "dense", "sparse")
     }
@@ -196,26 +198,38 @@ def test_what_is_chosen():
     } | {(name, "auto") for name in ("times", "outer") if layout.nnz <= 0.3 * 8000}
 
 
-def test_only_who_asks_for_it_multiplies_here_on_a_processor_that_was_not_measured(monkeypatch):
+@pytest.mark.parametrize("compute", COMPUTES)
+def test_products_of_double_precision_run_on_panels(compute):
     _, layout, values = weight(80, 100, 0.1)
-    monkeypatch.setattr(kept_products, "MEASURED", False)
-    assert not kept_products.chosen(layout, "times", "auto", values)
-    assert kept_products.chosen(layout, "times", "sparse", values)
+    assert not kept_products.chosen(layout, "times", Ways(compute, "float32"), values.double())
 
 
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
 @pytest.mark.parametrize(
-    ("dtype", "compute"), [(torch.float64, "sparse"), (torch.bfloat16, "auto")]
+    ("processor", "kept", "there"),
+    [
+        ("unmeasured", 0.05, ""),
+        ("matrix", 0.05, "float32"),
+        ("bfloat16", 0.05, "float32 16"),
+        ("bfloat16", 0.3, "float32"),
+        ("float32", 0.3, "float32 16"),
+        ("float32", 0.9, ""),
+    ],
 )
-def test_other_dtypes_are_multiplied_on_panels(dtype, compute):
-    _, layout, values = weight(80, 100, 0.1)
-    assert not kept_products.chosen(layout, "times", compute, values.to(dtype))
+def test_what_auto_chooses_depends_on_the_processor(processor, kept, there, dtype):
+    _, layout, values = weight(80, 100, kept)
+    for name in ("times_transposed", "times", "outer"):
+        for compute, expected in (("auto", there), ("dense", ""), ("sparse", "float32 16")):
+            choice = layout, name, Ways(compute, processor)
+            assert kept_products.chosen(*choice, values) == ("float32" in expected)
+            in_16_bits = kept_products.chosen(*choice, values.to(dtype))
+            assert in_16_bits == ("16" in expected)
 
 
-@pytest.mark.parametrize("dtype", kept_products.SIXTEEN_BITS)
-def test_who_asks_for_it_multiplies_16_bits_in_float32(dtype):
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+def test_products_in_16_bits_are_those_in_float32_rounded(dtype):
     _, layout, values = weight(80, 100, 0.1)
     operands = torch.randn(20, 100), torch.randn(20, 80), values, torch.randn(80)
-    assert kept_products.chosen(layout, "times", "sparse", values.to(dtype))
 
     def results(inputs, gradient, values, bias):
         yield kept_products.times_transposed(inputs, values, layout, bias)
@@ -231,12 +245,12 @@ def test_who_asks_for_it_multiplies_16_bits_in_float32(dtype):
 @pytest.mark.parametrize("index_format", [name for name in FORMATS if name != "segments"])
 def test_other_formats_are_multiplied_on_panels(index_format):
     layout = layout_of(torch.rand(80, 100) < 0.1, index_format)
-    assert not kept_products.chosen(layout, "times", "sparse", torch.zeros(1))
+    assert not kept_products.chosen(layout, "times", Ways("sparse"), torch.zeros(1))
 
 
 def test_rows_that_share_segments_are_multiplied_on_panels():
     layout = layout_of(torch.rand(80, 60) < 0.1)
-    assert not kept_products.chosen(layout, "times", "sparse", torch.zeros(1))
+    assert not kept_products.chosen(layout, "times", Ways("sparse"), torch.zeros(1))
 
 
 @pytest.fixture
@@ -290,20 +304,54 @@ def test_layers_give_a_dense_layers_numbers(name, recompute, monkeypatch):
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
+@pytest.fixture(params=["matrix", "bfloat16", "float32"])
+def processor(request, monkeypatch):
+    """The kind of processor that this one is taken for."""
+    monkeypatch.setattr(ways, "this_processor", lambda: request.param)
+    return request.param
+
+
 @pytest.mark.usefixtures("no_panels")
-def test_autocast_layers_multiply_by_kept_values_where_that_was_asked_for():
-    layer = nn.Linear(96, 130)
-    masks = random_masks(layer, kept=0.2)
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_layers_in_16_bits_multiply_by_kept_values(name, mixed, processor, monkeypatch):
+    compute = "sparse" if processor == "matrix" else "auto"
+    monkeypatch.setattr("lightning_axosparse.sparse.torch_functions.MIN_ENTRIES", 0)
+    dtype = torch.float32 if mixed else torch.bfloat16
+    layer = LAYERS[name]().to(dtype)
+    masks = random_masks(layer, kept=0.08 if processor == "bfloat16" else 0.2)
     results = []
-    for one in sparse_and_dense(layer, masks, compute="sparse"):
-        inputs = torch.linspace(-1, 1, 20 * 96).view(20, 96).sin().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16):
-            output = one(inputs)
+    for one in sparse_and_dense(layer, masks, compute=compute):
+        inputs = torch.linspace(-1, 1, 2 * 20 * (128 if name == "attention" else 96))
+        inputs = inputs.view(2, 20, -1).sin().to(dtype).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            output = output_of(one, inputs)
+        assert output.dtype == torch.bfloat16
         output.float().square().sum().backward()
-        gradient = dict(one.named_parameters())["weight"].grad
-        kept = gradient if gradient.dim() == 1 else gradient[masks["weight"]]
-        results.append((output.detach(), inputs.grad, kept))
-    torch.testing.assert_close(*results, rtol=0.02, atol=0.02)
+        gradients = {
+            key: p.grad.float() if p.grad.dim() == 1 else p.grad[masks[key]].float()
+            for key, p in one.named_parameters()
+            if key in masks
+        }
+        results.append((output.detach(), inputs.grad, gradients))
+    torch.testing.assert_close(*results, rtol=0.05, atol=0.05)
+
+
+def test_a_read_weight_goes_the_way_that_ranks_agreed_on(processor, monkeypatch):
+    monkeypatch.setattr("lightning_axosparse.sparse.torch_functions.MIN_ENTRIES", 0)
+    layer, inputs = nn.Linear(96, 130).bfloat16(), torch.ones(3, 96).bfloat16()
+    sparsify(layer, random_masks(layer, kept=0.08))
+    calls, product = [], kept_products.times_transposed
+    monkeypatch.setattr(
+        kept_products, "times_transposed", lambda *args: calls.append(None) or product(*args)
+    )
+    for agreed in (None, "matrix", "float32"):
+        for form in layer._forms.values():
+            form.ways = Ways("auto", agreed)
+        F.linear(inputs, layer.weight)
+        F.linear(inputs, layer.weight.float().bfloat16())
+    ran = {None: processor != "matrix", "matrix": False, "float32": True}
+    assert len(calls) == 2 * sum(ran.values())
 
 
 def test_a_choice_that_contradicts_the_policy_is_refused():
