@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -62,12 +62,10 @@ def rows(width: int, tokens: int, options: argparse.Namespace) -> Iterator[str]:
     for ratio in options.ratios:
         blocks[f"{ratio:.0%}"] = pruned(dense, ratio, options.compute)
     length = min(tokens, SEQUENCE)
+    mixed = options.precision == "bf16-mixed"
     inputs = torch.randn(tokens // length, length, width, requires_grad=True)
     for name, kind in (("forward + backward", forward_backward), ("AdamW step", whole_step)):
-        runners = {
-            key: kind(block, inputs, options.precision == "bf16-mixed")
-            for key, block in blocks.items()
-        }
+        runners = {key: kind(block, inputs, mixed) for key, block in blocks.items()}
         clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
         seconds = median_seconds(runners, options.trials, clock)
         shares = " | ".join(f"{seconds[key] / seconds['dense']:.2f}" for key in list(blocks)[1:])

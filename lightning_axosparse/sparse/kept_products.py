@@ -160,6 +160,9 @@ def times(
     source, target, shift = _flat(inputs), _flat(result), _bias(bias)
 
     def part(first: int, last: int) -> None:
+        if number == 1:
+            kernel_module("one_token").times(source, *weight, width, shift, target)
+            return
         some = (first, last)
         packed = _packed(width)
         kernel_module("products").times(source, some, *weight, height, width, shift, target, packed)
