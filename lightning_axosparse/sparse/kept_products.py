@@ -23,10 +23,13 @@ from lightning_axosparse.sparse.threads import in_threads
 from lightning_axosparse.sparse.ways import Processor, Ways
 
 Shares = Mapping[str, float]
-"""The largest share of kept entries with which each product runs here."""
+"""The largest share of kept entries with which each product runs here.
 
-_USUAL: Shares = {"times_transposed": 0.5, "times": 0.3, "outer": 0.3}
-_SMALL: Shares = {"times_transposed": 0.2, "times": 0.12, "outer": 0.15}
+"one_token" is that of ``times_transposed`` and ``times`` with a single token.
+"""
+
+_USUAL: Shares = {"times_transposed": 0.5, "times": 0.3, "outer": 0.3, "one_token": 1.0}
+_SMALL: Shares = {"times_transposed": 0.2, "times": 0.12, "outer": 0.15, "one_token": 1.0}
 _ALWAYS: Shares = dict.fromkeys(_USUAL, 1.0)
 _NEVER: Shares = dict.fromkeys(_USUAL, -1.0)
 
@@ -39,7 +42,7 @@ MOST_KEPT: Mapping[Processor, tuple[Shares, Shares]] = {
 """With what shares products take less time here than on panels, in float32 and in 16 bits.
 
 Panels take longer than a dense weight, too, by what it takes to fill them. Other sizes of weights
-and numbers of tokens change the ratio of the two ways, but not which one is faster.
+and numbers of several tokens change the ratio of the two ways, but not which one is faster.
 """
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -63,7 +66,7 @@ def chosen(layout: Layout, product: str, ways: Ways, operand: Tensor) -> TypeGua
 
     Args:
         layout: the kept entries.
-        product: the function's name: "times_transposed", "times" or "outer".
+        product: which product of :data:`Shares`.
         ways: how products with the weight run.
         operand: the kept values or another operand, of the dtype in which the product runs.
     """

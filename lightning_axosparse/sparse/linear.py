@@ -28,15 +28,17 @@ Each of the three products of a path runs in the first of these ways that fits (
 way            when                                          how
 =============  ============================================  =====================================
 resident copy  there is one of this dtype (policy "samo")    torch's product with the copy
-kept values    on CPU in float32, with ``compute="sparse"``  compiled loops over kept values
-               or, with "auto", if so few entries are kept
-               that it is faster (``kept_products``)
+kept values    on CPU in up to 32 bits, with                 compiled loops over kept values, in
+               ``compute="sparse"`` or, with "auto", if so   float32
+               few entries are kept that it is faster
+               (``kept_products``)
 panels         otherwise                                     torch's product with panels of the
                                                              weight, made dense one after another
 =============  ============================================  =====================================
 
-Which way runs follows from the dtype, the device, the share of kept entries, the policy and
-``compute`` alone: it is the same on all ranks, and after a checkpoint is loaded.
+Which way runs follows from the dtype, the device, the share of kept entries, whether there is a
+single token, the policy, ``compute`` and the kind of processor on which the ranks of a run agree
+and which its checkpoints keep (``ways``): it is the same on all ranks, and in a resumed run.
 """
 
 from __future__ import annotations
@@ -365,7 +367,8 @@ def _multiply(
     else:
         kept = values if values.dtype == inputs.dtype else values.to(inputs.dtype)
         product = "times_transposed" if by_rows else "times"
-        if kept_products.chosen(layout, product, ways, kept):
+        one_token = inputs.shape[:-1].numel() == 1
+        if kept_products.chosen(layout, "one_token" if one_token else product, ways, kept):
             result = getattr(kept_products, product)(inputs, kept, layout, bias)
             return result
         result = getattr(panels, product)(_flat(inputs), kept, layout, bias)

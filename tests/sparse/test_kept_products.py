@@ -126,6 +126,7 @@ def test_the_bits_are_the_same_with_any_number_of_threads(threads, monkeypatch):
                 kept_products.times_transposed(inputs, values, layout, bias),
                 kept_products.times_transposed(inputs[:1], values, layout, bias),
                 kept_products.times(gradient, values, layout),
+                kept_products.times(gradient[:1], values, layout),
                 kept_products.outer(gradient, inputs, layout),
             )
         )
@@ -140,7 +141,8 @@ def test_a_tokens_bits_do_not_depend_on_the_tokens_beside_it(n):
     whole = kept_products.times_transposed(inputs, values, layout)
     assert torch.equal(kept_products.times_transposed(inputs[:n], values, layout), whole[:n])
     whole = kept_products.times(gradient, values, layout)
-    assert torch.equal(kept_products.times(gradient[:n], values, layout), whole[:n])
+    for tokens in (1, n):
+        assert torch.equal(kept_products.times(gradient[:tokens], values, layout), whole[:tokens])
 
 
 def test_loading_the_loops_compiles_what_products_of_any_size_run():
@@ -152,8 +154,9 @@ def test_loading_the_loops_compiles_what_products_of_any_size_run():
         kept_products.times_transposed(inputs, values, layout, torch.zeros(130))
         kept_products.times(gradient, nn.Parameter(values), layout, torch.zeros(600))
         kept_products.outer(gradient, inputs, layout)
-    loops = products.times_transposed, one_token.times_transposed, products.times, products.outer
-    assert [len(loop.signatures) for loop in loops] == [1, 1, 1, 1]
+    modules = one_token, products
+    loops = [getattr(module, name) for module in modules for name in ("times_transposed", "times")]
+    assert [len(loop.signatures) for loop in (*loops, products.outer)] == [1] * 5
 
 
 @pytest.fixture
@@ -335,6 +338,21 @@ def test_layers_in_16_bits_multiply_by_kept_values(name, mixed, processor, monke
         }
         results.append((output.detach(), inputs.grad, gradients))
     torch.testing.assert_close(*results, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.usefixtures("no_panels")
+@pytest.mark.parametrize("name", ["linear", "without bias", "Conv1D"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_single_token_is_multiplied_here_however_much_is_kept(name, dtype, monkeypatch):
+    monkeypatch.setattr(ways, "this_processor", lambda: "bfloat16")
+    layer, inputs = LAYERS[name]().to(dtype), torch.linspace(-1, 1, 96, dtype=dtype)
+    with torch.no_grad():
+        results = [
+            one(inputs.view(1, 1, 96)) for one in sparse_and_dense(layer, random_masks(layer, 0.9))
+        ]
+    assert results[0].dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
 
 
 def test_a_read_weight_goes_the_way_that_ranks_agreed_on(processor, monkeypatch):
