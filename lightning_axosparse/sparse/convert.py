@@ -77,12 +77,12 @@ def sparsify(
         policy: "sparse": no dense weight stays in memory (see ``compute``); "samo": it stays in
             memory, in the dtype that products run in, and is filled once per optimizer step. With
             both, the kept values of a weight of less than 32 bits are float32.
-        compute: how linear layers and convolutions run on CPU in float32, with the policy "sparse"
-            and the index format "segments": "sparse": with the kept values; "dense": with a dense
-            weight, made in parts at every use; "auto": as is faster for the share of weights that
-            is kept (``sparse/kept_products.py``, ``sparse/kept_convolutions.py``). Sums run in
-            another order than in dense products, so results differ in their last bits. With
-            "sparse", products of linear layers in 16 bits run with the kept values, too, in
+        compute: how linear layers and, in float32, convolutions run on CPU, with the policy
+            "sparse" and the index format "segments": "sparse": with the kept values; "dense": with
+            a dense weight, made in parts at every use; "auto": as is faster for the share of
+            weights that is kept and, in 16 bits, on this processor (``sparse/kept_products.py``,
+            ``sparse/kept_convolutions.py``). Sums run in another order than in dense products, so
+            results differ in their last bits. In 16 bits products with the kept values run in
             float32, and are rounded.
 
     Raises:
