@@ -15,6 +15,7 @@ from torch import nn
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 from lightning_axosparse.callbacks import early_bird
 from lightning_axosparse.sparse import kept_products
+from lightning_axosparse.sparse.materialize import Policy
 from lightning_axosparse.sparse.parameters import sparse_parameters
 from lightning_axosparse.sparse.ways import Processor, Ways
 from tests.parity.cases import CLASSES, FEATURES, Net, Record, difference, fit, trainer
@@ -133,10 +134,10 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(runs: dict[str, li
 
 def train_mixed(
     processor: Processor, ranks: int, ratio: float, folder: Path, **options: Any
-) -> tuple[Record, int, set[Ways]]:
-    """A run in bfloat16 on such a processor: its record, products with kept values, and ways."""
+) -> tuple[Record, int, set[tuple[Ways, Policy]]]:
+    """A run in bfloat16 on such a processor: record, products with kept values, ways of weights."""
     calls, outer = [0], kept_products.outer
-    ways: set[Ways] = set()
+    ways: set[tuple[Ways, Policy]] = set()
 
     def counted(*args: Any) -> torch.Tensor:
         calls[0] += 1
@@ -144,7 +145,7 @@ def train_mixed(
 
     def note_ways(_: L.Trainer, module: L.LightningModule) -> None:
         stored = sparse_parameters(module).values()
-        ways.update(entry.form.ways for entry in stored if entry.form is not None)
+        ways.update((each.form.ways, each.form.policy) for each in stored if each.form is not None)
 
     L.seed_everything(0, verbose=False)
     run = trainer(
@@ -166,7 +167,7 @@ def train_mixed(
     return record, calls[0], ways
 
 
-def mixed_rank(folder: Path) -> dict[str, tuple[Record, int, set[Ways]]]:
+def mixed_rank(folder: Path) -> dict[str, tuple[Record, int, set[tuple[Ways, Policy]]]]:
     """What two replicas do in bfloat16 whose processors are of two kinds, then of one kind."""
     rank = MPI.COMM_WORLD.rank
     two: list[Processor] = ["float32", "bfloat16"]
@@ -189,7 +190,8 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_ranks_choose_for_the_processor_on_which_kept_values_gain_least(mixed: Any) -> None:
     for found in mixed:
-        assert found["few"][2] == found["more"][2] == {Ways("auto", "bfloat16")}
+        assert found["few"][2] == {(Ways("auto", "bfloat16"), "sparse")}
+        assert found["more"][2] == {(Ways("auto", "bfloat16"), "samo")}
         assert found["few"][1] > 0
         assert found["more"][1] == 0  # a "float32" processor alone would multiply with a quarter
 
@@ -198,7 +200,7 @@ def test_a_resumed_run_goes_on_in_the_ways_of_the_checkpoint(mixed: Any) -> None
     for found in mixed:
         record, products, ways = found["resumed"]
         whole, _, _ = found["few"]
-        assert ways == {Ways("auto", "bfloat16")}
+        assert ways == {(Ways("auto", "bfloat16"), "sparse")}
         assert products > 0
         assert record.losses == whole.losses[-len(record.losses) :]
         for name, weight in whole.weights.items():
@@ -208,6 +210,6 @@ def test_a_resumed_run_goes_on_in_the_ways_of_the_checkpoint(mixed: Any) -> None
 def test_a_resumed_run_leaves_kept_values_where_a_rank_would_lose_by_them(mixed: Any) -> None:
     for found in mixed:
         record, products, ways = found["matrix"]
-        assert ways == {Ways("auto", "matrix")}
+        assert ways == {(Ways("auto", "matrix"), "samo")}
         assert products == 0
         assert difference(record, found["resumed"][0]) < 0.05
