@@ -21,6 +21,7 @@ from lightning_axosparse.sparse.layout import Layout, block_rows, row_length
 from lightning_axosparse.sparse.materialize import Compute
 from lightning_axosparse.sparse.scratch import scratch
 from lightning_axosparse.sparse.threads import in_threads
+from lightning_axosparse.support import heap_memory
 
 MOST_KEPT = {"times_transposed": 0.5, "times": 0.3, "outer": 0.3}
 """The largest share of kept entries with which a product takes less time here than on panels.
@@ -107,7 +108,7 @@ def times_transposed(
     """
     height, width = layout.shape[0], row_length(layout.shape)
     tokens = inputs.shape[:-1]
-    result = inputs.new_empty((*tokens, height), dtype=torch.float32)
+    result = heap_memory.empty((*tokens, height))
     number = tokens.numel()
     weight = *_index(layout), _flat(values)
     source, target, shift = _flat(inputs), _flat(result), _bias(bias)
@@ -141,7 +142,7 @@ def times(
     """
     height, width = layout.shape[0], row_length(layout.shape)
     tokens = inputs.shape[:-1]
-    result = inputs.new_empty((*tokens, width), dtype=torch.float32)
+    result = heap_memory.empty((*tokens, width))
     number = tokens.numel()
     weight = *_index(layout), _flat(values)
     source, target, shift = _flat(inputs), _flat(result), _bias(bias)
@@ -168,7 +169,7 @@ def outer(left: Tensor, right: Tensor, layout: SegmentLayout) -> Tensor:
     """
     tokens, height = left.shape[0], layout.shape[0]
     width = row_length(layout.shape)
-    result = left.new_zeros(layout.nnz, dtype=torch.float32)
+    result = heap_memory.zeros((layout.nnz,))
     index, sources, target = _index(layout), (_flat(left), _flat(right)), _flat(result)
 
     def part(first: int, last: int) -> None:
