@@ -21,6 +21,7 @@ from lightning_axosparse.sparse.layout import Layout, block_rows, row_length
 from lightning_axosparse.sparse.scratch import scratch
 from lightning_axosparse.sparse.threads import in_threads
 from lightning_axosparse.sparse.ways import Processor, Ways
+from lightning_axosparse.support import heap_memory
 
 Shares = Mapping[str, float]
 """The largest share of kept entries with which each product runs here.
@@ -123,7 +124,7 @@ def times_transposed(
     """
     height, width = layout.shape[0], row_length(layout.shape)
     tokens = inputs.shape[:-1]
-    result = inputs.new_empty((*tokens, height), dtype=torch.float32)
+    result = heap_memory.empty((*tokens, height))
     number = tokens.numel()
     weight = *_index(layout), _flat(values)
     source, target, shift = _flat(inputs), _flat(result), _bias(bias)
@@ -157,7 +158,7 @@ def times(
     """
     height, width = layout.shape[0], row_length(layout.shape)
     tokens = inputs.shape[:-1]
-    result = inputs.new_empty((*tokens, width), dtype=torch.float32)
+    result = heap_memory.empty((*tokens, width))
     number = tokens.numel()
     weight = *_index(layout), _flat(values)
     source, target, shift = _flat(inputs), _flat(result), _bias(bias)
@@ -187,7 +188,7 @@ def outer(left: Tensor, right: Tensor, layout: SegmentLayout) -> Tensor:
     """
     tokens, height = left.shape[0], layout.shape[0]
     width = row_length(layout.shape)
-    result = left.new_zeros(layout.nnz, dtype=torch.float32)
+    result = heap_memory.zeros((layout.nnz,))
     index, sources, target = _index(layout), (_flat(left), _flat(right)), _flat(result)
 
     def part(first: int, last: int) -> None:
