@@ -423,7 +423,7 @@ class EarlyBirdTicket(TicketSearch):
             self._take_ticket(Ticket.from_state_dict(state_dict["ticket"]))
         self._looked = state_dict["looked"] and Progress(*state_dict["looked"])
         self._drawn_at = state_dict["drawn_at"]
-        self._processor = state_dict["processor"]
+        self._processor = state_dict.get("processor")
         self.distances = dict(state_dict["distances"])
         if self._masked is not None and state_dict["masked"] is not None:
             self._masked.load_state_dict(state_dict["masked"])

@@ -1,8 +1,8 @@
 """Allocates tensors in memory that glibc uses again for others of their size.
 
 ``posix_memalign``, by which torch allocates, asks glibc for a little more than it keeps, so that
-what one tensor freed is too small for the next of the same size. (glibc 2.38 looks for a block
-that is aligned already.) In a pruned model's step, holes of that kind were a tenth of the memory.
+what one tensor freed is too small for the next of the same size. In a pruned model's step, such
+holes were a tenth of the memory with glibc 2.36 (``benchmarks/memory``).
 """
 
 from __future__ import annotations
