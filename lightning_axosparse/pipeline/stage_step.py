@@ -157,13 +157,12 @@ class StageStep:
             try:
                 with tracked, self._layers.visit(visit), log, batch.precision():
                     output = batch.step(part.batch, *batch.args, **batch.kwargs)
+                    self._layers.validate_end(visit, self._may_call_no_layer)
+                    if not self._is_last:  # What it logged counts on the last stage alone.
+                        raise StageEdge(Activation(None, is_empty=True))
             except StageEdge as edge:
                 output = edge.activation._replace(fingerprint=batch.fingerprint.fingerprint)
             else:
-                self._layers.validate_end(visit, self._may_call_no_layer)
-                if not self._is_last:
-                    fingerprint = batch.fingerprint.fingerprint
-                    return Activation(None, fingerprint=fingerprint, is_empty=True)
                 self._take_output(output, received)
         return output
 

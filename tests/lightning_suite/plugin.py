@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from hashlib import sha1
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -40,12 +41,13 @@ def _mode(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of the test, which its ranks share."""
     if MODES[os.environ[MODE]].ranks == 1:
         return tmp_path_factory.mktemp("test")
-    folder = Path(os.environ[OUTCOMES]).with_name("tmp")
-    folder.mkdir(exist_ok=True)
+    test = sha1(request.node.nodeid.encode()).hexdigest()
+    folder = Path(os.environ[OUTCOMES]).with_name("tmp") / test
+    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
