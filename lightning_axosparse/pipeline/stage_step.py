@@ -110,6 +110,8 @@ class StageStep:
             micro-batches.
     """
 
+    _may_call_no_layer = True
+
     def __init__(
         self,
         stage: int,
@@ -139,7 +141,7 @@ class StageStep:
 
         Raises:
             MisconfigurationException: if the previous stage computes another batch, or the step
-                does not call every layer.
+                calls some layers and not all, or in training none.
         """
         batch, part = self._batch, self._batch.microbatches[microbatch]
         if received is not None:
@@ -155,10 +157,12 @@ class StageStep:
             try:
                 with tracked, self._layers.visit(visit), log, batch.precision():
                     output = batch.step(part.batch, *batch.args, **batch.kwargs)
+                    self._layers.validate_end(visit, self._may_call_no_layer)
+                    if not self._is_last:  # What it logged counts on the last stage alone.
+                        raise StageEdge(Activation(None, is_empty=True))
             except StageEdge as edge:
                 output = edge.activation._replace(fingerprint=batch.fingerprint.fingerprint)
             else:
-                self._layers.validate_end(visit)
                 self._take_output(output, received)
         return output
 
@@ -190,6 +194,8 @@ class TrainingStageStep(StageStep):
         is_first_here: whether this is the first stage of this process, whose last backward pass
             makes the gradients of the process final.
     """
+
+    _may_call_no_layer = False
 
     def __init__(
         self,

@@ -223,6 +223,30 @@ def test_calls_that_a_pipeline_cannot_follow_are_refused(forward: Any, words: st
         train(pipe, lambda b: forward(model, b).mean(), torch.randn(4, 6), 2)
 
 
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_evaluation_may_call_no_layer_for_some_micro_batches(stages: int) -> None:
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    batch = torch.arange(4.0).expand(6, 4).t().contiguous()
+    pipe, dealt = pipeline(model, stages)
+    outputs = evaluate(pipe, lambda x: model(x) if x[0, 0] > 1 else None, batch, 4)
+    dealt.uninstall()
+    assert outputs[:2] == [None, None]
+    torch.testing.assert_close(torch.cat(outputs[2:]), model(batch[2:]).detach())
+
+
+def test_an_evaluation_in_which_stages_differ_is_refused() -> None:
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    for skipping, words in ((0, "'layers.0' on stage 1, and no layer"), (1, "without calling")):
+        pipe, dealt = pipeline(model, 2)
+
+        def step(x: Tensor, dealt: Any = dealt, skipping: int = skipping) -> Any:
+            return None if dealt.running_stage == skipping else model(x)
+
+        with pytest.raises(MisconfigurationException, match=words):
+            evaluate(pipe, step, torch.randn(4, 6), 2)
+        dealt.uninstall()
+
+
 def test_layers_called_outside_a_step() -> None:
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
     dealt = PipelinedLayers(["a", "b", "c", "d"], list(model), balance([1] * 4, 2))

@@ -376,7 +376,7 @@ def _scalar(name: str, value: Any) -> Tensor:
         return torch.tensor(value, dtype=_get_default_dtype())
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
-            f"`self.log({name!r}, {value!r})` was called, but `{type(value).__name__}` values"
+            f"`self.log({name}, {value})` was called, but `{type(value).__name__}` values"
             " cannot be logged. Log a number, a tensor with one element, or a metric."
             + see("logging")
         ) from error
