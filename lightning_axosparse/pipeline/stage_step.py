@@ -13,6 +13,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.batch_fingerprint import BatchFingerprint
+from lightning_axosparse.pipeline.batch_norms import statistics_explained
 from lightning_axosparse.pipeline.in_flight import InFlightLimit
 from lightning_axosparse.pipeline.loss_weights import LossWeights
 from lightning_axosparse.pipeline.message import Gradients, tensors
@@ -150,10 +151,11 @@ class StageStep:
         self._visits[microbatch] = visit
         tracked = self._tracker.microbatch(part.size, part.batch) if self._tracks else nullcontext()
         log = batch.log.microbatch(part.size, part.weight if batch.weights_given else None)
+        explained = statistics_explained(part, batch.microbatches)
         self._rng.seed_outside_layers(part.number)
         with self._measured(received):
             try:
-                with tracked, self._layers.visit(visit), log, batch.precision():
+                with explained, tracked, self._layers.visit(visit), log, batch.precision():
                     output = batch.step(part.batch, *batch.args, **batch.kwargs)
             except StageEdge as edge:
                 output = edge.activation._replace(fingerprint=batch.fingerprint.fingerprint)
