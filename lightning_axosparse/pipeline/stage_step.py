@@ -71,6 +71,7 @@ class Batch:
         microbatches: the micro-batches that this replica computes.
         fingerprint: of the whole batch; every message carries it.
         log: records what the step logs.
+        prints: makes the context that records what the step prints.
         weights_given: whether the user has given the weights of the micro-batches.
     """
 
@@ -81,6 +82,7 @@ class Batch:
     microbatches: Sequence[MicroBatch]
     fingerprint: BatchFingerprint
     log: StepLog
+    prints: Callable[[], AbstractContextManager[Any]] = nullcontext
     weights_given: bool = False
 
 
@@ -155,8 +157,9 @@ class StageStep:
         self._rng.seed_outside_layers(part.number)
         with self._measured(received):
             try:
-                with explained, tracked, self._layers.visit(visit), log, batch.precision():
-                    output = batch.step(part.batch, *batch.args, **batch.kwargs)
+                with explained, batch.prints(), tracked, self._layers.visit(visit):
+                    with log, batch.precision():
+                        output = batch.step(part.batch, *batch.args, **batch.kwargs)
             except StageEdge as edge:
                 output = edge.activation._replace(fingerprint=batch.fingerprint.fingerprint)
             else:
