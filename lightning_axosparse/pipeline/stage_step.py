@@ -13,6 +13,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.batch_fingerprint import BatchFingerprint
+from lightning_axosparse.pipeline.batch_norms import statistics_explained
 from lightning_axosparse.pipeline.in_flight import InFlightLimit
 from lightning_axosparse.pipeline.loss_weights import LossWeights
 from lightning_axosparse.pipeline.message import Gradients, tensors
@@ -70,6 +71,7 @@ class Batch:
         microbatches: the micro-batches that this replica computes.
         fingerprint: of the whole batch; every message carries it.
         log: records what the step logs.
+        prints: makes the context that records what the step prints.
         weights_given: whether the user has given the weights of the micro-batches.
     """
 
@@ -80,6 +82,7 @@ class Batch:
     microbatches: Sequence[MicroBatch]
     fingerprint: BatchFingerprint
     log: StepLog
+    prints: Callable[[], AbstractContextManager[Any]] = nullcontext
     weights_given: bool = False
 
 
@@ -152,11 +155,13 @@ class StageStep:
         self._visits[microbatch] = visit
         tracked = self._tracker.microbatch(part.size, part.batch) if self._tracks else nullcontext()
         log = batch.log.microbatch(part.size, part.weight if batch.weights_given else None)
+        explained = statistics_explained(part, batch.microbatches)
         self._rng.seed_outside_layers(part.number)
         with self._measured(received):
             try:
-                with tracked, self._layers.visit(visit), log, batch.precision():
-                    output = batch.step(part.batch, *batch.args, **batch.kwargs)
+                with explained, batch.prints(), tracked, self._layers.visit(visit):
+                    with log, batch.precision():
+                        output = batch.step(part.batch, *batch.args, **batch.kwargs)
                     self._layers.validate_end(visit, self._may_call_no_layer)
                     if not self._is_last:  # What it logged counts on the last stage alone.
                         raise StageEdge(Activation(None, is_empty=True))

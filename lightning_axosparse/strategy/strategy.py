@@ -37,6 +37,7 @@ from lightning_axosparse.checkpoint.gather import (
 )
 from lightning_axosparse.checkpoint.stage_tensors import StageTensors
 from lightning_axosparse.distributed.rank_status import this_rank
+from lightning_axosparse.pipeline.batch_norms import fewest_samples
 from lightning_axosparse.pipeline.checkpointing import ActivationCheckpointing
 from lightning_axosparse.pipeline.in_flight import InFlightRule
 from lightning_axosparse.pipeline.loss_weights import (
@@ -187,9 +188,10 @@ class AxoSparseStrategy(MPIStrategy):
             micro-batch, and by the free memory. Without an example it takes the shortest balanced
             pipeline whose parameters, gradients and optimizer state (AdamW's, float32) fit.
         microbatches: micro-batches per batch and replica; None takes ``4 * g_inter`` (one without a
-            pipeline). A batch that they do not divide is split unevenly, with the right weights; a
-            batch with fewer samples is split into one micro-batch per sample. Evaluation takes the
-            closest number that divides the batch.
+            pipeline), or so many that each has two samples, if the module has BatchNorms. A batch
+            that they do not divide is split unevenly, with the right weights; a batch with fewer
+            samples is split into one micro-batch per sample. Evaluation takes the closest number
+            that divides the batch.
         pipeline: attribute path of the ``nn.Sequential`` or ``nn.ModuleList`` whose layers are
             partitioned over the stages, such as ``"model.transformer.h"``; or several of them, and
             of other modules that are a layer each, in the order in which a step calls them, such as
@@ -722,11 +724,12 @@ class AxoSparseStrategy(MPIStrategy):
         rule: InFlightRule,
         steps_in_parts: bool,
     ) -> StepRunner:
+        fewest = fewest_samples(self._module) if self._microbatches is None else 1
         runner = StepRunner(
             trainer,
             self.precision_plugin,
             self._schedules,
-            BatchSplitter(trainer, self.microbatches, self._split_batch),
+            BatchSplitter(trainer, self.microbatches, self._split_batch, fewest),
             self._loss_rule,
             self._step_outputs == "all",
             steps_in_parts,

@@ -181,7 +181,7 @@ def advise_on_batch_norm(module: nn.Module, microbatches: int, deferred: bool) -
         updates = (
             "by those of the whole batch"
             if deferred
-            else f"{microbatches} times a batch, as with gradient accumulation (not so with "
+            else "by each of them, as with gradient accumulation (not so with "
             "batch_norm='deferred')"
         )
         rank_zero_info(
