@@ -213,8 +213,8 @@ class AxoSparseStrategy(MPIStrategy):
             convolutions whose weights are dense, and in "message-driven" and "zb-h1". Gradients
             are the same to the bit, and complete before anything of Lightning reads them. None
             runs the first 24 batches, and as many after a draw, in both ways and deferring only
-            those of the last micro-batches, and keeps the fastest, for stages on CPUs that exchange messages and without ``recompute``; "deferred"
-            for "zb-h1"; else "together".
+            those of the last micro-batches, and keeps the fastest, for stages on CPUs that exchange
+            messages and without ``recompute``; "deferred" for "zb-h1"; else "together".
         transport: "mpi" gives each stage a rank; "loopback" runs all stages of a replica in one
             process, through the same schedule, for notebooks, debuggers and tests.
         split_batch: splits a batch into micro-batches, ``(batch, microbatches) -> list``, such as
