@@ -53,9 +53,10 @@ from lightning_axosparse.planning.grid_comparison import default_microbatches
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.sparse import sparsify
-from lightning_axosparse.sparse.materialize import Compute, Policy
+from lightning_axosparse.sparse.materialize import Policy
 from lightning_axosparse.sparse.optimizer_state import dense_shapes, restore_masters
 from lightning_axosparse.sparse.parameters import sparse_parameters
+from lightning_axosparse.sparse.ways import AUTO, Ways
 from lightning_axosparse.strategy.auto_grid import choose_grid
 from lightning_axosparse.strategy.batch_splitting import BatchSplitter
 from lightning_axosparse.strategy.construction import (
@@ -875,7 +876,10 @@ class AxoSparseStrategy(MPIStrategy):
         return dict(self._stored.stage_module.sharding.holders)
 
     def sparsify(
-        self, masks: Mapping[str, Tensor], policy: Policy = "sparse", compute: Compute = "auto"
+        self,
+        masks: Mapping[str, Tensor],
+        policy: Policy = "sparse",
+        ways: Ways = AUTO,
     ) -> None:
         """Store the masked parameters of this rank, and their optimizer state, sparse.
 
@@ -883,12 +887,16 @@ class AxoSparseStrategy(MPIStrategy):
             masks: name of a parameter of this rank -> bool tensor of its shape, True where an
                 entry is kept. Read one at a time.
             policy: as for :func:`lightning_axosparse.sparsify`.
-            compute: likewise.
+            ways: how their products run, the same on all ranks.
         """
         optimizer = self.optimizers[0] if self.optimizers else None
-        sparsify(self._module, masks, optimizer, policy=policy, compute=compute)
+        sparsify(self._module, masks, optimizer, policy=policy, compute=ways.compute)
+        stored = sparse_parameters(self._module).values()
+        for entry in stored:
+            assert entry.form is not None
+            entry.form.ways = ways
         if optimizer is not None:
-            restore_masters(optimizer, sparse_parameters(self._module).values())
+            restore_masters(optimizer, stored)
         self._after_draw()
 
     def shrink(self, ticket: ChannelTicket) -> None:
