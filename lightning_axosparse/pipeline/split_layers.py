@@ -311,6 +311,15 @@ class SplitLayers:
             self.parameters = set()
 
     @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Leave the layers that are called inside the context whole."""
+        calls, self._calls = self._calls, {}
+        try:
+            yield
+        finally:
+            self._calls = calls
+
+    @contextmanager
     def deferring(
         self, queue: WeightGradientQueue, microbatch: int, borrowed: Sequence[Tensor | None]
     ) -> Iterator[None]:

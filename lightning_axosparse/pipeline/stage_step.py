@@ -196,6 +196,8 @@ class TrainingStageStep(StageStep):
         rng: as for :class:`StageStep`.
         tracker: as for :class:`StageStep`.
         limit: the in-flight limit, which follows the memory that passes take.
+        split: the layers whose weight gradients may be deferred.
+        defers: returns whether those of a micro-batch are.
         is_first_here: whether this is the first stage of this process, whose last backward pass
             makes the gradients of the process final.
     """
@@ -211,6 +213,7 @@ class TrainingStageStep(StageStep):
         tracker: ReductionTracker,
         limit: InFlightLimit,
         split: SplitLayers,
+        defers: Callable[[int], bool],
         is_first_here: bool,
     ) -> None:
         super().__init__(stage, batch, layers, rng, tracker)
@@ -220,6 +223,12 @@ class TrainingStageStep(StageStep):
         self._received = batch.received
         self._limit, self._is_first_here = limit, is_first_here
         self._split, self._queue = split, WeightGradientQueue(batch.backward.mark_final)
+        self._defers = defers
+
+    def forward(self, microbatch: int, received: Activation | None) -> Any:
+        """Run the user's step on a micro-batch, with split layers if its backward pass defers."""
+        with nullcontext() if self._defers(microbatch) else self._split.suspended():
+            return super().forward(microbatch, received)
 
     def backward(self, microbatch: int, output: Any, gradients: Gradients | None) -> float:
         """Differentiate a micro-batch's loss, or what this stage sent of it.
@@ -257,8 +266,11 @@ class TrainingStageStep(StageStep):
 
     @property
     def reordered_sums(self) -> bool:
-        """Whether weight gradients that were made later stand in another order in a sum."""
-        return self._queue.reordered
+        """Whether weight gradients that were made later stand in another order in a sum.
+
+        It shows in batches that defer all of them: after whole backward passes there are others.
+        """
+        return self._queue.reordered and self._defers(0)
 
     def make_weight_gradient(self, microbatch: int) -> bool:
         """Make one of the weight gradients that backward passes have left.

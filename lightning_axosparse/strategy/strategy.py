@@ -215,9 +215,9 @@ class AxoSparseStrategy(MPIStrategy):
             gets its gradient earlier: for linear layers, Hugging Face's ``Conv1D`` and
             convolutions whose weights are dense, and in "message-driven" and "zb-h1". Gradients
             are the same to the bit, and complete before anything of Lightning reads them. None
-            runs the first 16 batches, and as many after a draw, in both ways and keeps the faster
-            one, for stages on CPUs that exchange messages and without ``recompute``; "deferred"
-            for "zb-h1"; else "together".
+            runs the first 24 batches, and as many after a draw, in both ways and deferring only
+            those of the last micro-batches, and keeps the fastest, for stages on CPUs that exchange
+            messages and without ``recompute``; "deferred" for "zb-h1"; else "together".
         transport: "mpi" gives each stage a rank; "loopback" runs all stages of a replica in one
             process, through the same schedule, for notebooks, debuggers and tests.
         split_batch: splits a batch into micro-batches, ``(batch, microbatches) -> list``, such as

@@ -22,13 +22,14 @@ from lightning_axosparse.pipeline.p2p import LoopbackLink
 from lightning_axosparse.pipeline.partition import balance
 from lightning_axosparse.pipeline.reductions import ReductionTracker
 from lightning_axosparse.pipeline.rng import PipelineRNG
-from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES
+from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES, CooldownFilling
 from lightning_axosparse.pipeline.schedule_choice import GivenSchedule
 from lightning_axosparse.pipeline.split_layers import SplitLayers
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.pipeline.stage_step import Batch, TrainingBatch
 
 EVERY = SCHEDULES | {f"{name}, deferred": kind for name, kind in DEFERRING_SCHEDULES.items()}
+EVERY["message-driven, late deferred"] = CooldownFilling
 
 
 def pipeline(
@@ -339,11 +340,12 @@ class Finals(Plainly):
         self.final[parameter] = parameter.grad.clone()
 
 
+@pytest.mark.parametrize("schedule", ["message-driven, deferred", "message-driven, late deferred"])
 @pytest.mark.parametrize("stages", [1, 3])
-def test_deferred_gradients_are_final_when_they_are_said_to_be(stages: int) -> None:
+def test_deferred_gradients_are_final_when_they_are_said_to_be(schedule: str, stages: int) -> None:
     torch.manual_seed(3)
     model = nn.Sequential(*(nn.Sequential(nn.GELU(), nn.Linear(6, 6)) for _ in range(4)))
-    pipe, dealt = pipeline(model, stages, "message-driven, deferred", in_flight=6)
+    pipe, dealt = pipeline(model, stages, schedule, in_flight=6)
     finals = Finals()
     batch = training(lambda b: model(b * b.requires_grad_()).pow(2).mean(), torch.randn(8, 6), 8)
     pipe.train(replace(batch, backward=finals))
