@@ -253,7 +253,8 @@ class MicrobatchLog:
         self._metrics = None
 
     def _log(self, *args: Any, **kwargs: Any) -> None:
-        if self._open is None:
+        trainer = self._module._trainer
+        if self._open is None or (trainer is not None and trainer.predicting):  # which it refuses
             type(self._module).log(self._module, *args, **kwargs)
             return
         options = _LOG_SIGNATURE.bind(self._module, *args, **kwargs).arguments
