@@ -18,7 +18,7 @@ from torch import nn
 from benchmarks.overhead.interleaved import median_seconds
 from benchmarks.overhead.step import forward_backward
 from lightning_axosparse import sparsify
-from lightning_axosparse.sparse.materialize import Compute
+from lightning_axosparse.sparse.ways import Compute
 
 LAYERS = {  # images, channels, outputs, kernel, stride, height and width
     "3x3, 64 channels": (4, 64, 64, 3, 1, 56),

@@ -2,9 +2,10 @@
 
     python -m benchmarks.overhead.products
 
-One thread, float32, random masks; a layer has 4 x width outputs. Prints a Markdown table: the time
-of the dense product, and the ratios to it of the two ways to multiply by a sparse weight, between
-which ``sparse/kept_products.py`` chooses by this table.
+One thread, random masks; a layer has 4 x width outputs. Prints a Markdown table: the time of the
+dense product, and the ratios to it of the two ways to multiply by a sparse weight, between which
+``sparse/kept_products.py`` chooses by this table. ``--dtype bfloat16`` compares with products in
+bfloat16; kept values multiply in float32 there, too.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from lightning_axosparse.sparse.formats import layout_of
 Runners = Mapping[str, Callable[[], Any]]
 
 
-def products(width: int, tokens: int, ratio: float) -> dict[str, Runners]:
+def products(width: int, tokens: int, ratio: float, dtype: torch.dtype) -> dict[str, Runners]:
     height = 4 * width
     mask = torch.rand(height, width) > ratio
-    weight = torch.randn(height, width) * mask
+    weight = (torch.randn(height, width) * mask).to(dtype)
     layout = layout_of(mask, "segments")
     values = layout.compress(weight)
-    inputs, gradient = torch.randn(tokens, width), torch.randn(tokens, height)
+    inputs, gradient = torch.randn(tokens, width).to(dtype), torch.randn(tokens, height).to(dtype)
 
     def runners(name: str, dense: Callable[[], Tensor], *operands: Tensor) -> Runners:
         ways: dict[str, Any] = {"panels": panels, "kept": kept_products}
@@ -46,10 +47,10 @@ def products(width: int, tokens: int, ratio: float) -> dict[str, Runners]:
     }
 
 
-def row(width: int, tokens: int, ratio: float, trials: int) -> str:
+def row(width: int, tokens: int, ratio: float, dtype: torch.dtype, trials: int) -> str:
     torch.manual_seed(0)
     cells = []
-    for runners in products(width, tokens, ratio).values():
+    for runners in products(width, tokens, ratio, dtype).values():
         seconds = median_seconds(runners, trials)
         dense = seconds["dense"]
         shares = " / ".join(f"{seconds[way] / dense:.2f}" for way in ("panels", "kept"))
@@ -62,6 +63,7 @@ def main() -> None:
     arguments.add_argument("--widths", type=int, nargs="+", default=[64, 192, 1024, 2048])
     arguments.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 256, 512, 2048])
     arguments.add_argument("--ratios", type=float, nargs="+", default=[0.5, 0.7, 0.8, 0.9, 0.95])
+    arguments.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     arguments.add_argument("--trials", type=int, default=9)
     options = arguments.parse_args()
     torch.set_num_threads(1)
@@ -71,7 +73,8 @@ def main() -> None:
     for width in options.widths:
         for tokens in options.tokens:
             for ratio in options.ratios:
-                print(row(width, tokens, ratio, options.trials), flush=True)
+                dtype = getattr(torch, options.dtype)
+                print(row(width, tokens, ratio, dtype, options.trials), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     python -m benchmarks.overhead.step
 
-Float32; tokens are in sequences of 512 at most. With ``--threads 2`` times are those of the clock.
-Prints a Markdown table.
+Tokens are in sequences of 512 at most. With ``--threads 2`` times are those of the clock. Prints a
+Markdown table. ``--precision bf16-mixed`` runs under autocast, ``--compute`` chooses the pruned
+block's products.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -19,29 +20,33 @@ from torch import Tensor, nn
 from benchmarks.overhead.interleaved import median_seconds
 from lightning_axosparse import sparsify
 from lightning_axosparse.examples.gpt import Block
+from lightning_axosparse.sparse.ways import COMPUTES, Compute
 
 SEQUENCE = 512
 
 
-def pruned(block: nn.Module, ratio: float) -> nn.Module:
+def pruned(block: nn.Module, ratio: float, compute: Compute) -> nn.Module:
     block = copy.deepcopy(block)
     shapes = {name: p.shape for name, p in block.named_parameters() if p.dim() > 1}
-    sparsify(block, {name: torch.rand(shape) > ratio for name, shape in shapes.items()})
+    masks = {name: torch.rand(shape) > ratio for name, shape in shapes.items()}
+    sparsify(block, masks, compute=compute)
     return block
 
 
-def forward_backward(block: nn.Module, inputs: Tensor) -> Callable[[], None]:
+def forward_backward(block: nn.Module, inputs: Tensor, mixed: bool) -> Callable[[], None]:
     def run() -> None:
         block.zero_grad()
         inputs.grad = None
-        block(inputs).sum().backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            output = block(inputs)
+        output.float().sum().backward()
 
     return run
 
 
-def whole_step(block: nn.Module, inputs: Tensor) -> Callable[[], None]:
+def whole_step(block: nn.Module, inputs: Tensor, mixed: bool) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(block.parameters(), 1e-4)
-    backward = forward_backward(block, inputs)
+    backward = forward_backward(block, inputs, mixed)
 
     def run() -> None:
         backward()
@@ -50,16 +55,19 @@ def whole_step(block: nn.Module, inputs: Tensor) -> Callable[[], None]:
     return run
 
 
-def rows(width: int, tokens: int, ratios: Sequence[float], trials: int) -> Iterator[str]:
+def rows(width: int, tokens: int, options: argparse.Namespace) -> Iterator[str]:
     torch.manual_seed(0)
     dense = Block(width, heads=max(1, width // 64), dropout=0.0)
-    blocks = {"dense": dense, **{f"{ratio:.0%}": pruned(dense, ratio) for ratio in ratios}}
+    blocks = {"dense": dense}
+    for ratio in options.ratios:
+        blocks[f"{ratio:.0%}"] = pruned(dense, ratio, options.compute)
     length = min(tokens, SEQUENCE)
+    mixed = options.precision == "bf16-mixed"
     inputs = torch.randn(tokens // length, length, width, requires_grad=True)
     for name, kind in (("forward + backward", forward_backward), ("AdamW step", whole_step)):
-        runners = {key: kind(block, inputs) for key, block in blocks.items()}
+        runners = {key: kind(block, inputs, mixed) for key, block in blocks.items()}
         clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-        seconds = median_seconds(runners, trials, clock)
+        seconds = median_seconds(runners, options.trials, clock)
         shares = " | ".join(f"{seconds[key] / seconds['dense']:.2f}" for key in list(blocks)[1:])
         yield f"| {width} | {tokens} | {name} | {seconds['dense'] * 1e3:.0f} ms | {shares} |"
 
@@ -69,6 +77,8 @@ def main() -> None:
     arguments.add_argument("--widths", type=int, nargs="+", default=[192, 1024, 2048])
     arguments.add_argument("--tokens", type=int, nargs="+", default=[256, 512, 2048])
     arguments.add_argument("--ratios", type=float, nargs="+", default=[0.5, 0.8, 0.9, 0.95])
+    arguments.add_argument("--precision", choices=("32-true", "bf16-mixed"), default="32-true")
+    arguments.add_argument("--compute", choices=COMPUTES, default="auto")
     arguments.add_argument("--trials", type=int, default=9)
     arguments.add_argument("--threads", type=int, default=1)
     options = arguments.parse_args()
@@ -77,7 +87,7 @@ def main() -> None:
     print(f"| --: | --: | --- | --: {'| --: ' * len(options.ratios)}|")
     for width in options.widths:
         for tokens in options.tokens:
-            for row in rows(width, tokens, options.ratios, options.trials):
+            for row in rows(width, tokens, options):
                 print(row, flush=True)
 
 

@@ -15,7 +15,8 @@ import argparse
 import copy
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from statistics import median
 from typing import Any
 
@@ -40,7 +41,12 @@ from lightning_axosparse.examples.gpt import Block
 from lightning_axosparse.pipeline import engine
 from lightning_axosparse.pipeline.engine import StageRun
 from lightning_axosparse.pipeline.p2p import ChannelLink, Link
-from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES, Schedule
+from lightning_axosparse.pipeline.schedule import (
+    DEFERRING_SCHEDULES,
+    SCHEDULES,
+    CooldownFilling,
+    Schedule,
+)
 from lightning_axosparse.pipeline.split_layers import SplitLayers
 from lightning_axosparse.pipeline.weight_gradients import WeightGradientQueue
 
@@ -85,12 +91,15 @@ class Passes:
         split: SplitLayers,
         inputs: Sequence[Tensor] | None,
         targets: Sequence[Tensor] | None,
+        defers: Callable[[int], bool],
     ) -> None:
         self._layers, self._inputs, self._targets = layers, inputs, targets
+        self._defers = defers
         self._split, self._queue = split, WeightGradientQueue(lambda parameter: None)
 
     def forward(self, microbatch: int, received: Any) -> Any:
-        output = self._layers(received if self._inputs is None else self._inputs[microbatch])
+        with nullcontext() if self._defers(microbatch) else self._split.suspended():
+            output = self._layers(received if self._inputs is None else self._inputs[microbatch])
         if self._targets is None:
             return output
         return loss_of(output, self._targets[microbatch]) / MICROBATCHES
@@ -122,13 +131,14 @@ class Ours:
         stage, stages = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
         inputs, targets = x.chunk(MICROBATCHES), y.chunk(MICROBATCHES)
 
+        decides = self._schedule(stage, stages, MICROBATCHES, self._limit)
         passes = Passes(
             self._layers,
             self._split,
             inputs if stage == 0 else None,
             targets if stage == stages - 1 else None,
+            decides.defers,
         )
-        decides = self._schedule(stage, stages, MICROBATCHES, self._limit)
         with self._split.batch():
             engine.run([StageRun(stage, stages, decides, self._link, passes)])
 
@@ -208,6 +218,7 @@ def main() -> None:
         "message-driven": (SCHEDULES["message-driven"], twice),
         "ZB-H1, ours": (DEFERRING_SCHEDULES["zb-h1"], world.size),
         "message-driven, deferred": (DEFERRING_SCHEDULES["message-driven"], twice),
+        "message-driven, deferred at the end": (CooldownFilling, twice),
     }
     theirs = {
         name: Torch(blocks, schedule, own_places(schedule)) for name, schedule in PEERS.items()
@@ -248,6 +259,7 @@ def main() -> None:
         bars = {
             "message-driven": 0.97 if crowded else 0.92 if large else 1.0,
             "message-driven, deferred": 0.94 if crowded or large else 0.92,
+            "message-driven, deferred at the end": 0.94 if crowded or large else 0.92,
         }
         case = f"8 GPT blocks, {world.size} ranks, {kilobytes:.0f} kB"
         head()

@@ -9,6 +9,7 @@ from functools import partial
 from math import inf
 from typing import Any, Literal
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -27,6 +28,7 @@ from lightning_axosparse.callbacks.moments import (
 )
 from lightning_axosparse.callbacks.ticket_search import TicketSearch, misconfigured
 from lightning_axosparse.callbacks.trainer_info import callbacks_of
+from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.pruning.bitmask import MaskBits
 from lightning_axosparse.pruning.densities import SCOPES, Scope, Share
 from lightning_axosparse.pruning.mask_distance import DISTANCES, Distance
@@ -38,7 +40,16 @@ from lightning_axosparse.pruning.scores import SCORES, Score
 from lightning_axosparse.pruning.stage_balance import kept_by_stage
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.sparse.elementwise import validate_elementwise_optimizers
-from lightning_axosparse.sparse.materialize import COMPUTES, POLICIES, Compute, best_policy
+from lightning_axosparse.sparse.kept_products import most_kept
+from lightning_axosparse.sparse.materialize import POLICIES, Policy, best_policy
+from lightning_axosparse.sparse.ways import (
+    COMPUTES,
+    Compute,
+    Processor,
+    Ways,
+    most_cautious,
+    this_processor,
+)
 from lightning_axosparse.strategy.validation import (
     optimizers_before_setup,
     unless_made_later,
@@ -159,9 +170,12 @@ class EarlyBirdTicket(TicketSearch):
         ticket: a ticket, or the file of one, to use from the start of fit, without a search.
         policy: "sparse" keeps no dense weights in memory and needs the least of it; "samo"
             keeps them in the dtype of the products and updates them once per optimizer step (SAMO);
-            "auto" selects "samo" in 16 bits with several micro-batches per step, else "sparse".
-        compute: how pruned linear layers and convolutions run on CPU in float32: with the kept
-            values ("sparse"), with dense weights ("dense"), or as is faster ("auto").
+            "auto" selects "samo" in 16 bits with several micro-batches per step, unless so few
+            weights are kept that products on CPU run on the kept values, else "sparse".
+        compute: how pruned linear layers and convolutions run on CPU: with the kept values
+            ("sparse"), with dense weights ("dense"), or as is faster ("auto"). What is faster in 16
+            bits depends on the processor: "auto" chooses for that of all ranks, and of the run that
+            is resumed, on which kept values gain least.
 
     Attributes:
         ticket: the ticket once it is drawn or given, else None. Every rank has the whole ticket, at
@@ -265,6 +279,8 @@ class EarlyBirdTicket(TicketSearch):
         self.learning_rate_factor = learning_rate_factor
         self._drawn_at: int | None = None
         """Optimizer steps of this run before the draw; None if it has not drawn a ticket."""
+        self._processor: Processor | None = None
+        """The kind of processor for which products were chosen; None before weights are pruned."""
 
     def validate_fit(self, trainer: Trainer) -> None:
         """Validate strategy, module and callbacks; the launcher calls this before it starts ranks.
@@ -382,6 +398,7 @@ class EarlyBirdTicket(TicketSearch):
         return {
             "looked": self._looked and [self._looked.steps, self._looked.epochs],
             "drawn_at": self._drawn_at,
+            "processor": self._processor,
             "ticket": None if self.ticket is None else self.ticket.state_dict(),
             "distances": dict(self.distances),
             "window": [],
@@ -406,6 +423,7 @@ class EarlyBirdTicket(TicketSearch):
             self._take_ticket(Ticket.from_state_dict(state_dict["ticket"]))
         self._looked = state_dict["looked"] and Progress(*state_dict["looked"])
         self._drawn_at = state_dict["drawn_at"]
+        self._processor = state_dict.get("processor")
         self.distances = dict(state_dict["distances"])
         if self._masked is not None and state_dict["masked"] is not None:
             self._masked.load_state_dict(state_dict["masked"])
@@ -478,13 +496,18 @@ class EarlyBirdTicket(TicketSearch):
 
     def _prune(self, trainer: Trainer, ticket: Ticket) -> None:
         strategy: Any = trainer.strategy
-        policy = self.policy
-        if policy == "auto" and self.compute == "sparse":
-            policy = "sparse"
-        elif policy == "auto":
-            passes = strategy.microbatches * trainer.accumulate_grad_batches
-            policy = best_policy(str(trainer.precision).startswith(("16", "bf16")), passes)
-        strategy.sparsify(ticket.part(strategy.held_parameters()), policy, self.compute)
+        self._processor = _agreed_processor(strategy, self._processor)
+        ways = Ways(self.compute, self._processor)
+        policy = self._best_policy(trainer, ticket, ways) if self.policy == "auto" else self.policy
+        strategy.sparsify(ticket.part(strategy.held_parameters()), policy, ways)
+
+    def _best_policy(self, trainer: Trainer, ticket: Ticket, ways: Ways) -> Policy:
+        strategy: Any = trainer.strategy
+        sixteen_bit = str(trainer.precision).startswith(("16", "bf16"))
+        passes = strategy.microbatches * trainer.accumulate_grad_batches
+        few = 1 - ticket.sparsity <= min(most_kept(ways, torch.bfloat16).values())
+        on_kept_values = few and strategy.root_device.type == "cpu"
+        return best_policy(sixteen_bit, passes, on_kept_values or ways.compute == "sparse")
 
     def _validate_model(self, module: nn.Module) -> None:
         """Check that the ticket, or the rule by which one is searched, fits the model."""
@@ -493,3 +516,15 @@ class EarlyBirdTicket(TicketSearch):
                 self.ticket.validate_fits(module)
             else:
                 self._rule.shares(module)
+
+
+def _agreed_processor(strategy: Any, recorded: Processor | None) -> Processor:
+    """Return the kind of processor for which all ranks choose how products run; collective.
+
+    Args:
+        strategy: the running strategy.
+        recorded: that of the run which is resumed, if there is one.
+    """
+    mine = most_cautious(filter(None, (this_processor(), recorded)))
+    stages = most_cautious(all_gather(mine, strategy.inter_group))
+    return most_cautious(all_gather(stages, strategy.data_group))

@@ -181,6 +181,9 @@ def observed(two: Any, three: Any) -> BatchLayout | None:
 def inferred(batch: Any, batch_size: int | None = None) -> BatchLayout:
     """The layout inferred from one batch alone: all first dimensions agree.
 
+    A lone vector, of a loader without a batch size, may as well be the features or the tokens of
+    one sample: it stays whole, which is never wrong.
+
     Args:
         batch: the batch.
         batch_size: of its loader; the batch may have fewer samples.
@@ -206,7 +209,9 @@ def inferred(batch: Any, batch_size: int | None = None) -> BatchLayout:
 
 
 def _count(batch: Any, batch_size: int | None) -> int | None:
-    """The number of samples in a batch of which nothing else is known."""
+    """The number of samples in a batch of which nothing else is known; None to cut nothing."""
+    if batch_size is None and [leaf.ndim for _, leaf in arrays(batch)] == [1]:
+        return None
     lists = {path: node for path, node in _columns(batch) if any(True for _ in arrays(node))}
     firsts: dict[Path, int] = {path: leaf.shape[0] for path, leaf in arrays(batch)}
     outside = [first for path, first in firsts.items() if not any(_below(path, lists))]

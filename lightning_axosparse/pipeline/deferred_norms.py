@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_axosparse.pipeline.batch_norms import Norm
 from lightning_axosparse.pipeline.replaced_forward import Forward, ReplacedForward
-
-Norm = nn.modules.batchnorm._BatchNorm
 
 
 class DeferredNorms:

@@ -212,14 +212,20 @@ class Pipeline:
         """
         self.limit.begin_batch()
         schedule = self.choice.begin_batch()
+        order = self._order(schedule, batch)
         first, shared = min(self._links), (batch, self._layers, self._rng, self._tracker)
         steps = {
             stage: TrainingStageStep(
-                stage, *shared, self.limit, self._split, is_first_here=stage == first
+                stage,
+                *shared,
+                self.limit,
+                self._split,
+                order[stage].defers,
+                is_first_here=stage == first,
             )
             for stage in self._links
         }
-        runs = self._runs(steps, schedule, len(batch.microbatches))
+        runs = self._runs(steps, order)
         split = self._split.batch() if schedule.defers_weight_gradients else nullcontext()
         with self._rng.batch(), split, self.choice.timed():
             run(runs)
@@ -236,7 +242,7 @@ class Pipeline:
         """
         steps = {stage: self._step(stage, batch) for stage in self._links}
         with self._rng.batch():
-            run(self._runs(steps, ForwardOnly, len(batch.microbatches)))
+            run(self._runs(steps, self._order(ForwardOnly, batch)))
         return steps.get(self._stages - 1)
 
     def repeat_last_stage(self, batch: Batch, received: Sequence[Any]) -> list[Any]:
@@ -258,12 +264,15 @@ class Pipeline:
     def _step(self, stage: int, batch: Batch) -> StageStep:
         return StageStep(stage, batch, self._layers, self._rng, self._tracker)
 
+    def _order(self, schedule: type[Schedule], batch: Batch) -> dict[int, Schedule]:
+        """The schedule of each stage of this process in a batch."""
+        shared = self._stages, len(batch.microbatches), self.limit.value
+        return {stage: schedule(stage, *shared) for stage in self._links}
+
     def _runs(
-        self, steps: Mapping[int, StageStep], schedule: type[Schedule], microbatches: int
+        self, steps: Mapping[int, StageStep], order: Mapping[int, Schedule]
     ) -> list[StageRun]:
-        stages, limit = self._stages, self.limit.value
-        runs = []
-        for stage, step in steps.items():
-            decides = schedule(stage, stages, microbatches, limit)
-            runs.append(StageRun(stage, stages, decides, self._links[stage], step))
-        return runs
+        return [
+            StageRun(stage, self._stages, order[stage], self._links[stage], step)
+            for stage, step in steps.items()
+        ]

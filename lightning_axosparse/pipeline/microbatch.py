@@ -75,7 +75,9 @@ def one_size(sizes: Mapping[Path, int]) -> int:
     return next(iter(sizes.values()), 1)
 
 
-def even_parts(samples: int, wanted: int, replicas_per_batch: int = 1) -> int:
+def even_parts(
+    samples: int, wanted: int, replicas_per_batch: int = 1, fewest_samples: int = 1
+) -> int:
     """The number of equal parts of a batch that is closest, by ratio, to the one wanted.
 
     The mean over equal parts is the mean over the batch, also where a user's code takes it.
@@ -85,8 +87,9 @@ def even_parts(samples: int, wanted: int, replicas_per_batch: int = 1) -> int:
         wanted: parts wanted.
         replicas_per_batch: replicas that divide the parts among them, equally where the number of
             samples allows it.
+        fewest_samples: of a part, unless the batch has fewer.
     """
-    even = divisors(samples) or [1]
+    even = [parts for parts in divisors(samples) if samples // parts >= fewest_samples] or [1]
     shared = [parts for parts in even if parts % replicas_per_batch == 0]
     return min(shared or even, key=lambda parts: abs(log(parts / wanted)))
 

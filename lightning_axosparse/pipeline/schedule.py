@@ -7,6 +7,8 @@ What a stage of ``S`` stages does with what it may run (``held`` = forwards - ba
                      forwards remain
     message-driven   prefers forward      prefers backward   runs the other, if there is slack
     filling          the same             the same           runs the other, else a weight gradient
+    cool-down        the same             the same           the same, but the weight gradients of
+                                                             the first micro-batches are not apart
     1f1b             forward              backward           waits
     gpipe            forward              forward, until     waits
                                           all are done
@@ -62,7 +64,7 @@ class Schedule(ABC):
         self.forwards = 0
         self.backwards = 0
         self.weight_gradients = 0
-        """Micro-batches whose weight gradients are complete, where these are deferred."""
+        """Micro-batches whose weight gradients are complete."""
 
     @property
     def held(self) -> int:
@@ -72,7 +74,11 @@ class Schedule(ABC):
     @property
     def pending(self) -> int:
         """Micro-batches that have gone back and whose weight gradients are not complete."""
-        return self.backwards - self.weight_gradients if self.defers_weight_gradients else 0
+        return self.backwards - self.weight_gradients
+
+    def defers(self, microbatch: int) -> bool:
+        """Whether the weight gradients of a micro-batch are passes of their own."""
+        return self.defers_weight_gradients
 
     @property
     def finished(self) -> bool:
@@ -100,8 +106,10 @@ class Schedule(ABC):
             self.forwards += 1
             return Op("forward", self.forwards - 1)
         if kind == "backward":
+            op = Op("backward", self.backwards)
             self.backwards += 1
-            return Op("backward", self.backwards - 1)
+            self.weight_gradients += not self.defers(op.microbatch)
+            return op
         return None if kind is None else Op(kind, self.weight_gradients)
 
     def end_weight_gradients(self) -> None:
@@ -140,6 +148,22 @@ class BubbleFilling(MessageDriven):
     def _choose(self, can_forward: bool, can_backward: bool) -> PassKind | None:
         kind = super()._choose(can_forward, can_backward)
         return "weight gradient" if kind is None and self.pending else kind
+
+
+class CooldownFilling(BubbleFilling):
+    """Defers the weight gradients of the last micro-batches alone.
+
+    Between balanced stages without jitter only the end of a batch makes a stage wait. Before that a
+    deferred product gains nothing, and takes longer, as its operands have left the cache.
+    """
+
+    def __init__(self, stage: int, stages: int, microbatches: int, in_flight: int) -> None:
+        super().__init__(stage, stages, microbatches, in_flight)
+        self._first_deferred = microbatches - (2 * stages - 1)
+
+    def defers(self, microbatch: int) -> bool:
+        """Whether a micro-batch is among the last, which may be all."""
+        return microbatch >= self._first_deferred
 
 
 class OneForwardOneBackward(Schedule):

@@ -1,8 +1,8 @@
-"""Chooses the class of the training schedule: one that is given, or the faster of two."""
+"""Chooses the class of the training schedule: one that is given, or the fastest of several."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -13,10 +13,14 @@ from typing import Literal, NamedTuple, Protocol
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_axosparse.distributed.process_groups import ProcessGroups, all_gather
-from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES, Schedule
+from lightning_axosparse.pipeline.schedule import (
+    DEFERRING_SCHEDULES,
+    SCHEDULES,
+    CooldownFilling,
+    Schedule,
+)
 
-_WARM_UP = 2
-_TRIALS = 7
+_WARM_UP, _TRIALS = 1, 7  # batches of each schedule
 
 
 class ScheduleChoice(Protocol):
@@ -64,41 +68,39 @@ class Trials(NamedTuple):
     """What one rank has measured.
 
     Attributes:
-        together: median seconds of a batch's passes with whole backward passes.
-        deferred: the same with deferred weight gradients.
+        seconds: median seconds of a batch's passes with each of the schedules.
         reordered: whether deferral has changed the order of a sum.
     """
 
-    together: float
-    deferred: float
+    seconds: tuple[float, ...]
     reordered: bool
 
 
-class FasterSchedule:
-    """Runs the first batches by two schedules in turn, and the others by the faster one.
+class FastestSchedule:
+    """Runs the first batches by several schedules in turn, and the others by the fastest one.
 
-    Both make the same gradients to the bit, unless a step reads a weight besides calling its layer;
-    where that is found the choice is ``together``, because it must not depend on times. Whether
-    deferral pays depends on how long stages wait, and on what a split layer costs, which differs
-    by processor.
+    All make the same gradients to the bit, unless a step reads a weight besides calling its layer;
+    where that is found the choice is the first, because it must not depend on times. Whether
+    deferral pays depends on how long stages wait and on what it costs, which differs by processor:
+    a split layer takes longer, and a product whose operands have left the cache does.
 
     Args:
-        together: the schedule whose backward passes are whole.
-        deferred: the one that defers weight gradients.
+        schedules: how weight gradients are made, in words -> the schedule; first the one whose
+            backward passes are whole, last one that defers all weight gradients.
         gather: returns the values of all ranks on every rank; collective over the job.
     """
 
     def __init__(
         self,
-        together: type[Schedule],
-        deferred: type[Schedule],
+        schedules: Mapping[str, type[Schedule]],
         gather: Callable[[Trials], list[Trials]],
     ) -> None:
-        self._together, self._deferred, self._gather = together, deferred, gather
+        self._ways, self._schedules = list(schedules), list(schedules.values())
+        self._gather = gather
         self.measure_again()
 
     def measure_again(self) -> None:
-        """Run both in turn again."""
+        """Run all in turn again."""
         self._chosen: type[Schedule] | None = None
         self._seconds: list[float] = []
         self._reordered = False
@@ -107,11 +109,12 @@ class FasterSchedule:
         """Return the schedule of the next batch; gathers once, when all trials have run."""
         if self._chosen is not None:
             return self._chosen
-        if len(self._seconds) == _WARM_UP + 2 * _TRIALS:
+        turn, place = divmod(len(self._seconds), len(self._schedules))
+        if turn == _WARM_UP + _TRIALS:
             self._chosen = self._choose()
             return self._chosen
-        # The first batch, in which memory is measured, is one that takes more of it.
-        return (self._deferred, self._together)[len(self._seconds) % 2]
+        # The first batch, in which memory is measured, is one that takes the most of it.
+        return self._schedules[-1 - place]
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -122,27 +125,32 @@ class FasterSchedule:
             self._seconds.append(perf_counter() - began)
 
     def found_reordered_sums(self) -> None:
-        """Choose ``together`` in the end."""
+        """Choose whole backward passes in the end."""
         self._reordered = True
 
     def _choose(self) -> type[Schedule]:
-        timed = self._seconds[_WARM_UP:]
-        deferred, together = median(timed[::2]), median(timed[1::2])
-        ranks = self._gather(Trials(together, deferred, self._reordered))
+        count = len(self._schedules)
+        timed = self._seconds[_WARM_UP * count :]
+        medians = tuple(median(timed[place::count]) for place in reversed(range(count)))
+        ranks = self._gather(Trials(medians, self._reordered))
         if any(rank.reordered for rank in ranks):
             rank_zero_info(
                 "Weight gradients are made in backward passes: the step reads a weight besides "
                 "calling its layer, and deferral would change the order of its gradient's terms."
             )
-            return self._together
-        together, deferred = max(r.together for r in ranks), max(r.deferred for r in ranks)
-        defers = deferred < together
-        rank_zero_info(
-            f"Weight gradients are made {'where a stage waits' if defers else 'in backward passes'}"
-            f": the passes of a batch take {deferred * 1e3:,.1f} ms if they are deferred, and "
-            f"{together * 1e3:,.1f} ms if not."
+            return self._schedules[0]
+        slowest = [max(each) for each in zip(*(rank.seconds for rank in ranks), strict=True)]
+        best = slowest.index(min(slowest))
+        others = ", ".join(
+            f"{seconds * 1e3:,.1f} ms {way}"
+            for place, (seconds, way) in enumerate(zip(slowest, self._ways, strict=True))
+            if place != best
         )
-        return self._deferred if defers else self._together
+        rank_zero_info(
+            f"Weight gradients are made {self._ways[best]}: the passes of a batch take "
+            f"{slowest[best] * 1e3:,.1f} ms so, and {others}."
+        )
+        return self._schedules[best]
 
 
 @dataclass(frozen=True)
@@ -183,5 +191,9 @@ class ScheduleRule:
         together = SCHEDULES[self.schedule]
         if stages == 1 or not self.splits_backward:
             return GivenSchedule(together)
-        deferred = DEFERRING_SCHEDULES[self.schedule]
-        return FasterSchedule(together, deferred, partial(all_gather, group=groups.world))
+        schedules: dict[str, type[Schedule]] = {
+            "in backward passes": together,
+            "where a stage waits at the end of a batch": CooldownFilling,
+            "where a stage waits": DEFERRING_SCHEDULES[self.schedule],
+        }
+        return FastestSchedule(schedules, partial(all_gather, group=groups.world))

@@ -80,12 +80,14 @@ class Activation(NamedTuple):
         side_outputs: of all layers up to that.
         values: what else the step has computed from outputs of layers and still needs.
         fingerprint: of the batch.
+        is_empty: whether the step has ended on the stage, without calling a layer.
     """
 
     output: Any
     side_outputs: tuple[SideOutput, ...] = ()
     values: tuple[tuple[Place, Tensor], ...] = ()
     fingerprint: int = 0
+    is_empty: bool = False
 
 
 @dataclass(frozen=True)

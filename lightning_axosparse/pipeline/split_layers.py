@@ -8,7 +8,8 @@ operators, so it walks no graph twice.
 Ordinary, by the layer's own ``forward``:
 
     layers      of other classes, or compiled; whose parameters stand elsewhere in the module, too;
-                in sparse storage, but for linear ones of which the weight alone is pruned
+                in sparse storage, but for linear ones of which the weight alone is pruned;
+                whose weight is computed, also from some batch on: masks, weight norms
     calls       without gradients, or whose input needs none; inside ``torch.func`` transforms;
                 where what autograd saves is replaced, as by activation checkpointing
     parameters  that are frozen, or whose gradient is hooked by the user
@@ -283,10 +284,8 @@ class SplitLayers:
         for layer in _not_compiled(self._module):
             if _operation(layer) is None or "forward" in vars(layer):
                 continue
-            own = dict(layer.named_parameters(recurse=False))
-            alone = all(owners[p] == 1 and not p.is_meta for p in own.values())
-            # What computes its weight, as weight norms do, has another parameter in its place.
-            if alone and list(own) in (["weight"], ["weight", "bias"]):
+            alone = all(owners[p] == 1 and not p.is_meta for p in layer.parameters(recurse=False))
+            if alone and _has_its_operands(layer):
                 self._layers[layer] = ReplacedForward(layer, partial(self._forward, layer))
 
     def uninstall(self) -> None:
@@ -299,15 +298,26 @@ class SplitLayers:
     def batch(self) -> Iterator[None]:
         """Split the layers that are called inside the context, for one batch."""
         for layer in self._layers:
-            # Layers go over to sparse storage between two batches.
+            # Layers go over to sparse storage between two batches, and users mask their weights.
             operation, parameters = _operation(layer), tuple(layer.parameters(recurse=False))
-            if operation is not None and all(map(_trained, parameters)):
+            if operation is None or not _has_its_operands(layer):
+                continue
+            if all(map(_trained, parameters)):
                 self._calls[layer] = _Call(self, operation, parameters)
         try:
             yield
         finally:
             self._calls.clear()
             self.parameters = set()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Leave the layers that are called inside the context whole."""
+        calls, self._calls = self._calls, {}
+        try:
+            yield
+        finally:
+            self._calls = calls
 
     @contextmanager
     def deferring(
@@ -447,6 +457,15 @@ def _differentiable(x: Any) -> bool:
         and x.numel() > 0
         and not x.is_complex()
     )
+
+
+def _has_its_operands(layer: nn.Module) -> bool:
+    """Whether a layer's weight and bias are its parameters.
+
+    What computes its weight, as masks and weight norms do, has another parameter in its place.
+    """
+    names = [name for name, _ in layer.named_parameters(recurse=False)]
+    return names in (["weight"], ["weight", "bias"])
 
 
 def _trained(parameter: nn.Parameter) -> bool:

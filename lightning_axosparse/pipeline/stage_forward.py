@@ -178,13 +178,18 @@ class PipelinedLayers:
             for buffer, value in zip(self._restored, before, strict=False):
                 buffer.data.copy_(value)  # which autograd does not take for a change
 
-    def validate_end(self, visit: Visit) -> None:
+    def validate_end(self, visit: Visit, may_call_none: bool = False) -> None:
         """Check at the end of a step that it has called every layer.
+
+        Args:
+            visit: the micro-batch.
+            may_call_none: whether a step may do without the layers, on all stages alike.
 
         Raises:
             MisconfigurationException: naming the first layer that was not called.
         """
-        if visit.next_layer < len(self.layers):
+        called_none = visit.next_layer == 0 and (visit.stage == 0 or visit.received.is_empty)
+        if visit.next_layer < len(self.layers) and not (may_call_none and called_none):
             raise MisconfigurationException(
                 f"The step returned without calling layer {self.names[visit.next_layer]!r} of the "
                 "pipelined container. In a pipeline every step has to call every layer once, in "
@@ -265,6 +270,12 @@ class PipelinedLayers:
         )
 
     def _check_order(self, visit: Visit, index: int) -> None:
+        if visit.received.is_empty:
+            raise MisconfigurationException(
+                f"The step called layer {self.names[index]!r} on stage {visit.stage}, and no layer "
+                "on the stage before it. Whether it calls the layers must depend on what all "
+                "stages have: the batch, its index, the epoch." + see("steps")
+            )
         if index == visit.next_layer:
             visit.next_layer += 1
             return

@@ -13,6 +13,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.batch_fingerprint import BatchFingerprint
+from lightning_axosparse.pipeline.batch_norms import statistics_explained
 from lightning_axosparse.pipeline.in_flight import InFlightLimit
 from lightning_axosparse.pipeline.loss_weights import LossWeights
 from lightning_axosparse.pipeline.message import Gradients, tensors
@@ -70,6 +71,7 @@ class Batch:
         microbatches: the micro-batches that this replica computes.
         fingerprint: of the whole batch; every message carries it.
         log: records what the step logs.
+        prints: makes the context that records what the step prints.
         weights_given: whether the user has given the weights of the micro-batches.
     """
 
@@ -80,6 +82,7 @@ class Batch:
     microbatches: Sequence[MicroBatch]
     fingerprint: BatchFingerprint
     log: StepLog
+    prints: Callable[[], AbstractContextManager[Any]] = nullcontext
     weights_given: bool = False
 
 
@@ -110,6 +113,8 @@ class StageStep:
             micro-batches.
     """
 
+    _may_call_no_layer = True
+
     def __init__(
         self,
         stage: int,
@@ -139,7 +144,7 @@ class StageStep:
 
         Raises:
             MisconfigurationException: if the previous stage computes another batch, or the step
-                does not call every layer.
+                calls some layers and not all, or in training none.
         """
         batch, part = self._batch, self._batch.microbatches[microbatch]
         if received is not None:
@@ -150,15 +155,19 @@ class StageStep:
         self._visits[microbatch] = visit
         tracked = self._tracker.microbatch(part.size, part.batch) if self._tracks else nullcontext()
         log = batch.log.microbatch(part.size, part.weight if batch.weights_given else None)
+        explained = statistics_explained(part, batch.microbatches)
         self._rng.seed_outside_layers(part.number)
         with self._measured(received):
             try:
-                with tracked, self._layers.visit(visit), log, batch.precision():
-                    output = batch.step(part.batch, *batch.args, **batch.kwargs)
+                with explained, batch.prints(), tracked, self._layers.visit(visit):
+                    with log, batch.precision():
+                        output = batch.step(part.batch, *batch.args, **batch.kwargs)
+                    self._layers.validate_end(visit, self._may_call_no_layer)
+                    if not self._is_last:  # What it logged counts on the last stage alone.
+                        raise StageEdge(Activation(None, is_empty=True))
             except StageEdge as edge:
                 output = edge.activation._replace(fingerprint=batch.fingerprint.fingerprint)
             else:
-                self._layers.validate_end(visit)
                 self._take_output(output, received)
         return output
 
@@ -187,9 +196,13 @@ class TrainingStageStep(StageStep):
         rng: as for :class:`StageStep`.
         tracker: as for :class:`StageStep`.
         limit: the in-flight limit, which follows the memory that passes take.
+        split: the layers whose weight gradients may be deferred.
+        defers: returns whether those of a micro-batch are.
         is_first_here: whether this is the first stage of this process, whose last backward pass
             makes the gradients of the process final.
     """
+
+    _may_call_no_layer = False
 
     def __init__(
         self,
@@ -200,6 +213,7 @@ class TrainingStageStep(StageStep):
         tracker: ReductionTracker,
         limit: InFlightLimit,
         split: SplitLayers,
+        defers: Callable[[int], bool],
         is_first_here: bool,
     ) -> None:
         super().__init__(stage, batch, layers, rng, tracker)
@@ -209,6 +223,12 @@ class TrainingStageStep(StageStep):
         self._received = batch.received
         self._limit, self._is_first_here = limit, is_first_here
         self._split, self._queue = split, WeightGradientQueue(batch.backward.mark_final)
+        self._defers = defers
+
+    def forward(self, microbatch: int, received: Activation | None) -> Any:
+        """Run the user's step on a micro-batch, with split layers if its backward pass defers."""
+        with nullcontext() if self._defers(microbatch) else self._split.suspended():
+            return super().forward(microbatch, received)
 
     def backward(self, microbatch: int, output: Any, gradients: Gradients | None) -> float:
         """Differentiate a micro-batch's loss, or what this stage sent of it.
@@ -246,8 +266,11 @@ class TrainingStageStep(StageStep):
 
     @property
     def reordered_sums(self) -> bool:
-        """Whether weight gradients that were made later stand in another order in a sum."""
-        return self._queue.reordered
+        """Whether weight gradients that were made later stand in another order in a sum.
+
+        It shows in batches that defer all of them: after whole backward passes there are others.
+        """
+        return self._queue.reordered and self._defers(0)
 
     def make_weight_gradient(self, microbatch: int) -> bool:
         """Make one of the weight gradients that backward passes have left.

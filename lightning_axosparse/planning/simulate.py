@@ -117,7 +117,8 @@ def simulate(
                 "weight_gradient is longer than backward, which includes it: give backward the "
                 "seconds of both." + see("planning")
             )
-        passes["backward"] = passes["backward"] - deferred
+        apart = [[each.defers(number) for number in range(microbatches)] for each in schedules]
+        passes["backward"] = passes["backward"] - deferred * np.array(apart)
         passes["weight gradient"] = deferred / products
     events = _EventLoop(schedules, passes, products, links, message_bytes)
     events.run()

@@ -13,14 +13,7 @@ from lightning_axosparse.sparse import embedding, kept_convolutions, kept_produc
 from lightning_axosparse.sparse.elementwise import validate_elementwise_optimizers
 from lightning_axosparse.sparse.formats import FORMATS, layout_of
 from lightning_axosparse.sparse.layout import Layout
-from lightning_axosparse.sparse.materialize import (
-    COMPUTES,
-    POLICIES,
-    Compute,
-    DenseForm,
-    Policy,
-    master_dtype,
-)
+from lightning_axosparse.sparse.materialize import POLICIES, DenseForm, Policy, master_dtype
 from lightning_axosparse.sparse.module import SparseModule, make_dense, make_sparse
 from lightning_axosparse.sparse.optimizer_state import compress_state, expand_state, validate_state
 from lightning_axosparse.sparse.parameters import (
@@ -30,6 +23,7 @@ from lightning_axosparse.sparse.parameters import (
     sparse_parameters,
     validate_made,
 )
+from lightning_axosparse.sparse.ways import COMPUTES, Compute, Ways
 from lightning_axosparse.sparse.weight import compress_gradient
 from lightning_axosparse.support.arguments import (
     MASKS,
@@ -83,12 +77,12 @@ def sparsify(
         policy: "sparse": no dense weight stays in memory (see ``compute``); "samo": it stays in
             memory, in the dtype that products run in, and is filled once per optimizer step. With
             both, the kept values of a weight of less than 32 bits are float32.
-        compute: how linear layers and convolutions run on CPU in float32, with the policy "sparse"
-            and the index format "segments": "sparse": with the kept values; "dense": with a dense
-            weight, made in parts at every use; "auto": as is faster for the share of weights that
-            is kept (``sparse/kept_products.py``, ``sparse/kept_convolutions.py``). Sums run in
-            another order than in dense products, so results differ in their last bits. With
-            "sparse", products of linear layers in 16 bits run with the kept values, too, in
+        compute: how linear layers and, in float32, convolutions run on CPU, with the policy
+            "sparse" and the index format "segments": "sparse": with the kept values; "dense": with
+            a dense weight, made in parts at every use; "auto": as is faster for the share of
+            weights that is kept and, in 16 bits, on this processor (``sparse/kept_products.py``,
+            ``sparse/kept_convolutions.py``). Sums run in another order than in dense products, so
+            results differ in their last bits. In 16 bits products with the kept values run in
             float32, and are rounded.
 
     Raises:
@@ -131,7 +125,7 @@ def sparsify(
         if entry.layout is None:
             _to_values(entry, layout, optimizer)
         assert entry.form is not None
-        entry.form.policy, entry.form.compute = policy, compute
+        entry.form.policy, entry.form.ways = policy, Ways(compute)
     renew_reducers(module)
     load_loops_of(module)
     release_freed_memory()
@@ -240,7 +234,7 @@ def _loops_of(entry: OwnedParameter) -> Iterator[Callable[[], None]]:
     assert entry.form is not None
     if entry.form.policy == "samo":
         return
-    choice = entry.form.compute, entry.parameter.new_empty(0, dtype=entry.form.dtype)
+    choice = entry.form.ways, entry.parameter.new_empty(0, dtype=entry.form.dtype)
     owners = [owner for owner, _ in entry.owners]
     if any(isinstance(owner, nn.Conv1d | nn.Conv2d) for owner in owners):
         if kept_convolutions.chosen(entry.layout, *choice):

@@ -58,10 +58,10 @@ def layer_forward(
         values, layout, form = stored
         if form.copy is not None or not _eligible(layer, inputs, values, form):
             return dense_forward(layer, inputs)
-        if not kept_convolutions.chosen(layout, form.compute, values):
+        if not kept_convolutions.chosen(layout, form.ways, values):
             return dense_forward(layer, inputs)
         geometry = _geometry_of(layer, layout.shape, inputs)
-        if not geometry.fits or not kept_convolutions.large_enough(form.compute, geometry):
+        if not geometry.fits or not kept_convolutions.large_enough(form.ways, geometry):
             return dense_forward(layer, inputs)
         result: Tensor = _Convolution.apply(inputs, values, layer.bias, layout, geometry)  # type: ignore[no-untyped-call]
         return result

@@ -148,12 +148,12 @@ def add_rows(indices: Tensor, rows: Tensor, layout: Layout, padding: int | None 
         layout: the kept entries.
         padding: an index whose rows are not added.
     """
-    values = rows.new_zeros(layout.nnz)
     if padding is not None:
         rows, indices = rows[indices != padding], indices[indices != padding]
     if found_by_row(layout) and rows.dtype.itemsize >= 4:
         added: Tensor = kernel_module("segments").add_rows(indices, rows, layout.rows)
         return added
+    values = rows.new_zeros(layout.nnz)
     for tile, found in _tiles_with(indices, layout):
         sums = _scratch_rows(layout, tile, rows).zero_()
         sums.index_add_(0, indices[found] - tile.rows.start, rows[found])

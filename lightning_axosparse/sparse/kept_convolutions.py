@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from lightning_axosparse.sparse.formats import SegmentLayout, layout_of
-from lightning_axosparse.sparse.kept_products import runs
+from lightning_axosparse.sparse.kept_products import readable
 from lightning_axosparse.sparse.kernels import SEGMENT, kernel_module
 from lightning_axosparse.sparse.layout import INT32_ENTRIES, Layout, row_length
-from lightning_axosparse.sparse.materialize import Compute
 from lightning_axosparse.sparse.scratch import Use, scratch
 from lightning_axosparse.sparse.threads import in_threads
+from lightning_axosparse.sparse.ways import Ways
 
 MOST_KEPT = 0.25
 """The largest share of kept entries with which forward and backward take less time here."""
@@ -96,22 +96,25 @@ class Geometry:
         return _Planes(self)
 
 
-def chosen(layout: Layout, compute: Compute, operand: Tensor) -> TypeGuard[SegmentLayout]:
+def chosen(layout: Layout, ways: Ways, operand: Tensor) -> TypeGuard[SegmentLayout]:
     """Return whether convolutions with a sparse weight are to run here, if their geometry fits.
 
     Args:
         layout: the kept entries.
-        compute: as for :func:`lightning_axosparse.sparsify`.
+        ways: how products with the weight run.
         operand: the kept values or another operand, of the dtype in which the product runs.
     """
-    few = layout.nnz <= MOST_KEPT * layout.shape.numel()
-    return runs(compute, operand, layout) and (few or compute == "sparse")
+    if operand.dtype != torch.float32 or not readable(layout, operand):
+        return False
+    if ways.compute != "auto":
+        return ways.compute == "sparse"
+    return ways.processor != "unmeasured" and layout.nnz <= MOST_KEPT * layout.shape.numel()
 
 
-def large_enough(compute: Compute, geometry: Geometry) -> bool:
+def large_enough(ways: Ways, geometry: Geometry) -> bool:
     """Return whether a convolution has enough outputs to be faster here."""
     images, _, height, width = geometry.outputs
-    return compute == "sparse" or images * height * width >= FEWEST_POSITIONS
+    return ways.compute == "sparse" or images * height * width >= FEWEST_POSITIONS
 
 
 @cache

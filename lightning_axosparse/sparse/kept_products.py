@@ -7,7 +7,7 @@ dense weight.
 
 from __future__ import annotations
 
-import platform
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, TypeGuard
 
@@ -18,60 +18,77 @@ from torch import Tensor
 from lightning_axosparse.sparse.formats import SegmentLayout, layout_of
 from lightning_axosparse.sparse.kernels import LANES, ROWS, kernel_module
 from lightning_axosparse.sparse.layout import Layout, block_rows, row_length
-from lightning_axosparse.sparse.materialize import Compute
 from lightning_axosparse.sparse.scratch import scratch
 from lightning_axosparse.sparse.threads import in_threads
+from lightning_axosparse.sparse.ways import Processor, Ways
+from lightning_axosparse.support import heap_memory
 
-MOST_KEPT = {"times_transposed": 0.5, "times": 0.3, "outer": 0.3}
-"""The largest share of kept entries with which a product takes less time here than on panels.
+Shares = Mapping[str, float]
+"""The largest share of kept entries with which each product runs here.
+
+"one_token" is that of ``times_transposed`` and ``times`` with a single token.
+"""
+
+_USUAL: Shares = {"times_transposed": 0.5, "times": 0.3, "outer": 0.3, "one_token": 1.0}
+_SMALL: Shares = {"times_transposed": 0.2, "times": 0.12, "outer": 0.15, "one_token": 1.0}
+_ALWAYS: Shares = dict.fromkeys(_USUAL, 1.0)
+_NEVER: Shares = dict.fromkeys(_USUAL, -1.0)
+
+MOST_KEPT: Mapping[Processor, tuple[Shares, Shares]] = {
+    "unmeasured": (_NEVER, _NEVER),
+    "matrix": (_USUAL, _NEVER),
+    "bfloat16": (_USUAL, _SMALL),
+    "float32": (_USUAL, _USUAL),
+}
+"""With what shares products take less time here than on panels, in float32 and in 16 bits.
 
 Panels take longer than a dense weight, too, by what it takes to fill them. Other sizes of weights
-and numbers of tokens change the ratio of the two ways, but not which one is faster.
+and numbers of several tokens change the ratio of the two ways, but not which one is faster.
 """
 
-SIXTEEN_BITS = (torch.bfloat16, torch.float16)
-"""Dtypes whose products run in float32 here, and are rounded.
-
-Only ``compute="sparse"`` asks for that: whether it takes less time than a dense product depends on
-the processor, and "auto" chooses the same way on all of them.
-"""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of products that can run here: in float32; if of 16 bits, they are rounded then."""
 
 _NO_BIAS: Any = np.empty(0, np.float32)
 
-MEASURED = platform.machine().lower() in ("x86_64", "amd64")
-"""Whether the loops have been measured on processors like this one; "auto" does without elsewhere.
-"""
 
-
-def runs(compute: Compute, operand: Tensor, layout: Layout) -> bool:
-    """Return whether compiled loops may run with these kept values.
+def readable(layout: Layout, operand: Tensor) -> TypeGuard[SegmentLayout]:
+    """Return whether compiled loops can read these kept values.
 
     Args:
-        compute: as for :func:`lightning_axosparse.sparsify`.
-        operand: the kept values or another operand, of the dtype in which the product runs.
         layout: the kept entries.
+        operand: the kept values or another operand.
     """
-    if compute == "dense" or (compute == "auto" and not MEASURED):
-        return False
-    segments = isinstance(layout, SegmentLayout) and layout.has_row_segments
-    return segments and operand.is_cpu and operand.dtype == torch.float32
+    return operand.is_cpu and isinstance(layout, SegmentLayout) and layout.has_row_segments
 
 
-def chosen(
-    layout: Layout, product: str, compute: Compute, operand: Tensor
-) -> TypeGuard[SegmentLayout]:
+def chosen(layout: Layout, product: str, ways: Ways, operand: Tensor) -> TypeGuard[SegmentLayout]:
     """Return whether a product with a sparse weight is to run here.
 
     Args:
         layout: the kept entries.
-        product: the function's name: "times_transposed", "times" or "outer".
-        compute: as for :func:`lightning_axosparse.sparsify`.
+        product: which product of :data:`Shares`.
+        ways: how products with the weight run.
         operand: the kept values or another operand, of the dtype in which the product runs.
     """
-    if compute == "sparse" and operand.dtype in SIXTEEN_BITS:
-        operand = operand.new_empty(0, dtype=torch.float32)
-    few = layout.nnz <= MOST_KEPT[product] * layout.shape.numel()
-    return runs(compute, operand, layout) and (few or compute == "sparse")
+    if not readable(layout, operand):
+        return False
+    return layout.nnz <= most_kept(ways, operand.dtype)[product] * layout.shape.numel()
+
+
+def most_kept(ways: Ways, dtype: torch.dtype) -> Shares:
+    """Return with which shares of kept entries products of a dtype are to run here, on a CPU.
+
+    Args:
+        ways: how products with the weight run.
+        dtype: the dtype of the operands, after autocast.
+    """
+    if dtype not in DTYPES or ways.compute == "dense":
+        return _NEVER
+    if ways.compute == "sparse":
+        return _ALWAYS
+    in_float32, in_16_bits = MOST_KEPT[ways.processor]
+    return in_float32 if dtype == torch.float32 else in_16_bits
 
 
 @cache
@@ -107,7 +124,7 @@ def times_transposed(
     """
     height, width = layout.shape[0], row_length(layout.shape)
     tokens = inputs.shape[:-1]
-    result = inputs.new_empty((*tokens, height), dtype=torch.float32)
+    result = heap_memory.empty((*tokens, height))
     number = tokens.numel()
     weight = *_index(layout), _flat(values)
     source, target, shift = _flat(inputs), _flat(result), _bias(bias)
@@ -141,12 +158,15 @@ def times(
     """
     height, width = layout.shape[0], row_length(layout.shape)
     tokens = inputs.shape[:-1]
-    result = inputs.new_empty((*tokens, width), dtype=torch.float32)
+    result = heap_memory.empty((*tokens, width))
     number = tokens.numel()
     weight = *_index(layout), _flat(values)
     source, target, shift = _flat(inputs), _flat(result), _bias(bias)
 
     def part(first: int, last: int) -> None:
+        if number == 1:
+            kernel_module("one_token").times(source, *weight, width, shift, target)
+            return
         some = (first, last)
         packed = _packed(width)
         kernel_module("products").times(source, some, *weight, height, width, shift, target, packed)
@@ -168,7 +188,7 @@ def outer(left: Tensor, right: Tensor, layout: SegmentLayout) -> Tensor:
     """
     tokens, height = left.shape[0], layout.shape[0]
     width = row_length(layout.shape)
-    result = left.new_zeros(layout.nnz, dtype=torch.float32)
+    result = heap_memory.zeros((layout.nnz,))
     index, sources, target = _index(layout), (_flat(left), _flat(right)), _flat(result)
 
     def part(first: int, last: int) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_axosparse.sparse.kept_products import runs
+from lightning_axosparse.sparse.kept_products import readable
 from lightning_axosparse.sparse.linear import KeptProduct
 from lightning_axosparse.sparse.materialize import DenseForm
 from lightning_axosparse.sparse.recurrent_cells import GRU, LSTM, Cell, State
@@ -93,16 +93,17 @@ def chosen(cell: type[Cell], layers: Sequence[Weights]) -> bool:
     matrices = [weight for layer in layers for weight in layer[:2]]
     sparse = [weight for weight in matrices if isinstance(weight, SparseWeight)]
     recurrent = [layer.hh for layer in layers]
-    if any(w.compute == "dense" or w.dense_copy is not None for w in sparse):
+    if any(w.dtype != torch.float32 or w.dense_copy is not None for w in sparse):
         return False
-    if not all(
-        runs(w.compute, w.kept, w.entries) for w in recurrent if isinstance(w, SparseWeight)
-    ):
+    if not all(readable(w.entries, w.kept) for w in recurrent if isinstance(w, SparseWeight)):
+        return False
+    if any(weight.ways.compute != "auto" for weight in sparse):
+        return all(weight.ways.compute == "sparse" for weight in sparse)
+    if any(weight.ways.processor == "unmeasured" for weight in sparse):
         return False
     most, *fewest = LIMITS[cell]
     few = all(_share([weight]) <= most for weight in recurrent) and _share(matrices) <= most
-    large = recurrent[0].shape[1] >= fewest[torch.is_inference_mode_enabled()]
-    return (few and large) or all(weight.compute == "sparse" for weight in sparse)
+    return few and recurrent[0].shape[1] >= fewest[torch.is_inference_mode_enabled()]
 
 
 def run(
@@ -291,7 +292,7 @@ def _product(weight: Tensor) -> _Product:
     if not isinstance(weight, SparseWeight) or torch.is_grad_enabled():
         return _DenseProduct(weight)
     weight.check_unchanged()
-    form = DenseForm(weight.dtype, compute=weight.compute)
+    form = DenseForm(weight.dtype, ways=weight.ways)
     return _SparseProduct(weight, KeptProduct(weight.entries, form, by_rows=True))
 
 

@@ -28,15 +28,17 @@ Each of the three products of a path runs in the first of these ways that fits (
 way            when                                          how
 =============  ============================================  =====================================
 resident copy  there is one of this dtype (policy "samo")    torch's product with the copy
-kept values    on CPU in float32, with ``compute="sparse"``  compiled loops over kept values
-               or, with "auto", if so few entries are kept
-               that it is faster (``kept_products``)
+kept values    on CPU in up to 32 bits, with                 compiled loops over kept values, in
+               ``compute="sparse"`` or, with "auto", if so   float32
+               few entries are kept that it is faster
+               (``kept_products``)
 panels         otherwise                                     torch's product with panels of the
                                                              weight, made dense one after another
 =============  ============================================  =====================================
 
-Which way runs follows from the dtype, the device, the share of kept entries, the policy and
-``compute`` alone: it is the same on all ranks, and after a checkpoint is loaded.
+Which way runs follows from the dtype, the device, the share of kept entries, whether there is a
+single token, the policy, ``compute`` and the kind of processor on which the ranks of a run agree
+and which its checkpoints keep (``ways``): it is the same on all ranks, and in a resumed run.
 """
 
 from __future__ import annotations
@@ -51,12 +53,8 @@ from torch.nn import functional as F
 from lightning_axosparse.sparse import kept_products, panels
 from lightning_axosparse.sparse.kernels import reference
 from lightning_axosparse.sparse.layout import Layout
-from lightning_axosparse.sparse.materialize import (
-    Compute,
-    DenseCopy,
-    DenseForm,
-    autocast_dtype,
-)
+from lightning_axosparse.sparse.materialize import DenseCopy, DenseForm, autocast_dtype
+from lightning_axosparse.sparse.ways import Ways
 from lightning_axosparse.sparse.weight import SparseWeight, check_unchanged, sparse_weight
 from lightning_axosparse.support.torch_internals import (
     backward_transformed,
@@ -214,7 +212,7 @@ class KeptProduct(NamedTuple):
     def forward(self, x: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply by the kept values, and add the bias."""
         form = self.form
-        return _multiply(x, values, self.layout, form.copy, form.compute, self.by_rows, bias)
+        return _multiply(x, values, self.layout, form.copy, form.ways, self.by_rows, bias)
 
     def input_gradient(self, gradient: Tensor, x: Tensor, values: Tensor) -> Tensor:
         """Compute the gradient of the inputs from that of the output.
@@ -223,10 +221,8 @@ class KeptProduct(NamedTuple):
         """
         if not backward_transformed(gradient):
             form = self.form
-            return _multiply(
-                gradient, values, self.layout, form.copy, form.compute, not self.by_rows
-            )
-        weight = sparse_weight(values, self.layout, DenseForm(x.dtype))
+            return _multiply(gradient, values, self.layout, form.copy, form.ways, not self.by_rows)
+        weight = sparse_weight(values, self.layout, DenseForm(x.dtype, ways=self.form.ways))
         weight = weight.view(self.layout.shape[0], -1)
         factor = weight.t() if self.by_rows else weight
         for_inputs = linear(gradient, factor)
@@ -240,7 +236,7 @@ class KeptProduct(NamedTuple):
         if backward_transformed(gradient):
             kept = reference.gather(left.t() @ right, self.layout.positions())
         else:
-            kept = _outer(left, right, self.layout, self.form.compute)
+            kept = _outer(left, right, self.layout, self.form.ways)
         return kept.to(values.dtype)
 
 
@@ -312,13 +308,13 @@ class _WeightProduct(torch.autograd.Function):
     @staticmethod
     def forward(inputs: Tensor, weight: SparseWeight, bias: Tensor | None, by_rows: bool) -> Tensor:
         weight.check_unchanged()
-        source = weight.kept, weight.entries, weight.dense_copy, weight.compute
+        source = weight.kept, weight.entries, weight.dense_copy, weight.ways
         return _multiply(inputs, *source, by_rows, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         factor, weight, _, ctx.by_rows = inputs
-        ctx.layout, ctx.compute = weight.entries, weight.compute
+        ctx.layout, ctx.ways = weight.entries, weight.ways
         ctx.save_for_backward(factor, weight)
 
     @staticmethod
@@ -341,7 +337,7 @@ def _weight_gradient(ctx: Any, inputs: Tensor, gradient: Tensor) -> Tensor:
     if backward_transformed(gradient):
         return left.t() @ right
     geometry = torch.empty(left.shape[1], right.shape[1], dtype=left.dtype, device="meta")
-    return SparseWeight(_outer(left, right, ctx.layout, ctx.compute), ctx.layout, geometry)
+    return SparseWeight(_outer(left, right, ctx.layout, ctx.ways), ctx.layout, geometry)
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -359,7 +355,7 @@ def _multiply(
     values: Tensor,
     layout: Layout,
     dense_copy: DenseCopy | None,
-    compute: Compute,
+    ways: Ways,
     by_rows: bool,
     bias: Tensor | None = None,
 ) -> Tensor:
@@ -371,7 +367,8 @@ def _multiply(
     else:
         kept = values if values.dtype == inputs.dtype else values.to(inputs.dtype)
         product = "times_transposed" if by_rows else "times"
-        if kept_products.chosen(layout, product, compute, kept):
+        one_token = inputs.shape[:-1].numel() == 1
+        if kept_products.chosen(layout, "one_token" if one_token else product, ways, kept):
             result = getattr(kept_products, product)(inputs, kept, layout, bias)
             return result
         result = getattr(panels, product)(_flat(inputs), kept, layout, bias)
@@ -379,8 +376,8 @@ def _multiply(
     return shaped.detach()  # no view, so that nn.ReLU(inplace=True) may change it
 
 
-def _outer(left: Tensor, right: Tensor, layout: Layout, compute: Compute) -> Tensor:
+def _outer(left: Tensor, right: Tensor, layout: Layout, ways: Ways) -> Tensor:
     """Return the kept entries of ``left.t() @ right``."""
-    if kept_products.chosen(layout, "outer", compute, left):
+    if kept_products.chosen(layout, "outer", ways, left):
         return kept_products.outer(left, right, layout)
     return panels.outer(left, right, layout)

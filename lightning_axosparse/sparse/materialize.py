@@ -16,27 +16,26 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_axosparse.sparse.layout import Layout
+from lightning_axosparse.sparse.ways import AUTO, Ways
 from lightning_axosparse.support.torch_internals import version_of
 
 Policy = Literal["sparse", "samo"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 
-Compute = Literal["auto", "dense", "sparse"]
-COMPUTES: tuple[str, ...] = get_args(Compute)
 
-
-def best_policy(sixteen_bit: bool, passes: int) -> Policy:
+def best_policy(sixteen_bit: bool, passes: int, on_kept_values: bool) -> Policy:
     """Return the policy that ``benchmarks/overhead`` recommends.
 
     A resident copy saves the time to make the weight dense in every forward and backward pass after
     the first. In float32 that time is short and the copy takes 4 bytes per weight; in 16 bits it is
-    long and the copy takes 2.
+    long and the copy takes 2. Products on the kept values need no dense weight.
 
     Args:
         sixteen_bit: whether products run in bfloat16 or float16.
         passes: forward and backward passes (micro-batches) per optimizer step.
+        on_kept_values: whether so few entries are kept that products run on them.
     """
-    return "samo" if sixteen_bit and passes > 1 else "sparse"
+    return "samo" if sixteen_bit and passes > 1 and not on_kept_values else "sparse"
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -58,12 +57,12 @@ class DenseForm:
     Attributes:
         dtype: dtype of the dense-shaped weight. The kept values have this or a wider one.
         copy: the dense copy that stays in memory; None with the policy "sparse".
-        compute: whether products use the kept values, a dense weight, or what is faster.
+        ways: whether products use the kept values, a dense weight, or what is faster.
     """
 
     dtype: torch.dtype
     copy: DenseCopy | None = None
-    compute: Compute = "auto"
+    ways: Ways = AUTO
 
     @property
     def policy(self) -> Policy:
@@ -88,9 +87,9 @@ class DenseForm:
         inference mode has none, because torch counts no changes of it.
         """
         if self.copy is None or torch.compiler.is_compiling():
-            return DenseForm(self.dtype, compute=self.compute)
+            return DenseForm(self.dtype, ways=self.ways)
         if not isinstance(values, nn.Parameter) or values.is_inference() or values.is_meta:
-            return DenseForm(self.dtype, compute=self.compute)
+            return DenseForm(self.dtype, ways=self.ways)
         autocast = None if self.dtype == torch.float64 else autocast_dtype(values.device)
         self.copy.configure(autocast or self.dtype, training)
         return self

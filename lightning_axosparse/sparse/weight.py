@@ -14,7 +14,8 @@ from torch.autograd.graph import increment_version
 from lightning_axosparse.sparse.compiled import recomputed_densify
 from lightning_axosparse.sparse.kernels import reference
 from lightning_axosparse.sparse.layout import Layout, row_length
-from lightning_axosparse.sparse.materialize import Compute, DenseCopy, DenseForm
+from lightning_axosparse.sparse.materialize import DenseCopy, DenseForm
+from lightning_axosparse.sparse.ways import AUTO, Ways
 from lightning_axosparse.support.torch_internals import (
     backward_transformed,
     forward_mode,
@@ -36,7 +37,7 @@ class _Read:
     """One read of a weight, shared by all its views: the values' version, how products run."""
 
     version: int
-    compute: Compute = "auto"
+    ways: Ways = AUTO
 
 
 class SparseWeight(Tensor):
@@ -161,9 +162,9 @@ class SparseWeight(Tensor):
         return copy if copy is not None and copy.dtype == self.dtype else None
 
     @property
-    def compute(self) -> Compute:
+    def ways(self) -> Ways:
         """Whether products use the kept values, a dense weight, or what is faster."""
-        return self._read.compute
+        return self._read.ways
 
     def check_unchanged(self) -> None:
         """Check that the kept values are still those that were read.
@@ -320,7 +321,7 @@ class SparseWeight(Tensor):
             return self._viewed(self._geometry(dtype))
         values = self.kept_values().to(device, dtype, non_blocking=non_blocking, copy=True)
         converted = type(self)(values, self.entries.to(device), self._geometry(dtype))
-        converted._read.compute = self.compute
+        converted._read.ways = self.ways
         return converted
 
 
@@ -361,7 +362,7 @@ class _Expand(torch.autograd.Function):
     ) -> SparseWeight:
         geometry = torch.empty(layout.shape, dtype=form.dtype, device="meta")
         weight = kind(values.detach(), layout, geometry, form.copy)
-        weight._read.compute = form.compute
+        weight._read.ways = form.ways
         return weight
 
     @staticmethod
@@ -383,7 +384,7 @@ class _Expand(torch.autograd.Function):
     ) -> tuple[Tensor, int | None]:
         """Stay sparse for one set of values; make several sets dense together."""
         if in_dims[0] is None:
-            return sparse_weight(values, layout, DenseForm(form.dtype), kind), None
+            return sparse_weight(values, layout, DenseForm(form.dtype, ways=form.ways), kind), None
         weights = torch.vmap(lambda one: reference.scatter(one, layout.positions(), layout.shape))
         return weights(values.movedim(in_dims[0], 0).to(form.dtype)), 0
 

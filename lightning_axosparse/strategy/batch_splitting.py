@@ -45,26 +45,34 @@ class BatchSplitter:
         trainer: the running Trainer.
         microbatches: micro-batches wanted per batch and replica.
         split_batch: the user's own function, if there is one.
+        fewest_samples: of a micro-batch; smaller batches stay whole.
     """
 
     def __init__(
-        self, trainer: pl.Trainer, microbatches: int, split_batch: SplitBatch | None
+        self,
+        trainer: pl.Trainer,
+        microbatches: int,
+        split_batch: SplitBatch | None,
+        fewest_samples: int = 1,
     ) -> None:
         self._trainer, self._split_batch = trainer, split_batch
-        self._microbatches = microbatches
+        self._microbatches, self._fewest_samples = microbatches, fewest_samples
         self._known: dict[tuple[object, int], _LoaderBatches] = {}
 
     def split_to_train(
         self, batch: Any, rest: Sequence[Any], groups: ProcessGroups
     ) -> list[MicroBatch]:
-        """Split a training batch into as many micro-batches as are wanted.
+        """Split a training batch into as many micro-batches as are wanted, if it is large enough.
 
         Args:
             batch: the batch, the same on all ranks that are given it.
             rest: the other arguments of the step.
             groups: the process groups; replicas that share batches get equally many parts.
         """
-        return self._split(batch, rest, groups, lambda samples, wanted: wanted)
+        fewest = self._fewest_samples
+        return self._split(
+            batch, rest, groups, lambda samples, wanted: min(wanted, max(1, samples // fewest))
+        )
 
     def split_to_evaluate(
         self, batch: Any, rest: Sequence[Any], groups: ProcessGroups
@@ -75,7 +83,9 @@ class BatchSplitter:
             batch,
             rest,
             groups,
-            lambda samples, wanted: even_parts(samples, wanted, replicas_per_batch),
+            lambda samples, wanted: even_parts(
+                samples, wanted, replicas_per_batch, self._fewest_samples
+            ),
         )
 
     def _split(

@@ -37,6 +37,7 @@ from lightning_axosparse.checkpoint.gather import (
 )
 from lightning_axosparse.checkpoint.stage_tensors import StageTensors
 from lightning_axosparse.distributed.rank_status import this_rank
+from lightning_axosparse.pipeline.batch_norms import fewest_samples
 from lightning_axosparse.pipeline.checkpointing import ActivationCheckpointing
 from lightning_axosparse.pipeline.in_flight import InFlightRule
 from lightning_axosparse.pipeline.loss_weights import (
@@ -53,9 +54,10 @@ from lightning_axosparse.planning.grid_comparison import default_microbatches
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.sparse import sparsify
-from lightning_axosparse.sparse.materialize import Compute, Policy
+from lightning_axosparse.sparse.materialize import Policy
 from lightning_axosparse.sparse.optimizer_state import dense_shapes, restore_masters
 from lightning_axosparse.sparse.parameters import sparse_parameters
+from lightning_axosparse.sparse.ways import AUTO, Ways
 from lightning_axosparse.strategy.auto_grid import choose_grid
 from lightning_axosparse.strategy.batch_splitting import BatchSplitter
 from lightning_axosparse.strategy.construction import (
@@ -186,9 +188,10 @@ class AxoSparseStrategy(MPIStrategy):
             micro-batch, and by the free memory. Without an example it takes the shortest balanced
             pipeline whose parameters, gradients and optimizer state (AdamW's, float32) fit.
         microbatches: micro-batches per batch and replica; None takes ``4 * g_inter`` (one without a
-            pipeline). A batch that they do not divide is split unevenly, with the right weights; a
-            batch with fewer samples is split into one micro-batch per sample. Evaluation takes the
-            closest number that divides the batch.
+            pipeline), or so many that each has two samples, if the module has BatchNorms. A batch
+            that they do not divide is split unevenly, with the right weights; a batch with fewer
+            samples is split into one micro-batch per sample. Evaluation takes the closest number
+            that divides the batch.
         pipeline: attribute path of the ``nn.Sequential`` or ``nn.ModuleList`` whose layers are
             partitioned over the stages, such as ``"model.transformer.h"``; or several of them, and
             of other modules that are a layer each, in the order in which a step calls them, such as
@@ -212,9 +215,9 @@ class AxoSparseStrategy(MPIStrategy):
             gets its gradient earlier: for linear layers, Hugging Face's ``Conv1D`` and
             convolutions whose weights are dense, and in "message-driven" and "zb-h1". Gradients
             are the same to the bit, and complete before anything of Lightning reads them. None
-            runs the first 16 batches, and as many after a draw, in both ways and keeps the faster
-            one, for stages on CPUs that exchange messages and without ``recompute``; "deferred"
-            for "zb-h1"; else "together".
+            runs the first 24 batches, and as many after a draw, in both ways and deferring only
+            those of the last micro-batches, and keeps the fastest, for stages on CPUs that exchange
+            messages and without ``recompute``; "deferred" for "zb-h1"; else "together".
         transport: "mpi" gives each stage a rank; "loopback" runs all stages of a replica in one
             process, through the same schedule, for notebooks, debuggers and tests.
         split_batch: splits a batch into micro-batches, ``(batch, microbatches) -> list``, such as
@@ -721,11 +724,12 @@ class AxoSparseStrategy(MPIStrategy):
         rule: InFlightRule,
         steps_in_parts: bool,
     ) -> StepRunner:
+        fewest = fewest_samples(self._module) if self._microbatches is None else 1
         runner = StepRunner(
             trainer,
             self.precision_plugin,
             self._schedules,
-            BatchSplitter(trainer, self.microbatches, self._split_batch),
+            BatchSplitter(trainer, self.microbatches, self._split_batch, fewest),
             self._loss_rule,
             self._step_outputs == "all",
             steps_in_parts,
@@ -875,7 +879,10 @@ class AxoSparseStrategy(MPIStrategy):
         return dict(self._stored.stage_module.sharding.holders)
 
     def sparsify(
-        self, masks: Mapping[str, Tensor], policy: Policy = "sparse", compute: Compute = "auto"
+        self,
+        masks: Mapping[str, Tensor],
+        policy: Policy = "sparse",
+        ways: Ways = AUTO,
     ) -> None:
         """Store the masked parameters of this rank, and their optimizer state, sparse.
 
@@ -883,12 +890,16 @@ class AxoSparseStrategy(MPIStrategy):
             masks: name of a parameter of this rank -> bool tensor of its shape, True where an
                 entry is kept. Read one at a time.
             policy: as for :func:`lightning_axosparse.sparsify`.
-            compute: likewise.
+            ways: how their products run, the same on all ranks.
         """
         optimizer = self.optimizers[0] if self.optimizers else None
-        sparsify(self._module, masks, optimizer, policy=policy, compute=compute)
+        sparsify(self._module, masks, optimizer, policy=policy, compute=ways.compute)
+        stored = sparse_parameters(self._module).values()
+        for entry in stored:
+            assert entry.form is not None
+            entry.form.ways = ways
         if optimizer is not None:
-            restore_masters(optimizer, sparse_parameters(self._module).values())
+            restore_masters(optimizer, stored)
         self._after_draw()
 
     def shrink(self, ticket: ChannelTicket) -> None:

@@ -53,6 +53,7 @@ from lightning_axosparse.strategy.lightning.precision import (
     restore_precision,
     scale_loss,
 )
+from lightning_axosparse.strategy.lightning.printing import MicrobatchPrint
 from lightning_axosparse.strategy.lightning.sampling import broadcast_seed
 from lightning_axosparse.strategy.stage_module import StageModule
 
@@ -119,6 +120,9 @@ class OpenPipeline:
             self.log.attach()
             if groups.across_batches is None:
                 undo.enter_context(sync_advice_silenced())
+            self.prints = MicrobatchPrint(module)
+            undo.callback(self.prints.detach)
+            self.prints.attach()
             self._undo = undo.pop_all()
 
     def close(self) -> None:
@@ -128,6 +132,7 @@ class OpenPipeline:
     def forget_batch(self) -> None:
         """Drop what was recorded of the last batch."""
         self.log.clear()
+        self.prints.clear()
         self.tracker.forget()
 
 
@@ -345,6 +350,7 @@ class StepRunner:
                 microbatches=self._own(microbatches),
                 fingerprint=self._fingerprint(batch),
                 log=run.log,
+                prints=run.prints.microbatch,
                 weights_given=self._rule.weight is not None,
             )
             with run.metrics.batch(len(microbatches)):
@@ -374,6 +380,7 @@ class StepRunner:
             microbatches=own,
             fingerprint=self._fingerprint(batch),
             log=run.log,
+            prints=run.prints.microbatch,
             weights_given=rule.weight is not None,
             weights=LossWeights(
                 own,
@@ -448,20 +455,22 @@ class StepRunner:
         """
         run, stage_module = self._open, self._open.stage_module
         sends_all = self._sends_outputs or self._trainer.predicting
-        result: tuple[Any, Any, str | None] = (None, None, None)
+        result: tuple[Any, Any, Any, str | None] = (None, None, None, None)
         if last is not None:
             sent = last.outputs if sends_all else [loss_alone(output) for output in last.outputs]
             outputs = self._gathered(sent, fingerprint)
             if outputs:
                 output = merged(outputs, microbatches, 1.0)
-                result = run.log.combine(run.metrics.batch_value), output, warning
-        logged, output, warning = stage_module.groups.broadcast_to_same_batch(
+                logged = run.log.combine(run.metrics.batch_value)
+                result = logged, run.prints.combined(), output, warning
+        logged, printed, output, warning = stage_module.groups.broadcast_to_same_batch(
             result, stage_module.last_stage
         )
         if warning not in self._warned:
             self._warned.add(warning)
             rank_zero_warn(str(warning))
         run.log.replay(logged)
+        run.prints.replay(printed)
         run.forget_batch()
         output = move_data_to_device(output, stage_module.device)
         if last is None or sends_all or not last.outputs:

@@ -181,7 +181,7 @@ def advise_on_batch_norm(module: nn.Module, microbatches: int, deferred: bool) -
         updates = (
             "by those of the whole batch"
             if deferred
-            else f"{microbatches} times a batch, as with gradient accumulation (not so with "
+            else "by each of them, as with gradient accumulation (not so with "
             "batch_norm='deferred')"
         )
         rank_zero_info(
@@ -252,10 +252,10 @@ def validate_callbacks(callbacks: Sequence[Callback], transport: str = "mpi") ->
     """
     for callback in callbacks:
         name = type(callback).__name__
-        if isinstance(callback, ModelPruning):
+        if isinstance(callback, ModelPruning) and transport != "loopback":
             raise MisconfigurationException(
-                f"{name} would prune the layers of each stage by themselves, and its masks come on"
-                " top of the weights. Use lightning_axosparse.EarlyBirdTicket(pruning_ratio=...),"
+                f"{name} masks weights of the whole module in one process, but each rank has only"
+                " those of its stage. Use lightning_axosparse.EarlyBirdTicket(pruning_ratio=...),"
                 " which ranks all stages' weights together and stores what is kept."
                 + see("callbacks")
             )

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 tree_leaves = _pytree.tree_leaves
 tree_map = _pytree.tree_map
@@ -50,6 +50,11 @@ def without_dispatch_modes() -> AbstractContextManager[Any]:
     """Return a context in which no ``TorchDispatchMode`` observes the operators that run."""
     context: AbstractContextManager[Any] = _disable_current_modes()
     return context
+
+
+def dispatch_mode_is_active() -> bool:
+    """Return whether a ``TorchDispatchMode`` observes the operators that run."""
+    return _get_current_dispatch_mode() is not None
 
 
 def version_of(tensor: Tensor) -> int:

@@ -68,9 +68,9 @@ class PartialStrategy(SingleDeviceStrategy):
     def counted_parameters(self):
         return set(self.held_parameters())
 
-    def sparsify(self, masks, policy, compute):
+    def sparsify(self, masks, policy, ways):
         optimizer = self.optimizers[0]
-        sparsify(self.lightning_module, masks, optimizer, policy=policy, compute=compute)
+        sparsify(self.lightning_module, masks, optimizer, policy=policy, compute=ways.compute)
         self.swaps += 1
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from hashlib import sha1
 from pathlib import Path
+from time import monotonic, sleep
 
 import pytest
 
@@ -21,14 +23,17 @@ LEFT_OUT = ("ddp", "fsdp", "gpu", "standalone", "tpu", "deepspeed")
 UNFINISHED = ["failed", "the ranks ended, or waited for each other"]
 """The outcome of a test that ended its job."""
 
+PATIENCE = 3
+"""Seconds for which a rank whose test has failed waits for the others to end theirs."""
+
 _outcomes: dict[str, list[str]] = {}
 
 
 @pytest.fixture(autouse=True)
 def _mode(request: pytest.FixtureRequest) -> Iterator[None]:
     mode = MODES[os.environ[MODE]]
-    if mode.ranks > 1:  # A rank that fails early is not to meet the others in the next test.
-        world_communicator().Barrier()
+    if mode.ranks > 1:
+        _await_others()
         _note(request.node.nodeid, UNFINISHED)
     with pytest.MonkeyPatch.context() as patch:
         mode.apply(patch)
@@ -36,12 +41,13 @@ def _mode(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of the test, which its ranks share."""
     if MODES[os.environ[MODE]].ranks == 1:
         return tmp_path_factory.mktemp("test")
-    folder = Path(os.environ[OUTCOMES]).with_name("tmp")
-    folder.mkdir(exist_ok=True)
+    test = sha1(request.node.nodeid.encode()).hexdigest()
+    folder = Path(os.environ[OUTCOMES]).with_name("tmp") / test
+    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
@@ -61,6 +67,25 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         outcome = "xfailed" if hasattr(report, "wasxfail") else report.outcome
         if before[0] != "failed" or before == UNFINISHED:
             _note(report.nodeid, [outcome, _last_line(report)])
+
+
+def pytest_sessionfinish() -> None:
+    """Let the ranks of a job end together, so that none ends another's test."""
+    if MODES[os.environ[MODE]].ranks > 1:
+        _await_others()
+
+
+def _await_others() -> None:
+    """Wait until all ranks have ended their test, so that none meets the others in the next one.
+
+    If it has failed here, the others may wait for this rank for ever, and the job is ended.
+    """
+    failed = bool(_outcomes) and next(reversed(_outcomes.values()))[0] == "failed"
+    everyone, started = world_communicator().Ibarrier(), monotonic()
+    while not everyone.Test():
+        if failed and monotonic() - started > PATIENCE:
+            world_communicator().Abort(1)
+        sleep(0.01)
 
 
 def _note(test: str, outcome: list[str]) -> None:

@@ -76,7 +76,7 @@ def train(module: type[Net], strategy: Any, ranks: int = 1, extra: int = 5) -> R
     return recorded(run, network)
 
 
-def deferred(stages: int, microbatches: int = 2, **options: Any) -> AxoSparseStrategy:
+def deferred(stages: int, microbatches: int | None = 2, **options: Any) -> AxoSparseStrategy:
     return AxoSparseStrategy(
         stages, microbatches, pipeline="model", batch_norm="deferred", **options
     )
@@ -87,6 +87,7 @@ def on_ranks() -> dict[str, Record]:
     return {
         "stages": train(Watched, deferred(2), 2),
         "recompute": train(Watched, deferred(2, recompute=1), 2),
+        "default": train(Watched, deferred(2, None), 2),
         "layer": train(Normed, deferred(2), 2),
         "replicas": train(Watched, deferred(1, 2), 2, extra=0),
         "replicas, whole": train(Watched, deferred(1, 1), 2, extra=0),
@@ -107,7 +108,7 @@ def test_stages(ranks: list[dict[str, Record]]) -> None:
     updates = expected.weights["model.2.norm.num_batches_tracked"]
     assert updates == EPOCHS * (BATCHES + 1)  # the last batch is smaller
     compared = [train(Watched, deferred(2, transport="loopback"))]
-    compared += [records[name] for records in ranks for name in ("stages", "recompute")]
+    compared += [records[name] for records in ranks for name in ("stages", "recompute", "default")]
     for record in compared:
         assert difference(expected, record) <= 1e-12
 

@@ -10,11 +10,16 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from mpi4py import MPI
 from torch import Tensor, nn
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
+from lightning_axosparse.callbacks import early_bird
 from lightning_axosparse.sparse import kept_products, kept_recurrent
+from lightning_axosparse.sparse.materialize import Policy
+from lightning_axosparse.sparse.parameters import sparse_parameters
+from lightning_axosparse.sparse.ways import Processor, Ways
 from tests.parity.cases import CLASSES, FEATURES, Net, Record, difference, fit, trainer
 from tests.ranks import run_ranks
 
@@ -174,3 +179,86 @@ def test_recurrent_layers_on_a_pipeline() -> None:
     for record, on_rank in run_ranks(2, train_recurrent, 2, "sparse"):
         assert on_rank > 0
         assert_same_bits(record, expected)
+
+
+def train_mixed(
+    processor: Processor, ranks: int, ratio: float, folder: Path, **options: Any
+) -> tuple[Record, int, set[tuple[Ways, Policy]]]:
+    """A run in bfloat16 on such a processor: record, products with kept values, ways of weights."""
+    calls, outer = [0], kept_products.outer
+    ways: set[tuple[Ways, Policy]] = set()
+
+    def counted(*args: Any) -> torch.Tensor:
+        calls[0] += 1
+        return outer(*args)
+
+    def note_ways(_: L.Trainer, module: L.LightningModule) -> None:
+        stored = sparse_parameters(module).values()
+        ways.update((each.form.ways, each.form.policy) for each in stored if each.form is not None)
+
+    L.seed_everything(0, verbose=False)
+    run = trainer(
+        AxoSparseStrategy(g_inter=1, microbatches=4 // ranks),
+        ranks,
+        max_epochs=EPOCHS,
+        callbacks=[
+            EarlyBirdTicket(ratio, scope="layer", every="1 epoch", draw_by=f"{DRAW} epochs"),
+            ModelCheckpoint(folder, "{epoch}", save_top_k=-1),
+            LambdaCallback(on_train_end=note_ways),
+        ],
+        enable_checkpointing=True,
+        precision="bf16-mixed",
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept_products, "outer", counted)
+        patch.setattr(early_bird, "this_processor", lambda: processor)
+        record = fit(run, Wide(), **options)
+    return record, calls[0], ways
+
+
+def mixed_rank(folder: Path) -> dict[str, tuple[Record, int, set[tuple[Ways, Policy]]]]:
+    """What two replicas do in bfloat16 whose processors are of two kinds, then of one kind."""
+    rank = MPI.COMM_WORLD.rank
+    two: list[Processor] = ["float32", "bfloat16"]
+    return {
+        "few": train_mixed(two[rank], 2, 0.9, folder / "few"),
+        "more": train_mixed(two[rank], 2, 0.75, folder / "more"),
+        "resumed": train_mixed(
+            "float32", 2, 0.9, folder / "again", ckpt_path=folder / "few" / f"epoch={DRAW}.ckpt"
+        ),
+        "matrix": train_mixed(
+            "matrix", 2, 0.9, folder / "matrix", ckpt_path=folder / "few" / f"epoch={DRAW}.ckpt"
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(2, mixed_rank, tmp_path_factory.mktemp("mixed"))
+
+
+def test_ranks_choose_for_the_processor_on_which_kept_values_gain_least(mixed: Any) -> None:
+    for found in mixed:
+        assert found["few"][2] == {(Ways("auto", "bfloat16"), "sparse")}
+        assert found["more"][2] == {(Ways("auto", "bfloat16"), "samo")}
+        assert found["few"][1] > 0
+        assert found["more"][1] == 0  # a "float32" processor alone would multiply with a quarter
+
+
+def test_a_resumed_run_goes_on_in_the_ways_of_the_checkpoint(mixed: Any) -> None:
+    for found in mixed:
+        record, products, ways = found["resumed"]
+        whole, _, _ = found["few"]
+        assert ways == {(Ways("auto", "bfloat16"), "sparse")}
+        assert products > 0
+        assert record.losses == whole.losses[-len(record.losses) :]
+        for name, weight in whole.weights.items():
+            assert torch.equal(record.weights[name], weight)
+
+
+def test_a_resumed_run_leaves_kept_values_where_a_rank_would_lose_by_them(mixed: Any) -> None:
+    for found in mixed:
+        record, products, ways = found["matrix"]
+        assert ways == {(Ways("auto", "matrix"), "samo")}
+        assert products == 0
+        assert difference(record, found["resumed"][0]) < 0.05

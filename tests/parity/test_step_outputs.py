@@ -24,7 +24,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 class Returning(Net):
-    """Returns logits: of training beside the loss, of validation without one."""
+    """Returns logits: of training beside the loss, of validation without one, or none at all."""
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         x, y = batch
@@ -32,7 +32,10 @@ class Returning(Net):
         loss = nn.functional.cross_entropy(logits, y)
         return {"loss": loss, "logits": logits, "largest": logits.detach().abs().mean()}
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        if batch_idx == 1:  # Calls no layer.
+            self.log("mean of the batch", batch[0].mean())
+            return None
         return self(batch[0])
 
     def test_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -63,7 +66,8 @@ def train(strategy: Any, ranks: int = 1) -> dict[str, list[Any]]:
     run = trainer(
         strategy, ranks, precision="64-true", max_epochs=EPOCHS, callbacks=[outputs, draw]
     )
-    run.fit(module, loader(1), loader(2, batches=2))
+    run.fit(module, loader(1), loader(2, batches=3))
+    outputs.kept["logged"] = [run.callback_metrics["mean of the batch"]]
     run.test(module, loader(3, batches=2), verbose=False)
     outputs.kept["predict"] = run.predict(module, loader(3, batches=2))
     return outputs.kept
@@ -97,6 +101,7 @@ def test_the_last_stage_has_them_and_the_others_the_loss(ranks: Any, expected: A
         assert set(kept["has"]) == {rank == 1}
         assert_close(kept["test"], expected["test"])
         assert_close(kept["predict"], expected["predict"])
+        assert_close(kept["logged"], expected["logged"])
         if rank == 1:
             assert_close(kept["train"], expected["train"])
             assert_close(kept["validate"], expected["validate"])

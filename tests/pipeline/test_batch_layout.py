@@ -172,9 +172,9 @@ def test_an_ambiguous_batch_is_refused_by_name(batch: Any, named: str) -> None:
 
 
 def test_other_leaves_than_known_do_not_fit() -> None:
-    layout = inferred({"x": torch.rand(4), "n": 3})
-    assert layout.fits({"x": torch.rand(2), "n": 5})
-    assert not layout.fits({"x": torch.rand(2), "y": torch.rand(2), "n": 5})
+    layout = inferred({"x": torch.rand(4, 1), "n": 3})
+    assert layout.fits({"x": torch.rand(2, 1), "n": 5})
+    assert not layout.fits({"x": torch.rand(2, 1), "y": torch.rand(2), "n": 5})
     assert not layout.fits({"n": 5})
 
 

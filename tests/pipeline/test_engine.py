@@ -22,13 +22,14 @@ from lightning_axosparse.pipeline.p2p import LoopbackLink
 from lightning_axosparse.pipeline.partition import balance
 from lightning_axosparse.pipeline.reductions import ReductionTracker
 from lightning_axosparse.pipeline.rng import PipelineRNG
-from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES
+from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES, CooldownFilling
 from lightning_axosparse.pipeline.schedule_choice import GivenSchedule
 from lightning_axosparse.pipeline.split_layers import SplitLayers
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.pipeline.stage_step import Batch, TrainingBatch
 
 EVERY = SCHEDULES | {f"{name}, deferred": kind for name, kind in DEFERRING_SCHEDULES.items()}
+EVERY["message-driven, late deferred"] = CooldownFilling
 
 
 def pipeline(
@@ -223,6 +224,30 @@ def test_calls_that_a_pipeline_cannot_follow_are_refused(forward: Any, words: st
         train(pipe, lambda b: forward(model, b).mean(), torch.randn(4, 6), 2)
 
 
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_evaluation_may_call_no_layer_for_some_micro_batches(stages: int) -> None:
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    batch = torch.arange(4.0).expand(6, 4).t().contiguous()
+    pipe, dealt = pipeline(model, stages)
+    outputs = evaluate(pipe, lambda x: model(x) if x[0, 0] > 1 else None, batch, 4)
+    dealt.uninstall()
+    assert outputs[:2] == [None, None]
+    torch.testing.assert_close(torch.cat(outputs[2:]), model(batch[2:]).detach())
+
+
+def test_an_evaluation_in_which_stages_differ_is_refused() -> None:
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    for skipping, words in ((0, "'layers.0' on stage 1, and no layer"), (1, "without calling")):
+        pipe, dealt = pipeline(model, 2)
+
+        def step(x: Tensor, dealt: Any = dealt, skipping: int = skipping) -> Any:
+            return None if dealt.running_stage == skipping else model(x)
+
+        with pytest.raises(MisconfigurationException, match=words):
+            evaluate(pipe, step, torch.randn(4, 6), 2)
+        dealt.uninstall()
+
+
 def test_layers_called_outside_a_step() -> None:
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
     dealt = PipelinedLayers(["a", "b", "c", "d"], list(model), balance([1] * 4, 2))
@@ -315,11 +340,12 @@ class Finals(Plainly):
         self.final[parameter] = parameter.grad.clone()
 
 
+@pytest.mark.parametrize("schedule", ["message-driven, deferred", "message-driven, late deferred"])
 @pytest.mark.parametrize("stages", [1, 3])
-def test_deferred_gradients_are_final_when_they_are_said_to_be(stages: int) -> None:
+def test_deferred_gradients_are_final_when_they_are_said_to_be(schedule: str, stages: int) -> None:
     torch.manual_seed(3)
     model = nn.Sequential(*(nn.Sequential(nn.GELU(), nn.Linear(6, 6)) for _ in range(4)))
-    pipe, dealt = pipeline(model, stages, "message-driven, deferred", in_flight=6)
+    pipe, dealt = pipeline(model, stages, schedule, in_flight=6)
     finals = Finals()
     batch = training(lambda b: model(b * b.requires_grad_()).pow(2).mean(), torch.randn(8, 6), 8)
     pipe.train(replace(batch, backward=finals))

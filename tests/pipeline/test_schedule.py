@@ -8,6 +8,7 @@ from lightning_axosparse.pipeline.schedule import (
     DEFERRING_SCHEDULES,
     SCHEDULES,
     BubbleFilling,
+    CooldownFilling,
     ForwardOnly,
     MessageDriven,
     Op,
@@ -15,7 +16,10 @@ from lightning_axosparse.pipeline.schedule import (
     ZeroBubbleH1,
 )
 
-EVERY = sorted({*SCHEDULES.values(), *DEFERRING_SCHEDULES.values()}, key=lambda kind: kind.__name__)
+EVERY = sorted(
+    {*SCHEDULES.values(), *DEFERRING_SCHEDULES.values(), CooldownFilling},
+    key=lambda kind: kind.__name__,
+)
 
 shapes = st.tuples(st.integers(1, 6), st.integers(1, 12), st.integers(1, 14))
 
@@ -67,21 +71,31 @@ def test_every_pass_of_every_microbatch_runs_once_whatever_order_messages_come_i
     schedule: type[Schedule], shape: tuple[int, int, int], seed: int
 ) -> None:
     stages, microbatches, limit = shape
-    kinds = ["forward", "backward", "weight gradient"][: 2 + schedule.defers_weight_gradients]
-    for history, _ in drive(schedule, stages, microbatches, limit, seed):
-        assert len(history) == len(kinds) * microbatches
-        for kind in kinds:
-            order = [op.microbatch for op in history if op.kind == kind]
-            assert order == list(range(microbatches))
-        for microbatch in range(microbatches):
+    for stage, (history, _) in enumerate(drive(schedule, stages, microbatches, limit, seed)):
+        defers = schedule(stage, stages, microbatches, limit).defers
+        every = list(range(microbatches))
+        passes = {
+            "forward": every,
+            "backward": every,
+            "weight gradient": list(filter(defers, every)),
+        }
+        assert len(history) == sum(map(len, passes.values()))
+        for kind, expected in passes.items():
+            assert [op.microbatch for op in history if op.kind == kind] == expected
+        for microbatch in every:
+            kinds = [kind for kind, those in passes.items() if microbatch in those]
             places = [history.index(Op(kind, microbatch)) for kind in kinds]
             assert places == sorted(places)
+        # Terms of a gradient are added in the order of the micro-batches.
+        makes = [op for op in history if op.kind == "weight gradient" or not defers(op.microbatch)]
+        added = [op.microbatch for op in makes if op.kind != "forward"]
+        assert added == every
 
 
 @given(shape=shapes, seed=st.integers(0, 10_000))
 def test_no_stage_holds_more_than_the_limit(shape: tuple[int, int, int], seed: int) -> None:
     stages, microbatches, limit = shape
-    for schedule in (MessageDriven, BubbleFilling, ZeroBubbleH1):
+    for schedule in (MessageDriven, BubbleFilling, CooldownFilling, ZeroBubbleH1):
         for _, peak in drive(schedule, stages, microbatches, limit, seed):
             assert peak <= limit
     for stage, (_, peak) in enumerate(drive(SCHEDULES["1f1b"], stages, microbatches, 99, seed)):
@@ -180,6 +194,14 @@ def test_weight_gradients_make_room_for_the_next_forward() -> None:
     schedule.end_weight_gradients()
     assert schedule.start_next(5, 2) == Op("forward", 3)
     assert schedule.start_next(5, 2) == Op("weight gradient", 1)
+
+
+def test_the_weight_gradients_of_the_last_microbatches_alone_are_deferred() -> None:
+    for stages, microbatches in ((1, 4), (2, 8), (4, 16), (4, 5)):
+        for stage in range(stages):
+            schedule = CooldownFilling(stage, stages, microbatches, 2 * stages)
+            deferred = [n for n in range(microbatches) if schedule.defers(n)]
+            assert deferred == list(range(microbatches))[-(2 * stages - 1) :]
 
 
 def test_zb_h1_in_the_order_of_its_paper() -> None:

@@ -1,4 +1,4 @@
-"""The faster schedule is found by trials, and is the same on all ranks."""
+"""The fastest schedule is found by trials, and is the same on all ranks."""
 
 from __future__ import annotations
 
@@ -10,27 +10,31 @@ import pytest
 from lightning_axosparse.pipeline import schedule_choice
 from lightning_axosparse.pipeline.schedule import (
     BubbleFilling,
+    CooldownFilling,
     MessageDriven,
     OneForwardOneBackward,
     Schedule,
     ZeroBubbleH1,
 )
-from lightning_axosparse.pipeline.schedule_choice import FasterSchedule, ScheduleRule, Trials
+from lightning_axosparse.pipeline.schedule_choice import FastestSchedule, ScheduleRule, Trials
 
-TRIALS = 16
+TRIALS = 24
+WAYS = {"together": MessageDriven, "late": CooldownFilling, "deferred": BubbleFilling}
+IN_TURN = [BubbleFilling, CooldownFilling, MessageDriven]
 
 
 class Clock:
     """Passes take as long as their schedule is said to."""
 
-    def __init__(self, together: float, deferred: float) -> None:
-        self.now, self._seconds = 0.0, {MessageDriven: together, BubbleFilling: deferred}
+    def __init__(self, together: float, late: float, deferred: float) -> None:
+        self.now = 0.0
+        self._seconds = dict(zip(WAYS.values(), (together, late, deferred), strict=True))
 
     def run(self, schedule: type[Schedule]) -> None:
         self.now += self._seconds[schedule]
 
 
-def run(choice: FasterSchedule, clock: Clock, monkeypatch: Any) -> Any:
+def run(choice: FastestSchedule, clock: Clock, monkeypatch: Any) -> Any:
     """Run batches; yields their schedules."""
     monkeypatch.setattr(schedule_choice, "perf_counter", lambda: clock.now)
     while True:
@@ -45,45 +49,46 @@ def alone(trials: Trials) -> list[Trials]:
 
 
 @pytest.mark.parametrize(
-    ("together", "deferred", "faster"),
-    [(1.0, 0.9, BubbleFilling), (0.9, 1.0, MessageDriven), (1.0, 1.0, MessageDriven)],
+    ("seconds", "fastest"),
+    [
+        ((1.0, 1.0, 0.9), BubbleFilling),
+        ((1.0, 0.8, 0.9), CooldownFilling),
+        ((0.9, 1.0, 1.0), MessageDriven),
+        ((1.0, 1.0, 1.0), MessageDriven),
+    ],
 )
-def test_the_faster_one_is_kept(
-    together: float, deferred: float, faster: Any, monkeypatch: Any
-) -> None:
-    choice = FasterSchedule(MessageDriven, BubbleFilling, alone)
-    schedules = list(islice(run(choice, Clock(together, deferred), monkeypatch), 40))
-    assert schedules[:TRIALS] == [BubbleFilling, MessageDriven] * (TRIALS // 2)
-    assert set(schedules[TRIALS:]) == {faster}
+def test_the_fastest_one_is_kept(seconds: Any, fastest: Any, monkeypatch: Any) -> None:
+    choice = FastestSchedule(WAYS, alone)
+    schedules = list(islice(run(choice, Clock(*seconds), monkeypatch), 40))
+    assert schedules[:TRIALS] == IN_TURN * (TRIALS // 3)
+    assert set(schedules[TRIALS:]) == {fastest}
 
 
 def test_the_slowest_rank_decides_for_all(monkeypatch: Any) -> None:
-    slow = Trials(together=3.0, deferred=4.0, reordered=False)
+    slow = Trials((3.0, 4.0, 4.0), reordered=False)
     gathered = []
 
     def gather(trials: Trials) -> list[Trials]:
         gathered.append(trials)
         return [trials, slow]
 
-    choice = FasterSchedule(MessageDriven, BubbleFilling, gather)
-    *_, last = islice(run(choice, Clock(2.0, 1.0), monkeypatch), 40)
+    choice = FastestSchedule(WAYS, gather)
+    *_, last = islice(run(choice, Clock(2.0, 1.5, 1.0), monkeypatch), 40)
     assert last is MessageDriven
-    assert gathered == [(2.0, 1.0, False)]
+    assert gathered == [((2.0, 1.5, 1.0), False)]
 
 
 def test_a_rank_that_sums_in_another_order_decides_for_all(monkeypatch: Any) -> None:
-    reordered = Trials(together=1.0, deferred=0.5, reordered=True)
-    choice = FasterSchedule(MessageDriven, BubbleFilling, lambda mine: [mine, reordered])
-    *_, last = islice(run(choice, Clock(1.0, 0.5), monkeypatch), 40)
+    reordered = Trials((1.0, 0.5, 0.5), reordered=True)
+    choice = FastestSchedule(WAYS, lambda mine: [mine, reordered])
+    *_, last = islice(run(choice, Clock(1.0, 0.7, 0.5), monkeypatch), 40)
     assert last is MessageDriven
 
 
 def test_reordering_is_told_to_the_other_ranks(monkeypatch: Any) -> None:
     gathered = []
-    choice = FasterSchedule(
-        MessageDriven, BubbleFilling, lambda mine: gathered.append(mine) or [mine]
-    )
-    running = run(choice, Clock(1.0, 0.5), monkeypatch)
+    choice = FastestSchedule(WAYS, lambda mine: gathered.append(mine) or [mine])
+    running = run(choice, Clock(1.0, 0.7, 0.5), monkeypatch)
     next(running)
     choice.found_reordered_sums()
     *_, last = islice(running, 40)
@@ -92,12 +97,12 @@ def test_reordering_is_told_to_the_other_ranks(monkeypatch: Any) -> None:
 
 
 def test_it_is_measured_again_when_passes_have_changed(monkeypatch: Any) -> None:
-    choice = FasterSchedule(MessageDriven, BubbleFilling, alone)
-    *_, before = islice(run(choice, Clock(1.0, 0.5), monkeypatch), 40)
+    choice = FastestSchedule(WAYS, alone)
+    *_, before = islice(run(choice, Clock(1.0, 0.7, 0.5), monkeypatch), 40)
     choice.measure_again()
-    schedules = list(islice(run(choice, Clock(1.0, 2.0), monkeypatch), 40))
+    schedules = list(islice(run(choice, Clock(1.0, 2.0, 2.0), monkeypatch), 40))
     assert before is BubbleFilling
-    assert schedules[:2] == [BubbleFilling, MessageDriven]
+    assert schedules[:3] == IN_TURN
     assert schedules[-1] is MessageDriven
 
 

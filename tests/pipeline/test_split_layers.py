@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 from lightning_axosparse import sparsify
@@ -311,6 +311,27 @@ def test_a_parameter_may_be_frozen_and_unfrozen_between_batches() -> None:
     weight.requires_grad_(True)
     assert split.train(inputs(5, 6)) == 3
     assert weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    "compute_weight",
+    [
+        lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+        parametrizations.weight_norm,
+        lambda layer: prune.remove(prune.l1_unstructured(layer, "weight", 0.5), "weight"),
+    ],
+)
+def test_a_weight_may_be_computed_from_some_batch_on(compute_weight: Callable[..., Any]) -> None:
+    expected = Inner(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    split = Split(copy.deepcopy(expected))
+    assert split.train(inputs(5, 6)) == 6
+    for model in (split.model, expected):
+        compute_weight(model.layers[2])
+    split.model.zero_grad()
+    for x in inputs(5, 6):
+        mean_square(expected, x).backward()
+    assert split.train(inputs(5, 6)) == 3
+    assert_same(split.model, expected)
 
 
 def test_a_weight_that_is_also_read_elsewhere_misses_no_term() -> None:

@@ -12,6 +12,7 @@ from lightning_axosparse.sparse import threads as threads_module
 from lightning_axosparse.sparse.formats import layout_of
 from lightning_axosparse.sparse.kept_convolutions import Geometry
 from lightning_axosparse.sparse.kernels import convolutions
+from lightning_axosparse.sparse.ways import Ways
 
 pairs = st.tuples(st.integers(1, 3), st.integers(1, 3))
 none_or_more = st.tuples(st.integers(0, 4), st.integers(0, 4))
@@ -192,11 +193,12 @@ def test_what_is_chosen():
         (compute, layout is few)
         for compute in ("auto", "dense", "sparse")
         for layout in (few, many)
-        if kept_convolutions.chosen(layout, compute, operand)
+        if kept_convolutions.chosen(layout, Ways(compute, "matrix"), operand)
     ]
     assert choices == [("auto", True), ("sparse", True), ("sparse", False)]
-    assert not kept_convolutions.chosen(few, "sparse", operand.bfloat16())
+    assert not kept_convolutions.chosen(few, Ways("auto", "unmeasured"), operand)
+    assert not kept_convolutions.chosen(few, Ways("sparse"), operand.bfloat16())
     depthwise = layout_of(torch.rand(30, 1, 3, 3) < 0.2)
-    assert not kept_convolutions.chosen(depthwise, "sparse", operand)
-    assert not kept_convolutions.large_enough("auto", square(1, 64, 8, 3, 7))
-    assert kept_convolutions.large_enough("sparse", square(1, 64, 8, 3, 7))
+    assert not kept_convolutions.chosen(depthwise, Ways("sparse"), operand)
+    assert not kept_convolutions.large_enough(Ways("auto"), square(1, 64, 8, 3, 7))
+    assert kept_convolutions.large_enough(Ways("sparse"), square(1, 64, 8, 3, 7))

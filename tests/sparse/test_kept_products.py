@@ -12,12 +12,14 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from lightning_axosparse import sparsify
-from lightning_axosparse.sparse import kept_products, panels
+from lightning_axosparse.sparse import kept_products, panels, ways
 from lightning_axosparse.sparse import threads as threads_module
 from lightning_axosparse.sparse.formats import FORMATS, layout_of
 from lightning_axosparse.sparse.kernels import one_token, products, vectors
+from lightning_axosparse.sparse.ways import COMPUTES, Ways
 from tests.sparse.masking import random_masks, sparse_and_dense
 
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 widths = st.sampled_from([64, 96, 255, 256, 257, 600])
 tokens = st.sampled_from([0, 1, 2, 15, 16, 17, 63, 64, 65, 100, 130, 300])
 
@@ -124,6 +126,7 @@ def test_the_bits_are_the_same_with_any_number_of_threads(threads, monkeypatch):
                 kept_products.times_transposed(inputs, values, layout, bias),
                 kept_products.times_transposed(inputs[:1], values, layout, bias),
                 kept_products.times(gradient, values, layout),
+                kept_products.times(gradient[:1], values, layout),
                 kept_products.outer(gradient, inputs, layout),
             )
         )
@@ -138,7 +141,8 @@ def test_a_tokens_bits_do_not_depend_on_the_tokens_beside_it(n):
     whole = kept_products.times_transposed(inputs, values, layout)
     assert torch.equal(kept_products.times_transposed(inputs[:n], values, layout), whole[:n])
     whole = kept_products.times(gradient, values, layout)
-    assert torch.equal(kept_products.times(gradient[:n], values, layout), whole[:n])
+    for tokens in (1, n):
+        assert torch.equal(kept_products.times(gradient[:tokens], values, layout), whole[:tokens])
 
 
 def test_loading_the_loops_compiles_what_products_of_any_size_run():
@@ -150,8 +154,9 @@ def test_loading_the_loops_compiles_what_products_of_any_size_run():
         kept_products.times_transposed(inputs, values, layout, torch.zeros(130))
         kept_products.times(gradient, nn.Parameter(values), layout, torch.zeros(600))
         kept_products.outer(gradient, inputs, layout)
-    loops = products.times_transposed, one_token.times_transposed, products.times, products.outer
-    assert [len(loop.signatures) for loop in loops] == [1, 1, 1, 1]
+    modules = one_token, products
+    loops = [getattr(module, name) for module in modules for name in ("times_transposed", "times")]
+    assert [len(loop.signatures) for loop in (*loops, products.outer)] == [1] * 5
 
 
 @pytest.fixture
@@ -173,7 +178,7 @@ def test_a_conversion_loads_the_loops(loaded):
         (nn.Linear(96, 130), 0.9, {}),
         (nn.Linear(96, 130), 0.2, {"compute": "dense"}),
         (nn.Linear(96, 130), 0.2, {"policy": "samo"}),
-        (nn.Linear(96, 130, dtype=torch.bfloat16), 0.2, {}),
+        (nn.Linear(96, 130, dtype=torch.float64), 0.2, {}),
     ],
 )
 def test_a_conversion_loads_no_loops_that_nothing_would_run(layer, kept, options, loaded):
@@ -184,7 +189,7 @@ def test_a_conversion_loads_no_loops_that_nothing_would_run(layer, kept, options
 def test_what_is_chosen():
     _, layout, values = weight(80, 100, 0.35)
     chosen = {
-        (name, compute): kept_products.chosen(layout, name, compute, values)
+        (name, compute): kept_products.chosen(layout, name, Ways(compute, "float32"), values)
         for name in ("times_transposed", "times", "outer")
         for compute in ("auto", "dense", "sparse")
     }
@@ -196,26 +201,38 @@ def test_what_is_chosen():
     } | {(name, "auto") for name in ("times", "outer") if layout.nnz <= 0.3 * 8000}
 
 
-def test_only_who_asks_for_it_multiplies_here_on_a_processor_that_was_not_measured(monkeypatch):
+@pytest.mark.parametrize("compute", COMPUTES)
+def test_products_of_double_precision_run_on_panels(compute):
     _, layout, values = weight(80, 100, 0.1)
-    monkeypatch.setattr(kept_products, "MEASURED", False)
-    assert not kept_products.chosen(layout, "times", "auto", values)
-    assert kept_products.chosen(layout, "times", "sparse", values)
+    assert not kept_products.chosen(layout, "times", Ways(compute, "float32"), values.double())
 
 
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
 @pytest.mark.parametrize(
-    ("dtype", "compute"), [(torch.float64, "sparse"), (torch.bfloat16, "auto")]
+    ("processor", "kept", "there"),
+    [
+        ("unmeasured", 0.05, ""),
+        ("matrix", 0.05, "float32"),
+        ("bfloat16", 0.05, "float32 16"),
+        ("bfloat16", 0.3, "float32"),
+        ("float32", 0.3, "float32 16"),
+        ("float32", 0.9, ""),
+    ],
 )
-def test_other_dtypes_are_multiplied_on_panels(dtype, compute):
-    _, layout, values = weight(80, 100, 0.1)
-    assert not kept_products.chosen(layout, "times", compute, values.to(dtype))
+def test_what_auto_chooses_depends_on_the_processor(processor, kept, there, dtype):
+    _, layout, values = weight(80, 100, kept)
+    for name in ("times_transposed", "times", "outer"):
+        for compute, expected in (("auto", there), ("dense", ""), ("sparse", "float32 16")):
+            choice = layout, name, Ways(compute, processor)
+            assert kept_products.chosen(*choice, values) == ("float32" in expected)
+            in_16_bits = kept_products.chosen(*choice, values.to(dtype))
+            assert in_16_bits == ("16" in expected)
 
 
-@pytest.mark.parametrize("dtype", kept_products.SIXTEEN_BITS)
-def test_who_asks_for_it_multiplies_16_bits_in_float32(dtype):
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+def test_products_in_16_bits_are_those_in_float32_rounded(dtype):
     _, layout, values = weight(80, 100, 0.1)
     operands = torch.randn(20, 100), torch.randn(20, 80), values, torch.randn(80)
-    assert kept_products.chosen(layout, "times", "sparse", values.to(dtype))
 
     def results(inputs, gradient, values, bias):
         yield kept_products.times_transposed(inputs, values, layout, bias)
@@ -231,12 +248,12 @@ def test_who_asks_for_it_multiplies_16_bits_in_float32(dtype):
 @pytest.mark.parametrize("index_format", [name for name in FORMATS if name != "segments"])
 def test_other_formats_are_multiplied_on_panels(index_format):
     layout = layout_of(torch.rand(80, 100) < 0.1, index_format)
-    assert not kept_products.chosen(layout, "times", "sparse", torch.zeros(1))
+    assert not kept_products.chosen(layout, "times", Ways("sparse"), torch.zeros(1))
 
 
 def test_rows_that_share_segments_are_multiplied_on_panels():
     layout = layout_of(torch.rand(80, 60) < 0.1)
-    assert not kept_products.chosen(layout, "times", "sparse", torch.zeros(1))
+    assert not kept_products.chosen(layout, "times", Ways("sparse"), torch.zeros(1))
 
 
 @pytest.fixture
@@ -290,20 +307,69 @@ def test_layers_give_a_dense_layers_numbers(name, recompute, monkeypatch):
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
+@pytest.fixture(params=["matrix", "bfloat16", "float32"])
+def processor(request, monkeypatch):
+    """The kind of processor that this one is taken for."""
+    monkeypatch.setattr(ways, "this_processor", lambda: request.param)
+    return request.param
+
+
 @pytest.mark.usefixtures("no_panels")
-def test_autocast_layers_multiply_by_kept_values_where_that_was_asked_for():
-    layer = nn.Linear(96, 130)
-    masks = random_masks(layer, kept=0.2)
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_layers_in_16_bits_multiply_by_kept_values(name, mixed, processor, monkeypatch):
+    compute = "sparse" if processor == "matrix" else "auto"
+    monkeypatch.setattr("lightning_axosparse.sparse.torch_functions.MIN_ENTRIES", 0)
+    dtype = torch.float32 if mixed else torch.bfloat16
+    layer = LAYERS[name]().to(dtype)
+    masks = random_masks(layer, kept=0.08 if processor == "bfloat16" else 0.2)
     results = []
-    for one in sparse_and_dense(layer, masks, compute="sparse"):
-        inputs = torch.linspace(-1, 1, 20 * 96).view(20, 96).sin().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16):
-            output = one(inputs)
+    for one in sparse_and_dense(layer, masks, compute=compute):
+        inputs = torch.linspace(-1, 1, 2 * 20 * (128 if name == "attention" else 96))
+        inputs = inputs.view(2, 20, -1).sin().to(dtype).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            output = output_of(one, inputs)
+        assert output.dtype == torch.bfloat16
         output.float().square().sum().backward()
-        gradient = dict(one.named_parameters())["weight"].grad
-        kept = gradient if gradient.dim() == 1 else gradient[masks["weight"]]
-        results.append((output.detach(), inputs.grad, kept))
-    torch.testing.assert_close(*results, rtol=0.02, atol=0.02)
+        gradients = {
+            key: p.grad.float() if p.grad.dim() == 1 else p.grad[masks[key]].float()
+            for key, p in one.named_parameters()
+            if key in masks
+        }
+        results.append((output.detach(), inputs.grad, gradients))
+    torch.testing.assert_close(*results, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.usefixtures("no_panels")
+@pytest.mark.parametrize("name", ["linear", "without bias", "Conv1D"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_single_token_is_multiplied_here_however_much_is_kept(name, dtype, monkeypatch):
+    monkeypatch.setattr(ways, "this_processor", lambda: "bfloat16")
+    layer, inputs = LAYERS[name]().to(dtype), torch.linspace(-1, 1, 96, dtype=dtype)
+    with torch.no_grad():
+        results = [
+            one(inputs.view(1, 1, 96)) for one in sparse_and_dense(layer, random_masks(layer, 0.9))
+        ]
+    assert results[0].dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
+
+
+def test_a_read_weight_goes_the_way_that_ranks_agreed_on(processor, monkeypatch):
+    monkeypatch.setattr("lightning_axosparse.sparse.torch_functions.MIN_ENTRIES", 0)
+    layer, inputs = nn.Linear(96, 130).bfloat16(), torch.ones(3, 96).bfloat16()
+    sparsify(layer, random_masks(layer, kept=0.08))
+    calls, product = [], kept_products.times_transposed
+    monkeypatch.setattr(
+        kept_products, "times_transposed", lambda *args: calls.append(None) or product(*args)
+    )
+    for agreed in (None, "matrix", "float32"):
+        for form in layer._forms.values():
+            form.ways = Ways("auto", agreed)
+        F.linear(inputs, layer.weight)
+        F.linear(inputs, layer.weight.float().bfloat16())
+    ran = {None: processor != "matrix", "matrix": False, "float32": True}
+    assert len(calls) == 2 * sum(ran.values())
 
 
 def test_a_choice_that_contradicts_the_policy_is_refused():

@@ -21,6 +21,7 @@ from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.materialize import DenseForm
 from lightning_axosparse.sparse.parameters import layouts
 from lightning_axosparse.sparse.scratch import scratch
+from lightning_axosparse.sparse.ways import Ways
 from lightning_axosparse.sparse.weight import SparseWeight
 from tests.sparse.masking import random_masks, sparse_and_dense
 
@@ -186,12 +187,12 @@ in_panels = pytest.mark.usefixtures("several_tiles")
 @pytest.fixture(params=["dense", "sparse"], autouse=True)
 def compute(request, monkeypatch):
     """How products with a weight that is read here run."""
-    monkeypatch.setattr(DenseForm, "compute", request.param)
+    monkeypatch.setattr(DenseForm, "ways", Ways(request.param))
     return request.param
 
 
 def read(values, layout):
-    form = DenseForm(values.dtype, compute=DenseForm.compute)
+    form = DenseForm(values.dtype, ways=DenseForm.ways)
     return torch_functions.read_weight(values, layout, form)
 
 

@@ -193,3 +193,18 @@ def test_several_loaders_of_one_size_are_cut_together() -> None:
         warnings.simplefilter("ignore")
         module = fit(CombinedLoader({"a": data[0], "b": [data[1]]}))
     assert [(p["a"].shape[1], p["b"][0].shape[1]) for p in module.seen] == [(2, 2)] * 2
+
+
+def test_a_lone_vector_may_be_one_sample_and_stays_whole(told: list[str]) -> None:
+    """As one process, where the dataset gives samples and the loader makes no batches of them."""
+    samples = torch.rand(3, WIDTH)
+    module = Net()
+    loader = made(*samples)
+    run = trainer(microbatches=4)
+    run.fit(module, loader, loader)
+    assert [part.shape for part in module.seen] == [(WIDTH,)] * (2 + 3 + 3)
+    module.predict_step = lambda batch, batch_idx: module.layers(batch)
+    predictions = run.predict(module, loader)
+    assert torch.equal(torch.stack(predictions), torch.stack([*map(module.layers, samples)]))
+    line = "batches: nothing is cut; passed whole: batch."
+    assert told == [f"Micro-batches of {name} {line}" for name in ("val", "train", "predict")]

@@ -1,9 +1,12 @@
 """Multiplies a single token by kept values on a CPU, which takes as long as they are read.
 
-The lanes of a vector are kept entries here, not tokens as in ``products.py``. Where the processor
-has AVX-512, the numbers of a segment of the token lie in registers, and those that a row's kept
-values multiply are found there (:func:`by_segments`). Elsewhere they are loaded one by one
-(:func:`by_columns`). The two add in different orders.
+With the transposed weight the lanes of a vector are kept entries, not tokens as in ``products.py``.
+Where the processor has AVX-512, the numbers of a segment of the token lie in registers, and those
+that a row's kept values multiply are found there (:func:`by_segments`). Elsewhere they are loaded
+one by one (:func:`by_columns`). The two add in different orders.
+
+With the weight as it is stored, kept values are multiplied one by one (:func:`times`): each changes
+another output. That gives the bits of ``products.py``.
 
 The functions take flat float32 arrays and their sizes, and check nothing.
 """
@@ -21,8 +24,10 @@ from lightning_axosparse.sparse.kernels.vectors import (
     FINDS,
     add_found_products,
     add_sparse_products,
+    broadcast,
     item,
     load,
+    multiply_add,
     prefetch,
     store,
     store_columns,
@@ -140,6 +145,36 @@ def by_columns(
         for k in range(whole, kept):
             total += item(values, start + k) * item(inputs, np.intp(item(columns, k)))
         outputs[row] = total
+        start += kept
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def times(
+    inputs: Any, counts: Any, offsets: Any, values: Any, width: int, bias: Any, outputs: Any
+) -> None:
+    """Compute ``inputs @ weight + bias``.
+
+    Args:
+        inputs: one number for each row of the weight.
+        counts: kept entries in each segment, row after row.
+        offsets: the place of each kept entry in its segment.
+        values: the kept entries.
+        width: columns of the weight.
+        bias: ``width`` numbers, or none.
+        outputs: ``width`` numbers, to write.
+    """
+    segments = (width + SEGMENT - 1) // SEGMENT
+    columns = np.empty(width + AT_ONCE, np.int32)
+    for column in range(width):
+        outputs[column] = bias[column] if len(bias) else 0
+    start = 0
+    for row in range(len(inputs)):
+        factor = broadcast(zeros(1), item(inputs, row))
+        kept = _columns(counts, row * segments, segments, offsets, start, columns)
+        for k in range(kept):
+            column = np.intp(item(columns, k))
+            total = load(zeros(1), outputs, column)
+            store(multiply_add(load(zeros(1), values, start + k), factor, total), outputs, column)
         start += kept
 
 

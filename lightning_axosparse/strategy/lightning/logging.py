@@ -253,7 +253,8 @@ class MicrobatchLog:
         self._metrics = None
 
     def _log(self, *args: Any, **kwargs: Any) -> None:
-        if self._open is None:
+        trainer = self._module._trainer
+        if self._open is None or (trainer is not None and trainer.predicting):  # which it refuses
             type(self._module).log(self._module, *args, **kwargs)
             return
         options = _LOG_SIGNATURE.bind(self._module, *args, **kwargs).arguments
@@ -376,7 +377,7 @@ def _scalar(name: str, value: Any) -> Tensor:
         return torch.tensor(value, dtype=_get_default_dtype())
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
-            f"`self.log({name!r}, {value!r})` was called, but `{type(value).__name__}` values"
+            f"`self.log({name}, {value})` was called, but `{type(value).__name__}` values"
             " cannot be logged. Log a number, a tensor with one element, or a metric."
             + see("logging")
         ) from error

@@ -19,8 +19,10 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Metada
 from torch import Tensor
 from torchmetrics import CatMetric, MeanMetric, MetricCollection
 
+from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.pipeline.reductions import ReductionTracker
 from lightning_axosparse.strategy.lightning.logging import LoggedValue, MicrobatchLog
+from tests.parity.cases import Net, loader, trainer
 from tests.strategy.lightning.harness import CutStrategy, History, alone, assert_same, fit
 from tests.strategy.lightning.module import LogsEverything
 
@@ -94,6 +96,17 @@ def test_double_precision_stays_double() -> None:
     pairs = zip(without_metrics(ours), without_metrics(theirs), strict=True)
     for mine, reference in pairs:
         assert mine == pytest.approx(reference, rel=1e-14)
+
+
+def test_a_step_that_predicts_cannot_log() -> None:
+    class LogsPredictions(Net):
+        def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.log("name", 1.0)
+            return super().predict_step(batch, batch_idx)
+
+    strategy = AxoSparseStrategy(2, 4, pipeline="model", transport="loopback")
+    with pytest.raises(MisconfigurationException, match="predict"):
+        trainer(strategy).predict(LogsPredictions(), loader(1, batches=1))
 
 
 def test_early_stopping_stops_at_the_same_epoch() -> None:

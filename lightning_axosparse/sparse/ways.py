@@ -1,0 +1,67 @@
+"""Says by what rule products run on the kept values of a sparse weight, or on a dense one.
+
+With ``compute="auto"`` the rule goes by the share of kept entries and by the kind of processor. The
+ranks of a run agree on one kind (:func:`most_cautious`), so that all choose alike.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable
+from functools import cache
+from typing import Literal, NamedTuple, get_args
+
+import torch
+
+Compute = Literal["auto", "dense", "sparse"]
+COMPUTES: tuple[str, ...] = get_args(Compute)
+
+Processor = Literal["unmeasured", "matrix", "bfloat16", "float32"]
+"""A kind of processor, by what it does best, from the least to the most that kept values gain.
+
+- "unmeasured": it is not x86-64; nothing has been measured there.
+- "matrix": its matrix instructions (AMX) multiply in 16 bits many times as fast as in float32.
+  Products with kept values have not been compared with those.
+- "bfloat16": its vector instructions (AVX-512) multiply in bfloat16, some times as fast.
+- "float32": it has neither, and products in 16 bits take longer than those in float32.
+"""
+
+PROCESSORS: tuple[Processor, ...] = get_args(Processor)
+
+
+class Ways(NamedTuple):
+    """How products with one sparse weight run.
+
+    Attributes:
+        compute: as for :func:`lightning_axosparse.sparsify`.
+        agreed: the kind of processor for which "auto" chooses, if several ranks have agreed on one;
+            None: this one's.
+    """
+
+    compute: Compute = "auto"
+    agreed: Processor | None = None
+
+    @property
+    def processor(self) -> Processor:
+        """The kind of processor for which "auto" chooses."""
+        return self.agreed or this_processor()
+
+
+AUTO = Ways()
+"""How products run by default."""
+
+
+@cache
+def this_processor() -> Processor:
+    """Return the kind of this machine's processor."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return "unmeasured"
+    abilities = torch.cpu.get_capabilities()
+    if abilities.get("amx_tile"):
+        return "matrix"
+    return "bfloat16" if abilities.get("avx512_bf16") else "float32"
+
+
+def most_cautious(processors: Iterable[Processor]) -> Processor:
+    """Return the kind of several processors on which kept values gain least."""
+    return min(processors, key=PROCESSORS.index)
