@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from benchmarks.overhead.interleaved import median_seconds
 from lightning_axosparse import sparsify
-from lightning_axosparse.sparse.materialize import Compute
+from lightning_axosparse.sparse.ways import Compute
 
 LAYERS: dict[str, type[nn.LSTM | nn.GRU]] = {"LSTM": nn.LSTM, "GRU": nn.GRU}
 
