@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -157,7 +157,7 @@ class StageStep:
         log = batch.log.microbatch(part.size, part.weight if batch.weights_given else None)
         explained = statistics_explained(part, batch.microbatches)
         self._rng.seed_outside_layers(part.number)
-        with self._measured(received):
+        with self._forward_context(microbatch, received):
             try:
                 with explained, batch.prints(), tracked, self._layers.visit(visit):
                     with log, batch.precision():
@@ -171,8 +171,10 @@ class StageStep:
                 self._take_output(output, received)
         return output
 
-    def _measured(self, received: Activation | None) -> AbstractContextManager[None]:
-        """Measure in this context what the pass leaves in memory, where that is asked for."""
+    def _forward_context(
+        self, microbatch: int, received: Activation | None
+    ) -> AbstractContextManager[None]:
+        """Make the context in which the step runs on a micro-batch."""
         return nullcontext()
 
     def _take_output(self, output: Any, received: Activation | None) -> None:
@@ -224,11 +226,6 @@ class TrainingStageStep(StageStep):
         self._limit, self._is_first_here = limit, is_first_here
         self._split, self._queue = split, WeightGradientQueue(batch.backward.mark_final)
         self._defers = defers
-
-    def forward(self, microbatch: int, received: Activation | None) -> Any:
-        """Run the user's step on a micro-batch, with split layers if its backward pass defers."""
-        with nullcontext() if self._defers(microbatch) else self._split.suspended():
-            return super().forward(microbatch, received)
 
     def backward(self, microbatch: int, output: Any, gradients: Gradients | None) -> float:
         """Differentiate a micro-batch's loss, or what this stage sent of it.
@@ -285,8 +282,12 @@ class TrainingStageStep(StageStep):
             self._queue.compute_next()
         return not self._queue.holds(microbatch)
 
-    def _measured(self, received: Activation | None) -> AbstractContextManager[None]:
-        return self._limit.measured(self._stage, received)
+    @contextmanager
+    def _forward_context(self, microbatch: int, received: Activation | None) -> Iterator[None]:
+        """Split layers if the backward pass defers, and measure what the pass leaves in memory."""
+        split = nullcontext() if self._defers(microbatch) else self._split.suspended()
+        with split, self._limit.measured(self._stage, received):
+            yield
 
     def _take_output(self, output: Any, received: Activation | None) -> None:
         super()._take_output(output, received)

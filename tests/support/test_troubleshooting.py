@@ -28,6 +28,7 @@ WITHOUT_LINK = {
     ("distributed/mpi/shared_memory.py", "ValueError(f'The file at"): "caught: no shared memory",
     ("pipeline/side_outputs.py", "AttributeError(name)"): "Python's protocol",
     ("pipeline/stage_forward.py", "StageEdge("): "ends a step at the edge of a stage",
+    ("pipeline/stage_step.py", "StageEdge("): "ends a step at the edge of a stage",
     ("pruning/scores.py", 'ValueError("it has no second moment'): "part of a message with a link",
     ("checkpoint/folder_writer.py", "_NotWritten("): "part of a message with a link",
     ("strategy/launcher/launcher.py", "_Terminated"): "becomes the signal again",
