@@ -23,7 +23,7 @@ from lightning_axosparse.strategy.launcher.launcher import MPILauncher
 from lightning_axosparse.strategy.lightning import collectives
 from lightning_axosparse.strategy.lightning.checkpoint_io import with_atomic_files
 from lightning_axosparse.strategy.lightning.sampling import process_dataloader
-from lightning_axosparse.strategy.validation import validate_world_size
+from lightning_axosparse.strategy.validation import validate_local_rank, validate_world_size
 from lightning_axosparse.support.release_memory import map_larger_blocks
 
 T = TypeVar("T")
@@ -162,6 +162,7 @@ class MPIStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         """Connect this rank to the others and create the process groups of the grid."""
         if self._ranks > 1:
+            validate_local_rank(self.local_rank, len(self.parallel_devices or ()), self.num_nodes)
             # Importing it starts MPI, which one rank does without.
             from lightning_axosparse.distributed.mpi.backend import init_process_group
             from lightning_axosparse.distributed.mpi.watchdog import watchdog

@@ -425,6 +425,27 @@ def validate_world_size(devices: int, num_nodes: int, job_size: int) -> None:
         )
 
 
+def validate_local_rank(local_rank: int, devices: int, num_nodes: int) -> None:
+    """Check that this rank's node has no more ranks than the Trainer wants there.
+
+    Args:
+        local_rank: this rank's number on its node.
+        devices: ranks a node, as the Trainer understood ``devices``.
+        num_nodes: nodes, as given to the Trainer.
+
+    Raises:
+        MisconfigurationException: if it has more.
+    """
+    if local_rank >= devices:
+        raise MisconfigurationException(
+            f"This is rank {local_rank} of its node, counted from 0, but"
+            f" `Trainer(devices={devices}, num_nodes={num_nodes})` wants {devices} on each of"
+            f" {num_nodes} nodes. Start {devices} a node (`mpiexec -ppn {devices}`,"
+            f" `srun --ntasks-per-node={devices}`), or set `devices` and `num_nodes` to what the"
+            " job has." + see("grid")
+        )
+
+
 # Checkpoints
 
 

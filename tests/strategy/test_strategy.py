@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 from tests.parity.cases import BATCHES, CLASSES, FEATURES, Net, difference, fit, loader, trainer
-from tests.ranks import PATIENCE
+from tests.ranks import PATIENCE, run_ranks
 
 
 class TwoBranches(Net):
@@ -261,3 +261,19 @@ def test_a_rank_that_raises_ends_the_job_and_is_named() -> None:
         run.fit(Failing(), loader(1), loader(2))
     assert isinstance(failure.value.__cause__, ArithmeticError)
     assert "seven is not prime enough" in str(failure.value)
+
+
+def connect_where_one_fits() -> str:
+    from lightning_axosparse.distributed.mpi.environment import placement
+
+    run = trainer(AxoSparseStrategy(g_inter=2), 1, num_nodes=2)
+    if placement().local_rank == 0:
+        return ""
+    run.strategy.connect(Net())
+    with pytest.raises(MisconfigurationException) as refusal:
+        run.strategy.setup_environment()
+    return str(refusal.value)
+
+
+def test_a_node_with_more_ranks_than_devices_is_refused() -> None:
+    assert "rank 1 of its node, counted from 0" in run_ranks(2, connect_where_one_fits)[1]

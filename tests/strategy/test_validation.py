@@ -22,6 +22,7 @@ from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.strategy.validation import (
     validate_callbacks,
     validate_copied_whole,
+    validate_local_rank,
     validate_module,
     validate_optimizers,
     validate_regrid_module,
@@ -176,6 +177,12 @@ def test_worlds_that_do_not(devices: int, nodes: int, job: int) -> None:
         validate_world_size(devices, nodes, job)
     for number in (devices, nodes, job, devices * nodes):
         assert str(number) in str(refusal.value)
+
+
+def test_a_node_with_more_ranks_than_devices() -> None:
+    validate_local_rank(local_rank=1, devices=2, num_nodes=2)
+    with pytest.raises(MisconfigurationException, match=r"rank 2 of its node.*wants 2 on each of"):
+        validate_local_rank(local_rank=2, devices=2, num_nodes=2)
 
 
 def test_ranks_of_several_nodes_are_not_started_on_one() -> None:
