@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -50,6 +50,10 @@ def parameters_on_meta(may_share: Callable[[Tensor], bool]) -> Iterator[None]:
 
     Args:
         may_share: whether a parameter may have the memory of a tensor of a state dict.
+
+    Raises:
+        MisconfigurationException: if the context moves a module whose parameters a state dict, as
+            one loaded with ``strict=False``, has given no values.
     """
     loading: dict[nn.Module, RemovableHandle] = {}
     take = partial(_take_values, may_share)
@@ -64,10 +68,29 @@ def parameters_on_meta(may_share: Callable[[Tensor], bool]) -> Iterator[None]:
     hook = register_module_parameter_registration_hook(on_meta)
     try:
         yield
+    except NotImplementedError as error:
+        empty = [
+            f"{type(module).__name__}.{name} of shape {tuple(parameter.shape)}"
+            for module in loading
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.is_meta
+        ]
+        if not empty or "meta tensor" not in str(error):
+            raise
+        raise _without_values(empty) from error
     finally:
         hook.remove()
         for handle in loading.values():
             handle.remove()
+
+
+def _without_values(empty: Sequence[str]) -> MisconfigurationException:
+    return MisconfigurationException(
+        f"The module has no values for {empty[0]} and {len(empty) - 1} more of its parameters, "
+        "which are on the meta device: `trainer.init_module(empty_init=True)` gives them none, and "
+        "no checkpoint has. Load a checkpoint of the whole module, or leave out `empty_init`."
+        + see("layers")
+    )
 
 
 def _take_values(

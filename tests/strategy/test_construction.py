@@ -135,6 +135,32 @@ def test_a_state_dict_of_other_shapes_or_names_is_refused() -> None:
                 module.load_state_dict({**net().state_dict(), **other})
 
 
+def load_in_part() -> None:
+    state = net().state_dict()
+    del state["2.bias"]
+    with parameters_on_meta(no_tensor):
+        module = net()
+        module.load_state_dict(state, strict=False)
+        module.to("cpu")
+
+
+def test_a_module_that_is_moved_without_all_its_values_is_refused() -> None:
+    words = r"no values for Linear\.bias of shape \(3,\) and 0 more.*empty_init"
+    with pytest.raises(MisconfigurationException, match=words):
+        load_in_part()
+
+
+def fail_with_parameters_on_meta() -> None:
+    with parameters_on_meta(no_tensor):
+        net()
+        raise NotImplementedError("abstract")
+
+
+def test_other_errors_than_of_values_stay() -> None:
+    with pytest.raises(NotImplementedError, match="abstract"):
+        fail_with_parameters_on_meta()
+
+
 def test_a_stage_without_values_is_refused_before_it_computes() -> None:
     parameters = {"a": torch.empty(1), "b": torch.empty(1, device="meta")}
     with pytest.raises(
