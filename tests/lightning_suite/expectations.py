@@ -11,6 +11,9 @@ EXPECTED = Path(__file__).with_name("expected_failures.txt")
 Outcomes = Mapping[str, list[str]]
 """Test -> its outcome, and the last line of its error."""
 
+NOT_RUN = ["failed", "it was not run"]
+"""The outcome of a test that the other mode has run."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -20,7 +23,7 @@ class Verdict:
         passed: number of tests that passed.
         failed: number of tests that failed, those of the other mode left out.
         reference: number of tests that passed in the other mode.
-        unexpected: failures that nobody expects, with their errors.
+        unexpected: failures that nobody expects, with their errors, and tests that did not run.
         surprises: tests that were expected to fail and do not, or are not there.
     """
 
@@ -78,7 +81,8 @@ def judge(
         expected: the tests that are expected to fail.
         folders: what was run; expectations of other folders are left alone.
     """
-    counted = {test: outcome for test, outcome in ours.items() if reference[test][0] == "passed"}
+    passing = [test for test, (outcome, _) in reference.items() if outcome == "passed"]
+    counted = {test: ours.get(test, NOT_RUN) for test in passing}
     failed = {test: error for test, (outcome, error) in counted.items() if outcome == "failed"}
     mine = [entry for entry in expected if any(entry.startswith(folder) for folder in folders)]
     covered = {entry: {test for test in counted if _covers(entry, test)} for entry in mine}
@@ -86,7 +90,7 @@ def judge(
     return Verdict(
         passed=sum(outcome == "passed" for outcome, _ in counted.values()),
         failed=len(failed),
-        reference=sum(outcome == "passed" for outcome, _ in reference.values()),
+        reference=len(passing),
         unexpected={test: error for test, error in failed.items() if test not in known},
         surprises=sorted(
             {test for test in known if test not in failed}

@@ -60,6 +60,9 @@ def test_failures_that_nobody_expects_and_passes_that_nobody_expects() -> None:
     assert not two_fails
     gone = judge(PLAIN, PLAIN, ["loops/a.py::gone"], ["loops"])
     assert gone.surprises == ["loops/a.py::gone"]
+    rest = {test: outcome for test, outcome in PLAIN.items() if test != "loops/a.py::two"}
+    assert judge(rest, PLAIN, [], ["loops"]).unexpected == {"loops/a.py::two": "it was not run"}
+    assert judge({**PLAIN, "loops/b.py::new": FAILED}, PLAIN, [], ["loops"])
 
 
 @pytest.mark.parametrize("mode", ["one rank", "loopback"])
