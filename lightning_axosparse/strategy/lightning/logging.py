@@ -47,6 +47,11 @@ _ADVICE: dict[str, tuple[Callable[[str], None], str]] = {
         "is given the number of samples of each micro-batch: it is added up to the batch's. If it "
         "is something else, log it as a float.",
     ),
+    "one": (
+        rank_zero_info,
+        "is given the integer 1 by micro-batches of one sample each, and is logged as 1. If it is "
+        "the number of samples, pass `reduce_fx='sum'`, which adds it up.",
+    ),
     "same": (
         rank_zero_info,
         "is given the same number by each micro-batch, with `reduce_fx='sum'`: it is added up "
@@ -325,13 +330,16 @@ class MicrobatchLog:
         if options.get("batch_size") is not None:
             options["batch_size"] = sum(_samples(call) for call in calls)
         value, advice = self._exact(first, batch_value), None
-        if value is None:
-            counts = self._counts_samples(calls)
-            value = _reduced(calls, "sum" if counts else options["reduce_fx"])
-            advice = "samples" if counts else _advice(calls, options["reduce_fx"])
+        if value is None and self._may_count_samples(calls):
+            # An integer 1 is rather a flag or an index than a count.
+            advice = "samples" if any(call.size > 1 for call in calls) else "one"
+            value = _reduced(calls, "sum" if advice == "samples" else "mean")
+        elif value is None:
+            value = _reduced(calls, options["reduce_fx"])
+            advice = _advice(calls, options["reduce_fx"])
         return LoggedValue(first.name, _on_cpu(value), first.logged_metric, options, advice)
 
-    def _counts_samples(self, calls: Sequence[LogCall]) -> bool:
+    def _may_count_samples(self, calls: Sequence[LogCall]) -> bool:
         """Whether a name has only ever been logged with the micro-batch's number of samples.
 
         The index of an epoch or a step, which may be equal to it once, begins at zero.

@@ -185,6 +185,11 @@ def test_what_is_known_of_a_number_and_what_is_said(name: str) -> None:
     assert combined.advice == advice
 
 
+def test_an_integer_of_micro_batches_of_one_sample_stays() -> None:
+    combined = followed(lambda m, x: m.log("a", 1), [1, 1, 1])
+    assert (float(combined.value), combined.advice) == (1, "one")
+
+
 def test_advice_is_given_once_a_name(log: MicrobatchLog) -> None:
     values = [LoggedValue(name, torch.ones(()), None, {}, "unseen") for name in ("a", "b", "a")]
     with pytest.warns(UserWarning, match="not computed by torch") as told:
