@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from time import time
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import lightning.pytorch as pl
 import torch
@@ -47,7 +47,7 @@ from lightning_axosparse.pipeline.loss_weights import (
 )
 from lightning_axosparse.pipeline.partition import UNPARTITIONED, Partition, partition_layers
 from lightning_axosparse.pipeline.profile import profile_example, validate_example_input
-from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES
+from lightning_axosparse.pipeline.schedule import SCHEDULES, WeightGradients
 from lightning_axosparse.pipeline.schedule_choice import ScheduleRule
 from lightning_axosparse.pipeline.sharding import Sharding
 from lightning_axosparse.planning.grid_comparison import default_microbatches
@@ -213,11 +213,12 @@ class AxoSparseStrategy(MPIStrategy):
         weight_gradients: "together" makes all gradients of a layer in its backward pass. "deferred"
             makes those of weights where the stage would wait for a message, so the previous stage
             gets its gradient earlier: for linear layers, Hugging Face's ``Conv1D`` and
-            convolutions whose weights are dense, and in "message-driven" and "zb-h1". Gradients
-            are the same to the bit, and complete before anything of Lightning reads them. None
-            runs the first 24 batches, and as many after a draw, in both ways and deferring only
-            those of the last micro-batches, and keeps the fastest, for stages on CPUs that exchange
-            messages and without ``recompute``; "deferred" for "zb-h1"; else "together".
+            convolutions whose weights are dense, and in "message-driven" and "zb-h1". "cooldown"
+            does so for the last ``2 * g_inter - 1`` micro-batches alone, in "message-driven".
+            Gradients are the same to the bit, and complete before anything of Lightning reads them.
+            None runs the first 24 batches, and as many after a draw, in all three ways, and keeps
+            the fastest, for stages on CPUs that exchange messages and without ``recompute``;
+            "deferred" for "zb-h1"; else "together".
         transport: "mpi" gives each stage a rank; "loopback" runs all stages of a replica in one
             process, through the same schedule, for notebooks, debuggers and tests.
         split_batch: splits a batch into micro-batches, ``(batch, microbatches) -> list``, such as
@@ -281,8 +282,8 @@ class AxoSparseStrategy(MPIStrategy):
         balance=one_of("parameters", "time") | LAYERS,
         in_flight=COUNT | NONE,
         batch_norm=one_of("micro-batch", "deferred"),
-        schedule=one_of(*(SCHEDULES | DEFERRING_SCHEDULES)),
-        weight_gradients=one_of("deferred", "together") | NONE,
+        schedule=one_of(*SCHEDULES),
+        weight_gradients=one_of(*get_args(WeightGradients)) | NONE,
         transport=one_of("mpi", "loopback"),
         split_batch=FUNCTION | NONE,
         microbatch_loss=one_of("auto", "mean", "sum"),
@@ -308,7 +309,7 @@ class AxoSparseStrategy(MPIStrategy):
         balance: Literal["parameters", "time"] | Sequence[int] = "parameters",
         in_flight: int | None = None,
         schedule: Literal["message-driven", "1f1b", "gpipe", "zb-h1"] = "message-driven",
-        weight_gradients: Literal["deferred", "together"] | None = None,
+        weight_gradients: WeightGradients | None = None,
         batch_norm: Literal["micro-batch", "deferred"] = "micro-batch",
         transport: Literal["mpi", "loopback"] = "mpi",
         split_batch: Callable[[Any, int], list[Any]] | None = None,
