@@ -22,7 +22,7 @@ from tests.lightning_suite.plugin import MODE, OUTCOMES, UNFINISHED
 from tests.ranks import REPOSITORY, warm_python
 
 FOLDERS = ("trainer", "callbacks", "checkpointing", "loops", "models", "core", "tuner")
-ON_RANKS = ("--timeout", "30", "--timeout-method", "thread")
+ON_RANKS = ("--timeout", "60", "--timeout-method", "thread")
 """A rank that waits for another one is inside MPI, where only the end of its process ends it."""
 
 
