@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from tests.lightning_suite.expectations import EXPECTED, Outcomes, judge, parse
+from tests.lightning_suite.expectations import BY_CHANCE, EXPECTED, Outcomes, judge, parse
 from tests.lightning_suite.modes import MODES, Mode
 from tests.lightning_suite.plugin import MODE, OUTCOMES, UNFINISHED
 from tests.ranks import REPOSITORY, warm_python
@@ -58,7 +58,8 @@ def compare(suite: Suite, modes: list[str] | None, folders: list[str]) -> int:
         else:
             passed = [test for test, (outcome, _) in before.items() if outcome == "passed"]
             ours = suite.run_on_ranks(mode, passed)
-        verdict = judge(ours, before, expected.get(mode.name, {}), folders)
+        fail, vary = (expected.get(mode.name + which, {}) for which in ("", BY_CHANCE))
+        verdict = judge(ours, before, fail, folders, vary)
         print(f"{mode.name}: {verdict} in {reference.name}", flush=True)
         fine = fine and bool(verdict)
     return 0 if fine else 1
