@@ -14,6 +14,7 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -52,11 +53,14 @@ def main(folder: CallFolder) -> None:
     vars(rank_zero_only).update(rank=world.rank)
     publish(world.rank, folder.status(world.rank))
     watchdog.before_abort.append(partial(_report, folder, world.rank, None))
+    # In place of this module, whose names the caller's may have, too.
+    sys.modules["__main__"] = ModuleType("__main__")
     call: Call | None = None
     try:
         call = cast(Call, load(folder.call))
         _check_world(world.size, call.ranks)
         call.state.restore()
+        call.main.restore()
         _run(call, folder, world.rank)
         mark_finished()
     except BaseException as exception:
