@@ -67,6 +67,8 @@ class MPILauncher(_Launcher):
         self._strategy = strategy
         self._processes = processes
         self._mpiexec: subprocess.Popen[bytes] | None = None
+        self.has_failed = False
+        """Whether the ranks have ended without a result, and the state of the run with them."""
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -101,6 +103,7 @@ class MPILauncher(_Launcher):
             MainModule.of_this_process(),
         )
         known = call.known_objects
+        self.has_failed = True
         with _terminate_ranks_first(), CallFolder.temporary() as folder:
             self._write(call, folder)
             self._run(folder)
@@ -109,6 +112,7 @@ class MPILauncher(_Launcher):
             if trainer is not None:
                 result.changes.apply(known)
                 self._read_weights(trainer, folder)
+        self.has_failed = False
         return result.value
 
     def _read_weights(self, trainer: Trainer, folder: CallFolder) -> None:

@@ -33,6 +33,7 @@ from lightning_axosparse.strategy.launcher.call import (
 from lightning_axosparse.strategy.launcher.object_changes import Snapshot
 from lightning_axosparse.strategy.launcher.pickling import load, save
 from lightning_axosparse.strategy.launcher.weights import ReturnsShard, returned_by, write
+from lightning_axosparse.strategy.lightning.tuning import run_until_tuned
 from lightning_axosparse.support.troubleshooting import see
 
 _PR_SET_PDEATHSIG = 1
@@ -93,7 +94,8 @@ def _run(call: Call, folder: CallFolder, rank: int) -> None:
     strategy: Any = None if call.trainer is None else call.trainer.strategy
     if isinstance(strategy, ReturnsShard):
         strategy.keep_sharded()
-    value = call.function(*call.args, **call.kwargs)
+    function = partial(call.function, *call.args, **call.kwargs)
+    value = function() if call.trainer is None else run_until_tuned(call.trainer, function)
     if strategy is not None:
         write(returned_by(strategy, rank), folder.weights(rank))
     if snapshot is not None:
