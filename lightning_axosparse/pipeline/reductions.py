@@ -428,8 +428,11 @@ _ORDERING: dict[Callable[..., Any], int | None] = {
 
 _REDUCING.update(dict.fromkeys(_ORDERING, "statistic"))
 
-_BROADCASTING = {functional.cosine_similarity, functional.pairwise_distance}
-_COMPARING = {
+_BROADCASTING: set[Callable[..., Any]] = {
+    functional.cosine_similarity,
+    functional.pairwise_distance,
+}
+_COMPARING: set[Callable[..., Any]] = {
     *_BROADCASTING,
     *(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm),
     *(torch.cdist, torch.einsum),

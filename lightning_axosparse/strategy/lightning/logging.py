@@ -33,7 +33,8 @@ _ADVICE: dict[str, tuple[Callable[[str], None], str]] = {
         rank_zero_warn,
         "is given a statistic of all samples of the batch (such as an exponential of a mean, a "
         "maximum, or similarities between samples), but in a pipeline a step sees one micro-batch. "
-        "What is logged is the mean over micro-batches: log a torchmetrics object, or another `reduce_fx`, for the exact value.",
+        "What is logged is the mean over micro-batches: log a torchmetrics object, or another "
+        "`reduce_fx`, for the exact value.",
     ),
     "unseen": (
         rank_zero_warn,
