@@ -60,6 +60,8 @@ class MPILauncher(_Launcher):
     def __init__(self, strategy: Strategy, processes: int) -> None:
         self._strategy = strategy
         self._processes = processes
+        self.ranks_failed = False
+        """Whether the last call has failed on its ranks, so that its effects are not here."""
         self._mpiexec: subprocess.Popen[bytes] | None = None
 
     @property
@@ -91,12 +93,14 @@ class MPILauncher(_Launcher):
         known = call.known_objects
         with _terminate_ranks_first(), CallFolder.temporary() as folder:
             self._write(call, folder)
+            self.ranks_failed = True
             self._run(folder)
             result: CallResult = load(folder.result, known)
             result.state.restore()
             if trainer is not None:
                 result.changes.apply(known)
                 self._read_weights(trainer, folder)
+        self.ranks_failed = False
         return result.value
 
     def _read_weights(self, trainer: Trainer, folder: CallFolder) -> None:
