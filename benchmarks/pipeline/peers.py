@@ -42,7 +42,6 @@ from lightning_axosparse.pipeline import engine
 from lightning_axosparse.pipeline.engine import StageRun
 from lightning_axosparse.pipeline.p2p import ChannelLink, Link
 from lightning_axosparse.pipeline.schedule import (
-    DEFERRING_SCHEDULES,
     SCHEDULES,
     CooldownFilling,
     Schedule,
@@ -214,10 +213,10 @@ def main() -> None:
     link = ChannelLink(*boxes, torch.device("cpu"))
     twice = 2 * world.size
     choices = {
-        "1F1B, ours": (SCHEDULES["1f1b"], world.size),
-        "message-driven": (SCHEDULES["message-driven"], twice),
-        "ZB-H1, ours": (DEFERRING_SCHEDULES["zb-h1"], world.size),
-        "message-driven, deferred": (DEFERRING_SCHEDULES["message-driven"], twice),
+        "1F1B, ours": (SCHEDULES["1f1b"]["together"], world.size),
+        "message-driven": (SCHEDULES["message-driven"]["together"], twice),
+        "ZB-H1, ours": (SCHEDULES["zb-h1"]["deferred"], world.size),
+        "message-driven, deferred": (SCHEDULES["message-driven"]["deferred"], twice),
         "message-driven, deferred at the end": (CooldownFilling, twice),
     }
     theirs = {

@@ -28,7 +28,7 @@ from lightning_axosparse.distributed.mpi.staging import HostStaging
 from lightning_axosparse.pipeline import engine
 from lightning_axosparse.pipeline.engine import StageRun
 from lightning_axosparse.pipeline.p2p import ChannelLink
-from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES, Schedule
+from lightning_axosparse.pipeline.schedule import SCHEDULES, Schedule
 from lightning_axosparse.planning.simulate import Wire, simulate
 from lightning_axosparse.support.trace import Span, clock
 
@@ -239,13 +239,13 @@ def main() -> None:
     forward = options.forward
     mine, stages = SleepingStage(forward), world.size
     runners = {
-        "1F1B": Choice(SCHEDULES["1f1b"], stages),
-        "limit P": Choice(SCHEDULES["message-driven"], stages),
-        "limit 2P": Choice(SCHEDULES["message-driven"], 2 * stages),
-        "limit M": Choice(SCHEDULES["message-driven"], MICROBATCHES),
-        "ZB-H1": Choice(DEFERRING_SCHEDULES["zb-h1"], stages),
-        "deferred P": Choice(DEFERRING_SCHEDULES["message-driven"], stages),
-        "deferred 2P": Choice(DEFERRING_SCHEDULES["message-driven"], 2 * stages),
+        "1F1B": Choice(SCHEDULES["1f1b"]["together"], stages),
+        "limit P": Choice(SCHEDULES["message-driven"]["together"], stages),
+        "limit 2P": Choice(SCHEDULES["message-driven"]["together"], 2 * stages),
+        "limit M": Choice(SCHEDULES["message-driven"]["together"], MICROBATCHES),
+        "ZB-H1": Choice(SCHEDULES["zb-h1"]["deferred"], stages),
+        "deferred P": Choice(SCHEDULES["message-driven"]["deferred"], stages),
+        "deferred 2P": Choice(SCHEDULES["message-driven"]["deferred"], 2 * stages),
     }
     if world.rank == 0:
         head()

@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_axosparse.callbacks.gantt import Placed, RecordedStep, plot_gantt
+from lightning_axosparse.pipeline.schedule import WeightGradients
 from lightning_axosparse.planning.cost import Cluster, Transformer
 from lightning_axosparse.planning.memory_model import DENSE, SPARSE
-from lightning_axosparse.planning.search import Plan, WeightGradients, Workload, search
+from lightning_axosparse.planning.search import Plan, Workload, search
 from lightning_axosparse.planning.simulate import Wire
 from lightning_axosparse.support.arguments import COUNT, NOT_NEGATIVE
 
@@ -30,6 +31,7 @@ MODELS = {
 T = TypeVar("T")
 
 _SHAPE = ("LAYERS", "WIDTH", "HEADS", "SEQUENCE", "VOCABULARY")
+_DEFERRED = {"together": "no", "cooldown": "at end", "deferred": "all"}
 _DRAWN = 3000
 """Most spans in a chart: more are too narrow to see and take minutes to plot."""
 
@@ -38,8 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.recompute and "deferred" in options.weight_gradients:
-        parser.error("--weight-gradients deferred keeps what --recompute computes again")
+    apart = [kind for kind in options.weight_gradients if kind != "together"]
+    if options.recompute and apart:
+        parser.error(f"--weight-gradients {apart[0]} keeps what --recompute computes again")
     best: list[tuple[float, Plan]] = []
     for ratio in options.pruning_ratio:
         try:
@@ -79,7 +82,7 @@ def table(plans: Sequence[Plan], title: str) -> Table:
             f"{plan.choice.g_inter} x {plan.g_data}",
             f"{plan.microbatches} x {plan.choice.microbatch}",
             str(plan.choice.in_flight),
-            "yes" if plan.choice.weight_gradients == "deferred" else "no",
+            _DEFERRED[plan.choice.weight_gradients],
             f"{plan.memory / 1e9:.2f}",
             f"{plan.simulation.bubble:.1%}",
             f"{plan.message_seconds:.2g}",
@@ -152,7 +155,8 @@ def _parser() -> argparse.ArgumentParser:
         choices=get_args(WeightGradients),
         nargs="+",
         default=["together"],
-        help="made in backward passes, or where a stage would wait: one, or both to compare",
+        help="made in backward passes, or where a stage would wait: at the end of a batch, or "
+        "always; several to compare",
     )
     add(
         "--overhead",

@@ -7,7 +7,7 @@ What a stage of ``S`` stages does with what it may run (``held`` = forwards - ba
                      forwards remain
     message-driven   prefers forward      prefers backward   runs the other, if there is slack
     filling          the same             the same           runs the other, else a weight gradient
-    cool-down        the same             the same           the same, but the weight gradients of
+    cooldown         the same             the same           the same, but the weight gradients of
                                                              the first micro-batches are not apart
     1f1b             forward              backward           waits
     gpipe            forward              forward, until     waits
@@ -35,6 +35,11 @@ from abc import ABC, abstractmethod
 from typing import ClassVar, Literal, NamedTuple
 
 PassKind = Literal["forward", "backward", "weight gradient"]
+
+WeightGradients = Literal["together", "cooldown", "deferred"]
+"""When the gradients of weights are made: in backward passes; apart for the last micro-batches, at
+whose end stages wait; or apart for all.
+"""
 
 
 class Op(NamedTuple):
@@ -223,15 +228,15 @@ class ForwardOnly(Schedule):
         return "forward" if can_forward else None
 
 
-SCHEDULES: dict[str, type[Schedule]] = {
-    "message-driven": MessageDriven,
-    "1f1b": OneForwardOneBackward,
-    "gpipe": GPipe,
+SCHEDULES: dict[str, dict[WeightGradients, type[Schedule]]] = {
+    "message-driven": {
+        "together": MessageDriven,
+        "cooldown": CooldownFilling,
+        "deferred": BubbleFilling,
+    },
+    "1f1b": {"together": OneForwardOneBackward},
+    "gpipe": {"together": GPipe},
+    "zb-h1": {"deferred": ZeroBubbleH1},
 }
-"""The training schedules by the name that ``AxoSparseStrategy(schedule=...)`` takes."""
-
-DEFERRING_SCHEDULES: dict[str, type[Schedule]] = {
-    "message-driven": BubbleFilling,
-    "zb-h1": ZeroBubbleH1,
-}
-"""Those that defer weight gradients, by the same names."""
+"""The training schedules by what ``AxoSparseStrategy`` takes: ``schedule``, ``weight_gradients``.
+"""

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from time import perf_counter
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_axosparse.distributed.process_groups import ProcessGroups, all_gather
-from lightning_axosparse.pipeline.schedule import (
-    DEFERRING_SCHEDULES,
-    SCHEDULES,
-    CooldownFilling,
-    Schedule,
-)
+from lightning_axosparse.pipeline.schedule import SCHEDULES, Schedule, WeightGradients
 
 _WARM_UP, _TRIALS = 1, 7  # batches of each schedule
+_WORDS: dict[WeightGradients, str] = {
+    "together": "in backward passes",
+    "cooldown": "where a stage waits at the end of a batch",
+    "deferred": "where a stage waits",
+}
 
 
 class ScheduleChoice(Protocol):
@@ -85,14 +85,14 @@ class FastestSchedule:
     a split layer takes longer, and a product whose operands have left the cache does.
 
     Args:
-        schedules: how weight gradients are made, in words -> the schedule; first the one whose
-            backward passes are whole, last one that defers all weight gradients.
+        schedules: when weight gradients are made -> the schedule; first the one whose backward
+            passes are whole, last the one that takes the most memory.
         gather: returns the values of all ranks on every rank; collective over the job.
     """
 
     def __init__(
         self,
-        schedules: Mapping[str, type[Schedule]],
+        schedules: Mapping[WeightGradients, type[Schedule]],
         gather: Callable[[Trials], list[Trials]],
     ) -> None:
         self._ways, self._schedules = list(schedules), list(schedules.values())
@@ -142,13 +142,13 @@ class FastestSchedule:
         slowest = [max(each) for each in zip(*(rank.seconds for rank in ranks), strict=True)]
         best = slowest.index(min(slowest))
         others = ", ".join(
-            f"{seconds * 1e3:,.1f} ms {way}"
+            f"{seconds * 1e3:,.1f} ms {_WORDS[way]} ({way!r})"
             for place, (seconds, way) in enumerate(zip(slowest, self._ways, strict=True))
             if place != best
         )
         rank_zero_info(
-            f"Weight gradients are made {self._ways[best]}: the passes of a batch take "
-            f"{slowest[best] * 1e3:,.1f} ms so, and {others}."
+            f"Weight gradients are made {_WORDS[self._ways[best]]} ({self._ways[best]!r}): the "
+            f"passes of a batch take {slowest[best] * 1e3:,.1f} ms so, and {others}."
         )
         return self._schedules[best]
 
@@ -159,25 +159,25 @@ class ScheduleRule:
 
     Attributes:
         schedule: name of the training schedule.
-        weight_gradients: as the user gave it; None to take what is faster.
+        weight_gradients: as the user gave it; None to take what is fastest.
         may_defer: whether nothing else forbids deferral.
     """
 
     schedule: str
-    weight_gradients: Literal["deferred", "together"] | None
+    weight_gradients: WeightGradients | None
     may_defer: bool
 
     @property
     def defers(self) -> bool:
-        """Whether the user asked for deferred weight gradients."""
-        return self.weight_gradients == "deferred" or self.schedule not in SCHEDULES
+        """Whether the user asked for weight gradients that are made apart."""
+        asked = self.weight_gradients not in (None, "together")
+        return asked or "together" not in SCHEDULES[self.schedule]
 
     @property
     def splits_backward(self) -> bool:
         """Whether some batch may defer weight gradients."""
-        return self.defers or (
-            self.weight_gradients is None and self.schedule == "message-driven" and self.may_defer
-        )
+        is_free = self.weight_gradients is None and len(SCHEDULES[self.schedule]) > 1
+        return self.defers or (is_free and self.may_defer)
 
     def choice(self, stages: int, groups: ProcessGroups) -> ScheduleChoice:
         """The choice for a pipeline of so many stages.
@@ -186,14 +186,9 @@ class ScheduleRule:
             stages: stages of the pipeline.
             groups: the process groups of its grid.
         """
-        if self.defers:
-            return GivenSchedule(DEFERRING_SCHEDULES[self.schedule])
-        together = SCHEDULES[self.schedule]
-        if stages == 1 or not self.splits_backward:
-            return GivenSchedule(together)
-        schedules: dict[str, type[Schedule]] = {
-            "in backward passes": together,
-            "where a stage waits at the end of a batch": CooldownFilling,
-            "where a stage waits": DEFERRING_SCHEDULES[self.schedule],
-        }
-        return FastestSchedule(schedules, partial(all_gather, group=groups.world))
+        schedules = SCHEDULES[self.schedule]
+        if self.weight_gradients is not None:
+            return GivenSchedule(schedules[self.weight_gradients])
+        if stages > 1 and self.may_defer and len(schedules) > 1:
+            return FastestSchedule(schedules, partial(all_gather, group=groups.world))
+        return GivenSchedule(next(iter(schedules.values())))

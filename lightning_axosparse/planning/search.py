@@ -11,14 +11,11 @@ import numpy as np
 
 from lightning_axosparse.distributed.grid import divisors
 from lightning_axosparse.pipeline.partition import balance
-from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES
+from lightning_axosparse.pipeline.schedule import SCHEDULES, WeightGradients
 from lightning_axosparse.planning.cost import Cluster, LayerCosts
 from lightning_axosparse.planning.memory_model import Storage
 from lightning_axosparse.planning.simulate import Seconds, Simulation, ring_all_reduce, simulate
 from lightning_axosparse.support.troubleshooting import see
-
-WeightGradients = Literal["together", "deferred"]
-"""When weight gradients are made: in backward passes, or where a stage would wait."""
 
 
 @dataclass(frozen=True)
@@ -209,8 +206,7 @@ class _StepEstimate:
     def plan(self) -> Plan:
         """Simulate the step."""
         choice = self.choice
-        deferred = choice.weight_gradients == "deferred"
-        schedule = (DEFERRING_SCHEDULES if deferred else SCHEDULES)["message-driven"]
+        schedule = SCHEDULES["message-driven"][choice.weight_gradients]
         simulation = simulate(
             [
                 schedule(stage, choice.g_inter, self._microbatches, choice.in_flight)

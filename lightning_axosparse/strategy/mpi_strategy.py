@@ -12,7 +12,6 @@ from lightning.fabric.utilities.distributed import ReduceOp
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
@@ -26,7 +25,6 @@ from lightning_axosparse.strategy.lightning.checkpoint_io import with_atomic_fil
 from lightning_axosparse.strategy.lightning.sampling import process_dataloader
 from lightning_axosparse.strategy.validation import validate_local_rank, validate_world_size
 from lightning_axosparse.support.release_memory import map_larger_blocks
-from lightning_axosparse.support.troubleshooting import see
 
 T = TypeVar("T")
 
@@ -190,27 +188,9 @@ class MPIStrategy(ParallelStrategy):
         """Leave out what connects this process to others, and how the run is undone."""
         return {**super().__getstate__(), "_groups": None, "_undo": ExitStack()}
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
-    ) -> None:
-        """Write a checkpoint; none of what callbacks save when ranks have failed.
-
-        The caller's objects are then as they were before the run.
-        """
-        if isinstance(self._launcher, MPILauncher) and self._launcher.has_failed:
-            rank_zero_warn(
-                f"{filepath} is not written: the run has failed, and its state has ended with its "
-                "ranks. Resume from the last checkpoint that was written before."
-                + see("checkpoints")
-            )
-            return
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
     def on_exception(self, exception: BaseException) -> None:
         """Abort the job, so that no other rank waits for this one for ever."""
         super().on_exception(exception)
-        if isinstance(self._launcher, MPILauncher):  # Callbacks have been told of it before.
-            self._launcher.has_failed = False
         if self._ranks > 1:
             mark_finished()
             environment.abort_job(exception, self.grid)

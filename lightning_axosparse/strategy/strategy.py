@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from time import time
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import lightning.pytorch as pl
 import torch
@@ -18,7 +18,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -47,7 +47,7 @@ from lightning_axosparse.pipeline.loss_weights import (
 )
 from lightning_axosparse.pipeline.partition import UNPARTITIONED, Partition, partition_layers
 from lightning_axosparse.pipeline.profile import profile_example, validate_example_input
-from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES
+from lightning_axosparse.pipeline.schedule import SCHEDULES, WeightGradients
 from lightning_axosparse.pipeline.schedule_choice import ScheduleRule
 from lightning_axosparse.pipeline.sharding import Sharding
 from lightning_axosparse.planning.grid_comparison import default_microbatches
@@ -67,12 +67,14 @@ from lightning_axosparse.strategy.construction import (
     validate_values,
     values_held,
 )
+from lightning_axosparse.strategy.launcher.launcher import MPILauncher
 from lightning_axosparse.strategy.learning_rate import scaled_rates
 from lightning_axosparse.strategy.lightning.checkpoint_io import (
     reading_files,
     writes_in_background,
 )
 from lightning_axosparse.strategy.lightning.device import move_optimizers
+from lightning_axosparse.strategy.lightning.exceptions import JobEnd
 from lightning_axosparse.strategy.lightning.finetuning import (
     parameters_told_apart_by_identity,
 )
@@ -213,11 +215,12 @@ class AxoSparseStrategy(MPIStrategy):
         weight_gradients: "together" makes all gradients of a layer in its backward pass. "deferred"
             makes those of weights where the stage would wait for a message, so the previous stage
             gets its gradient earlier: for linear layers, Hugging Face's ``Conv1D`` and
-            convolutions whose weights are dense, and in "message-driven" and "zb-h1". Gradients
-            are the same to the bit, and complete before anything of Lightning reads them. None
-            runs the first 24 batches, and as many after a draw, in both ways and deferring only
-            those of the last micro-batches, and keeps the fastest, for stages on CPUs that exchange
-            messages and without ``recompute``; "deferred" for "zb-h1"; else "together".
+            convolutions whose weights are dense, and in "message-driven" and "zb-h1". "cooldown"
+            does so for the last ``2 * g_inter - 1`` micro-batches alone, in "message-driven".
+            Gradients are the same to the bit, and complete before anything of Lightning reads them.
+            None runs the first 24 batches, and as many after a draw, in all three ways, and keeps
+            the fastest, for stages on CPUs that exchange messages and without ``recompute``;
+            "deferred" for "zb-h1"; else "together".
         transport: "mpi" gives each stage a rank; "loopback" runs all stages of a replica in one
             process, through the same schedule, for notebooks, debuggers and tests.
         split_batch: splits a batch into micro-batches, ``(batch, microbatches) -> list``, such as
@@ -281,8 +284,8 @@ class AxoSparseStrategy(MPIStrategy):
         balance=one_of("parameters", "time") | LAYERS,
         in_flight=COUNT | NONE,
         batch_norm=one_of("micro-batch", "deferred"),
-        schedule=one_of(*(SCHEDULES | DEFERRING_SCHEDULES)),
-        weight_gradients=one_of("deferred", "together") | NONE,
+        schedule=one_of(*SCHEDULES),
+        weight_gradients=one_of(*get_args(WeightGradients)) | NONE,
         transport=one_of("mpi", "loopback"),
         split_batch=FUNCTION | NONE,
         microbatch_loss=one_of("auto", "mean", "sum"),
@@ -308,7 +311,7 @@ class AxoSparseStrategy(MPIStrategy):
         balance: Literal["parameters", "time"] | Sequence[int] = "parameters",
         in_flight: int | None = None,
         schedule: Literal["message-driven", "1f1b", "gpipe", "zb-h1"] = "message-driven",
-        weight_gradients: Literal["deferred", "together"] | None = None,
+        weight_gradients: WeightGradients | None = None,
         batch_norm: Literal["micro-batch", "deferred"] = "micro-batch",
         transport: Literal["mpi", "loopback"] = "mpi",
         split_batch: Callable[[Any, int], list[Any]] | None = None,
@@ -710,6 +713,7 @@ class AxoSparseStrategy(MPIStrategy):
         assert self._groups is not None
         if self.grid.world_size > 1:
             self._undo.enter_context(LoopCheck(self._groups).added_to(trainer))
+            self._undo.enter_context(JobEnd().added_to(trainer))
 
     def _in_flight_rule(self, trainer: pl.Trainer) -> InFlightRule:
         free = partial(free_bytes, self.root_device, self.ranks_on_device)
@@ -946,8 +950,17 @@ class AxoSparseStrategy(MPIStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
-        """Write a checkpoint; collective over the stages of the first replica."""
-        if self._is_at_rest:
+        """Write a checkpoint; collective over the stages of the first replica.
+
+        A process whose ranks have failed writes nothing, as what they trained is not there.
+        """
+        if isinstance(self._launcher, MPILauncher) and self._launcher.ranks_failed:
+            rank_zero_warn(
+                f"'{filepath}' was not written by the process that has started the ranks: they "
+                "have failed, and here the module has the weights from before. If all fail at the "
+                "same point, they write it themselves." + see("files")
+            )
+        elif self._is_at_rest:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self.grid.replica == 0:
             tensors = self._stored.tensors

@@ -29,7 +29,7 @@ from torchmetrics import Metric
 
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_path
 from lightning_axosparse.distributed.grid import divisors
-from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES
+from lightning_axosparse.pipeline.schedule import SCHEDULES, WeightGradients
 from lightning_axosparse.strategy.lightning.checkpoint_io import (
     reading_files,
     writes_in_background,
@@ -89,29 +89,23 @@ def validate_arguments(
 
 
 def validate_weight_gradients(
-    weight_gradients: str | None, schedule: str, recompute: int | str | None
+    weight_gradients: WeightGradients | None, schedule: str, recompute: int | str | None
 ) -> None:
     """Check that weight gradients can be made when the arguments say.
 
     Raises:
         MisconfigurationException: with the values, and what to give instead.
     """
-    if weight_gradients == "deferred" and schedule not in DEFERRING_SCHEDULES:
+    if weight_gradients is not None and weight_gradients not in SCHEDULES[schedule]:
+        others = [name for name, kinds in SCHEDULES.items() if weight_gradients in kinds]
         raise MisconfigurationException(
-            f"weight_gradients='deferred' needs a schedule that makes weight gradients by "
-            f"themselves, which {schedule!r} does not: choose from {sorted(DEFERRING_SCHEDULES)}, "
-            "or leave weight_gradients out." + see("grid")
+            f"schedule={schedule!r} makes weight gradients {' or '.join(SCHEDULES[schedule])}, not "
+            f"{weight_gradients!r}: choose a schedule from {others}, or leave weight_gradients out."
+            + see("grid")
         )
-    if weight_gradients == "together" and schedule not in SCHEDULES:
-        raise MisconfigurationException(
-            f"schedule={schedule!r} makes weight gradients by themselves, so "
-            "weight_gradients='together' contradicts it. Leave one of them out." + see("grid")
-        )
-    defers = weight_gradients == "deferred" or schedule not in SCHEDULES
-    if defers and recompute is not None:
-        given = (
-            f"schedule={schedule!r}" if weight_gradients is None else "weight_gradients='deferred'"
-        )
+    defers = weight_gradients or next(iter(SCHEDULES[schedule]))
+    if defers != "together" and recompute is not None:
+        given = f"schedule={schedule!r}" if weight_gradients is None else f"{weight_gradients=}"
         raise MisconfigurationException(
             f"{given} keeps the inputs of layers for longer than recompute={recompute!r}, which "
             "computes them again for their backward pass alone. Leave one of them out."
@@ -163,8 +157,8 @@ def validate_split_module(module: LightningModule) -> None:
     if overrides(module, "backward"):
         raise MisconfigurationException(
             f"{type(module).__name__} overrides `backward`, which may read gradients that "
-            "weight_gradients='deferred' and schedule='zb-h1' make only after it. Leave these "
-            "arguments out, or `backward`." + see("steps")
+            "weight_gradients='deferred' or 'cooldown' and schedule='zb-h1' make only after it. "
+            "Leave these arguments out, or `backward`." + see("steps")
         )
 
 

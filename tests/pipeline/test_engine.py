@@ -22,14 +22,17 @@ from lightning_axosparse.pipeline.p2p import LoopbackLink
 from lightning_axosparse.pipeline.partition import balance
 from lightning_axosparse.pipeline.reductions import ReductionTracker
 from lightning_axosparse.pipeline.rng import PipelineRNG
-from lightning_axosparse.pipeline.schedule import DEFERRING_SCHEDULES, SCHEDULES, CooldownFilling
+from lightning_axosparse.pipeline.schedule import SCHEDULES
 from lightning_axosparse.pipeline.schedule_choice import GivenSchedule
 from lightning_axosparse.pipeline.split_layers import SplitLayers
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.pipeline.stage_step import Batch, TrainingBatch
 
-EVERY = SCHEDULES | {f"{name}, deferred": kind for name, kind in DEFERRING_SCHEDULES.items()}
-EVERY["message-driven, late deferred"] = CooldownFilling
+EVERY = {
+    name if ways == "together" else f"{name}, {ways}": kind
+    for name, kinds in SCHEDULES.items()
+    for ways, kind in kinds.items()
+}
 
 
 def pipeline(
@@ -340,7 +343,7 @@ class Finals(Plainly):
         self.final[parameter] = parameter.grad.clone()
 
 
-@pytest.mark.parametrize("schedule", ["message-driven, deferred", "message-driven, late deferred"])
+@pytest.mark.parametrize("schedule", ["message-driven, deferred", "message-driven, cooldown"])
 @pytest.mark.parametrize("stages", [1, 3])
 def test_deferred_gradients_are_final_when_they_are_said_to_be(schedule: str, stages: int) -> None:
     torch.manual_seed(3)

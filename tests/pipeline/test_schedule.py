@@ -5,19 +5,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_axosparse.pipeline.schedule import (
-    DEFERRING_SCHEDULES,
     SCHEDULES,
     BubbleFilling,
     CooldownFilling,
     ForwardOnly,
+    GPipe,
     MessageDriven,
+    OneForwardOneBackward,
     Op,
     Schedule,
     ZeroBubbleH1,
 )
 
 EVERY = sorted(
-    {*SCHEDULES.values(), *DEFERRING_SCHEDULES.values(), CooldownFilling},
+    (kind for kinds in SCHEDULES.values() for kind in kinds.values()),
     key=lambda kind: kind.__name__,
 )
 
@@ -98,9 +99,9 @@ def test_no_stage_holds_more_than_the_limit(shape: tuple[int, int, int], seed: i
     for schedule in (MessageDriven, BubbleFilling, CooldownFilling, ZeroBubbleH1):
         for _, peak in drive(schedule, stages, microbatches, limit, seed):
             assert peak <= limit
-    for stage, (_, peak) in enumerate(drive(SCHEDULES["1f1b"], stages, microbatches, 99, seed)):
+    for stage, (_, peak) in enumerate(drive(OneForwardOneBackward, stages, microbatches, 99, seed)):
         assert peak == min(stages - stage, microbatches)
-    for _, peak in drive(SCHEDULES["gpipe"], stages, microbatches, limit, seed):
+    for _, peak in drive(GPipe, stages, microbatches, limit, seed):
         assert peak == microbatches
 
 
@@ -135,14 +136,14 @@ def test_without_slack_it_waits_for_a_missing_activation_below_its_warm_up() -> 
 def test_message_driven_runs_in_1f1b_order_when_messages_come_in_time() -> None:
     for stage in range(4):
         orders = []
-        for name in ("message-driven", "1f1b"):
-            schedule = SCHEDULES[name](stage, 4, 8, 8)
+        for kind in (MessageDriven, OneForwardOneBackward):
+            schedule = kind(stage, 4, 8, 8)
             orders.append([schedule.start_next(8, 8) for _ in range(16)])
         assert orders[0] == orders[1]
 
 
 def test_message_driven_goes_ahead_where_1f1b_waits_for_a_late_gradient() -> None:
-    early, patient = MessageDriven(0, 2, 8, 4), SCHEDULES["1f1b"](0, 2, 8, 4)
+    early, patient = MessageDriven(0, 2, 8, 4), OneForwardOneBackward(0, 2, 8, 4)
     assert [early.start_next(8, 0) for _ in range(5)] == [
         *(Op("forward", i) for i in range(4)),
         None,

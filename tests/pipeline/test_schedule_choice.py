@@ -19,16 +19,16 @@ from lightning_axosparse.pipeline.schedule import (
 from lightning_axosparse.pipeline.schedule_choice import FastestSchedule, ScheduleRule, Trials
 
 TRIALS = 24
-WAYS = {"together": MessageDriven, "late": CooldownFilling, "deferred": BubbleFilling}
+WAYS = {"together": MessageDriven, "cooldown": CooldownFilling, "deferred": BubbleFilling}
 IN_TURN = [BubbleFilling, CooldownFilling, MessageDriven]
 
 
 class Clock:
     """Passes take as long as their schedule is said to."""
 
-    def __init__(self, together: float, late: float, deferred: float) -> None:
+    def __init__(self, together: float, cooldown: float, deferred: float) -> None:
         self.now = 0.0
-        self._seconds = dict(zip(WAYS.values(), (together, late, deferred), strict=True))
+        self._seconds = dict(zip(WAYS.values(), (together, cooldown, deferred), strict=True))
 
     def run(self, schedule: type[Schedule]) -> None:
         self.now += self._seconds[schedule]
@@ -110,6 +110,7 @@ def test_it_is_measured_again_when_passes_have_changed(monkeypatch: Any) -> None
     ("schedule", "weight_gradients", "may_defer", "stages", "expected"),
     [
         ("message-driven", "deferred", False, 1, BubbleFilling),
+        ("message-driven", "cooldown", False, 4, CooldownFilling),
         ("message-driven", "together", True, 4, MessageDriven),
         ("message-driven", None, False, 4, MessageDriven),
         ("message-driven", None, True, 1, MessageDriven),

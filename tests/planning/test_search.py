@@ -1,12 +1,14 @@
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_axosparse.pipeline.schedule import WeightGradients
 from lightning_axosparse.planning.cost import Cluster, Transformer
 from lightning_axosparse.planning.memory_model import DENSE, SPARSE
-from lightning_axosparse.planning.search import Choice, WeightGradients, Workload, evaluate, search
+from lightning_axosparse.planning.search import Choice, Workload, evaluate, search
 from lightning_axosparse.planning.simulate import Wire
 
 MODEL = Transformer(layers=8, width=256, heads=4, sequence=128, vocabulary=1000)
@@ -28,7 +30,7 @@ def everything(workload: Workload) -> list:
     return [
         evaluate(workload, Choice(g_inter, microbatch, in_flight, weight_gradients))
         for g_inter in (1, 2, 4, 8)
-        for weight_gradients in workload.weight_gradients[: 1 if g_inter == 1 else 2]
+        for weight_gradients in workload.weight_gradients[: 1 if g_inter == 1 else 3]
         for microbatch in DIVISORS_OF_32
         if workload.batch * g_inter % (8 * microbatch) == 0
         for in_flight in {
@@ -44,7 +46,7 @@ def everything(workload: Workload) -> list:
     memory=st.floats(5e7, 1e9),
     latency=st.floats(0, 0.05),
     recompute=st.booleans(),
-    weight_gradients=st.sampled_from([("together",), ("deferred",), ("together", "deferred")]),
+    weight_gradients=st.sampled_from([("together",), ("deferred",), get_args(WeightGradients)]),
 )
 def test_the_search_finds_the_best_of_all_that_fit(
     network: float,
@@ -83,10 +85,11 @@ def test_without_communication_or_optimizer_a_step_takes_the_closed_form() -> No
 def test_deferred_weight_gradients_fill_the_bubble() -> None:
     plans = {
         kind: evaluate(WORKLOAD, Choice(4, 1, 8, kind)).simulation
-        for kind in ("together", "deferred")
+        for kind in get_args(WeightGradients)
     }
     ends = {kind: plan.pipeline_end.max() for kind, plan in plans.items()}
     assert ends["deferred"] < 0.95 * ends["together"]
+    assert ends["cooldown"] < 0.97 * ends["together"]
     assert plans["deferred"].busy == pytest.approx(plans["together"].busy)
     made = sum(s.end - s.start for s in plans["deferred"].spans if s.activity == "weight gradient")
     weights = 24 * MODEL.width**2 * MODEL.sequence * MODEL.layers

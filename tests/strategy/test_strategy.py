@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from copy import deepcopy
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -10,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
-from lightning_axosparse.strategy.launcher.launcher import MPILauncher, RankFailedError
 from tests.parity.cases import BATCHES, CLASSES, FEATURES, Net, difference, fit, loader, trainer
 from tests.ranks import PATIENCE, run_ranks
 
@@ -279,22 +277,3 @@ def connect_where_one_fits() -> str:
 
 def test_a_node_with_more_ranks_than_devices_is_refused() -> None:
     assert "rank 1 of its node, counted from 0" in run_ranks(2, connect_where_one_fits)[1]
-
-
-def test_no_checkpoint_is_made_of_a_run_whose_ranks_have_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> None:
-        raise RankFailedError("rank 1 failed")
-
-    monkeypatch.setattr(MPILauncher, "_run", fail)
-    keeps = ModelCheckpoint(tmp_path, save_on_exception=True), OnExceptionCheckpoint(tmp_path)
-    run = trainer(AxoSparseStrategy(2), 2, callbacks=[*keeps], enable_checkpointing=True)
-    with (
-        pytest.warns(UserWarning, match=r"on_exception\.ckpt is not written: the run has failed"),
-        pytest.raises(RankFailedError, match="rank 1"),
-    ):
-        run.fit(Net(), loader(1))
-    assert list(tmp_path.iterdir()) == []
-    run.save_checkpoint(tmp_path / "by hand.ckpt")
-    assert len(list(tmp_path.iterdir())) == 1

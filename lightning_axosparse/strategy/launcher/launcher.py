@@ -66,9 +66,9 @@ class MPILauncher(_Launcher):
     def __init__(self, strategy: Strategy, processes: int) -> None:
         self._strategy = strategy
         self._processes = processes
+        self.ranks_failed = False
+        """Whether the last call has failed on its ranks, so that its effects are not here."""
         self._mpiexec: subprocess.Popen[bytes] | None = None
-        self.has_failed = False
-        """Whether the ranks have ended without a result, and the state of the run with them."""
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -103,16 +103,16 @@ class MPILauncher(_Launcher):
             MainModule.of_this_process(),
         )
         known = call.known_objects
-        self.has_failed = True
         with _terminate_ranks_first(), CallFolder.temporary() as folder:
             self._write(call, folder)
+            self.ranks_failed = True
             self._run(folder)
             result: CallResult = load(folder.result, known)
             result.state.restore()
             if trainer is not None:
                 result.changes.apply(known)
                 self._read_weights(trainer, folder)
-        self.has_failed = False
+        self.ranks_failed = False
         return result.value
 
     def _read_weights(self, trainer: Trainer, folder: CallFolder) -> None:

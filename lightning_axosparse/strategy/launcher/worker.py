@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import threading
+import traceback
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +34,7 @@ from lightning_axosparse.strategy.launcher.call import (
 from lightning_axosparse.strategy.launcher.object_changes import Snapshot
 from lightning_axosparse.strategy.launcher.pickling import load, save
 from lightning_axosparse.strategy.launcher.weights import ReturnsShard, returned_by, write
+from lightning_axosparse.strategy.lightning.exceptions import save_together
 from lightning_axosparse.strategy.lightning.tuning import run_until_tuned
 from lightning_axosparse.support.troubleshooting import see
 
@@ -67,7 +69,13 @@ def main(folder: CallFolder) -> None:
     except BaseException as exception:
         sys.stdout.flush()
         _report(folder, world.rank, _grid(call), exception)
-        world.Abort(1)
+        try:
+            if call is not None and call.trainer is not None:
+                save_together(call.trainer, exception)
+        except Exception:
+            traceback.print_exc()
+        finally:
+            world.Abort(1)
 
 
 def _end_with_caller(folder: CallFolder) -> None:
