@@ -18,7 +18,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_axosparse.distributed.mpi.environment import check_mpi_available
 from lightning_axosparse.strategy.launcher import mpiexec
-from lightning_axosparse.strategy.launcher.call import Call, CallFolder, CallResult, ProcessState
+from lightning_axosparse.strategy.launcher.call import (
+    Call,
+    CallFolder,
+    CallResult,
+    MainModule,
+    ProcessState,
+)
 from lightning_axosparse.strategy.launcher.failures import RankMonitor, describe_failure
 from lightning_axosparse.strategy.launcher.pickling import first_unpicklable, load, save
 from lightning_axosparse.strategy.launcher.weights import read
@@ -88,7 +94,13 @@ class MPILauncher(_Launcher):
                 if isinstance(part, ValidatesFit):
                     part.validate_fit(trainer)
         call = Call(
-            self._processes, function, args, kwargs, trainer, ProcessState.of_this_process()
+            self._processes,
+            function,
+            args,
+            kwargs,
+            trainer,
+            ProcessState.of_this_process(),
+            MainModule.of_this_process(),
         )
         known = call.known_objects
         with _terminate_ranks_first(), CallFolder.temporary() as folder:
