@@ -268,9 +268,9 @@ def _inexact(
     if any(reduction.kind == "statistic" for column in varying for reduction in column):
         return (
             "A part of the loss is a statistic of the samples together (such as a variance, a "
-            "maximum, or a product of means), so the micro-batches' losses do not combine to "
-            "exactly that of the batch. AxoSparseStrategy(microbatches=1) is exact; "
-            "microbatch_loss='mean' accepts it."
+            "maximum, a product of means, or similarities between samples), so the "
+            "micro-batches' losses do not combine to exactly that of the batch. "
+            "AxoSparseStrategy(microbatches=1) is exact; microbatch_loss='mean' accepts it."
         )
     means = [column for column in columns if {r.kind for r in column} == {"mean"}]
     if any(not _proportional(means[0], column) for column in means[1:]):

@@ -13,6 +13,7 @@ combine:
     sums and multiples by a constant of the above               as their terms
     a term computed from the module's parameters alone          the same for all: a constant
     anything else, such as ``exp`` or a product of the above    not at all: a statistic of the batch
+    similarities between the samples                            the same
 """
 
 from __future__ import annotations
@@ -221,9 +222,11 @@ class ReductionTracker(PausableMode):
         if self._follows_single(func, args, kwargs, out):
             return ()
         tracked = self._tracked(args, kwargs) if self._found else []
-        if func in _losses() and not tracked:
+        if func in _losses():
             call = _losses()[func].bind(*args, **kwargs)
-            return _of_loss(call, out, self._samples, self._among_samples(call.arguments))
+            among_samples = self._among_samples(call.arguments)
+            if among_samples or not tracked:
+                return _of_loss(call, out, self._samples, among_samples)
         self._note_positions(func, args, out)
         if not tracked:
             return self._first(func, args, kwargs, out)
@@ -283,7 +286,7 @@ class ReductionTracker(PausableMode):
         """Track the indices of samples, which contrastive losses use as classes."""
         if not isinstance(out, Tensor) or out.is_floating_point():
             return
-        if func is torch.arange or any(id(arg) in self._positions for arg in args):
+        if func is torch.arange or any(id(arg) in self._positions for arg in _flat(args)):
             self._positions[id(out)] = out
 
     def _among_samples(self, arguments: Mapping[str, Any]) -> bool:
@@ -301,6 +304,8 @@ class ReductionTracker(PausableMode):
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
     ) -> Reductions:
         """The reduction by ``func`` of values that are not reduced yet."""
+        if self._compares_samples(func, args, out):
+            return (Reduction("statistic"),)
         kind = _REDUCING.get(func)
         if kind is None or not args or not isinstance(out, (Tensor, tuple)):
             return ()
@@ -326,6 +331,19 @@ class ReductionTracker(PausableMode):
             return (Reduction("mean", float(self._samples)),)
         is_sum = kind == "sum" and self._is_first(source)
         return (Reduction("sum" if is_sum else "statistic"),)
+
+    def _compares_samples(self, func: Callable[..., Any], args: tuple[Any, ...], out: Any) -> bool:
+        """Whether ``func`` returns a number for each pair of samples, or of views of them."""
+        if func not in _COMPARING or not isinstance(out, Tensor) or out.dim() != 2:
+            return False
+        rows, columns = out.shape
+        # Any number is a multiple of one sample: then there may be two views of it.
+        if rows != columns or rows % self._samples or (self._samples == 1 and rows > 2):
+            return False
+        operands = [arg for arg in _flat(args) if isinstance(arg, Tensor)]
+        if func in _BROADCASTING and any(each.shape[:2] == out.shape for each in operands):
+            return False
+        return not any(map(self._is_constant, operands))
 
     def _divided_by(self, divisor: Any) -> Reductions:
         """The reductions of a divisor; a number that equals a sum is taken for it."""
@@ -410,6 +428,17 @@ _ORDERING: dict[Callable[..., Any], int | None] = {
 
 _REDUCING.update(dict.fromkeys(_ORDERING, "statistic"))
 
+_BROADCASTING: set[Callable[..., Any]] = {
+    functional.cosine_similarity,
+    functional.pairwise_distance,
+}
+_COMPARING: set[Callable[..., Any]] = {
+    *_BROADCASTING,
+    *(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm),
+    *(torch.cdist, torch.einsum),
+}
+"""Functions by which a loss compares each sample of a batch with each other one."""
+
 # By the names of torch's functions, without underscores: `__radd__`, `add_` and `add` are one.
 _SUMS = {"add", "radd", "iadd", "sub", "rsub", "isub", "subtract", "neg", "positive", "sum", "mean"}
 _SHIFTS = _SUMS - {"sum", "mean", "neg", "positive"}
@@ -436,7 +465,7 @@ def _losses() -> dict[Callable[..., Any], inspect.Signature]:
 def _beginnings() -> frozenset[Callable[..., Any]]:
     """The functions at which tracking of a value begins."""
     taking = torch.select, torch.unbind, Tensor.select, Tensor.unbind, Tensor.__getitem__
-    return frozenset([*_losses(), *_REDUCING, *taking, torch.arange])
+    return frozenset([*_losses(), *_REDUCING, *_COMPARING, *taking, torch.arange])
 
 
 def _of_loss(

@@ -288,7 +288,8 @@ class PipelinedLayers:
         raise MisconfigurationException(
             f"Layer {called!r} was called where {expected}. In one step of a pipelined module each "
             "layer is called once, in the order of the container: no layer may be skipped at "
-            "random, and the network may not be called twice." + see("steps")
+            "random, and the network may not be called twice: two views of a sample go through "
+            "it together, `net(torch.cat([a, b])).chunk(2)`." + see("steps")
         )
 
 

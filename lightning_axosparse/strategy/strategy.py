@@ -18,7 +18,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -67,12 +67,14 @@ from lightning_axosparse.strategy.construction import (
     validate_values,
     values_held,
 )
+from lightning_axosparse.strategy.launcher.launcher import MPILauncher
 from lightning_axosparse.strategy.learning_rate import scaled_rates
 from lightning_axosparse.strategy.lightning.checkpoint_io import (
     reading_files,
     writes_in_background,
 )
 from lightning_axosparse.strategy.lightning.device import move_optimizers
+from lightning_axosparse.strategy.lightning.exceptions import JobEnd
 from lightning_axosparse.strategy.lightning.finetuning import (
     parameters_told_apart_by_identity,
 )
@@ -718,6 +720,7 @@ class AxoSparseStrategy(MPIStrategy):
         assert self._groups is not None
         if self.grid.world_size > 1:
             self._undo.enter_context(LoopCheck(self._groups).added_to(trainer))
+            self._undo.enter_context(JobEnd().added_to(trainer))
             self._undo.enter_context(validating_together(trainer))
 
     def _in_flight_rule(self, trainer: pl.Trainer) -> InFlightRule:
@@ -955,8 +958,17 @@ class AxoSparseStrategy(MPIStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
-        """Write a checkpoint; collective over the stages of the first replica."""
-        if self._is_at_rest:
+        """Write a checkpoint; collective over the stages of the first replica.
+
+        A process whose ranks have failed writes nothing, as what they trained is not there.
+        """
+        if isinstance(self._launcher, MPILauncher) and self._launcher.ranks_failed:
+            rank_zero_warn(
+                f"'{filepath}' was not written by the process that has started the ranks: they "
+                "have failed, and here the module has the weights from before. If all fail at the "
+                "same point, they write it themselves." + see("files")
+            )
+        elif self._is_at_rest:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self.grid.replica == 0:
             tensors = self._stored.tensors

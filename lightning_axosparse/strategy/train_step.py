@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
@@ -39,6 +39,7 @@ from lightning_axosparse.pipeline.stage_step import (
     TrainingStageStep,
 )
 from lightning_axosparse.strategy.batch_splitting import BatchSplitter
+from lightning_axosparse.strategy.filled_lists import advise_on_lists, list_lengths
 from lightning_axosparse.strategy.lightning.gradients import (
     StashedGradients,
     gradients_are_seen,
@@ -235,7 +236,7 @@ class StepRunner:
         self._trainer, self._precision = trainer, precision
         self._schedules, self._splitter, self._rule = schedules, splitter, rule
         self._sends_outputs = sends_outputs
-        self._warned: set[str | None] = {None}
+        self._warned: set[str] = set()
         self._stashed = StashedGradients(trainer)
         self._checks_loss = rule.check
         self._waits = not steps_in_parts or gradients_are_seen(trainer)
@@ -305,13 +306,16 @@ class StepRunner:
                     # The other replicas of this batch may wait for its denominators.
                     last_stage = stage_module.runs_last_stage
                     gradients.begin_last(training.weights.factor() if last_stage else 1.0)
+                lengths = list_lengths(stage_module.module)
                 with run.metrics.batch(len(microbatches)):
                     last = run.pipeline.train(training)
                 gradients.finish(parameters, self._waits)
             if stage_module.norms is not None:
                 stage_module.norms.update(stage_module.groups.data)
-            warning = None if last is None else self._validate_losses(last, training)
-            result = self._combine(last, microbatches, training.fingerprint, warning)
+            warnings = self._advise_on_lists(lengths)
+            if last is not None and (warning := self._validate_losses(last, training)):
+                warnings.append(warning)
+            result = self._combine(last, microbatches, training.fingerprint, warnings)
             if self._checks_loss and len(microbatches) > 1:
                 self._checks_loss = False
                 if training.received and len(training.microbatches) == len(microbatches):
@@ -353,9 +357,19 @@ class StepRunner:
                 prints=run.prints.microbatch,
                 weights_given=self._rule.weight is not None,
             )
+            lengths = list_lengths(run.stage_module.module)
             with run.metrics.batch(len(microbatches)):
                 last = run.pipeline.evaluate(evaluated)
-            return self._combine(last, microbatches, evaluated.fingerprint)
+            warnings = self._advise_on_lists(lengths)
+            return self._combine(last, microbatches, evaluated.fingerprint, warnings)
+
+    def _advise_on_lists(self, lengths: Mapping[str, int]) -> list[str]:
+        """What to warn of, where the step has filled lists that other ranks read empty."""
+        stage_module = self._open.stage_module
+        if stage_module.is_whole or not stage_module.runs_last_stage:
+            return []
+        loop, *_ = position(self._trainer)
+        return advise_on_lists(stage_module.module, lengths, loop)
 
     def _give_gradients(self) -> None:
         """Give the parameters the gradients that the step has computed."""
@@ -440,7 +454,7 @@ class StepRunner:
         last: StageStep | None,
         microbatches: Sequence[MicroBatch],
         fingerprint: BatchFingerprint,
-        warning: str | None = None,
+        warnings: Sequence[str],
     ) -> Any:
         """Combine what the last stage's micro-batches returned and logged, for every stage.
 
@@ -448,27 +462,28 @@ class StepRunner:
             last: the last stage's step, on the ranks that run it.
             microbatches: those of the whole batch.
             fingerprint: of the batch.
-            warning: what to warn of, once in a run.
+            warnings: what to warn of, once in a run.
 
         Returns:
             What the step returned for the batch, or its loss.
         """
         run, stage_module = self._open, self._open.stage_module
         sends_all = self._sends_outputs or self._trainer.predicting
-        result: tuple[Any, Any, Any, str | None] = (None, None, None, None)
+        result: tuple[Any, Any, Any, Sequence[str]] = (None, None, None, ())
         if last is not None:
             sent = last.outputs if sends_all else [loss_alone(output) for output in last.outputs]
             outputs = self._gathered(sent, fingerprint)
             if outputs:
                 output = merged(outputs, microbatches, 1.0)
                 logged = run.log.combine(run.metrics.batch_value)
-                result = logged, run.prints.combined(), output, warning
-        logged, printed, output, warning = stage_module.groups.broadcast_to_same_batch(
+                result = logged, run.prints.combined(), output, warnings
+        logged, printed, output, warnings = stage_module.groups.broadcast_to_same_batch(
             result, stage_module.last_stage
         )
-        if warning not in self._warned:
-            self._warned.add(warning)
-            rank_zero_warn(str(warning))
+        for warning in warnings:
+            if warning not in self._warned:
+                self._warned.add(warning)
+                rank_zero_warn(warning)
         run.log.replay(logged)
         run.prints.replay(printed)
         run.forget_batch()

@@ -171,7 +171,7 @@ def advise_on_batch_norm(module: nn.Module, microbatches: int, deferred: bool) -
     ]
     if norms and microbatches > 1:
         name, part = norms[0]
-        others = f" and {len(norms) - 1} more like it" if len(norms) > 1 else ""
+        others = f", like {len(norms) - 1} more," if len(norms) > 1 else ""
         updates = (
             "by those of the whole batch"
             if deferred

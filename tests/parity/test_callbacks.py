@@ -193,9 +193,11 @@ def test_predictions_are_written_once(runs: list[Any], tmp_path: Path) -> None:
         assert sorted(ours) == sorted(written)
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_learning_rates_are_found(runs: list[Any]) -> None:
     expected = learning_rates("auto")
-    for _, _, found, _ in runs:
+    launched = learning_rates(strategy(), ranks=2)
+    for found in [*(found for _, _, found, _ in runs), launched]:
         assert found["lr"] == expected["lr"]
         assert found["loss"] == pytest.approx(expected["loss"], abs=1e-6)
         assert found["chosen"] == expected["chosen"] != [0.1]

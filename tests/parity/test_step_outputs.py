@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import lightning as L
@@ -26,6 +27,10 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 class Returning(Net):
     """Returns logits: of training beside the loss, of validation without one, or none at all."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.tested: list[Tensor] = []
+
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         x, y = batch
         logits = self(x)
@@ -39,7 +44,9 @@ class Returning(Net):
         return self(batch[0])
 
     def test_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.tested.append(loss)
+        return loss
 
 
 class Outputs(Callback):
@@ -68,7 +75,11 @@ def train(strategy: Any, ranks: int = 1) -> dict[str, list[Any]]:
     )
     run.fit(module, loader(1), loader(2, batches=3))
     outputs.kept["logged"] = [run.callback_metrics["mean of the batch"]]
-    run.test(module, loader(3, batches=2), verbose=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.test(module, loader(3, batches=2), verbose=False)
+    found = [str(each.message) for each in caught if "_step` fills " in str(each.message)]
+    outputs.kept["advice"] = found
     outputs.kept["predict"] = run.predict(module, loader(3, batches=2))
     return outputs.kept
 
@@ -111,11 +122,19 @@ def test_the_last_stage_has_them_and_the_others_the_loss(ranks: Any, expected: A
             assert_close(mine, {"loss": whole["loss"]})
 
 
+def test_a_list_that_only_the_last_stage_fills_is_warned_of_once(ranks: Any) -> None:
+    (first, _), (second, _) = ranks
+    (advice,) = first["last"]["advice"]
+    assert advice.startswith("`test_step` fills `self.tested`, but")
+    assert "`on_test_batch_end`" in advice
+    assert second["last"]["advice"] == []
+
+
 def test_every_rank_has_them_if_asked_for(ranks: Any, expected: Any) -> None:
     for runs, _ in ranks:
-        assert set(runs["all"].pop("has")) == {True}
-        for name, kept in runs["all"].items():
-            assert_close(kept, expected[name])
+        assert set(runs["all"]["has"]) == {True}
+        for name in runs["all"].keys() - {"has", "advice"}:
+            assert_close(runs["all"][name], expected[name])
 
 
 def test_replicas_that_share_a_batch_have_their_parts(ranks: Any, expected: Any) -> None:

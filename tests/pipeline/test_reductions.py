@@ -189,6 +189,12 @@ def test_a_pair_of_tensors_is_no_list_of_samples() -> None:
         assert tracker.of(x.mean())
 
 
+def nt_xent(z: Tensor) -> Tensor:
+    """SimCLR's loss, with the numbers of the positive pairs as they are often written."""
+    scores = (z @ z.T).masked_fill(torch.eye(len(z), dtype=torch.bool), float("-inf"))
+    return F.cross_entropy(scores, torch.tensor([*range(3, 6), *range(3)]))
+
+
 STATISTICS: dict[str, Step] = {
     "exponential": lambda x, y: x.mean().exp(),
     "variance": lambda x, y: x.var(0).mean(),
@@ -209,6 +215,12 @@ STATISTICS: dict[str, Step] = {
     "hardest": lambda x, y: x.flatten().topk(3).values.mean(),
     "sorted": lambda x, y: x.flatten().sort(descending=True)[0][:3].mean(),
     "softmax over samples": lambda x, y: (x.mean((1, 2)).softmax(0) * x.mean((1, 2))).sum(),
+    "views": lambda x, y: nt_xent(x.flatten(1).repeat(2, 1)),
+    "distances": lambda x, y: (
+        (torch.cdist(x[:, 0], x[:, 0]) * (y[:, :1] == y[:, 0])).amax(1).mean()
+    ),
+    "products": lambda x, y: torch.einsum("ik,jk->ij", x[:, 0], x[:, 0]).exp().mean(),
+    "cosines": lambda x, y: F.cosine_similarity(x[:, None, 0], x[None, :, 0], dim=-1).mean(),
     "mean in a power": lambda x, y: (x - x.mean(0)).pow(2).mean(),
 }
 
@@ -346,13 +358,27 @@ def test_a_loss_among_samples_is_known() -> None:
     x = torch.randn(3, 4)
     with tracker.microbatch(3):
         contrastive = F.cross_entropy(x @ x.T, torch.arange(3).to("cpu"))
+        z = torch.cat([x, x])
+        views = F.cross_entropy(z @ z.T / 2, torch.cat([torch.arange(3) + 3, torch.arange(3)]))
         classes = F.cross_entropy(x @ x.T, torch.tensor([0, 1, 2]))
         positions = F.cross_entropy(torch.randn(12, 4), torch.arange(12) % 4)
-    assert [tracker.of(v)[0].among_samples for v in (contrastive, classes, positions)] == [
-        True,
-        False,
-        False,
-    ]
+    losses = contrastive, views, classes, positions
+    among = [tracker.of(loss)[0].among_samples for loss in losses]
+    assert among == [True, True, False, False]
+
+
+def test_products_of_samples_with_weights_compare_no_samples() -> None:
+    buffer = torch.randn(3, 3)
+    tracker = ReductionTracker([buffer])
+    x, parameter = torch.randn(3, 3), nn.Parameter(torch.randn(3, 3))
+    with tracker.microbatch(3):
+        losses = [
+            F.cross_entropy(x @ parameter.T, torch.tensor([0, 2, 1])),
+            F.mse_loss(torch.cdist(x, buffer), torch.zeros(3, 3)),
+            (x @ torch.randn(3, 6)).mean(),
+            F.cosine_similarity(x[:, None].expand(3, 3, 3), torch.randn(3, 3, 3), dim=-1).mean(),
+        ]
+    assert [[r.kind for r in tracker.of(loss)] for loss in losses] == [["mean"]] * 4
 
 
 def test_nothing_is_followed_outside_or_while_paused() -> None:

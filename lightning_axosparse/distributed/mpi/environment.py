@@ -8,13 +8,15 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -34,6 +36,8 @@ _SIZE_VARIABLES = (
     "JSM_NAMESPACE_SIZE",
     slurm.TASKS,
 )
+_SECONDS_TO_PRINT = 0.3
+_unanswered: list[Any] = []  # MPI may still write into their buffers.
 _GET_MPI = (
     "Install one with `pip install 'lightning-axosparse[mpich]'`, or load your cluster's MPI "
     "module and build mpi4py with it: `pip install --no-binary mpi4py mpi4py`."
@@ -269,6 +273,24 @@ def describe_rank(rank: int, grid: Grid | None = None) -> str:
     return f"rank {rank}" + (f" (stage {grid.stage} of replica {grid.replica})" if grid else "")
 
 
+def all_arrive(place: Sequence[int], seconds: float) -> bool:
+    """Whether all ranks of the job call this within some seconds of one another, at one place.
+
+    Args:
+        place: the same number of integers on all ranks, which say where a rank is.
+        seconds: for which this rank waits for the others.
+    """
+    own = np.array(place, dtype=np.int64)
+    everyone = np.empty((placement().world_size, len(own)), dtype=np.int64)
+    began, request = monotonic(), world_communicator().Iallgather(own, everyone)
+    while not request.Test():
+        if monotonic() - began > seconds:
+            _unanswered.append((request, own, everyone))
+            return False
+        sleep(0.01)
+    return bool((everyone == own).all())
+
+
 def abort_job(exception: BaseException, grid: Grid | None = None) -> None:
     """Print on stderr which rank failed and why, and end all ranks of the job.
 
@@ -282,4 +304,7 @@ def abort_job(exception: BaseException, grid: Grid | None = None) -> None:
     trace = "".join(traceback.format_exception(exception))
     print(f"Failed on {describe_rank(MPI.COMM_WORLD.rank, grid)}:\n{trace}", file=sys.stderr)
     sys.stderr.flush()
+    # mpiexec drops what it has not printed yet when it ends the job.
+    sleep(_SECONDS_TO_PRINT)
     MPI.COMM_WORLD.Abort(1)
+    os._exit(1)  # MPICH's may return where two ranks call it.

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,33 @@ class ProcessState:
 
 
 @dataclass(frozen=True)
+class MainModule:
+    """From where the caller's ``__main__`` was run; processes that a rank spawns import it again.
+
+    Attributes:
+        file: the script; None in a notebook and for ``python -c``.
+        name: of the module that ``python -m`` runs.
+    """
+
+    file: str | None
+    name: str | None
+
+    @classmethod
+    def of_this_process(cls) -> MainModule:
+        """That of this process."""
+        main = sys.modules["__main__"]
+        return cls(getattr(main, "__file__", None), getattr(main.__spec__, "name", None))
+
+    def restore(self) -> None:
+        """Set it in this process."""
+        main = sys.modules["__main__"]
+        if self.file is not None:
+            main.__file__ = self.file
+        if self.name is not None:
+            main.__spec__ = ModuleSpec(self.name, loader=None)
+
+
+@dataclass(frozen=True)
 class Call:
     """One call, as each rank runs it."""
 
@@ -80,6 +108,7 @@ class Call:
     kwargs: dict[str, Any]
     trainer: Trainer | None
     state: ProcessState
+    main: MainModule
 
     @property
     def known_objects(self) -> dict[str, Any]:

@@ -18,7 +18,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_axosparse.distributed.mpi.environment import check_mpi_available
 from lightning_axosparse.strategy.launcher import mpiexec
-from lightning_axosparse.strategy.launcher.call import Call, CallFolder, CallResult, ProcessState
+from lightning_axosparse.strategy.launcher.call import (
+    Call,
+    CallFolder,
+    CallResult,
+    MainModule,
+    ProcessState,
+)
 from lightning_axosparse.strategy.launcher.failures import RankMonitor, describe_failure
 from lightning_axosparse.strategy.launcher.pickling import first_unpicklable, load, save
 from lightning_axosparse.strategy.launcher.weights import read
@@ -60,6 +66,8 @@ class MPILauncher(_Launcher):
     def __init__(self, strategy: Strategy, processes: int) -> None:
         self._strategy = strategy
         self._processes = processes
+        self.ranks_failed = False
+        """Whether the last call has failed on its ranks, so that its effects are not here."""
         self._mpiexec: subprocess.Popen[bytes] | None = None
 
     @property
@@ -86,17 +94,25 @@ class MPILauncher(_Launcher):
                 if isinstance(part, ValidatesFit):
                     part.validate_fit(trainer)
         call = Call(
-            self._processes, function, args, kwargs, trainer, ProcessState.of_this_process()
+            self._processes,
+            function,
+            args,
+            kwargs,
+            trainer,
+            ProcessState.of_this_process(),
+            MainModule.of_this_process(),
         )
         known = call.known_objects
         with _terminate_ranks_first(), CallFolder.temporary() as folder:
             self._write(call, folder)
+            self.ranks_failed = True
             self._run(folder)
             result: CallResult = load(folder.result, known)
             result.state.restore()
             if trainer is not None:
                 result.changes.apply(known)
                 self._read_weights(trainer, folder)
+        self.ranks_failed = False
         return result.value
 
     def _read_weights(self, trainer: Trainer, folder: CallFolder) -> None:

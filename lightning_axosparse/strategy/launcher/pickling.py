@@ -2,7 +2,9 @@
 
 Tensors are saved by torch, and code of ``__main__`` and notebooks by value (cloudpickle). An object
 that both sides have (the trainer, the module, a callback) is saved as its name: what refers to it
-refers to the object of that name after loading.
+refers to the object of that name after loading. Classes and functions of ``__main__`` are put into
+the ``__main__`` of the process that loads them, because code looks them up there by name: pickle
+does for the hyperparameters in a checkpoint, jsonargparse for the classes in a configuration.
 """
 
 from __future__ import annotations
@@ -10,9 +12,10 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -123,6 +126,20 @@ def _known(name: str) -> Any:
     )
 
 
+def _is_of_main(value: Any) -> bool:
+    return (
+        isinstance(value, type | FunctionType)
+        and value.__module__ == "__main__"
+        and vars(sys.modules["__main__"]).get(value.__name__) is value
+    )
+
+
+def _define_in_main(name: str, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    value = make(*arguments)
+    vars(sys.modules["__main__"]).setdefault(name, value)
+    return value
+
+
 def _unpickler(known: Mapping[str, Any]) -> type[pickle.Unpickler]:
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
@@ -139,7 +156,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, value: Any) -> Any:
         if id(value) in self.known_names:
             return _known, (self.known_names[id(value)],)
-        return super().reducer_override(value)
+        reduced = super().reducer_override(value)
+        if isinstance(reduced, tuple) and _is_of_main(value):
+            make, arguments, *rest = reduced
+            return (_define_in_main, (value.__name__, make, arguments), *rest)
+        return reduced
 
 
 class _FingerprintPickler(_Pickler):

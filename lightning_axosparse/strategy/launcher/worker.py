@@ -12,8 +12,10 @@ import shutil
 import signal
 import sys
 import threading
+import traceback
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -32,6 +34,8 @@ from lightning_axosparse.strategy.launcher.call import (
 from lightning_axosparse.strategy.launcher.object_changes import Snapshot
 from lightning_axosparse.strategy.launcher.pickling import load, save
 from lightning_axosparse.strategy.launcher.weights import ReturnsShard, returned_by, write
+from lightning_axosparse.strategy.lightning.exceptions import save_together
+from lightning_axosparse.strategy.lightning.tuning import run_until_tuned
 from lightning_axosparse.support.troubleshooting import see
 
 _PR_SET_PDEATHSIG = 1
@@ -52,17 +56,26 @@ def main(folder: CallFolder) -> None:
     vars(rank_zero_only).update(rank=world.rank)
     publish(world.rank, folder.status(world.rank))
     watchdog.before_abort.append(partial(_report, folder, world.rank, None))
+    # In place of this module, whose names the caller's may have, too.
+    sys.modules["__main__"] = ModuleType("__main__")
     call: Call | None = None
     try:
         call = cast(Call, load(folder.call))
         _check_world(world.size, call.ranks)
         call.state.restore()
+        call.main.restore()
         _run(call, folder, world.rank)
         mark_finished()
     except BaseException as exception:
         sys.stdout.flush()
         _report(folder, world.rank, _grid(call), exception)
-        world.Abort(1)
+        try:
+            if call is not None and call.trainer is not None:
+                save_together(call.trainer, exception)
+        except Exception:
+            traceback.print_exc()
+        finally:
+            world.Abort(1)
 
 
 def _end_with_caller(folder: CallFolder) -> None:
@@ -89,7 +102,8 @@ def _run(call: Call, folder: CallFolder, rank: int) -> None:
     strategy: Any = None if call.trainer is None else call.trainer.strategy
     if isinstance(strategy, ReturnsShard):
         strategy.keep_sharded()
-    value = call.function(*call.args, **call.kwargs)
+    function = partial(call.function, *call.args, **call.kwargs)
+    value = function() if call.trainer is None else run_until_tuned(call.trainer, function)
     if strategy is not None:
         write(returned_by(strategy, rank), folder.weights(rank))
     if snapshot is not None:

@@ -31,9 +31,10 @@ _LOG_SIGNATURE = inspect.signature(LightningModule.log)
 _ADVICE: dict[str, tuple[Callable[[str], None], str]] = {
     "statistic": (
         rank_zero_warn,
-        "is given a statistic of all samples of the batch (such as an exponential of a mean, or a "
-        "maximum), but in a pipeline a step sees one micro-batch. What is logged is the mean over "
-        "micro-batches: log a torchmetrics object, or another `reduce_fx`, for the exact value.",
+        "is given a statistic of all samples of the batch (such as an exponential of a mean, a "
+        "maximum, or similarities between samples), but in a pipeline a step sees one micro-batch. "
+        "What is logged is the mean over micro-batches: log a torchmetrics object, or another "
+        "`reduce_fx`, for the exact value.",
     ),
     "unseen": (
         rank_zero_warn,

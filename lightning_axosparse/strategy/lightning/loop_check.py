@@ -115,10 +115,6 @@ class LoopCheck(RankLocalCallback):
     def __init__(self, groups: ProcessGroups) -> None:
         self._groups = groups
 
-    def on_exception(self, trainer: pl.Trainer, module: Any, exception: BaseException) -> None:
-        """End the job, before another callback waits for ranks that have not failed."""
-        trainer.strategy.on_exception(exception)
-
     def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """Compare the lengths of the training loaders."""
         self._begin(trainer, [trainer.num_training_batches])

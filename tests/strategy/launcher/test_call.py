@@ -5,9 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
+from multiprocessing import spawn
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import psutil
@@ -15,10 +18,26 @@ import pytest
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_axosparse.distributed.mpi.environment import placement
-from lightning_axosparse.strategy.launcher.call import CallFolder, remove_orphans
+from lightning_axosparse.strategy.launcher.call import CallFolder, MainModule, remove_orphans
 from lightning_axosparse.strategy.launcher.launcher import MPILauncher
 
 FORK = multiprocessing.get_context("fork")  # This process has imported everything already.
+
+
+@pytest.mark.parametrize(
+    ("main", "imported"),
+    [
+        (MainModule("/home/me/train.py", None), {"init_main_from_path": "/home/me/train.py"}),
+        (MainModule("/home/me/pkg/train.py", "pkg.train"), {"init_main_from_name": "pkg.train"}),
+        (MainModule(None, None), {}),
+    ],
+)
+def test_processes_that_a_rank_spawns_import_the_module_of_the_caller(main, imported, monkeypatch):
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    main.restore()
+    assert MainModule.of_this_process() == main
+    preparation = spawn.get_preparation_data("a worker of a DataLoader")
+    assert {k: v for k, v in preparation.items() if "init_main" in k} == imported
 
 
 def hold(folder: Path, connection: Any) -> None:

@@ -286,7 +286,9 @@ def test_nothing_survives_the_caller(signum, exitcode, ranks, tmp_path):
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-SCRIPT = """
+SCRIPT = '''
+import pickle
+from pathlib import Path
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch import Trainer
 from tests.strategy.launcher.test_launcher import Ranks
@@ -294,15 +296,25 @@ from tests.strategy.launcher.test_launcher import Ranks
 class Mine(BoringModel):
     def on_train_start(self):
         print("a rank of", type(self).__name__)
-        self.made_on_a_rank = Part()
+        self.made_on_a_rank = pickle.loads(pickle.dumps(Part()))
+        assert pickle.loads(pickle.dumps(main)) is main
+        with Path("parts").open("rb") as file:  # as in a checkpoint
+            assert isinstance(pickle.load(file), Part)
 
 class Part:
     pass
 
+def main():
+    """Named as a function of the module that runs a rank."""
+
+Mine.main = staticmethod(main)
+with Path("parts").open("wb") as file:
+    pickle.dump(Part(), file)
+
 model = Mine()
 Trainer(strategy=Ranks(RANKS), accelerator="auto", barebones=True, max_steps=2).fit(model)
 print("returned", type(model.made_on_a_rank) is Part)
-"""
+'''
 
 
 @pytest.mark.parametrize("how", ["-c", "stdin"])
@@ -328,7 +340,9 @@ def test_from_a_notebook(tmp_path):
     notebook = nbformat.v4.new_notebook(cells=cells)
     path = os.pathsep.join(path for path in sys.path if path)
     warm_python()
-    NotebookClient(notebook, timeout=PATIENCE).execute(env={**os.environ, "PYTHONPATH": path})
+    resources = {"metadata": {"path": str(tmp_path)}}
+    client = NotebookClient(notebook, timeout=PATIENCE, resources=resources)
+    client.execute(env={**os.environ, "PYTHONPATH": path})
     shown = "".join(out["text"] for out in cells[-1].outputs if out.get("name") == "stdout")
     assert shown.count("a rank of Mine") == 2
     assert shown.endswith("returned True\n")
