@@ -25,8 +25,8 @@ from lightning_axosparse.sparse.parameters import Owner, owners
 from lightning_axosparse.support.torch_internals import swap_values
 from lightning_axosparse.support.troubleshooting import see
 
-_left: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
-"""The modules that a run has left sharded, with the hook that keeps a part from being saved."""
+_left: WeakKeyDictionary[nn.Module, tuple[RemovableHandle, ...]] = WeakKeyDictionary()
+"""The modules that a run has left sharded, with the hooks that keep a part from being used."""
 
 
 def leave_sharded(module: nn.Module, freed: Mapping[Tensor, Tensor]) -> None:
@@ -49,8 +49,8 @@ def is_left_sharded(module: nn.Module) -> bool:
 
 def take(module: nn.Module) -> None:
     """Let a module no longer be known as sharded."""
-    if module in _left:
-        _left.pop(module).remove()
+    for hook in _left.pop(module, ()):
+        hook.remove()
 
 
 def bring(module: nn.Module, wanted: Collection[str]) -> list[str]:
@@ -141,12 +141,23 @@ def _to_meta(tensor: Tensor, shape: torch.Size) -> None:
 
 
 def _refuse(module: nn.Module) -> None:
-    _left[module] = module.register_state_dict_pre_hook(_refuse_state_dict)
+    _left[module] = (
+        module.register_state_dict_pre_hook(_refuse_state_dict),
+        module.register_forward_pre_hook(_refuse_forward, prepend=True),
+    )
 
 
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> Any:
-    raise RuntimeError(
-        f"{type(module).__name__}.state_dict() was called after the run had ended, when each rank "
+    raise RuntimeError(_refusal(f"{type(module).__name__}.state_dict()"))
+
+
+def _refuse_forward(module: nn.Module, args: Any) -> Any:
+    raise RuntimeError(_refusal(type(module).__name__))
+
+
+def _refusal(called: str) -> str:
+    return (
+        f"{called} was called after the run had ended, when each rank "
         "has only the weights of its own layers. On all ranks, enter `with "
         "trainer.strategy.summon_full_params():`, inside of which the first rank has all of them; "
         "or call `trainer.save_checkpoint`. Where the call has started the ranks itself, the "

@@ -87,6 +87,8 @@ from lightning_axosparse.strategy.lightning.hooks import (
 from lightning_axosparse.strategy.lightning.loading import files_mapped
 from lightning_axosparse.strategy.lightning.loop_check import LoopCheck
 from lightning_axosparse.strategy.lightning.prediction_writers import without_writing
+from lightning_axosparse.strategy.lightning.throughput import count_replicas
+from lightning_axosparse.strategy.lightning.timed_validation import validating_together
 from lightning_axosparse.strategy.lightning.weight_averages import weight_averages
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
 from lightning_axosparse.strategy.offload import OptimizerOffload, validate_bucketwise_optimizers
@@ -544,6 +546,7 @@ class AxoSparseStrategy(MPIStrategy):
         offload = self._place_optimizers(stage_module, optimizers)
         self.setup_precision_plugin()
         self._check_loops(trainer)
+        count_replicas(trainer, self.grid.data_size)
         for average in weight_averages(trainer):
             stage_module.sharding.shard_copy(average)
         if not stage_module.is_whole:
@@ -571,8 +574,12 @@ class AxoSparseStrategy(MPIStrategy):
 
     def teardown(self) -> None:
         """Undo what setup changed; under ``mpiexec`` the module stays sharded."""
-        self._session = None
+        module, self._session = self.lightning_module, None
+        if module is not None and is_left_sharded(module):
+            # This run has ended before it took the module, which Lightning moves to the CPU.
+            self._lightning_module = None
         super().teardown()
+        self._lightning_module = module
         if self._ended is not None:
             self._ended.stage_module.leave_sharded()
 
@@ -709,11 +716,12 @@ class AxoSparseStrategy(MPIStrategy):
         return None
 
     def _check_loops(self, trainer: pl.Trainer) -> None:
-        """Let the ranks compare their positions in the Trainer's loops."""
+        """Let the ranks compare their positions in the Trainer's loops, and validate together."""
         assert self._groups is not None
         if self.grid.world_size > 1:
             self._undo.enter_context(LoopCheck(self._groups).added_to(trainer))
             self._undo.enter_context(JobEnd().added_to(trainer))
+            self._undo.enter_context(validating_together(trainer))
 
     def _in_flight_rule(self, trainer: pl.Trainer) -> InFlightRule:
         free = partial(free_bytes, self.root_device, self.ranks_on_device)

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from tests.lightning_suite.expectations import EXPECTED, Outcomes, judge, parse
+from tests.lightning_suite.expectations import BY_CHANCE, EXPECTED, Outcomes, judge, parse
 from tests.lightning_suite.modes import MODES, Mode
 from tests.lightning_suite.plugin import MODE, OUTCOMES, UNFINISHED
 from tests.ranks import REPOSITORY, warm_python
 
 FOLDERS = ("trainer", "callbacks", "checkpointing", "loops", "models", "core", "tuner")
-ON_RANKS = ("--timeout", "30", "--timeout-method", "thread")
+ON_RANKS = ("--timeout", "60", "--timeout-method", "thread")
 """A rank that waits for another one is inside MPI, where only the end of its process ends it."""
 
 
@@ -58,7 +58,8 @@ def compare(suite: Suite, modes: list[str] | None, folders: list[str]) -> int:
         else:
             passed = [test for test, (outcome, _) in before.items() if outcome == "passed"]
             ours = suite.run_on_ranks(mode, passed)
-        verdict = judge(ours, before, expected.get(mode.name, {}), folders)
+        fail, vary = (expected.get(mode.name + which, {}) for which in ("", BY_CHANCE))
+        verdict = judge(ours, before, fail, folders, vary)
         print(f"{mode.name}: {verdict} in {reference.name}", flush=True)
         fine = fine and bool(verdict)
     return 0 if fine else 1

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from collections.abc import Iterator
 from hashlib import sha1
 from pathlib import Path
 from time import monotonic, sleep
 
+import numpy as np
 import pytest
+import torch
 
 from lightning_axosparse.distributed.mpi.environment import placement, world_communicator
 from tests.lightning_suite.modes import MODES
@@ -35,6 +38,7 @@ def _mode(request: pytest.FixtureRequest) -> Iterator[None]:
     if mode.ranks > 1:
         _await_others()
         _note(request.node.nodeid, UNFINISHED)
+        _seed()
     with pytest.MonkeyPatch.context() as patch:
         mode.apply(patch)
         yield
@@ -49,6 +53,12 @@ def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     folder = Path(os.environ[OUTCOMES]).with_name("tmp") / test
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def pytest_configure() -> None:
+    """Seed the ranks alike, as parameters of tests are drawn when they are collected."""
+    if MODES[os.environ[MODE]].ranks > 1:
+        _seed()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
@@ -86,6 +96,13 @@ def _await_others() -> None:
         if failed and monotonic() - started > PATIENCE:
             world_communicator().Abort(1)
         sleep(0.01)
+
+
+def _seed() -> None:
+    """Let ranks draw the same models and data."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
 
 
 def _note(test: str, outcome: list[str]) -> None:

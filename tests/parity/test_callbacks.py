@@ -1,11 +1,16 @@
-"""Callbacks, the tuner and metrics of windows do on ranks what they do on one process."""
+"""Callbacks, the tuner, clocks and metrics of windows do on ranks what they do on one process."""
 
 from __future__ import annotations
 
 import csv
 import tempfile
+import time
+from datetime import timedelta
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -15,13 +20,16 @@ from lightning.pytorch.callbacks import (
     DeviceStatsMonitor,
     EarlyStopping,
     GradientAccumulationScheduler,
+    LambdaCallback,
     LearningRateMonitor,
     ModelSummary,
     StochasticWeightAveraging,
+    ThroughputMonitor,
     Timer,
     WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor
 from torchmetrics import MeanMetric
@@ -114,6 +122,37 @@ def learning_rates(strategy: Any, ranks: int = 1) -> dict[str, list[float]]:
     return {**found.results, "chosen": [module.lr]}
 
 
+def timed(strategy: Any, ranks: int = 1) -> tuple[list[int], set[str]]:
+    """After which steps a rank validates and, where this rank measures them, the names of rates.
+
+    The first rank's clock alone says after the third step that validation is due.
+    """
+    steps: list[int] = []
+    throughput = ThroughputMonitor(lambda batch: len(batch[0]), window_size=2)
+    asked = count(1)
+    run = trainer(
+        strategy,
+        ranks,
+        callbacks=[
+            LambdaCallback(on_validation_start=lambda run, _: steps.append(run.global_step)),
+            throughput,
+        ],
+        max_epochs=1,
+        num_sanity_val_steps=0,
+        val_check_interval=timedelta(hours=1),
+    )
+
+    def clock() -> float:
+        is_due = next(asked) == 3 and run.is_global_zero
+        return time.monotonic() + (7200 if is_due else 0)
+
+    loop = "lightning.pytorch.loops.training_epoch_loop.time"
+    with mock.patch(loop, SimpleNamespace(monotonic=clock)):
+        run.fit(Net(), loader(1), loader(2, batches=1))
+    measured = throughput._throughputs[RunningStage.TRAINING]
+    return steps, set(measured.compute()) if run.is_global_zero else set()
+
+
 def strategy(**options: Any) -> AxoSparseStrategy:
     return AxoSparseStrategy(2, microbatches=2, pipeline="model", **options)
 
@@ -124,6 +163,7 @@ def everything(folder: Path, **options: Any) -> tuple[Any, ...]:
         train(folder, strategy(**options), ranks),
         predict(folder, strategy(**options), ranks),
         learning_rates(strategy(**options), ranks),
+        timed(strategy(**options), ranks),
     )
 
 
@@ -149,7 +189,7 @@ def test_callbacks_and_windows_of_batches(runs: list[Any], tmp_path: Path) -> No
 def test_predictions_are_written_once(runs: list[Any], tmp_path: Path) -> None:
     written = predict(tmp_path, "auto")
     assert len(written) == 2 * 2 + 2
-    for _, ours, _ in runs:
+    for _, ours, *_ in runs:
         assert sorted(ours) == sorted(written)
 
 
@@ -157,10 +197,19 @@ def test_predictions_are_written_once(runs: list[Any], tmp_path: Path) -> None:
 def test_learning_rates_are_found(runs: list[Any]) -> None:
     expected = learning_rates("auto")
     launched = learning_rates(strategy(), ranks=2)
-    for *_, found in [*runs, [launched]]:
+    for found in [*(found for _, _, found, _ in runs), launched]:
         assert found["lr"] == expected["lr"]
         assert found["loss"] == pytest.approx(expected["loss"], abs=1e-6)
         assert found["chosen"] == expected["chosen"] != [0.1]
+
+
+def test_all_ranks_validate_when_the_clock_of_one_says_so(runs: list[Any]) -> None:
+    steps, names = timed("auto")
+    assert steps == [3]
+    assert "device/samples_per_sec" in names
+    assert [ours for *_, (ours, _) in runs] == [steps] * len(runs)
+    *_, (_, measured) = runs[0]
+    assert measured == names
 
 
 @pytest.mark.parametrize(
