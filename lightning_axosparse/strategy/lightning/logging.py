@@ -162,6 +162,7 @@ class MicrobatchLog:
         self._microbatches: list[list[LogCall]] = []
         self._metrics: dict[str, Metric] | None = None
         self._advised: set[tuple[str, str]] = set()
+        self._sample_counts: set[str] = set()
         self._other_ints: set[str] = set()
         self._replaced: dict[str, Any] = {}
 
@@ -332,8 +333,10 @@ class MicrobatchLog:
             options["batch_size"] = sum(_samples(call) for call in calls)
         value, advice = self._exact(first, batch_value), None
         if value is None and self._may_count_samples(calls):
-            # An integer 1 is rather a flag or an index than a count.
-            advice = "samples" if any(call.size > 1 for call in calls) else "one"
+            if any(call.size > 1 for call in calls):
+                self._sample_counts.add(first.name)
+            # Of samples one by one, an integer 1 is rather a flag or an index than their number.
+            advice = "samples" if first.name in self._sample_counts else "one"
             value = _reduced(calls, "sum" if advice == "samples" else "mean")
         elif value is None:
             value = _reduced(calls, options["reduce_fx"])

@@ -190,6 +190,19 @@ def test_an_integer_of_micro_batches_of_one_sample_stays() -> None:
     assert (float(combined.value), combined.advice) == (1, "one")
 
 
+def test_a_name_that_has_counted_samples_counts_single_ones(
+    module: Listener, log: MicrobatchLog
+) -> None:
+    counted = []
+    for sizes in ([2, 1], [1, 1]):
+        for size in sizes:
+            record(module, log, size, (size, {}))
+        (combined,) = log.combine()
+        counted.append((float(combined.value), combined.advice))
+        log.clear()
+    assert counted == [(3, "samples"), (2, "samples")]
+
+
 def test_advice_is_given_once_a_name(log: MicrobatchLog) -> None:
     values = [LoggedValue(name, torch.ones(()), None, {}, "unseen") for name in ("a", "b", "a")]
     with pytest.warns(UserWarning, match="not computed by torch") as told:
