@@ -45,7 +45,7 @@ WITHOUT_LINK = {
     ("pruning/selection.py", "ValueError('\\n'.join(found))"): "",
     ("strategy/batch_splitting.py", "self.evidence"): "",
     ("strategy/launcher/launcher.py", "RankFailedError(message)"): "",
-    ("strategy/train_step.py", "rank_zero_warn(str(warning))"): "",
+    ("strategy/train_step.py", "rank_zero_warn(warning)"): "",
     ("support/archive.py", "error.__context__"): "",
 }
 """File and start of what is raised or warned of -> why it does not end with a link."""
