@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.ranks import warm_python
@@ -10,6 +11,9 @@ from tests.ranks import warm_python
 # How long an example takes depends on what else the machine does.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
+
+# As many as a rank has: the last bits of torch's sums depend on the number of threads.
+torch.set_num_threads(1)
 
 # The files that take longest. A worker runs a file whole, so one that starts last is waited for.
 LONGEST = (
