@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.utils import get_protocol  # type: ignore[import-untyped]
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch import nn
+from torch.nn.parameter import is_lazy
 
-from lightning_axosparse.checkpoint import sharded
+from lightning_axosparse.checkpoint import manifest, sharded
 from lightning_axosparse.checkpoint.mapped_file import load_mapped
+from lightning_axosparse.sparse.parameters import owned_parameters
 from lightning_axosparse.support import archive
 from lightning_axosparse.support.atomic_file import clear_partials
-from lightning_axosparse.support.deferred_tensor import all_made
+from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
+from lightning_axosparse.support.deferred_tensor import DeferredTensor, all_made
+from lightning_axosparse.support.torch_internals import tree_leaves
+
+_ENTRIES = {
+    "state_dict": dict,
+    "optimizer_states": list,
+    "lr_schedulers": list,
+    "callbacks": dict,
+    "loops": dict,
+}
+"""The types of a Lightning checkpoint's entries."""
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -58,18 +74,24 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if local.is_dir():
             whole: dict[str, Any] = all_made(self.load_deferred(local, weights_only))
             return whole
-        return super().load_checkpoint(local, map_location, weights_only)
+        with reading(local):
+            return super().load_checkpoint(local, map_location, weights_only)
 
     def verify(self, path: Path) -> None:
         """Read a file once, a block at a time, and check that it is as it was written.
 
         Args:
-            path: the file, or the folder, of which the table is checked.
+            path: the file, or the folder; of one without a manifest the table is checked.
 
         Raises:
             CorruptFileError: if it is not.
         """
-        archive.check(sharded.table(path) if path.is_dir() else path)
+        if path.is_dir():
+            manifest.verify(path)
+            path = sharded.table(path)
+            if not path.exists():  # of torch alone
+                return
+        archive.check(path)
 
     def load_deferred(self, path: Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a verified checkpoint, with deferred tensors for weights and optimizer state.
@@ -79,9 +101,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             weights_only: as for ``torch.load``.
         """
         if path.is_dir():
-            table = super().load_checkpoint(sharded.table(path), weights_only=weights_only)
-            return sharded.deferred(table, path)
-        return load_mapped(path, weights_only)
+            contents, table = {"pytorch-lightning_version": L.__version__}, sharded.table(path)
+            if table.exists():
+                with reading(path):
+                    contents = super().load_checkpoint(table, weights_only=weights_only)
+            return sharded.deferred(contents, path)
+        with reading(path):
+            return load_mapped(path, weights_only)
 
 
 def clear_unfinished_checkpoints(trainer: Trainer) -> None:
@@ -95,6 +121,41 @@ def clear_unfinished_checkpoints(trainer: Trainer) -> None:
         local = None if folder is None else local_path(folder)
         if local is not None:
             clear_partials(local)
+
+
+def validated(checkpoint: Any, path: Path, module: nn.Module) -> dict[str, Any]:
+    """Return what a file holds, if it has the form of a Lightning checkpoint.
+
+    Args:
+        checkpoint: the content; its tensors may be deferred.
+        path: of the file or folder, for the error message.
+        module: into which it will be loaded. What is encoded in few bytes may declare any shape, so
+            it must not be larger than the largest weight, or an optimizer's state of it.
+
+    Raises:
+        CorruptFileError: if it has not.
+    """
+    with reading(path):
+        if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+            raise CorruptFileError("it is no Lightning checkpoint: it has no `state_dict`")
+        for name, kind in _ENTRIES.items():
+            if not isinstance(checkpoint.get(name, kind()), kind):
+                found = type(checkpoint[name]).__name__
+                raise CorruptFileError(f"its `{name}` is a {found}, not a {kind.__name__}")
+        most = _most_entries(module)
+        for leaf in tree_leaves(checkpoint):
+            if isinstance(leaf, DeferredTensor) and leaf.stored and leaf.numel() > most:
+                raise CorruptFileError(f"it has a tensor of shape {tuple(leaf.shape)}")
+    return checkpoint
+
+
+def _most_entries(module: nn.Module) -> float:
+    """The entries of the largest tensor, or of an optimizer's square matrix for one side of it."""
+    if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
+        return float("inf")
+    shapes = [each.shape for each in owned_parameters(module)]
+    shapes += [buffer.shape for buffer in module.buffers()]
+    return max((max(prod(s), *(side * side for side in s)) for s in shapes if s), default=1)
 
 
 def local_path(path: Any) -> Path | None:

@@ -12,6 +12,7 @@ from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.checkpoint.sparse_encoding import EncodedTensor
 from lightning_axosparse.support.corrupt_file import reading
 from lightning_axosparse.support.deferred_tensor import DeferredTensor, all_made, each_once
+from lightning_axosparse.support.stored_shape import stored_shape
 from lightning_axosparse.support.torch_internals import tree_map, tree_map_only
 
 _MOST_KEPT = 0.9
@@ -69,8 +70,10 @@ def expanded(checkpoint: dict[str, Any]) -> dict[str, Any]:
             return value
         key = id(value["index"])  # records of one tensor have one index
         if key not in made:
-            dense = partial(_dense, value)
-            made[key] = DeferredTensor(f"encoded {key}", value["shape"], value["dtype"], dense)
+            shape = stored_shape(value["shape"], "an encoded tensor")
+            made[key] = DeferredTensor(
+                f"encoded {key}", shape, value["dtype"], partial(_dense, value), value["index"]
+            )
         return made[key]
 
     dense: dict[str, Any] = tree_map(decoded, checkpoint, is_leaf=is_record)
@@ -86,5 +89,5 @@ def _encoded(tensor: Tensor) -> Any:
     return EncodedTensor.encode_nonzeros(values).record()
 
 
-def _dense(record: dict[str, Any]) -> Tensor:
+def _dense(record: dict[str, Any], _: Tensor) -> Tensor:
     return EncodedTensor.from_record(all_made(record)).decode().dense()

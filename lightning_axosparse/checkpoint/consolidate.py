@@ -13,12 +13,18 @@ from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.support.troubleshooting import see
 
 
-def consolidate(folder: str | os.PathLike[str], file: str | os.PathLike[str] | None = None) -> Path:
+def consolidate(
+    folder: str | os.PathLike[str],
+    file: str | os.PathLike[str] | None = None,
+    weights_only: bool | None = None,
+) -> Path:
     """Write the one file that a run without ``save_distributed_checkpoint`` would have written.
 
     Args:
-        folder: the sharded checkpoint; unpickled, so it must come from a source that you trust.
+        folder: the sharded checkpoint.
         file: to write; None for the folder's name with ``.consolidated`` behind it.
+        weights_only: as for ``torch.load``; False for hyperparameters of your own classes, in a
+            folder from a source that you trust.
 
     Returns:
         The file.
@@ -36,7 +42,7 @@ def consolidate(folder: str | os.PathLike[str], file: str | os.PathLike[str] | N
     target = source.with_name(f"{source.name}.consolidated") if file is None else Path(file)
     files = AtomicCheckpointIO()
     files.verify(source)
-    files.save_checkpoint(files.load_deferred(source, weights_only=False), target)
+    files.save_checkpoint(files.load_deferred(source, weights_only), target)
     return target
 
 
@@ -45,8 +51,11 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("folder", help="of the sharded checkpoint")
     arguments.add_argument("file", nargs="?", help="to write (default: FOLDER.consolidated)")
+    arguments.add_argument(
+        "--trusted", action="store_true", help="unpickle objects of other classes, too"
+    )
     options = arguments.parse_args()
-    print(consolidate(options.folder, options.file))
+    print(consolidate(options.folder, options.file, False if options.trusted else None))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 """Writes checkpoints as folders to which all stages write at once, also while training goes on.
 
-Each stage writes its own tensors, and the first one puts the folder in its place when all have. In
-the background, where ranks must not send messages, the others leave in the folder what they have
-written, for the first to find.
+Each stage writes its own tensors, and the first one writes the manifest and puts the folder in its
+place when all have. In the background, where ranks must not send messages, the others leave in the
+folder what they have written, for the first to find.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
@@ -21,7 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_axosparse.checkpoint.sharded import quiet, record, table
+from lightning_axosparse.checkpoint import manifest, shard_metadata
+from lightning_axosparse.checkpoint.sharded import record, table
 from lightning_axosparse.checkpoint.stage_tensors import StageTensors
 from lightning_axosparse.distributed.process_groups import gather
 from lightning_axosparse.support import archive
@@ -127,9 +129,16 @@ class FolderWriter:
 
 @dataclass(frozen=True)
 class _Written:
-    """What a stage has written, as torch records it, or why it could not."""
+    """What a stage has written, or why it could not.
+
+    Attributes:
+        records: as torch records it.
+        files: by name, what the manifest says of the stage's files.
+        error: why it could not; None if it could.
+    """
 
     records: list[Any]
+    files: dict[str, manifest.Entry]
     error: str | None
 
 
@@ -175,9 +184,10 @@ class _Write:
         """Write what this stage has."""
         try:
             with torch.no_grad():
-                return _Written(self.plan.write(), None)
+                records = self.plan.write()
+            return _Written(records, self._entries(_files_of(records)), None)
         except Exception as error:  # of the system, or of a tensor that is made
-            return _Written([], f"stage {self.stage}: {error}")
+            return _Written([], {}, f"stage {self.stage}: {error}")
 
     def put_in_place(self, parts: list[_Written]) -> None:
         """End the folder with what all stages have written."""
@@ -188,6 +198,10 @@ class _Write:
                 for stage in range(self.stages):
                     self._left_by(stage).unlink(missing_ok=True)
                 self.plan.end([part.records for part in parts])
+                files = self._entries({table(self.folder).name, shard_metadata.NAME})
+                for part in parts:
+                    files |= part.files
+                manifest.write(self.folder, files)
         except Exception as error:
             self.in_place.set_result(without_link(error))
         else:
@@ -212,8 +226,16 @@ class _Write:
             wait([self.all_written], _LOOK_SECONDS)
         return self.all_written.result()
 
+    def _entries(self, names: set[str]) -> dict[str, manifest.Entry]:
+        return {name: manifest.entry(self.folder / name) for name in names}
+
     def _left_by(self, stage: int) -> Path:
         return self.folder / f"written-{stage}"
+
+
+def _files_of(records: list[Any]) -> set[str]:
+    """The names of the files to which a stage has written."""
+    return {record.storage_data.relative_path for record in records}
 
 
 def _plan(own: dict[str, DeferredTensor], folder: Path, group: dist.ProcessGroup | None) -> _Plan:
@@ -240,7 +262,9 @@ def _plan(own: dict[str, DeferredTensor], folder: Path, group: dist.ProcessGroup
             later["end"] = partial(super().finish, metadata)
 
     later: dict[str, Callable[..., Any]] = {}
-    with quiet():
+    with warnings.catch_warnings():
+        # The advice to start ranks, where one writes alone.
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to save")
         try:
             checkpoint.save(
                 own,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_axosparse.checkpoint.safetensors import SafetensorsState
 from lightning_axosparse.checkpoint.sparse_encoding import EncodedTensor
@@ -84,22 +85,30 @@ def load_sparse(
     state = _state_in(source)
     if isinstance(ticket, str | os.PathLike):
         ticket = Ticket.load(ticket)
-    ticket = ticket or _ticket_in(state)
+
+    def skipped(name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in skip)
+
+    owned = [entry for entry in owned_parameters(module) if not all(map(skipped, entry.names))]
+    _validate_names(module, owned, state, skipped)
+    _validate_shapes(module, state, skipped)
+    ticket = ticket or _ticket_in(state, skipped)
     if ticket is None:
         raise ValueError(
             "There is no ticket in the file, so nothing tells which weights to keep. Pass `ticket=`"
             ": an EarlyBirdTicket callback has it as its `ticket`." + see("checkpoints")
         )
-    stored = _load_kept(module, state, state.shapes, ticket.masks, skip)
+    _validate_masks(owned, ticket.masks)
+    stored = _load_kept(module, owned, state, ticket.masks, skipped)
     return replace(ticket, masks=ticket.part(stored))
 
 
 def _load_kept(
     module: nn.Module,
+    owned: Sequence[OwnedParameter],
     state: Mapping[str, Tensor],
-    shapes: Mapping[str, torch.Size],
     masks: Mapping[str, Tensor],
-    skip: Sequence[str],
+    skipped: Skipped,
 ) -> list[str]:
     """Load a module's state, in place, and store the masked parameters sparse.
 
@@ -108,27 +117,15 @@ def _load_kept(
 
     Args:
         module: the model; a parameter that is stored sparse already gets the mask given here.
-        state: name -> tensor, as in ``module.state_dict()``; preferably one that reads on access.
-        shapes: name -> dense shape, for each name in ``state``.
+        owned: its parameters to load.
+        state: name -> tensor of the module's shape, as in ``module.state_dict()``; preferably one
+            that reads on access.
         masks: parameter name -> bool tensor of its shape, True where an entry is kept.
-        skip: as for :func:`load_sparse`.
+        skipped: of the names to leave as they are.
 
     Returns:
         The masked names that are stored sparse now.
-
-    Raises:
-        ValueError: for names that are on one side alone, or a module on the meta device that
-            ``state`` does not fill, and for masks and parameters of other shapes, before anything
-            has changed.
     """
-
-    def skipped(name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in skip)
-
-    owned = [entry for entry in owned_parameters(module) if not all(map(skipped, entry.names))]
-    _validate_names(module, owned, state, skipped)
-    _validate_masks(owned, masks)
-    _validate_shapes(owned, shapes)
     made_sparse = []
     rest = {name for name in state if not skipped(name)}
     for entry in owned:
@@ -219,16 +216,28 @@ def _validate_names(
         )
 
 
-def _validate_shapes(owned: Sequence[OwnedParameter], shapes: Mapping[str, torch.Size]) -> None:
-    """Check that the tensors in the file have the parameters' shapes."""
-    for entry in owned:
-        for name in entry.names:
-            if name in shapes and shapes[name] != entry.shape:
-                raise ValueError(
-                    f"'{name}' has shape {tuple(shapes[name])} in the file, "
-                    f"{tuple(entry.shape)} in the module. Skip it (`skip=['{name}']`), or load "
-                    "into the model that it was saved from." + see("checkpoints")
-                )
+def _validate_shapes(
+    module: nn.Module, state: SafetensorsState | _CheckpointState, skipped: Skipped
+) -> None:
+    """Check that the tensors in the file have the shapes of those in the module.
+
+    It comes before any is made, as what a file declares may be larger than the memory.
+    """
+    shapes = state.shapes
+    expected = {
+        name: tensor.shape
+        for name, tensor in module.state_dict(keep_vars=True).items()
+        if isinstance(tensor, Tensor) and not is_lazy(tensor)
+    }
+    for name in state:
+        shape = shapes.get(name)
+        if name in expected and expected[name] != shape and not skipped(name):
+            found = "no tensor" if shape is None else f"shape {tuple(shape)}"
+            raise ValueError(
+                f"'{name}' has {found} in the file, {tuple(expected[name])} in the module. Skip it "
+                f"(`skip=['{name}']`), or load into the model that it was saved from."
+                + see("checkpoints")
+            )
 
 
 def _validate_masks(owned: Sequence[OwnedParameter], masks: Mapping[str, Tensor]) -> None:
@@ -267,12 +276,7 @@ class _CheckpointState(Mapping[str, Tensor]):
             name: EncodedTensor.from_record(value) if EncodedTensor.is_record(value) else value
             for name, value in contents.get("state_dict", contents).items()
         }
-        kept = (
-            state["ticket"]
-            for state in contents.get("callbacks", {}).values()
-            if isinstance(state, Mapping) and Ticket.is_state(state.get("ticket"))
-        )
-        self.ticket = next(map(Ticket.from_state_dict, kept), None)
+        self.ticket = Ticket.in_checkpoint(contents)
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
@@ -320,11 +324,12 @@ def _state_in(
         return _CheckpointState(contents)
 
 
-def _ticket_in(state: SafetensorsState | _CheckpointState) -> Ticket | None:
+def _ticket_in(state: SafetensorsState | _CheckpointState, skipped: Skipped) -> Ticket | None:
     """Return the ticket in a checkpoint, or one of the masks of a sparse safetensors file."""
     if isinstance(state, _CheckpointState):
         return state.ticket
-    masks = [MaskBits({name: state.encoded(name).mask()}) for name in state.sparse]
+    names = (name for name in state.sparse if not skipped(name))
+    masks = [MaskBits({name: state.encoded(name).mask()}) for name in names]
     return _with_ratio(MaskBits.merged(masks)) if masks else None
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_axosparse.support.corrupt_file import CorruptFileError
 from lightning_axosparse.support.deferred_tensor import DeferredTensor, each_once
 from lightning_axosparse.support.torch_internals import (
     checkpoint_offset,
@@ -48,6 +49,7 @@ def load_mapped(path: Path, weights_only: bool | None) -> dict[str, Any]:
     file = _File(path)
     read = each_once(lambda tensor: file.tensor(tensor).clone())
     deferred = each_once(lambda tensor: _deferred(tensor, file, read))
+    tree_map_only(Tensor, file.validate, contents)
     return {
         key: tree_map_only(Tensor, deferred if key in _LARGE else read, value)
         for key, value in contents.items()
@@ -64,6 +66,13 @@ class _File:
     def __init__(self, path: Path) -> None:
         self._handle = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._handle)
+
+    def validate(self, stored: Tensor) -> None:
+        """Check that a tensor is in the file, and no larger than it, whatever shape it declares."""
+        size, storage = os.fstat(self._handle).st_size, stored.untyped_storage().nbytes()
+        start = checkpoint_offset(stored) if storage else 0
+        if start + storage > size or stored.nbytes > size:
+            raise CorruptFileError(f"no tensor of the shape {tuple(stored.shape)} is in it")
 
     def tensor(self, stored: Tensor) -> Tensor:
         """The tensor that ``torch.load`` has put on the meta device, with its values."""

@@ -17,7 +17,9 @@ from lightning_axosparse.checkpoint.sparse_encoding import EncodedTensor
 from lightning_axosparse.sparse.weight import SparseWeight
 from lightning_axosparse.support.arguments import BOOL, MODULE, PATH, checked
 from lightning_axosparse.support.atomic_file import replacing
+from lightning_axosparse.support.checksum import of_file
 from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
+from lightning_axosparse.support.stored_shape import stored_shape
 from lightning_axosparse.support.troubleshooting import see
 
 _KEY = "lightning_axosparse.sparse/2"
@@ -34,8 +36,6 @@ _UNSUMMED = "0" * 8
 
 _LONGEST_HEADER = 100_000_000
 """Bytes; the same limit as in the library."""
-
-_BLOCK = 1 << 20
 
 _CODES = {
     torch.float64: "F64",
@@ -111,7 +111,10 @@ class SafetensorsState(Mapping[str, Tensor]):
         with reading(path):
             self._file = safe_open(path, framework="pt")
             metadata = dict(self._file.metadata() or {})
-            self._described: dict[str, dict[str, Any]] = json.loads(metadata.pop(_KEY, "{}"))
+            self._described = {
+                name: (stored_shape(said["shape"], repr(name)), getattr(torch, said["dtype"]))
+                for name, said in json.loads(metadata.pop(_KEY, "{}")).items()
+            }
             parts = {f"{name}.{part}" for name in self._described for part in ("index", "values")}
             names: list[str] = self._file.keys()
             self._first = {n: n for n in (*self._described, *names) if n not in parts}
@@ -129,16 +132,14 @@ class SafetensorsState(Mapping[str, Tensor]):
 
     def _shape(self, first: str) -> torch.Size:
         if first in self._described:
-            return torch.Size(self._described[first]["shape"])
+            return self._described[first][0]
         return torch.Size(self._file.get_slice(first).get_shape())
 
     def encoded(self, name: str) -> EncodedTensor:
         """Return one of the ``sparse`` tensors as it is in the file."""
         with reading(self._path):
-            described = self._described[name]
             return EncodedTensor(
-                torch.Size(described["shape"]),
-                getattr(torch, described["dtype"]),
+                *self._described[name],
                 self._file.get_tensor(f"{name}.index"),
                 self._file.get_tensor(f"{name}.values"),
             )
@@ -151,6 +152,9 @@ class SafetensorsState(Mapping[str, Tensor]):
                 return encoded.decode()
         tensor: Tensor = self._file.get_tensor(first)
         return tensor
+
+    def __contains__(self, name: object) -> bool:  # without reading the tensor
+        return name in self._first
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._first)
@@ -212,8 +216,6 @@ def _check(path: str | Path) -> None:
         found = re.search(rb'"%s": "([0-9a-f]{8})"' % re.escape(_CHECKSUM).encode(), head)
         if found is None:
             raise CorruptFileError("its checksum is missing, as in files of older versions")
-        checksum = crc32(head[: found.start(1)] + _UNSUMMED.encode() + head[found.end(1) :])
-        while block := file.read(_BLOCK):
-            checksum = crc32(block, checksum)
-        if found[1] != b"%08x" % checksum:
+        unsummed = head[: found.start(1)] + _UNSUMMED.encode() + head[found.end(1) :]
+        if found[1] != b"%08x" % of_file(file, crc32(unsummed)):
             raise CorruptFileError("its checksum does not match its content")

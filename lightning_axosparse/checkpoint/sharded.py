@@ -7,15 +7,23 @@ in the place of each tensor.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_axosparse.checkpoint import manifest
+from lightning_axosparse.checkpoint.other_folders import checkpoint_of
+from lightning_axosparse.checkpoint.shard_metadata import (
+    Chunk,
+    StoredTensor,
+    StoredValue,
+    stored,
+)
+from lightning_axosparse.support import archive
 from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
 from lightning_axosparse.support.deferred_tensor import DeferredTensor, each_once
 from lightning_axosparse.support.torch_internals import tree_map
@@ -32,40 +40,65 @@ def deferred(contents: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Put deferred tensors, which are read when they are made, in the place of their records.
 
     Args:
-        contents: of the :func:`table`.
+        contents: of the :func:`table`; without weights, as other strategies write it, they are
+            added.
         folder: of the checkpoint.
+
+    Raises:
+        CorruptFileError: if a record is not that of a tensor in the folder.
     """
+    found = stored(folder)
 
     def restored(value: Any) -> Any:
         if not _is_record(value):
             return value
-        name, shape, dtype = value["name"], value["shape"], value["dtype"]
-        return DeferredTensor(name, shape, dtype, lambda: _read(folder, name, shape, dtype))
+        each = found.get(value["name"])
+        said = torch.Size(value["shape"]), value["dtype"]
+        if not isinstance(each, StoredTensor) or said != (each.shape, each.dtype):
+            raise CorruptFileError(f"the folder has no tensor {value['name']!r} of {said}")
+        return _deferred(folder, value["name"], each)
 
-    whole: dict[str, Any] = tree_map(each_once(restored), contents, is_leaf=_is_record)
-    return whole
-
-
-def _read(folder: Path, name: str, shape: list[int], dtype: torch.dtype) -> Tensor:
-    from torch.distributed import checkpoint
-
-    tensor = torch.empty(shape, dtype=dtype)
-    with reading(folder), quiet():
-        try:
-            checkpoint.load(
-                {name: tensor}, storage_reader=checkpoint.FileSystemReader(folder), no_dist=True
-            )
-        except checkpoint.CheckpointException as error:
-            raise CorruptFileError(f"{name}: {error}") from error
-    return tensor
+    with reading(folder):
+        if "state_dict" not in contents:
+            entries = {each.path: _deferred(folder, name, each) for name, each in found.items()}
+            return contents | checkpoint_of(entries)
+        whole: dict[str, Any] = tree_map(each_once(restored), contents, is_leaf=_is_record)
+        return whole
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence the advice to start ranks, where one reads or writes alone."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load)")
-        yield
+def _deferred(folder: Path, name: str, each: StoredTensor | StoredValue) -> Any:
+    if isinstance(each, StoredValue):
+        return _load(folder, each.place)
+    return DeferredTensor(name, each.shape, each.dtype, partial(_read, folder, each))
+
+
+def _read(folder: Path, tensor: StoredTensor) -> Tensor:
+    with reading(folder):
+        if len(tensor.chunks) == 1:
+            return _read_chunk(folder, tensor.chunks[0], tensor.dtype)
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+        for chunk in tensor.chunks:
+            sides = zip(chunk.offsets, chunk.sizes, strict=True)
+            place = tuple(slice(offset, offset + size) for offset, size in sides)
+            whole[place] = _read_chunk(folder, chunk, tensor.dtype)
+        return whole
+
+
+def _read_chunk(folder: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+    values = _load(folder, chunk)
+    if not isinstance(values, Tensor) or (values.shape, values.dtype) != (chunk.sizes, dtype):
+        raise CorruptFileError(f"a part of {chunk.file!r} is not the tensor that it should be")
+    return values
+
+
+def _load(folder: Path, chunk: Chunk) -> Any:
+    """Read what ``torch.save`` has written to a part of a file."""
+    with manifest.opened(folder, chunk.file) as file:
+        file.seek(chunk.start)
+        part = BytesIO(file.read(chunk.length))
+    archive.check_records(part)
+    part.seek(0)
+    return torch.load(part, map_location="cpu", weights_only=True)
 
 
 def record(tensor: DeferredTensor) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from lightning_axosparse.sparse.formats import layout_of
 from lightning_axosparse.sparse.weight import SparseWeight
 from lightning_axosparse.support.checksum import verified, with_checksum
 from lightning_axosparse.support.corrupt_file import CorruptFileError
+from lightning_axosparse.support.stored_shape import stored_shape
 
 _ESCAPE = 255
 """A byte of distance that means this many pruned entries and no kept entry after them."""
@@ -49,8 +50,7 @@ class EncodedTensor:
     values: Tensor
 
     def __post_init__(self) -> None:
-        if any(size < 0 for size in self.shape):
-            raise CorruptFileError(f"an encoded tensor has the shape {tuple(self.shape)}")
+        stored_shape(self.shape, "an encoded tensor")
         if not isinstance(self.dtype, torch.dtype):
             raise CorruptFileError(f"{self.dtype!r} is no dtype of an encoded tensor")
         for name, code in (("index", self.index), ("values", self.values)):
@@ -129,7 +129,7 @@ class EncodedTensor:
                 f"lightning_axosparse reads {_FORMAT}"
             )
         fields = verified(record, "an encoded tensor")
-        shape = torch.Size(fields["shape"])
+        shape = stored_shape(fields["shape"], "an encoded tensor")
         return cls(shape, fields["dtype"], fields["index"], fields["values"])
 
 
@@ -158,9 +158,10 @@ def _deflate(parts: Sequence[np.ndarray[Any, Any]]) -> Tensor:
 def _inflate(code: Tensor, limit: int) -> bytes:
     """Return the bytes that were compressed; more than ``limit`` are an error.
 
-    A byte of distance covers at least one entry, so an index has no more bytes than entries.
+    A byte of distance covers at least one entry, so an index has no more bytes than entries. A
+    Huffman code has at least one bit, so nothing becomes more than eight times as large.
     """
-    decoder = zlib.decompressobj()
+    decoder, limit = zlib.decompressobj(), min(limit, 8 * code.numel())
     try:
         content = decoder.decompress(code.numpy().data, limit + 1)  # 0 would set no limit
     except zlib.error as error:

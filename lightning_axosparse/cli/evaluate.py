@@ -10,7 +10,6 @@ from typing import Any
 
 import hydra
 import lightning as L
-import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -18,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from lightning_axosparse.callbacks.report.tables import Section, terminal
-from lightning_axosparse.checkpoint import sharded
+from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.checkpoint.load import load_sparse
 from lightning_axosparse.checkpoint.safetensors import SafetensorsState
 from lightning_axosparse.cli.train import (
@@ -36,11 +35,15 @@ from lightning_axosparse.support.arguments import (
     check,
     list_of,
     one_of,
+    shown,
 )
 from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
-from lightning_axosparse.support.troubleshooting import see
+from lightning_axosparse.support.troubleshooting import see, without_link
 
 METRICS = "metrics.json"
+_INSTANTIATING = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")
+"""What Hydra's ``instantiate`` looks for."""
+
 _KINDS = {
     "checkpoint": TEXT,
     "loops": list_of("a list of loops", one_of("validate", "test")),
@@ -82,7 +85,7 @@ def evaluate(config: DictConfig) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for name in config.loops:
         loop = trainer.validate if name == "validate" else trainer.test
-        loop(model, datamodule=data, ckpt_path=unloaded, verbose=False)
+        loop(model, datamodule=data, ckpt_path=unloaded, weights_only=True, verbose=False)
         metrics |= {key: float(value) for key, value in trainer.callback_metrics.items()}
         unloaded = None  # The first loop has loaded it.
     if trainer.is_global_zero:
@@ -96,11 +99,17 @@ def evaluate(config: DictConfig) -> dict[str, float]:
 def restored(config: DictConfig, source: Path) -> tuple[L.LightningModule, Path | None]:
     """Make the model of saved weights.
 
-    The hyperparameters in a checkpoint replace the arguments in ``config``; a safetensors file has
-    none, and its weights are loaded at once, the pruned ones into sparse storage.
+    The hyperparameters in a checkpoint replace the arguments in ``config``, which alone says what
+    is called; a safetensors file has none, and its weights are loaded at once, the pruned ones into
+    sparse storage.
 
     Returns:
         The model, and what the Trainer has to load yet; None if nothing.
+
+    Raises:
+        CorruptFileError: if the file is not as it was written.
+        ValueError: if it is no checkpoint, or its hyperparameters are no plain data, or not those
+            of the model.
     """
     if source.suffix == ".safetensors":
         model: L.LightningModule = instantiate(config)
@@ -110,14 +119,44 @@ def restored(config: DictConfig, source: Path) -> tuple[L.LightningModule, Path 
         else:
             model.load_state_dict(dict(state))
         return model, None
-    table = sharded.table(source) if source.is_dir() else source
-    with reading(table):
-        contents = torch.load(table, map_location="cpu", mmap=True, weights_only=True)
+    files = AtomicCheckpointIO()
+    files.verify(source)
+    with reading(source):
+        contents = files.load_deferred(source, weights_only=True)
     if not isinstance(contents, Mapping) or "state_dict" not in contents:
         raise ValueError(
             f"'{source}' is no Lightning checkpoint: it has no `state_dict`." + see("commands")
         )
-    return instantiate(config, **contents.get("hyper_parameters", {})), source
+    values = contents.get("hyper_parameters", {})
+    _validate_plain(values, source)
+    make = instantiate(config, _partial_=True)
+    try:
+        return make(**values), source
+    except Exception as error:  # Classes may raise any exception for arguments they do not know.
+        raise ValueError(
+            f"The hyperparameters in '{source}' do not fit to `model`, which is "
+            f"{config._target_}: {without_link(error)}. Give the class that the run has trained."
+            + see("commands")
+        ) from error
+
+
+def _validate_plain(value: Any, source: Path, place: str = "hyper_parameters") -> None:
+    """Check that no configuration is among values from a file, as a model might instantiate it."""
+    parts: Mapping[Any, Any] = {}
+    found = "an interpolation" if isinstance(value, str) and "${" in value else None
+    if isinstance(value, Mapping):
+        parts = value
+        found = next((f"the key `{key}`" for key in _INSTANTIATING if key in value), None)
+    elif isinstance(value, list | tuple | set):
+        parts = dict(enumerate(value))
+    if found is not None:
+        raise ValueError(
+            f"'{source}' has {found} in {place}: {shown(value)}. Hyperparameters of a file are "
+            "values; what is called, and what is looked up, the configuration alone says. "
+            "Evaluate a .safetensors file of the weights, which has none." + see("commands")
+        )
+    for key, part in parts.items():
+        _validate_plain(part, source, f"{place}.{key}")
 
 
 def show(config: DictConfig, metrics: Mapping[str, float], model: Any) -> None:

@@ -16,6 +16,7 @@ from zlib import crc32
 import torch
 
 from lightning_axosparse.support.atomic_file import replacing
+from lightning_axosparse.support.checksum import of_file
 from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
 from lightning_axosparse.support.deferred_tensor import DeferredTensor
 from lightning_axosparse.support.torch_internals import reduced_for_save
@@ -27,7 +28,6 @@ _NO_COMMENT = (0).to_bytes(2, "little")
 
 _END = b"PK\x05\x06"
 _END_SIZE = 22
-_BLOCK = 1 << 20
 
 
 def save(content: Any, path: str | os.PathLike[str]) -> None:
@@ -73,10 +73,35 @@ def check(path: str | os.PathLike[str]) -> None:
         file.seek(0)
         if end[-_SIZE:-8] == _COMMENT[:-4]:
             _verify_comment(file, size, end)
+            check_records(file, with_checksums=False)
         elif end[-_END_SIZE:][:4] == _END and end[-2:] == _NO_COMMENT:
-            _verify_records(file)
+            check_records(file)
         else:
             raise CorruptFileError("its end is missing or changed")
+
+
+def check_records(file: BinaryIO, with_checksums: bool = True) -> None:
+    """Check that the records of a zip archive are whole, and take no more memory than the archive.
+
+    Args:
+        file: the archive.
+        with_checksums: whether to read the records and verify the checksum of each.
+
+    Raises:
+        CorruptFileError: if a record is compressed, or shares its bytes with another.
+        zipfile.BadZipFile: if one has changed.
+    """
+    size = file.seek(0, 2)
+    with zipfile.ZipFile(file) as archive:
+        records = archive.infolist()
+        stored = all(record.compress_type == zipfile.ZIP_STORED for record in records)
+        if not stored or sum(record.file_size for record in records) > size:
+            raise CorruptFileError("its records are compressed or overlap, as torch.save's do not")
+        for record in records:
+            # Without a checksum: written after torch.serialization.set_crc32_options(False).
+            if with_checksums and record.CRC:
+                with archive.open(record) as part:
+                    of_file(cast(BinaryIO, part))  # raises at the end if the checksum differs
 
 
 class _Pickler(pickle.Pickler):
@@ -111,20 +136,7 @@ class _ChecksumWriter:
 
 
 def _verify_comment(file: BinaryIO, size: int, end: bytes) -> None:
-    checksum, left = 0, size - _SIZE - len(_NO_COMMENT)
-    while left > 0:
-        block = file.read(min(_BLOCK, left))
-        checksum, left = crc32(block, checksum), left - len(block)
+    checksum = of_file(file, size=size - _SIZE - len(_NO_COMMENT))
     comment = _SIZE.to_bytes(2, "little") + _COMMENT % crc32(_NO_COMMENT, checksum)
     if end[-len(comment) :] != comment:
         raise CorruptFileError("its checksum does not match its content")
-
-
-def _verify_records(file: BinaryIO) -> None:
-    with zipfile.ZipFile(file) as archive:
-        for record in archive.infolist():
-            if record.CRC == 0:  # written after torch.serialization.set_crc32_options(False)
-                continue
-            with archive.open(record) as part:
-                while part.read(_BLOCK):  # raises at the end if the checksum differs
-                    pass

@@ -1,9 +1,9 @@
-"""Adds checksums to records of plain values and tensors, and verifies them."""
+"""Computes the checksum of files, and of records of plain values and tensors: a CRC-32."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, BinaryIO
 from zlib import crc32
 
 import torch
@@ -12,6 +12,21 @@ from torch import Tensor
 from lightning_axosparse.support.corrupt_file import CorruptFileError
 
 _KEY = "crc32"
+_BLOCK = 1 << 20
+
+
+def of_file(file: BinaryIO, before: int = 0, size: int | None = None) -> int:
+    """The checksum of what follows in a file, which is read a block at a time.
+
+    Args:
+        file: an open file.
+        before: the checksum of what precedes it.
+        size: number of bytes; None for all up to the end.
+    """
+    left = float("inf") if size is None else size
+    while left > 0 and (block := file.read(int(min(_BLOCK, left)))):
+        before, left = crc32(block, before), left - len(block)
+    return before
 
 
 def with_checksum(record: Mapping[str, Any]) -> dict[str, Any]:

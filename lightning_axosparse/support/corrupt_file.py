@@ -1,4 +1,4 @@
-"""Defines the error for a file whose content is not what was written to it."""
+"""Defines the error for a file, or a state, whose content is not what was written to it."""
 
 from __future__ import annotations
 
@@ -51,3 +51,22 @@ def reading(path: str | PathLike[str]) -> Iterator[None]:
     except Exception as error:
         reason = error.reason if isinstance(error, CorruptFileError) else without_link(error)
         raise CorruptFileError(reason, f"'{path}'") from error
+
+
+@contextmanager
+def restoring(what: str) -> Iterator[None]:
+    """Raise a :class:`CorruptFileError` where the context stumbles over what a checkpoint holds.
+
+    Errors of other kinds say themselves what does not fit, such as a shape.
+
+    Args:
+        what: is restored in the context, in words.
+
+    Raises:
+        CorruptFileError: for a missing entry, or one of another type.
+    """
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CorruptFileError(reason, f"The state of {what} in the checkpoint") from error

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_axosparse.support.torch_internals import (
     TorchDispatchMode,
-    gradient_hooks,
+    hooked,
     makes_tensors,
     mutated_arguments,
     replay_needs_generator,
@@ -412,7 +412,7 @@ def _rerun(operation: _Operation, storages: dict[int, torch.UntypedStorage]) -> 
 
 
 def _give_values(tensor: Tensor, values: Tensor) -> None:
-    if gradient_hooks(tensor):
+    if hooked([tensor]):
         raise RuntimeError(
             f"A parameter of shape {tuple(tensor.shape)} got a gradient hook in `configure_model`, "
             "before it has values. Register the hook in `on_fit_start`." + see("layers-made-later")

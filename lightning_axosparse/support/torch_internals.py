@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
+
+from lightning_axosparse.support.corrupt_file import CorruptFileError
 
 tree_leaves = _pytree.tree_leaves
 tree_map = _pytree.tree_map
@@ -65,7 +67,8 @@ def version_of(tensor: Tensor) -> int:
 def checkpoint_offset(tensor: Tensor) -> int:
     """Return where in its file the storage of a tensor is, after loading it to the meta device."""
     offset = tensor.untyped_storage()._checkpoint_offset
-    assert offset is not None
+    if offset is None:
+        raise CorruptFileError("a tensor was saved without values, from the meta device")
     return offset
 
 
@@ -73,24 +76,6 @@ def storage_id(storage: torch.UntypedStorage) -> int:
     """Return a number that equals another storage's exactly if both are the same memory."""
     identity: int = storage._cdata
     return identity
-
-
-def references(tensor: Tensor) -> int:
-    """Return how many references of Python's there are to a tensor, besides the caller's argument.
-
-    What autograd and views hold of a tensor counts as one reference of Python's, in all; it is
-    left out.
-    """
-    held_by_torch: bool = tensor._use_count() > 1  # type: ignore[attr-defined]
-    return sys.getrefcount(tensor) - _REFERENCES_OF_THE_CALL - held_by_torch
-
-
-def _references_of_the_call(tensor: Tensor) -> int:
-    return sys.getrefcount(tensor)
-
-
-# The interpreter decides whether passing an argument on makes a reference.
-_REFERENCES_OF_THE_CALL = _references_of_the_call(torch.empty(0))
 
 
 def mutated_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -104,10 +89,53 @@ def mutated_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str,
     )
 
 
-def gradient_hooks(tensor: Tensor) -> list[Callable[..., Any]]:
-    """Return what is called with a leaf's gradient, before and after it is accumulated."""
+def gradient_hooks(tensor: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return what is called with a leaf's gradient, before and after it is accumulated.
+
+    Torch calls what is in these dicts; what is taken out of them, it does not.
+    """
     before, after = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
-    return [hook for hooks in (before, after) if hooks for hook in hooks.values()]
+    return {} if before is None else before, {} if after is None else after
+
+
+def hooked(tensors: Iterable[Tensor], besides: type | tuple[()] = ()) -> list[Any]:
+    """Return the tensors that have gradient hooks besides methods of the class ``besides``."""
+    found: list[Any] = []
+    for tensor in tensors:  # In every step, so it calls nothing.
+        if tensor._backward_hooks:
+            found.append(tensor)
+            continue
+        for hook in (tensor._post_accumulate_grad_hooks or {}).values():
+            if not isinstance(getattr(hook, "__self__", None), besides):
+                found.append(tensor)
+                break
+    return found
+
+
+def move_gradient_hooks(source: Tensor, target: Tensor) -> None:
+    """Give ``target`` the gradient hooks of ``source``; what removes them works as before."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks, present = getattr(source, name), getattr(target, name)
+        if hooks:
+            hooks.update({} if present is None else present)
+            setattr(target, name, hooks)
+            setattr(source, name, None)
+
+
+@contextmanager
+def backward_passes_by(run: Callable[..., Any]) -> Iterator[None]:
+    """Let ``run`` run the backward passes that begin inside the context.
+
+    Args:
+        run: called with torch's own function and its arguments: outputs, their gradients, whether
+            to keep the graph, whether to make one, and inputs, which are empty for all leaves.
+    """
+    own = torch.autograd._engine_run_backward
+    torch.autograd._engine_run_backward = partial(run, own)
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = own
 
 
 def saved_tensors_are_hooked() -> bool:
@@ -210,3 +238,15 @@ def reduced_for_save(
     hooks: OrderedDict[str, Any] = OrderedDict()
     arguments = typed, 0, tuple(shape), stride, False, hooks
     return torch._utils._rebuild_tensor_v2, arguments
+
+
+def is_random(operator: Any) -> bool:
+    """Whether an operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in operator.tags
+
+
+def writes_beside(operator: Any) -> bool:
+    """Whether an operator writes to an argument that it does not return."""
+    schema = operator._schema
+    written = [arg for arg in schema.arguments if arg.alias_info and arg.alias_info.is_write]
+    return bool(written) and not any(result.alias_info for result in schema.returns)

@@ -66,6 +66,16 @@ class Clock:
         if self._spans is not None:
             self._spans.append(Span(activity, start, end, stage, microbatch))
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing inside the context."""
+        totals, spans = self.totals, self._spans
+        self.totals, self._spans = defaultdict(float), None
+        try:
+            yield
+        finally:
+            self.totals, self._spans = totals, spans
+
     def record(self) -> None:
         """Keep every span from now on, until :meth:`recorded` is called."""
         self._spans = []

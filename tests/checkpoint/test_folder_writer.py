@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import lightning as L
@@ -17,7 +18,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 
 from lightning_axosparse import AxoSparseStrategy, CompactCheckpointIO, EarlyBirdTicket
-from lightning_axosparse.checkpoint import folder_writer
+from lightning_axosparse.checkpoint import folder_writer, manifest
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.checkpoint.consolidate import consolidate
 from lightning_axosparse.checkpoint.folder_writer import FolderWriter
@@ -136,6 +137,14 @@ def test_older_folders_stay_until_the_next_one_is_written(facts: Any, folder: Pa
     assert [path.name for path in (folder / "best").iterdir()] == NAMES[2:]
 
 
+def test_a_folder_of_several_ranks_lists_all_its_files(facts: Any, folder: Path) -> None:
+    for way in ("at once", "threads", "regrid"):
+        for path in (folder / way).iterdir():
+            listed = manifest.names(path) or set()
+            assert listed == {file.name for file in path.iterdir()} - {"manifest.json"}
+            assert "__1_0.distcp" in listed or way == "regrid"
+
+
 def test_an_error_of_a_stage_is_raised_on_all(facts: Any, folder: Path) -> None:
     for rank in facts:
         at_once, threads = rank["errors"][:2], rank["errors"][2:]
@@ -149,32 +158,51 @@ def test_an_error_of_a_stage_is_raised_on_all(facts: Any, folder: Path) -> None:
     assert not [*folder.glob(".*")]
 
 
+class Record(NamedTuple):
+    """What torch says of a tensor that a stage has written."""
+
+    storage_data: SimpleNamespace
+
+
 def test_the_first_stage_puts_the_folder_in_its_place_without_being_told(tmp_path: Path) -> None:
-    plans = [
-        folder_writer._Plan(partial(list, [n]), lambda records: ended.append(records))
-        for n in (1, 2)
-    ]
-    ended: list[Any] = []
+    def written(stage: int) -> list[Record]:
+        (tmp_path / str(stage)).write_text(f"of stage {stage}")
+        return [Record(SimpleNamespace(relative_path=str(stage)))]
+
+    def end(records: Any) -> None:
+        assert not (tmp_path / "manifest.json").exists()
+        (tmp_path / ".metadata").write_text(str(len(records)))
+
+    (tmp_path / "meta.pt").touch()
     first, second = (
-        folder_writer._Write(tmp_path / "a", tmp_path, stage, 2, plan, folder_writer.ExitStack())
-        for stage, plan in enumerate(plans)
+        folder_writer._Write(
+            tmp_path / "a",
+            tmp_path,
+            stage,
+            2,
+            folder_writer._Plan(partial(written, stage), end),
+            folder_writer.ExitStack(),
+        )
+        for stage in (0, 1)
     )
     thread = threading.Thread(target=first.in_background)
     thread.start()
-    assert first.written.result(60).records == [1]
+    assert list(first.written.result(60).files) == ["0"]
     assert not first.in_place.done()
     second.in_background()
     thread.join(60)
     assert first.in_place.result(0) is None
-    assert ended == [[[1], [2]]]
-    assert not [*tmp_path.iterdir()]
+    names = {"0", "1", ".metadata", "meta.pt"}
+    assert manifest.names(tmp_path) == names
+    assert {path.name for path in tmp_path.iterdir()} == {*names, "manifest.json"}
+    manifest.verify(tmp_path)
 
 
 def test_an_error_of_a_thread_ends_a_run_in_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(write: Any) -> Any:
-        return folder_writer._Written([], "stage 0: no space left for it")
+        return folder_writer._Written([], {}, "stage 0: no space left for it")
 
     monkeypatch.setattr(Late, "write", lambda late, write: fail(write))
     with pytest.raises(OSError, match=r"step=2.ckpt' was not written: .*no space left for it"):

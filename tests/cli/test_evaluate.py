@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, load_sparse, save_safetensors
 from lightning_axosparse.checkpoint.consolidate import consolidate
 from lightning_axosparse.cli import evaluate as entry
-from lightning_axosparse.cli.evaluate import evaluate
+from lightning_axosparse.cli.evaluate import evaluate, restored
 from lightning_axosparse.cli.train import configuration
 from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.examples.text import TextDataModule
@@ -108,7 +108,7 @@ def test_two_stages_find_the_same(run, tmp_path):
     [
         (["checkpoint=no/such.ckpt"], "There is no file or folder 'no/such.ckpt'"),
         (["checkpoint={other}"], "'{other}' is no Lightning checkpoint"),
-        (["checkpoint={sparse}"], "'model.0.tokens.weight' has shape (256, 192) in the module"),
+        (["checkpoint={sparse}"], "'model.0.tokens.weight' has shape (256, 16) in the file, ("),
         (["checkpoint={other}", "loops=[train]"], "loops=['train'] must be"),
         (["checkpoint={other}", "sample.length=-1"], "sample.length=-1 must be"),
     ],
@@ -123,3 +123,43 @@ def test_what_cannot_be_evaluated_ends_in_words(run, overrides, message, tmp_pat
     with pytest.raises(SystemExit) as ended:
         entry.main()
     assert str(ended.value.code).startswith(f"axosparse-eval: {message.format(**names)}")
+
+
+PLANTED = [
+    ({"_target_": "pathlib.Path.write_text", "_args_": []}, "the key `_target_`"),
+    ({"_partial_": True}, "the key `_partial_`"),
+    ({"_args_": [1]}, "the key `_args_`"),
+    ("${oc.env:HOME}", "an interpolation"),
+]
+
+
+@pytest.mark.parametrize(("value", "found"), PLANTED)
+@pytest.mark.parametrize(
+    "plant",
+    [
+        lambda value: {"width": value},
+        lambda value: {"depth": {"a": {"b": value}}},
+        lambda value: {"depth": [1, (value,)]},
+        lambda value: value if isinstance(value, dict) else {"width": value},
+    ],
+)
+def test_nothing_in_a_checkpoint_is_called(run, value, found, plant, tmp_path, monkeypatch):
+    contents = torch.load(run[0] / "one.ckpt", weights_only=True)
+    contents["hyper_parameters"].update(plant(value))
+    torch.save(contents, tmp_path / "planted.ckpt")
+    monkeypatch.setattr(GPT, "__init__", lambda *args, **kwargs: pytest.fail("was called"))
+    with pytest.raises(ValueError, match=rf"planted\.ckpt' has {found} in hyper_parameters"):
+        restored(configured("checkpoint=x").model, tmp_path / "planted.ckpt")
+
+
+def test_values_of_a_checkpoint_replace_those_of_the_configuration(run, tmp_path):
+    contents = torch.load(run[0] / "one.ckpt", weights_only=True)
+    del contents["hyper_parameters"]["depth"]
+    contents["hyper_parameters"]["unknown"] = 1
+    torch.save(contents, tmp_path / "other.ckpt")
+    with pytest.raises(ValueError, match=r"do not fit to `model`, which is .*GPT: .*unknown"):
+        restored(configured("checkpoint=x").model, tmp_path / "other.ckpt")
+    del contents["hyper_parameters"]["unknown"]
+    torch.save(contents, tmp_path / "other.ckpt")
+    model, _ = restored(configured("checkpoint=x", "model.depth=3").model, tmp_path / "other.ckpt")
+    assert (model.hparams.width, model.hparams.depth) == (16, 3)

@@ -161,7 +161,7 @@ def test_one_rank_from_start_to_report(strategy, text, tmp_path, capsys):
         ("strategy.pipeline=layers", "pipeline='layers' must name"),
         ("strategy.microbatch_loss=median", "trainer.strategy: microbatch_loss='median' must be"),
         ("strategy.microbatch_weight=3", "trainer.strategy: microbatch_weight=3 must be"),
-        ("strategy.check_loss=2", "trainer.strategy: check_loss=2 must be"),
+        ("strategy.check_first_batch=2", "trainer.strategy: check_first_batch=2 must be"),
         ("strategy.timeout=0", "trainer.strategy: timeout=0 must be a number of seconds"),
         ("strategy._target_=no.Such", "trainer.strategy: Error loading 'no.Such'"),
         ("trainer.max_epochs=many", "trainer.max_epochs='many' must be int."),

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import resource
+import shutil
 import tracemalloc
+import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,6 +33,7 @@ from lightning_axosparse import (
 )
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.checkpoint.sparse_encoding import EncodedTensor
+from lightning_axosparse.support import archive
 from lightning_axosparse.support.checksum import with_checksum
 from tests.parity.cases import Net, loader, trainer
 from tests.sparse.masking import apply_masks
@@ -273,3 +279,142 @@ def test_files_of_older_versions_raise(originals: dict[str, Any], tmp_path: Path
     old.write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(CorruptFileError, match=r"old\.safetensors'.*older versions"):
         load_sparse(model(), old, originals["ticket"])
+
+
+HUGE = [1 << 17, 1 << 17]
+
+
+def written_safetensors(path: Path, shape: list[int], index: bytes) -> None:
+    """A file that declares a sparse tensor of any shape."""
+    from safetensors.torch import save_file
+
+    said = {"0.weight": {"shape": shape, "dtype": "float32"}}
+    parts = {"0.weight.index": bytes_of(index), "0.weight.values": bytes_of(zlib.compress(b""))}
+    save_file(parts, path, {"lightning_axosparse.sparse/2": json.dumps(said)})
+
+
+@pytest.mark.parametrize("index", [zlib.compress(b"", 9), zlib.compress(bytes(1 << 20), 9)])
+def test_shapes_are_those_of_the_module_before_anything_is_made(
+    originals: dict[str, Any], tmp_path: Path, index: bytes
+) -> None:
+    from lightning_axosparse.checkpoint import safetensors
+
+    path = tmp_path / "huge.safetensors"
+    written_safetensors(path, HUGE, index)
+    with patch.object(safetensors, "_check"), few_bytes():
+        state = safetensors.SafetensorsState(path)
+        assert state.shapes == {"0.weight": torch.Size(HUGE)}
+        alone = nn.Sequential(nn.Linear(16, 16, bias=False))
+        with pytest.raises(ValueError, match=r"shape \(131072, 131072\) in the file, \(16, 16\)"):
+            load_sparse(alone, path)
+    record = {**EncodedTensor.encode_nonzeros(torch.eye(16)).record(), "shape": HUGE}
+    record = with_checksum({name: value for name, value in record.items() if name != "crc32"})
+    state = {**originals["state"], "0.weight": record}
+    archive.save({"state_dict": state, "optimizer_states": []}, tmp_path / "huge.ckpt")
+    with few_bytes():
+        with pytest.raises(ValueError, match=r"\(131072, 131072\) in the file, \(16, 16\)"):
+            load_sparse(model(), tmp_path / "huge.ckpt", originals["ticket"])
+        run = trainer(AxoSparseStrategy(), plugins=[CompactCheckpointIO()])
+        with pytest.raises(CorruptFileError, match=r"a tensor of shape \(131072, 131072\)"):
+            run.fit(Net(), loader(1), ckpt_path=tmp_path / "huge.ckpt")
+
+
+@contextmanager
+def few_bytes() -> Iterator[None]:
+    """A GB more than now is not to be had."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + (1 << 30), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [([-16, -16], r"shape \(-16, -16\)"), ([1 << 40, 1 << 40], "no memory holds"), ("x", "shape")],
+)
+def test_a_ticket_has_shapes_that_there_are(
+    originals: dict[str, Any], tmp_path: Path, shape: Any, words: str
+) -> None:
+    def resealed(state: dict[str, Any]) -> dict[str, Any]:
+        return with_checksum({name: value for name, value in state.items() if name != "crc32"})
+
+    state = originals["ticket"].state_dict()
+    masks = {**state["masks"], "shapes": {**state["masks"]["shapes"], "0.weight": shape}}
+    archive.save(resealed({**state, "masks": resealed(masks)}), tmp_path / "a.ticket")
+    with pytest.raises(CorruptFileError, match=rf"a.ticket' cannot be read.*0.weight.*{words}"):
+        Ticket.load(tmp_path / "a.ticket")
+
+
+ODD: dict[str, Any] = {
+    "it is no Lightning checkpoint": lambda content: content.pop("state_dict"),
+    "its `state_dict` is a list, not a dict": lambda content: content.update(state_dict=[1]),
+    "its `callbacks` is a int, not a dict": lambda content: content.update(callbacks=3),
+    "The state of the optimizers in": lambda content: content.update(optimizer_states=[{}]),
+    "The state of the optimizers": lambda content: content.update(optimizer_states=[[1]]),
+    "The state of EarlyBirdTicket": lambda content: content["callbacks"].update(
+        EarlyBirdTicket={"ticket": None}
+    ),
+    "The state of EarlyBirdTicket in": lambda content: content["callbacks"].update(
+        EarlyBirdTicket=[1]
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def resumable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resumable")
+    saving = ModelCheckpoint(folder, "a")
+    run = trainer(
+        AxoSparseStrategy(), callbacks=[EarlyBirdTicket(0.6), saving], enable_checkpointing=True
+    )
+    run.fit(Net(), loader(1))
+    return folder / "a.ckpt"
+
+
+@pytest.mark.parametrize("words", ODD)
+@pytest.mark.parametrize("arguments", [{}, {"g_inter": 2, "transport": "loopback"}], ids=str)
+def test_odd_contents_are_refused_in_our_words(
+    resumable: Path, tmp_path: Path, words: str, arguments: dict[str, Any]
+) -> None:
+    content = torch.load(resumable, weights_only=True)
+    ODD[words](content)
+    archive.save(content, tmp_path / "odd.ckpt")
+    run = trainer(AxoSparseStrategy(**arguments), callbacks=[EarlyBirdTicket(0.6)])
+    with pytest.raises(CorruptFileError, match=words):
+        run.fit(Net(), loader(1), ckpt_path=tmp_path / "odd.ckpt")
+
+
+def deflated(source: Path, goal: Path) -> None:
+    with zipfile.ZipFile(source) as records, zipfile.ZipFile(goal, "w") as copies:
+        for record in records.infolist():
+            copies.writestr(record.filename, records.read(record), zipfile.ZIP_DEFLATED)
+
+
+def overlapping(source: Path, goal: Path) -> None:
+    """Many names of one record."""
+    shutil.copyfile(source, goal)
+    with zipfile.ZipFile(goal, "a") as records:
+        [values] = [record for record in records.infolist() if record.filename.endswith("data/0")]
+        for number in range(5000):
+            copied = copy.copy(values)
+            copied.filename = f"a/data/{number + 1}"
+            records.filelist.append(copied)
+        records._didModify = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("crafted", [deflated, overlapping])
+def test_records_take_no_more_memory_than_the_file(tmp_path: Path, crafted: Any) -> None:
+    torch.save({"state_dict": {"a": torch.zeros(1000)}}, tmp_path / "honest.ckpt")
+    crafted(tmp_path / "honest.ckpt", tmp_path / "a.ckpt")
+    for read in (AtomicCheckpointIO().load_checkpoint, Ticket.load):
+        with pytest.raises(CorruptFileError, match=r"a.ckpt' .*records are compressed or overlap"):
+            read(tmp_path / "a.ckpt")
+
+
+def test_a_tensor_is_no_larger_than_its_file(tmp_path: Path) -> None:
+    torch.save({"state_dict": {"a": torch.zeros(1).expand(*HUGE)}}, tmp_path / "a.ckpt")
+    with pytest.raises(CorruptFileError, match=r"no tensor of the shape \(131072, 131072\)"):
+        AtomicCheckpointIO().load_deferred(tmp_path / "a.ckpt")

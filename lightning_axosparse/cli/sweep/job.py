@@ -136,7 +136,8 @@ def settings_of(config: DictConfig) -> dict[str, Any]:
     """Return what makes a run what it is, as plain values; paths are relative to its folder."""
     moved = config.copy()
     moved.folder = "."
-    parts = {**{name: moved[name] for name in _CONSUMED}, "pruning": moved.pruning.callback}
+    parts = {name: moved[name] for name in _CONSUMED}
+    parts |= {"pruning": moved.pruning.callback, "rates": moved.pruning.get("rates")}
     settings = {
         name: OmegaConf.to_container(part, resolve=True) if OmegaConf.is_config(part) else part
         for name, part in parts.items()
@@ -177,7 +178,7 @@ def control_of(config: DictConfig, own: RunResult) -> RunResult | None:
         return None
     control = RunResult.load(path)
     alike = [control.settings.get(part) == own.settings.get(part) for part in _CONSUMED[:4]]
-    rates = control.settings["callbacks"].get("rates")
+    rates = control.settings.get("rates")
     if control.settings["pruning"] is not None or rates is None or not all(alike):
         return None
     if rates["factor"] != config.pruning.learning_rate_factor or not WHEN.fits(rates["after"]):
