@@ -35,6 +35,19 @@ def run_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list:
     return run_job([str(mpiexec), "-n", str(ranks), *warm_python()], ranks, function, *args)
 
 
+def run_command(command: list[Any], seconds: float) -> subprocess.CompletedProcess[str]:
+    """Run a command from the repository, with one thread a process."""
+    return subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+
+
 def run_job(start: list[str], ranks: int, function: Callable[..., Any], *args: Any) -> list:
     """The same, where the command ``start`` starts the Python of each rank."""
     with tempfile.TemporaryDirectory() as folder:
@@ -44,15 +57,7 @@ def run_job(start: list[str], ranks: int, function: Callable[..., Any], *args: A
             job.write_bytes(cloudpickle.dumps((function, args)))
         finally:
             cloudpickle.unregister_pickle_by_value(sys.modules[function.__module__])
-        done = subprocess.run(
-            [*start, "-m", "tests.ranks", str(job)],
-            cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            check=False,
-        )
+        done = run_command([*start, "-m", "tests.ranks", str(job)], PATIENCE)
         if done.returncode:
             raise AssertionError(f"ranks failed ({done.returncode}):\n{done.stdout}{done.stderr}")
         return [cloudpickle.loads(Path(f"{job}.{rank}").read_bytes()) for rank in range(ranks)]

@@ -12,7 +12,7 @@ has no other entries, and this module needs no code for sparsity.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,18 +48,21 @@ class _Terms:
         divisor: number that the sum over ranks is divided by.
         factor: number that the gradients of this batch are multiplied by.
         earlier: gradients of earlier batches that are still to be added.
+        multiplied: parameters whose gradients are multiplied by the factor already.
     """
 
     divisor: int
-    factor: float
-    earlier: MutableMapping[nn.Parameter, Tensor | None]
+    factor: float = 1.0
+    earlier: MutableMapping[nn.Parameter, Tensor | None] = field(default_factory=dict)
+    multiplied: Collection[nn.Parameter] = ()
 
     def total(self, parameter: nn.Parameter) -> Tensor | None:
         fresh, earlier = parameter.grad, self.earlier.get(parameter)
+        factor = 1.0 if parameter in self.multiplied else self.factor
         if earlier is not None:
             self.earlier[parameter] = None
-            return earlier if fresh is None else torch.add(earlier, fresh, alpha=self.factor)
-        return fresh if fresh is None or self.factor == 1 else fresh * self.factor
+            return earlier if fresh is None else torch.add(earlier, fresh, alpha=factor)
+        return fresh if fresh is None or factor == 1 else fresh * factor
 
 
 @dataclass
@@ -117,7 +120,7 @@ class GradientReducer:
         self.parameters = {parameter for group in groups for parameter in group.parameters}
         """The parameters of this rank that other ranks hold, too."""
         self._groups = groups
-        self._terms = _Terms(divisor, 1.0, {})
+        self._terms = _Terms(divisor)
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
@@ -140,6 +143,7 @@ class GradientReducer:
         factor: float = 1.0,
         earlier: MutableMapping[nn.Parameter, Tensor | None] | None = None,
         deferred: Collection[nn.Parameter] = (),
+        hooked: Collection[nn.Parameter] = (),
     ) -> None:
         """Prepare for the last backward pass of a step: what it accumulates is final.
 
@@ -148,11 +152,11 @@ class GradientReducer:
             earlier: gradients of earlier batches to add to them; each is replaced by None when it
                 has been added.
             deferred: parameters whose gradients are final only when :meth:`mark_final` says so.
+            hooked: such parameters whose gradients are multiplied by ``factor`` then.
         """
-        self.reduced_bytes, self._deferred = 0, deferred
-        self._terms = replace(
-            self._terms, factor=factor, earlier={} if earlier is None else earlier
-        )
+        self.reduced_bytes, self._deferred = 0, {*deferred, *hooked}
+        earlier = {} if earlier is None else earlier
+        self._terms = _Terms(self._terms.divisor, factor, earlier, hooked)
         self._buckets = [bucket for group in self._groups for bucket in _buckets(group)]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         sizes = [bucket.sizes for bucket in self._buckets]

@@ -58,10 +58,21 @@ class ProcessGroups:
         for stages in sorted(set(sets), key=sorted):
             if len(stages) > 1:
                 self._of_stages(stages)
+                self.holding_batch(stages)
 
     def holding(self, stages: frozenset[int]) -> dist.ProcessGroup | None:
         """The ranks of these stages in all replicas; this rank's stage is one of them."""
         return self.data if len(stages) == 1 else self._of_stages(stages)
+
+    def holding_batch(self, stages: frozenset[int]) -> dist.ProcessGroup | None:
+        """The ranks of these stages that share this rank's batches; its stage is one of them."""
+        if len(stages) == 1:
+            return self.batch_replicas
+        if len(stages) == self.grid.g_inter:
+            return self.same_batch
+        holding = set(self.grid.ranks_holding(stages))
+        parts = [[rank for rank in ranks if rank in holding] for ranks in self.grid.batch_ranks]
+        return _group_of(self.grid, parts, "shared parameters in a batch")
 
     def _of_stages(self, stages: frozenset[int]) -> dist.ProcessGroup | None:
         return _group_of(self.grid, [self.grid.ranks_holding(stages)], "shared parameters")

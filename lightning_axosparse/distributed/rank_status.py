@@ -33,6 +33,7 @@ class RankStatus(ctypes.Structure):
 
     Attributes:
         pid: the process ID.
+        proxy: that of the proxy of MPICH's mpiexec that has started it; 0 for none.
         token: a random number, by which readers recognize this memory.
         loop: "training", "validation", "sanity check", "test" or "predict"; empty before the first.
         epoch: index of the epoch.
@@ -48,6 +49,9 @@ class RankStatus(ctypes.Structure):
         awaited: what it waits for, in words.
         progress: changes whenever a wait begins, ends, or sees something happen.
         beat: changes as long as the process runs, whatever its main thread does.
+        signal: the number of the last signal that all ranks have to act on together; 0 for none.
+        running: whether a call of the Trainer runs, so that it must not end yet.
+        leaves: whether all ranks have agreed to end it, and callbacks may save before.
         alarm: whether this rank has stopped waiting and asks all others for their status.
         reported: whether this rank has reported its status since.
         finished: whether this rank has returned, or has reported the exception that ended it.
@@ -55,6 +59,7 @@ class RankStatus(ctypes.Structure):
 
     _fields_ = (
         ("pid", ctypes.c_int64),
+        ("proxy", ctypes.c_int64),
         ("token", ctypes.c_int64),
         ("rank", ctypes.c_int64),
         ("stage", ctypes.c_int64),
@@ -65,6 +70,9 @@ class RankStatus(ctypes.Structure):
         ("microbatch", ctypes.c_int64),
         ("progress", ctypes.c_int64),
         ("beat", ctypes.c_int64),
+        ("signal", ctypes.c_int64),
+        ("running", ctypes.c_bool),
+        ("leaves", ctypes.c_bool),
         ("in_step", ctypes.c_bool),
         ("ended", ctypes.c_bool),
         ("stops", ctypes.c_bool),
@@ -83,6 +91,11 @@ class RankStatus(ctypes.Structure):
         """Record that a call of the Trainer begins."""
         # Else the end of a loop in the last call would count as its end in this call.
         self.loop, self.ended, self.stops = b"", False, False
+        self.signal, self.running, self.leaves = 0, True, False
+
+    def end_run(self) -> None:
+        """Record that a call of the Trainer has ended."""
+        self.running = False
 
     @contextmanager
     def step(self, loop: str, epoch: int, batch: int) -> Iterator[None]:
@@ -190,9 +203,19 @@ def publish(rank: int, path: Path | None = None) -> str:
     ctypes.pointer(published)[0] = _status
     published.host, published.rank = socket.gethostname().encode()[:63], rank
     published.token, published.pid = secrets.randbits(62), os.getpid()
+    published.proxy = _proxy()
     _status, _path = published, f"/proc/{os.getpid()}/fd/{file}" if path is None else str(path)
     atexit.register(mark_finished)
     return _path
+
+
+def _proxy() -> int:
+    """The process ID of this process's parent, if that is a proxy of MPICH's mpiexec; else 0."""
+    try:
+        name = Path(f"/proc/{os.getppid()}/comm").read_text()
+    except OSError:
+        return 0
+    return os.getppid() if name == "hydra_pmi_proxy\n" else 0
 
 
 @contextmanager

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
+import psutil
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_axosparse import AxoSparseStrategy
+from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.distributed.mpi.environment import placement
 
 WIDTH, SAMPLES = 4, 4
@@ -136,13 +142,15 @@ class Stream(IterableDataset):
 class Unequal(L.LightningDataModule):
     """Loaders with one more batch on one rank than on the others."""
 
-    def __init__(self, kind: type = Numbers, longer: int = -1, where: str = "train") -> None:
+    def __init__(
+        self, kind: type = Numbers, longer: int = -1, where: str = "train", workers: int = 0
+    ) -> None:
         super().__init__()
-        self.kind, self.longer, self.where = kind, longer, where
+        self.kind, self.longer, self.where, self.workers = kind, longer, where, workers
 
     def _loader(self, where: str) -> DataLoader:
         more = rank() == self.longer and where == self.where
-        return DataLoader(self.kind(4 + more), batch_size=SAMPLES)
+        return DataLoader(self.kind(4 + more), batch_size=SAMPLES, num_workers=self.workers)
 
     def train_dataloader(self) -> DataLoader:
         return self._loader("train")
@@ -156,6 +164,7 @@ def train(
     data: Unequal | None = None,
     ranks: int = 2,
     g_inter: int = 2,
+    callbacks: Sequence[Callback] = (),
     **options: Any,
 ) -> L.Trainer:
     """Train on ranks of their own."""
@@ -165,7 +174,8 @@ def train(
         devices=ranks,
         max_epochs=2,
         logger=False,
-        enable_checkpointing=False,
+        callbacks=[*callbacks],
+        enable_checkpointing=bool(callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
@@ -189,8 +199,79 @@ def killed_while_connecting() -> None:
     train(Plain(), timeout=60)
 
 
+class Crashes(Plain):
+    def go_wrong(self) -> None:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+class KillsItsProxy(Plain):
+    def go_wrong(self) -> None:
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)
+
+
+class Terminated(Plain):
+    """Receives SIGTERM, and goes on."""
+
+    def go_wrong(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Debugged(Plain):
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        if (self.current_epoch, index, rank()) == (0, STUCK_AT, self.faulty):
+            breakpoint()
+            print("goes on")
+
+
+class Delays(Plain):
+    """Has others wait for one rank in the first batches, each time for another reason."""
+
+    seconds = 4.0
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        reasons = (self.sleep, self.compile, self.pause)
+        if self.current_epoch == 0 and index < len(reasons) and rank() == self.faulty:
+            reasons[index]()
+
+    def sleep(self) -> None:
+        time.sleep(self.seconds)
+
+    def compile(self) -> None:
+        """Keep numba's compiler busy, which holds Python's lock."""
+        import numba
+
+        over = time.monotonic() + self.seconds
+        while time.monotonic() < over:
+            numba.njit(lambda x: np.sort(x).sum() + np.linalg.norm(x))(np.ones(3))
+
+    def pause(self) -> None:
+        wake = f"sleep {self.seconds}; kill -CONT {os.getpid()}"
+        subprocess.Popen(["sh", "-c", wake])
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class SlowWriting(AtomicCheckpointIO):
+    def save_checkpoint(self, *args: Any, **options: Any) -> None:
+        time.sleep(Delays.seconds)
+        super().save_checkpoint(*args, **options)
+
+
+class Preempted(Plain):
+    """Has mpiexec receive SIGTERM, and stays in native code, where Python runs no handler."""
+
+    def go_wrong(self) -> None:
+        mpiexec = psutil.Process(os.getppid()).parent()
+        assert mpiexec is not None
+        print(f"preempted at {time.time()}", flush=True)
+        mpiexec.terminate()
+        lock = ctypes.create_string_buffer(128)
+        for _ in range(2):
+            ctypes.CDLL(None).pthread_mutex_lock(lock)
+
+
 if __name__ == "__main__":
     if "connecting" in sys.argv:
         killed_while_connecting()
     else:
-        train(Killed(), timeout=60)
+        train(globals()[sys.argv[1]](int(sys.argv[2])), Unequal(workers=1), timeout=60)

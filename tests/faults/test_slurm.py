@@ -1,4 +1,4 @@
-"""Slurm: the documented batch script, tasks that srun did not connect, a rank that is killed."""
+"""Slurm: the documented script, tasks that srun did not connect, lost ranks, signals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from tests.debian import install
-from tests.parity.cases import Net, fit, trainer
+from tests.parity.cases import Net, fit, loader, trainer
 from tests.ranks import PATIENCE, REPOSITORY
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
@@ -30,14 +30,15 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 SlurmdPort={ports[1]}
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 SlurmUser={user}
 SlurmdUser={user}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.pid
-KillWait=2
+KillWait=30
+SchedulerParameters=sched_interval=1,batch_sched_delay=1
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SlurmdParameters=config_overrides
@@ -65,6 +66,34 @@ run = trainer(AxoSparseStrategy(g_inter=2, microbatches=2), 2)
 record = fit(run, Doomed())
 if run.is_global_zero:
     torch.save(record.losses, "losses")
+"""
+
+PREEMPTED = """
+import os, time
+from pathlib import Path
+import lightning as L
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from tests.ranks import without_transformers
+without_transformers()
+from lightning_axosparse import AxoSparseStrategy
+from tests.parity.cases import Net, loader, trainer
+
+class Slow(Net):
+    def on_train_batch_start(self, batch, batch_idx):
+        time.sleep(float(os.environ["STEP_SECONDS"]))
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.trainer.is_global_zero:
+            with open("losses", "a") as file:
+                print(self.trainer.global_step, float(outputs["loss"]).hex(), file=file)
+
+L.seed_everything(0, verbose=False)
+requeues = SLURMEnvironment(auto_requeue=True)
+strategy = AxoSparseStrategy(g_inter=2, microbatches=2, cluster_environment=requeues)
+run = trainer(strategy, 2, max_epochs=24, default_root_dir=os.getcwd())
+# With one batch an epoch, each begins where an undisturbed run has the same samples.
+run.fit(Slow(), loader(1, batches=1))
+Path("done").touch()
 """
 
 
@@ -203,6 +232,56 @@ def test_a_killed_rank_ends_the_others(slurm, tmp_path):
     assert "task 1: Killed" in done.stderr
     assert not (tmp_path / "losses").exists()
     assert wait_until(lambda: not queue(slurm))
+
+
+def submit(slurm: dict[str, str], folder: Path, step_seconds: float) -> str:
+    """Submit the documented script with a slow training, wait for its first step; the job's ID."""
+    (folder / "train.py").write_text(PREEMPTED)
+    (folder / "job.sh").write_text(documented_script())
+    command = ["sbatch", "--parsable", "--requeue", "--open-mode=append", "--output=out", "job.sh"]
+    environment = {**slurm, "STEP_SECONDS": str(step_seconds)}
+    job = subprocess.check_output(command, cwd=folder, env=environment, text=True).strip()
+    assert wait_until(lambda: losses(folder), PATIENCE), (folder / "out").read_text()
+    return job
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    """The steps of a job, in the order in which it took them, and their losses."""
+    if not (folder / "losses").exists():
+        return []
+    lines = [line.split() for line in (folder / "losses").read_text().splitlines()]
+    return [(int(step), float.fromhex(loss)) for step, loss in lines]
+
+
+def test_a_job_whose_end_slurm_announces_goes_on_where_it_was(slurm, tmp_path):
+    job = submit(slurm, tmp_path, 0.3)
+    subprocess.run(["scancel", "--signal=USR1", job], env=slurm, check=True)
+    assert wait_until(lambda: not queue(slurm), PATIENCE), queue(slurm)
+    output = (tmp_path / "out").read_text()
+    assert (tmp_path / "done").exists(), output
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["hpc_ckpt_1.ckpt"]
+    saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=False)["global_step"]
+    assert f"Restored all states from the checkpoint at {tmp_path}/hpc_ckpt_1.ckpt" in output
+    L.seed_everything(0, verbose=False)
+    run = trainer(max_epochs=24)
+    run.fit(Net(), loader(1, batches=1))
+    expected = dict(enumerate(run.callbacks[0].record.losses, 1))
+    found = losses(tmp_path)
+    again = len(found) - (24 - saved)  # It may take more steps before Slurm ends it.
+    assert [step for step, _ in found] == [*range(1, again + 1), *range(saved + 1, 25)]
+    for step, loss in found:
+        assert loss == pytest.approx(expected[step], abs=5e-7)
+    assert dict(found) == dict(found[::-1])  # What was repeated is the same to the bit.
+
+
+def test_a_cancelled_job_ends_in_seconds(slurm, tmp_path):
+    job = submit(slurm, tmp_path, 10)
+    subprocess.run(["scancel", job], env=slurm, check=True)
+    cancelled = time.monotonic()
+    assert wait_until(lambda: not queue(slurm), PATIENCE)
+    # As a rule it takes three; Slurm kills after 30.
+    assert time.monotonic() - cancelled < 20
+    assert "received SIGTERM" in (tmp_path / "out").read_text()
 
 
 def test_a_job_of_a_sweep_is_a_job_of_slurm(slurm, tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,10 +13,12 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from lightning_axosparse.strategy.launcher.launcher import RankFailedError
 from tests.faults import jobs
-from tests.ranks import REPOSITORY, warm_python
+from tests.ranks import run_command, warm_python
 
 BOUND = 120
 """Seconds; an unloaded machine takes some five."""
@@ -61,26 +62,31 @@ def test_a_killed_rank_is_named() -> None:
 @pytest.mark.parametrize(
     ("when", "where"),
     [
-        ("training", "rank 1 .*in training batch 2 of epoch 0, micro-batch"),
-        ("connecting", "rank 0 .*waits for the other ranks of a process group to connect"),
+        (["Killed", "1"], "rank 1 .*in training batch 2 of epoch 0, micro-batch"),
+        (["connecting"], "rank 0 .*waits for the other ranks of a process group to connect"),
     ],
 )
-def test_a_killed_rank_ends_the_others_where_the_launcher_does_not(when: str, where: str) -> None:
+def test_a_killed_rank_ends_the_others_where_the_launcher_does_not(
+    when: list[str], where: str
+) -> None:
     # As under srun without -K, the launcher does not see that the rank is gone.
-    job = [*warm_python(), "-m", "tests.faults.jobs", when]
+    job = [*warm_python(), "-m", "tests.faults.jobs", *when]
     hidden = ["sh", "-c", '"$@"; sleep 100', "-", *job]
-    done = subprocess.run(
-        [Path(sys.executable).parent / "mpiexec", "-n", "2", *hidden],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=BOUND,
-        check=False,
-    )
+    mpiexec = Path(sys.executable).parent / "mpiexec"
+    done = run_command([mpiexec, "-n", "2", *hidden], BOUND)
     assert done.returncode != 0
-    assert re.search(r"rank 1 .*on host \S+ ended without a report: killed", done.stderr)
+    assert re.search(r"rank 1 .*on host \S+ (was killed by SIGKILL|ended without)", done.stderr)
     assert re.search(where, done.stderr), done.stderr
+
+
+@warm
+def test_callbacks_save_after_a_sigterm_at_one_rank(tmp_path: Path) -> None:
+    saves = OnExceptionCheckpoint(tmp_path)
+    with fails("rank [01] .*failed: .*Rank 1 received SIGTERM"):
+        jobs.train(jobs.Terminated(), callbacks=[saves])
+    saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=False)
+    assert saved["global_step"] == jobs.STUCK_AT + 1
+    assert set(saved["state_dict"]) == set(jobs.Plain().state_dict())
 
 
 @pytest.mark.parametrize("module", [jobs.Leaves, jobs.LeavesWell])
@@ -90,6 +96,11 @@ def test_a_rank_that_leaves_without_a_report_is_named(module: type[jobs.Leaves])
         "in training batch 2 of epoch 0",
     ):
         jobs.train(module())
+
+
+def test_a_killed_proxy_is_named() -> None:
+    with fails("^The proxy of mpiexec was killed, and its ranks with it"):
+        jobs.train(jobs.KillsItsProxy())
 
 
 @warm

@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.mpi import slurm
+from lightning_axosparse.distributed.mpi.mpich_segments import check_room, unlink_segments
 from lightning_axosparse.support.troubleshooting import see
 
 if TYPE_CHECKING:
@@ -36,7 +37,12 @@ _SIZE_VARIABLES = (
     "JSM_NAMESPACE_SIZE",
     slurm.TASKS,
 )
-_SECONDS_TO_PRINT = 0.3
+SECONDS_TO_PRINT = 0.3
+"""For how long a rank that has said why it ends the job waits before: mpiexec drops what it has not
+printed when it ends the job."""
+_SEGMENT = 1.1
+"""MiB of a rank's part of the segment that MPICH makes of a node."""
+
 _unanswered: list[Any] = []  # MPI may still write into their buffers.
 _GET_MPI = (
     "Install one with `pip install 'lightning-axosparse[mpich]'`, or load your cluster's MPI "
@@ -102,6 +108,9 @@ def check_connected() -> None:
                 "which starts its ranks itself." + see("starting-ranks")
             )
         return
+    if "mpi4py.MPI" not in sys.modules and "MPI_LOCALNRANKS" in os.environ:
+        # Other ranks of the node, which may be faster, have taken what is not in the segment.
+        check_room(int(os.environ["MPI_LOCALNRANKS"]), once=0.0, each=_SEGMENT)
     from mpi4py import MPI
 
     connected = MPI.COMM_WORLD.size
@@ -132,8 +141,6 @@ def placement() -> Placement:
         return Placement()
     check_connected()
     from mpi4py import MPI
-
-    from lightning_axosparse.distributed.mpi.mpich_segments import unlink_segments
 
     world = MPI.COMM_WORLD
     unlink_segments(world)
@@ -232,19 +239,32 @@ def find_mpiexec() -> str | None:
     return str(beside) if beside.exists() else shutil.which("mpiexec")
 
 
-@cache  # The check starts a process.
-def check_mpi_available() -> None:
-    """Check that ranks can be started, without initializing MPI in this process.
+def check_can_start(ranks: int) -> None:
+    """Check that ranks can be started on this node, without initializing MPI in this process.
+
+    Args:
+        ranks: how many.
 
     Raises:
-        MisconfigurationException: if no mpiexec or no MPI library is found; says how to get one.
+        MisconfigurationException: if no mpiexec or no MPI library is found, or there is too little
+            shared memory; says how to get it.
     """
+    if _library_found().startswith("MPICH"):
+        check_room(ranks)
+
+
+@cache  # The check starts a process.
+def _library_found() -> str:
+    """The version of the MPI library, as it names itself."""
     if find_mpiexec() is None:
         raise MisconfigurationException(
             "Several ranks were asked for, but there is no `mpiexec` to start them: neither beside "
             f"{sys.executable} nor on PATH. {_GET_MPI}" + see("starting-ranks")
         )
-    probe = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
+    probe = (
+        "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI\n"
+        "print(MPI.Get_library_version())"
+    )
     done = subprocess.run(
         [sys.executable, "-c", probe], capture_output=True, text=True, check=False
     )
@@ -254,6 +274,7 @@ def check_mpi_available() -> None:
             f"Several ranks were asked for, but mpi4py finds no MPI library ({reason}). {_GET_MPI}"
             + see("starting-ranks")
         )
+    return done.stdout
 
 
 @contextmanager
@@ -277,7 +298,7 @@ def all_arrive(place: Sequence[int], seconds: float) -> bool:
     """Whether all ranks of the job call this within some seconds of one another, at one place.
 
     Args:
-        place: the same number of integers on all ranks, which say where a rank is.
+        place: the same number of integers on all ranks, at least one, which say where a rank is.
         seconds: for which this rank waits for the others.
     """
     own = np.array(place, dtype=np.int64)
@@ -304,7 +325,6 @@ def abort_job(exception: BaseException, grid: Grid | None = None) -> None:
     trace = "".join(traceback.format_exception(exception))
     print(f"Failed on {describe_rank(MPI.COMM_WORLD.rank, grid)}:\n{trace}", file=sys.stderr)
     sys.stderr.flush()
-    # mpiexec drops what it has not printed yet when it ends the job.
-    sleep(_SECONDS_TO_PRINT)
+    sleep(SECONDS_TO_PRINT)
     MPI.COMM_WORLD.Abort(1)
     os._exit(1)  # MPICH's may return where two ranks call it.

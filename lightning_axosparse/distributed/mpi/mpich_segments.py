@@ -1,15 +1,70 @@
-"""Removes the files in ``/dev/shm`` through which MPICH's ranks of a node share memory."""
+"""Looks after the files in ``/dev/shm`` through which MPICH's ranks of a node share memory."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_axosparse.support.troubleshooting import see
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 _MAPS = Path("/proc/self/maps")
+_FOLDER = Path("/dev/shm")
 _PREFIX = "/dev/shm/mpich_shm_"
+
+_ONCE, _EACH = 9.5, 5.3
+"""MiB that MPICH takes when it starts, at most, once and for each rank (measured; UCX)."""
+
+_START_SECONDS = 600
+"""No MPI takes so long to start."""
+
+
+def check_room(ranks: int, once: float = _ONCE, each: float = _EACH) -> None:
+    """Check that ``/dev/shm`` has room for the ranks of a node, before MPICH starts.
+
+    Without room the system kills a rank when it writes there.
+
+    Args:
+        ranks: of the node.
+        once: MiB that are taken once.
+        each: MiB that every rank takes.
+
+    Raises:
+        MisconfigurationException: if it has not.
+    """
+    if not _FOLDER.is_dir():
+        return
+    remove_leftovers()
+    needed, space = once + each * ranks, shutil.disk_usage(_FOLDER)
+    free, size = space.free / 2**20, space.total / 2**20
+    if free < needed:
+        raise MisconfigurationException(
+            f"The shared memory of this node, {_FOLDER}, has {free:.1f} of {size:.1f} MiB free, "
+            f"and MPI needs {needed:.1f} MiB to start {ranks} ranks. Remove what is not in use "
+            "there, or make it larger: `docker run --shm-size=1g`, `mount -o remount,size=1g "
+            f"{_FOLDER}`." + see("starting-ranks")
+        )
+
+
+def remove_leftovers() -> None:
+    """Remove segments of this user whose job was killed while MPI started.
+
+    Older ones have been opened by all ranks, so those that are in use do not need the name.
+    """
+    for path in _FOLDER.glob(f"{Path(_PREFIX).name}*"):
+        try:
+            found = path.stat()
+            if found.st_uid == os.getuid() and time.time() - found.st_mtime > _START_SECONDS:
+                path.unlink()
+        except OSError:  # another process has removed it
+            continue
 
 
 def unlink_segments(world: MPI.Comm) -> None:

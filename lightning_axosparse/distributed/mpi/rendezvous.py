@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ import psutil
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from mpi4py import MPI
-from torch.distributed import HashStore, Store, TCPStore
+from torch.distributed import FileStore, HashStore, Store, TCPStore
 
 from lightning_axosparse.distributed.mpi.environment import placement
 from lightning_axosparse.support.troubleshooting import see
@@ -25,9 +26,9 @@ _CONNECT_SECONDS = 5.0
 def common_store(required: bool) -> Store:
     """A store that all ranks share; collective over the job.
 
-    Rank 0 serves it over TCP on one address: that of the loopback device where the job has one
-    host, else the first address that every rank can connect to. Rank 0 sends the address by MPI,
-    and no host name has to resolve.
+    On one host it is a file in rank 0's memory, which processes of other users cannot open, and
+    nobody listens. Over several hosts rank 0 serves it over TCP, on the first of its addresses that
+    every rank can connect to; it sends the address by MPI, and no host name has to resolve.
 
     Args:
         required: whether training needs it. If not, and no address connects all ranks, each rank
@@ -36,6 +37,8 @@ def common_store(required: bool) -> Store:
     Raises:
         MisconfigurationException: if it is required and no address connects all ranks.
     """
+    if placement().nodes == 1 and (store := _store_in_memory()) is not None:
+        return store
     addresses = MPI.COMM_WORLD.bcast(list(host_addresses(placement().nodes)))
     address = _reachable(addresses)
     if address is not None:
@@ -56,6 +59,16 @@ def common_store(required: bool) -> Store:
     return HashStore()
 
 
+def _store_in_memory() -> FileStore | None:
+    """A store in a file without a name; None if a rank cannot open it. Collective over the job."""
+    world, path = MPI.COMM_WORLD, ""
+    if world.rank == 0 and hasattr(os, "memfd_create"):
+        path = f"/proc/{os.getpid()}/fd/{os.memfd_create('axosparse-store')}"
+    path = world.bcast(path)
+    opened = world.allgather(os.access(path, os.R_OK | os.W_OK))
+    return FileStore(path, world.size) if all(opened) else None
+
+
 def host_addresses(nodes: int) -> Iterator[str]:
     """The addresses of this host that all ranks of a job may reach, IPv4 first.
 
@@ -63,8 +76,8 @@ def host_addresses(nodes: int) -> Iterator[str]:
         nodes: hosts of the job; the ranks of a single one need no network.
 
     Yields:
-        That of the loopback device on one host; on several all others but link-local ones, which
-        are of no use without the name of an interface.
+        That of the loopback device on one host whose system has no files in memory; on several all
+        others but link-local ones, which are of no use without the name of an interface.
     """
     if nodes == 1:
         yield _LOOPBACK

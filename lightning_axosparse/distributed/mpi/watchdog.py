@@ -1,10 +1,10 @@
-"""Watches the waits of a rank in a thread, and ends the job when one cannot end.
+"""Watches ranks and the waits of this one in a thread, and ends the job when it cannot go on.
 
-The watchdog reads the status of all ranks. It detects that a rank is gone, that all ranks wait for
-one another, and that some ranks have a batch more than others. It reads the status of ranks on its
-node in shared memory; ranks of other nodes send theirs by MPI while a rank waits, if MPI lets
-threads send. Where the reason is not certain, as in a long transfer between nodes, ``timeout`` ends
-the wait.
+The watchdog reads the status of all ranks. It detects that a rank is gone or has received SIGTERM,
+that all ranks wait for one another, and that some ranks have a batch more than others. It reads the
+status of ranks on its node in shared memory; ranks of other nodes send theirs by MPI while a rank
+waits, if MPI lets threads send. Where the reason is not certain, as in a long transfer between
+nodes, ``timeout`` ends the wait.
 """
 
 from __future__ import annotations
@@ -13,16 +13,21 @@ import atexit
 import ctypes
 import os
 import select
+import signal
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 from mpi4py import MPI
 
+from lightning_axosparse.distributed.mpi.environment import SECONDS_TO_PRINT
+from lightning_axosparse.distributed.mpi.process_manager import Mpiexec, hold_files
+from lightning_axosparse.distributed.rank_end import describe_end, exit_code
 from lightning_axosparse.distributed.rank_status import (
     RanksStuckError,
     RankStatus,
@@ -44,8 +49,13 @@ TICK_SECONDS = min(1.0, NOTICE_SECONDS / 10)
 ANSWER_SECONDS = 5 * TICK_SECONDS
 """For how many seconds a rank that ends the job waits for the answers of the others."""
 
+MEETING_SECONDS = 2.0
+"""For how many seconds after a SIGTERM the ranks may go on to where all can end together."""
+
 _QUESTION, _ANSWER = range(2)  # tags
-_ABORT_SECONDS = 5  # after which a rank whose MPI cannot end the job ends itself
+_NO_PROCESS = -1
+_ABORT_SECONDS = 2  # after which a rank whose MPI cannot end the job ends itself
+_TURN_SECONDS = 0.5  # for which other ranks let the first one of a node say what has happened
 
 _HOST = socket.gethostname()
 _CAUSES = (
@@ -76,13 +86,14 @@ class Peer:
         self.status: RankStatus | None = None
         self.is_near = False
         """Whether its status is read in shared memory; else it is the last that it sent."""
-        self._process = -1
+        self.process = _NO_PROCESS
+        """A file that can be read when its process has ended, if it is near."""
         self._progress = self._beat = -1
         self._idle = self._silent = 0.0
         try:
             status = read_status(path)
             if status.token == token:
-                self._process, self.status, self.is_near = os.pidfd_open(pid), status, True
+                self.process, self.status, self.is_near = os.pidfd_open(pid), status, True
         except (OSError, ValueError, AttributeError):  # another host, or another system
             pass
 
@@ -91,7 +102,7 @@ class Peer:
         """Whether its process has ended and did not report why."""
         if self.status is None or not self.is_near or self.status.finished:
             return False
-        return bool(select.select([self._process], [], [], 0)[0])
+        return _can_be_read(self.process)
 
     @property
     def answers(self) -> bool:
@@ -156,6 +167,64 @@ class StatusMessages:
         self._sent.append((self._comm.Isend([data, MPI.BYTE], rank, tag), data))
 
 
+class Wakeup:
+    """Sleeps until a signal arrives, a process ends, or some time has passed.
+
+    Args:
+        processes: files that can be read when the processes have ended.
+    """
+
+    def __init__(self, processes: Iterable[int] = ()) -> None:
+        self._reads, self._writes = os.pipe()
+        os.set_blocking(self._writes, False)
+        self._poll = select.poll()
+        for file in (self._reads, *processes):
+            if file != _NO_PROCESS:
+                self._poll.register(file, select.POLLIN)
+
+    def sleep(self, seconds: float) -> bytes:
+        """Sleep for so long at most.
+
+        Returns:
+            The numbers of the signals that have arrived.
+        """
+        signals = b""
+        for file, _ in self._poll.poll(1000 * seconds):
+            if file == self._reads:
+                signals = os.read(self._reads, 4096)
+            else:
+                self._poll.unregister(file)  # It can be read from now on.
+        return signals
+
+    def wake(self) -> None:
+        """End the sleep of another thread."""
+        os.write(self._writes, b"\0")
+
+    @contextmanager
+    def by_signals(self) -> Iterator[None]:
+        """Inside the context signals that have a handler end the sleep.
+
+        The main thread runs no handler during a long call of native code, as a backward pass is.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.set_wakeup_fd(self._writes, warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+
+
+def _leave_signals_to_parent() -> None:
+    """Keep a process that was forked from writing its own signals into the parent's pipe."""
+    if threading.current_thread() is threading.main_thread():
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_leave_signals_to_parent)
+
+
 class Watchdog:
     """Ends the job when this rank waits for something that cannot happen, or for too long.
 
@@ -169,7 +238,13 @@ class Watchdog:
         self._peers, self._messages = peers, messages
         self._progress = -1
         self._waited = self._since_alarm = 0.0
-        self._over = threading.Event()
+        self._sigterm_seen: float | None = None
+        self._proxy = _NO_PROCESS
+        self._mpiexec = Mpiexec(this_rank().proxy)
+        if this_rank().proxy:
+            self._proxy = os.pidfd_open(this_rank().proxy)
+        self.wakeup = Wakeup([self._proxy, *(peer.process for peer in peers)])
+        self._over = False
         self._thread = threading.Thread(target=self._run, name="axosparse-watchdog", daemon=True)
 
     def start(self) -> None:
@@ -177,19 +252,74 @@ class Watchdog:
         self._thread.start()
         atexit.register(self._stop)
 
+    def received(self) -> RankStatus | None:
+        """The status of a rank that has received a signal, with SIGTERM before any other."""
+        ranks = [rank for rank in (this_rank(), *self._statuses) if rank.signal]
+        return max(ranks, key=lambda rank: rank.signal == signal.SIGTERM, default=None)
+
+    @property
+    def _statuses(self) -> list[RankStatus]:
+        return [peer.status for peer in self._peers if peer.status is not None]
+
     def _stop(self) -> None:
-        self._over.set()
+        self._over = True
+        self.wakeup.wake()
         self._thread.join()
 
     def _run(self) -> None:
         before = time.monotonic()
-        while not self._over.wait(TICK_SECONDS):
+        while not self._over:
+            hurries = self._sigterm_seen is not None
+            signals = self.wakeup.sleep(TICK_SECONDS / 10 if hurries else TICK_SECONDS)
+            if signal.SIGTERM in signals:
+                this_rank().signal = signal.SIGTERM
+                self._messages.exchange(ask=True)
             now = time.monotonic()
+            cause = self._cause(now)
+            if cause:
+                self._end_for(cause)
             # During a longer time this process was stopped; that is no wait.
             reason = self.look(min(now - before, 2 * TICK_SECONDS))
             if reason:
                 self._end(reason)
             before = now
+
+    def _cause(self, now: float) -> str:
+        """What has happened that ends the job, also if this rank does not wait; or empty."""
+        if _can_be_read(self._proxy):
+            proxy = f"{_HOST} (process {this_rank().proxy})"
+            return f"mpiexec's proxy on host {proxy} was killed, and its ranks end with it."
+        lost = [peer.status for peer in self._peers if peer.status and peer.is_gone]
+        # The launcher itself detects which of its ranks was lost first.
+        at_once = not before_abort and any(rank.running for rank in lost)
+        if lost and (at_once or self._waited >= 2 * TICK_SECONDS):
+            return "\n".join(
+                f"{rank.who} {describe_end(exit_code(rank.pid))} It was {rank.doing}."
+                for rank in lost
+            )
+        received = self.received()
+        if received is None or received.signal != signal.SIGTERM or this_rank().leaves:
+            self._sigterm_seen = None
+            return ""
+        self._sigterm_seen = self._sigterm_seen or now
+        if now - self._sigterm_seen < MEETING_SECONDS:
+            return ""
+        return f"{received.who} received SIGTERM, which ends the job. It was {received.doing}."
+
+    def _end_for(self, cause: str) -> None:
+        """End the job for what is certain: without the stacks and the answers of other ranks."""
+        near = [peer.rank for peer in self._peers if peer.is_near and not peer.is_gone]
+        is_first = this_rank().rank <= min(near, default=this_rank().rank)
+        message = cause + see("failing-and-waiting-ranks")
+        message += self._everyone()
+        if _can_be_read(self._proxy):
+            if is_first:
+                self._mpiexec.say_last(f"[axosparse] {message}\n")
+            os._exit(1)
+        if not is_first:
+            time.sleep(_TURN_SECONDS)  # as a rule, the first one ends the job meanwhile
+        _say(message)
+        self._abort(message)
 
     def look(self, elapsed: float) -> str:
         """Look at all ranks, as the thread does every :data:`TICK_SECONDS`.
@@ -219,7 +349,7 @@ class Watchdog:
 
     def _another_rank_ends_the_job(self, elapsed: float) -> bool:
         """If another rank is about to end the job, report this status, and let that rank end it."""
-        if not any(peer.status is not None and peer.status.alarm for peer in self._peers):
+        if not any(status.alarm for status in self._statuses):
             return False
         if not this_rank().reported:
             _report("another rank ends the job")
@@ -229,11 +359,7 @@ class Watchdog:
 
     def _reason(self) -> str:
         """Why the wait has to end; empty if it may go on."""
-        statuses = [peer.status for peer in self._peers if peer.status is not None]
-        gone = [peer.status.who for peer in self._peers if peer.status is not None and peer.is_gone]
-        if gone and self._waited >= 2 * TICK_SECONDS:
-            return f"{' and '.join(gone)} ended without a report: killed, or by `os._exit`."
-        if any(have_unequal_batches(this_rank(), status) for status in statuses):
+        if any(have_unequal_batches(this_rank(), status) for status in self._statuses):
             return f"The ranks have unequal numbers of batches. {_CAUSES}"
         idle = 0.0 if this_rank().bulk else self._waited
         if min(idle, *(peer.idle_seconds for peer in self._peers)) >= DEADLOCK_SECONDS:
@@ -262,8 +388,15 @@ class Watchdog:
                 "native code that holds Python's lock."
             )
         message += see("failing-and-waiting-ranks")
-        message += "".join(f"\n- {status}" for status in (this_rank(), *self._peers))
+        message += self._everyone()
         _say(message)
+        self._abort(message)
+
+    def _everyone(self) -> str:
+        """The status of each rank, a line each."""
+        return "".join(f"\n- {status}" for status in (this_rank(), *self._peers))
+
+    def _abort(self, message: str) -> None:
         for report in before_abort:
             report(RanksStuckError(message))
         abort()
@@ -289,16 +422,27 @@ def watchdog() -> Watchdog:
     lets_threads_send = MPI.Query_thread() == MPI.THREAD_MULTIPLE
     far = [peer for peer in peers if lets_threads_send and not peer.is_near]
     started = Watchdog(peers, StatusMessages(world.Dup(), far))
+    near = [world.rank, *(peer.rank for peer in peers if peer.is_near)]
+    for file in [] if before_abort else hold_files(sorted(near)):
+        atexit.register(os.close, file)
     started.start()
     return started
 
 
 def abort() -> None:
     """End all ranks of the job, or this one if MPI cannot."""
+    time.sleep(SECONDS_TO_PRINT)
     last_resort = threading.Timer(_ABORT_SECONDS, os._exit, [1])
     last_resort.daemon = True
     last_resort.start()
     MPI.COMM_WORLD.Abort(1)
+
+
+def _can_be_read(file: int) -> bool:
+    poll = select.poll()
+    if file != _NO_PROCESS:
+        poll.register(file, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _report(why: str) -> None:

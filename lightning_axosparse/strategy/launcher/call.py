@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import random
-import shutil
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -23,6 +20,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_axosparse.strategy.launcher.object_changes import known_objects
+from lightning_axosparse.support.temporary_folder import LOCK, temporary_folder
 
 
 @dataclass(frozen=True)
@@ -160,10 +158,6 @@ class Failure:
         return cls(time.time(), rank, exception, trace)
 
 
-_PREFIX = "axosparse-"
-_LOCK = "lock"
-
-
 class CallFolder:
     """The files of one call.
 
@@ -175,34 +169,18 @@ class CallFolder:
         self.path = path
         self.call = path / "call"
         self.result = path / "result"
+        self.checkpoints = path / "checkpoints"
 
     @classmethod
     @contextmanager
     def temporary(cls) -> Iterator[CallFolder]:
-        """Create a folder, with a locked file in it; remove both at the end of the context.
-
-        The operating system unlocks the file when the caller ends, however it does. Folders whose
-        callers were killed together with their ranks are removed here.
-        """
-        remove_orphans(Path(tempfile.gettempdir()))
-        prefix = f"{_PREFIX}{os.getpid()}-"
-        with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as path:
-            folder = cls(Path(path))
-            unlocked = folder.path / "unlocked"
-            with unlocked.open("w") as lock:
-                fcntl.lockf(lock, fcntl.LOCK_EX)
-                unlocked.rename(
-                    folder._lock
-                )  # Any process that finds it unlocked may remove the folder.
-                yield folder
-
-    @property
-    def _lock(self) -> Path:
-        return self.path / _LOCK
+        """Create a folder that is there until the end of the context, or of this process."""
+        with temporary_folder() as path:
+            yield cls(path)
 
     def wait_for_end_of_caller(self) -> None:
         """Block until the caller has ended or has left :meth:`temporary`."""
-        with self._lock.open() as lock:
+        with (self.path / LOCK).open() as lock:
             fcntl.lockf(lock, fcntl.LOCK_SH)
 
     def status(self, rank: int) -> Path:
@@ -223,20 +201,3 @@ class CallFolder:
         """The earliest failure, if any rank has reported one."""
         failures = [cloudpickle.loads(f.read_bytes()) for f in self.path.glob("failure-*")]
         return min(failures, key=lambda failure: failure.when, default=None)
-
-
-def remove_orphans(folder: Path) -> None:
-    """Remove this user's folders of calls in ``folder`` whose caller has ended.
-
-    Folders of this process are skipped: to open and close their file would unlock it.
-    """
-    for path in folder.glob(f"{_PREFIX}*-*"):
-        try:
-            mine = path.name.startswith(f"{_PREFIX}{os.getpid()}-")
-            if mine or path.lstat().st_uid != os.getuid():
-                continue
-            with (path / _LOCK).open("r+") as lock:
-                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
-        except OSError:  # The caller still runs, or the folder is already removed.
-            continue

@@ -9,9 +9,9 @@ import subprocess
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 
+from lightning_axosparse.distributed.rank_end import describe_end, exit_code
 from lightning_axosparse.distributed.rank_status import RanksStuckError, RankStatus, read_status
 from lightning_axosparse.strategy.launcher.call import CallFolder, Failure
 from lightning_axosparse.support.troubleshooting import see
@@ -19,7 +19,10 @@ from lightning_axosparse.support.troubleshooting import see
 _CAN_MONITOR = all(hasattr(os, name) for name in ("pidfd_open", "eventfd"))
 _POLL_SECONDS = 0.05  # between two searches for ranks that have not started yet
 _GRACE_SECONDS = 5  # for mpiexec to end the other ranks
-_CRASHES = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGTERM")
+_CRASHES = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
+_WITHOUT_PROXY = (0, 255)
+"""Exit codes of mpiexec that has lost its proxy: if it was stopped then, and by itself."""
+
 _SEE = see("failing-and-waiting-ranks")
 
 
@@ -29,13 +32,13 @@ class UnreportedEnd:
 
     Attributes:
         when: seconds of the host's clock.
-        status: the last status of the rank.
+        status: the last status of the rank; None if it is the proxy of mpiexec that has ended.
         code: its exit code, or the negative number of the signal that killed it; None if mpiexec
             has already waited for the process.
     """
 
     when: float
-    status: RankStatus
+    status: RankStatus | None
     code: int | None
 
 
@@ -59,7 +62,8 @@ class RankMonitor:
         self.stopped_mpiexec = False
         self._folder, self._mpiexec = folder, mpiexec
         self._not_started = set(range(ranks))
-        self._statuses: dict[int, RankStatus] = {}  # by the file descriptor of the process
+        self._proxy = 0
+        self._statuses: dict[int, RankStatus | None] = {}  # by the file of the process; proxy: None
         self._over = threading.Event()
         self._wake = os.eventfd(0) if _CAN_MONITOR else -1
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -82,6 +86,11 @@ class RankMonitor:
             for file in (self._wake, *self._statuses):
                 os.close(file)
 
+    @property
+    def ranks_leave(self) -> bool:
+        """Whether ranks have agreed to end, and save what the run leaves."""
+        return any(status is not None and status.leaves for status in self._statuses.values())
+
     def _run(self) -> None:
         with select.epoll() as ends:
             ends.register(self._wake, select.EPOLLIN)
@@ -103,71 +112,96 @@ class RankMonitor:
         for rank in list(self._not_started):
             try:
                 status = read_status(str(self._folder.status(rank)))
+                if status.proxy and None not in self._statuses.values():
+                    self._proxy = status.proxy
+                    self._add(ends, os.pidfd_open(status.proxy), None)
                 process = os.pidfd_open(status.pid)
             except (OSError, ValueError):  # not yet started, or already ended
                 continue
             self._not_started.remove(rank)
-            self._statuses[process] = status
-            ends.register(process, select.EPOLLIN)
+            self._add(ends, process, status)
 
-    def _record_end(self, status: RankStatus) -> None:
-        if not status.finished and self.first is None:
-            code = _exit_code(status.pid)
-            self.first = UnreportedEnd(time.time(), RankStatus.from_buffer_copy(status), code)
+    def _add(self, ends: select.epoll, process: int, status: RankStatus | None) -> None:
+        self._statuses[process] = status
+        ends.register(process, select.EPOLLIN)
+
+    def _record_end(self, status: RankStatus | None) -> None:
+        if self.first is not None or (status is not None and status.finished):
+            return
+        if status is None:
+            code = exit_code(self._proxy)
+            if code is None or code < 0:
+                self.first = UnreportedEnd(time.time(), None, code)
+        else:
+            copy = RankStatus.from_buffer_copy(status)
+            self.first = UnreportedEnd(time.time(), copy, exit_code(status.pid))
 
 
-def _exit_code(pid: int) -> int | None:
-    """The exit code of a process that is no child of this one, unless its parent has read it."""
-    try:
-        state, *_, status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return os.waitstatus_to_exitcode(int(status)) if state == "Z" else None
+@dataclass(frozen=True)
+class JobFailure:
+    """Why a call has failed.
+
+    Attributes:
+        message: in words.
+        cause: the exception of a rank, if it could be pickled.
+        lost: whether a process was killed, so that the call may succeed when it begins again.
+    """
+
+    message: str
+    cause: BaseException | None = None
+    lost: bool = False
 
 
 def describe_failure(
     reported: Failure | None, unreported: UnreportedEnd | None, code: int
-) -> tuple[str, BaseException | None]:
+) -> JobFailure:
     """Describe why a call failed, by whatever happened first.
 
     Args:
         reported: the first failure that a rank reported, if any did.
         unreported: the first end of a rank that it did not report, if there was any.
         code: exit code of mpiexec; 0 if it was stopped because of ``unreported``.
-
-    Returns:
-        The message, and the exception of the rank, if it could be pickled.
     """
+    if unreported is not None and (unreported.status, unreported.code) == (None, None):
+        # Unless mpiexec has lost its proxy, that has ended as it should, after a rank.
+        unreported = unreported if code in _WITHOUT_PROXY else None
     if reported is None and code < 0:
         killer = signal.Signals(-code).name
-        return f"mpiexec was killed by {killer}, and the ranks with it." + _SEE, None
+        return JobFailure(
+            f"mpiexec was killed by {killer}, and the ranks with it." + _SEE, lost=_is_crash(code)
+        )
     if unreported is not None and (reported is None or unreported.when < reported.when):
         status = unreported.status
-        end = _by_mpiexec_code(code) if unreported.code is None else _by_code(unreported.code)
-        return f"{status.who} {end}\nIt was {status.doing}." + _SEE, None
+        if status is None:
+            message = "The proxy of mpiexec was killed, and its ranks with it."
+            return JobFailure(message + _SEE, lost=True)
+        known = unreported.code
+        end = _by_mpiexec_code(code) if known is None else describe_end(known)
+        lost = _is_crash(_signal_in(code) if known is None else known)
+        return JobFailure(f"{status.who} {end}\nIt was {status.doing}." + _SEE, lost=lost)
     if reported is None:
-        return f"A rank {_by_mpiexec_code(code)}" + _SEE, None
+        lost = _is_crash(_signal_in(code))
+        return JobFailure(f"A rank {_by_mpiexec_code(code)}" + _SEE, lost=lost)
     if isinstance(reported.exception, RanksStuckError):
-        return str(reported.exception), reported.exception
+        return JobFailure(str(reported.exception), reported.exception)
     summary = reported.trace.strip().splitlines()[-1]
     message = f"{reported.rank} failed: {summary}\n\nThere:\n{reported.trace}"
-    return message, reported.exception
+    return JobFailure(message, reported.exception)
 
 
 def _by_mpiexec_code(code: int) -> str:
     """How the rank that ended first did so, as far as the exit code of mpiexec shows it."""
-    number = code - 128 if code > 128 else code
-    crashed = number in signal.valid_signals() and signal.Signals(number).name in _CRASHES
+    killer = _signal_in(code)
     other = " Or it left by `os._exit`: mpiexec mixes the exit codes of all ranks."
-    return _by_code(-number) + other if crashed else _by_code(code)
+    return describe_end(killer) + other if killer < 0 else describe_end(code)
 
 
-def _by_code(code: int) -> str:
-    """How a rank ended, by its exit code, which is negative for a signal."""
-    if code >= 0:
-        return (
-            f"ended with exit code {code} before its work was done, as by `os._exit`; its output "
-            "above may say why."
-        )
-    memory = " The kernel does that when memory runs out." if code == -signal.SIGKILL else ""
-    return f"was killed by {signal.Signals(-code).name}.{memory}"
+def _signal_in(code: int) -> int:
+    """The negative number of the signal that an exit code of mpiexec shows; 0 for none."""
+    number = code - 128 if code > 128 else code
+    return -number if _is_crash(-number) or number == signal.SIGTERM else 0
+
+
+def _is_crash(code: int) -> bool:
+    """Whether an exit code is that of a process that was killed, and not asked to end."""
+    return -code in signal.valid_signals() and signal.Signals(-code).name in _CRASHES

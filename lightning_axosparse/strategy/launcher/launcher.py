@@ -7,16 +7,18 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_axosparse.distributed.mpi.environment import check_mpi_available
+from lightning_axosparse.distributed.mpi.environment import check_can_start
 from lightning_axosparse.strategy.launcher import mpiexec
 from lightning_axosparse.strategy.launcher.call import (
     Call,
@@ -27,11 +29,20 @@ from lightning_axosparse.strategy.launcher.call import (
 )
 from lightning_axosparse.strategy.launcher.failures import RankMonitor, describe_failure
 from lightning_axosparse.strategy.launcher.pickling import first_unpicklable, load, save
+from lightning_axosparse.strategy.launcher.restarts import (
+    SavedCheckpoint,
+    noted_checkpoints,
+    resumed_from,
+)
 from lightning_axosparse.strategy.launcher.weights import read
-from lightning_axosparse.support.troubleshooting import see
+from lightning_axosparse.strategy.lightning.signals import restore_handlers_in_teardown
+from lightning_axosparse.support.troubleshooting import see, without_link
 
 WORKER = (sys.executable, "-m", "lightning_axosparse.strategy.launcher.worker")
 """The command that runs a rank, before the folder of its call."""
+
+
+_SEE = see("failing-and-waiting-ranks")
 
 
 class RankFailedError(RuntimeError):
@@ -61,11 +72,13 @@ class MPILauncher(_Launcher):
     Args:
         strategy: the strategy that launches.
         processes: number of ranks, all on this node.
+        restarts: how many times a call begins again that has lost a rank.
     """
 
-    def __init__(self, strategy: Strategy, processes: int) -> None:
+    def __init__(self, strategy: Strategy, processes: int, restarts: int = 0) -> None:
         self._strategy = strategy
         self._processes = processes
+        self._restarts = restarts
         self.ranks_failed = False
         """Whether the last call has failed on its ranks, so that its effects are not here."""
         self._mpiexec: subprocess.Popen[bytes] | None = None
@@ -88,11 +101,12 @@ class MPILauncher(_Launcher):
             RankFailedError: if a rank raised an exception or died.
             MisconfigurationException: if there is no MPI, or the call cannot be pickled.
         """
-        check_mpi_available()
+        check_can_start(self._processes)
         if trainer is not None:
             for part in (self._strategy, *vars(trainer)["callbacks"]):
                 if isinstance(part, ValidatesFit):
                     part.validate_fit(trainer)
+            restore_handlers_in_teardown(trainer)
         call = Call(
             self._processes,
             function,
@@ -102,16 +116,31 @@ class MPILauncher(_Launcher):
             ProcessState.of_this_process(),
             MainModule.of_this_process(),
         )
+        with _terminate_ranks_first():
+            restart, saved = 0, list[SavedCheckpoint]()
+            while True:
+                try:
+                    return self._attempt(call)
+                except _RankLost as lost:
+                    restart += 1
+                    if restart > self._restarts:
+                        raise lost.error from None
+                    saved = [*lost.saved, *saved]
+                    which = f"Restart {restart} of {self._restarts}"
+                    call = _restarted(call, lost.error, saved, which)
+
+    def _attempt(self, call: Call) -> Any:
+        """Run a call on ranks, and return the result of rank 0."""
         known = call.known_objects
-        with _terminate_ranks_first(), CallFolder.temporary() as folder:
+        with CallFolder.temporary() as folder:
             self._write(call, folder)
             self.ranks_failed = True
             self._run(folder)
             result: CallResult = load(folder.result, known)
             result.state.restore()
-            if trainer is not None:
+            if call.trainer is not None:
                 result.changes.apply(known)
-                self._read_weights(trainer, folder)
+                self._read_weights(call.trainer, folder)
         self.ranks_failed = False
         return result.value
 
@@ -140,20 +169,51 @@ class MPILauncher(_Launcher):
         outputs = [mpiexec.Output(sys.stdout), mpiexec.Output(sys.stderr)]
         command = [*WORKER, str(folder.path)]
         self._mpiexec = process = mpiexec.start(self._processes, command, outputs)
-        try:
-            with RankMonitor(folder, self._processes, process) as monitor:
+        with RankMonitor(folder, self._processes, process) as monitor:
+            try:
                 mpiexec.relay(process, outputs)
                 code = process.wait()
-        except BaseException as interruption:
-            terminated = isinstance(interruption, _Terminated)
-            mpiexec.stop(process, signal.SIGTERM if terminated else signal.SIGINT)
-            raise
-        finally:
-            self._mpiexec = None
+            except BaseException as interruption:
+                signum = signal.SIGTERM if isinstance(interruption, _Terminated) else signal.SIGINT
+                mpiexec.stop(process, signum, lambda: monitor.ranks_leave)
+                raise
+            finally:
+                self._mpiexec = None
         if code != 0 or not folder.result.exists():
             code = 0 if monitor.stopped_mpiexec else code
-            message, cause = describe_failure(folder.first_failure(), monitor.first, code)
-            raise RankFailedError(message) from cause
+            failure = describe_failure(folder.first_failure(), monitor.first, code)
+            error = RankFailedError(failure.message)
+            if failure.lost:
+                raise _RankLost(error, noted_checkpoints(folder.checkpoints))
+            raise error from failure.cause
+
+
+class _RankLost(Exception):
+    """A rank was killed.
+
+    Args:
+        error: what users get, if the call does not begin again.
+        saved: the checkpoints that its ranks have saved, the newest first.
+    """
+
+    def __init__(self, error: RankFailedError, saved: Sequence[SavedCheckpoint]) -> None:
+        super().__init__(error, saved)
+        self.error, self.saved = error, saved
+
+
+def _restarted(
+    call: Call, lost: RankFailedError, saved: Sequence[SavedCheckpoint], which: str
+) -> Call:
+    """The call that goes on from the newest whole checkpoint of its run; says so."""
+    newest = next((each for each in saved if each.is_whole), None)
+    where = "where it had begun, as it has saved no whole checkpoint"
+    if newest is not None and call.trainer is not None and call.trainer.training:
+        newest.keep_folders(call.trainer)
+        call = replace(call, args=resumed_from(newest.path, call.function, call.args))
+        where = f"'{newest.path}'"
+    reason = without_link(lost)
+    rank_zero_warn(f"{reason}. {which}: from {where}." + _SEE)
+    return call
 
 
 class _Terminated(SystemExit):
@@ -177,6 +237,9 @@ def _terminate_ranks_first() -> Iterator[None]:
     try:
         yield
     except _Terminated:
+        message = "This process received SIGTERM, and has ended its ranks." + _SEE
+        sys.stderr.write(f"[axosparse] {message}\n")
+        sys.stderr.flush()
         signal.signal(signal.SIGTERM, before)
         os.kill(os.getpid(), signal.SIGTERM)
         raise

@@ -9,7 +9,7 @@ import selectors
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import IO, TextIO
 
 from lightning_axosparse.distributed.mpi.environment import find_mpiexec
@@ -45,6 +45,8 @@ _OPEN_MPI = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "OMPI_MCA_hwloc_base_binding_policy": "none",
 }
+# All ranks are on this host: the listeners of UCX and libfabric need not be seen by others.
+_LOOPBACK = {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"} if sys.platform == "linux" else {}
 _GRACE_SECONDS = 5
 
 
@@ -108,20 +110,30 @@ def relay(process: subprocess.Popen[bytes], outputs: Sequence[Output]) -> None:
                     selector.unregister(key.fileobj)
 
 
-def stop(process: subprocess.Popen[bytes], signum: int) -> None:
-    """Send a signal to mpiexec, which sends it to the ranks; kill it if it does not end."""
+def stop(process: subprocess.Popen[bytes], signum: int, ranks_leave: Callable[[], bool]) -> None:
+    """Send a signal to mpiexec, which sends it to the ranks; kill it if it does not end.
+
+    Args:
+        process: mpiexec.
+        signum: the signal.
+        ranks_leave: whether the ranks are about to end, and need the time that they take.
+    """
     process.send_signal(signum)
-    try:
-        process.wait(_GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    while True:
+        try:
+            process.wait(_GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            if ranks_leave():
+                continue
+            process.kill()
+            process.wait()
+        return
 
 
 def environment() -> dict[str, str]:
     """The environment variables of the ranks."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_RANK_VARIABLES)}
-    variables = _OPEN_MPI | _IDLE_THREADS | kept
+    variables = _OPEN_MPI | _IDLE_THREADS | _LOOPBACK | kept
     variables["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     if sys.stdout.isatty() and _file_number(sys.stdout) != subprocess.PIPE:
         # The ranks write to a pipe of mpiexec, and cannot see that a terminal shows their output.

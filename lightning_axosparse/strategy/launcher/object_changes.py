@@ -15,13 +15,16 @@ from typing import Any
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_axosparse.strategy.launcher.pickling import fingerprint, survives
 from lightning_axosparse.strategy.lightning.loops import loops_of, progress_of
+from lightning_axosparse.support.troubleshooting import see
 
 _TRAINER_ATTRIBUTES = frozenset({"state", "should_stop", "callbacks", "datamodule"})
 _STRATEGY_ATTRIBUTES = frozenset({"regridded"})
+_LIBRARIES = ("lightning.", "lightning_axosparse.", "torch.", "torchmetrics.")
 # Attributes of every module whose content, such as hooks, belongs to one process.
 _MODULE_INTERNALS = frozenset(vars(LightningModule())) - {
     "_modules",
@@ -42,12 +45,14 @@ class Changes:
         attributes: by name of the object, the new values of its changed attributes.
         deleted: by name of the object, the attributes that it no longer has.
         metrics: the trainer's callback, logged and progress bar metrics.
+        lost: changed attributes of the user's objects that cannot be pickled.
     """
 
     requires_grad: dict[str, bool]
     attributes: dict[str, dict[str, Any]]
     deleted: dict[str, list[str]]
     metrics: list[dict[str, Any]]
+    lost: list[str]
 
     def apply(self, known: Mapping[str, Any]) -> None:
         """Make the same changes to the objects of ``known``, which have the same names."""
@@ -62,6 +67,13 @@ class Changes:
         for old, new in zip(_metrics(known["trainer"]), self.metrics, strict=True):
             old.clear()
             old.update(new)
+        if self.lost:
+            rank_zero_warn(
+                f"The call has set {', '.join(self.lost)} on the rank that returns what it has "
+                "changed, but this cannot be pickled, so it is not in this process: here it is as "
+                "before the call. Keep results in attributes that can be pickled, or in files."
+                + see("copies")
+            )
 
 
 class Snapshot:
@@ -91,12 +103,16 @@ class Snapshot:
         """What the call has changed."""
         known = self.known
         changed: dict[str, dict[str, Any]] = {}
+        lost: list[str] = []
         after = self._fingerprints(known)
         for (name, attribute), now in after.items():
             value = vars(known[name])[attribute]
-            differs = now is not None and now != self._before.get((name, attribute))
-            if differs and survives(value, known):
+            if now == self._before.get((name, attribute), b""):
+                continue
+            if now is not None and survives(value, known):
                 changed.setdefault(name, {})[attribute] = value
+            elif _is_users(known[name]):
+                lost.append(f"{name}.{attribute} ({type(value).__name__})")
         deleted: dict[str, list[str]] = {}
         for name, attribute in self._before.keys() - after.keys():
             if name in known:
@@ -107,7 +123,7 @@ class Snapshot:
             if isinstance(value, nn.Parameter)
         }
         metrics = [_on_cpu(each) for each in _metrics(known["trainer"])]
-        return Changes(requires_grad, changed, deleted, metrics)
+        return Changes(requires_grad, changed, deleted, metrics, lost)
 
     @staticmethod
     def _fingerprints(known: Mapping[str, Any]) -> dict[tuple[str, str], bytes | None]:
@@ -156,6 +172,11 @@ def _returned_attributes(owner: Any) -> dict[str, Any]:
         case Callback() | Logger() | LightningDataModule():
             return vars(owner)
     return progress_of(owner)
+
+
+def _is_users(owner: Any) -> bool:
+    """Whether the user has written the class of an object, so that its attributes matter here."""
+    return not type(owner).__module__.startswith(_LIBRARIES)
 
 
 def _metrics(trainer: Trainer) -> list[dict[str, Any]]:

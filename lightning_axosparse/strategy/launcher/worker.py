@@ -33,9 +33,12 @@ from lightning_axosparse.strategy.launcher.call import (
 )
 from lightning_axosparse.strategy.launcher.object_changes import Snapshot
 from lightning_axosparse.strategy.launcher.pickling import load, save
+from lightning_axosparse.strategy.launcher.restarts import note_checkpoints_in
 from lightning_axosparse.strategy.launcher.weights import ReturnsShard, returned_by, write
 from lightning_axosparse.strategy.lightning.exceptions import save_together
+from lightning_axosparse.strategy.lightning.signals import cause_of
 from lightning_axosparse.strategy.lightning.tuning import run_until_tuned
+from lightning_axosparse.support.temporary_folder import keep_sockets_in
 from lightning_axosparse.support.troubleshooting import see
 
 _PR_SET_PDEATHSIG = 1
@@ -48,18 +51,22 @@ def main(folder: CallFolder) -> None:
         # the default in a pipe, nor where Python runs unbuffered.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     _end_with_caller(folder)
-    from lightning_axosparse.distributed.mpi import watchdog
-
+    keep_sockets_in(folder.path)
     world = world_communicator()
-    unlink_segments(world)
-    # Until the strategy sets its rank, every process would be rank zero for Lightning and print.
-    vars(rank_zero_only).update(rank=world.rank)
-    publish(world.rank, folder.status(world.rank))
-    watchdog.before_abort.append(partial(_report, folder, world.rank, None))
-    # In place of this module, whose names the caller's may have, too.
-    sys.modules["__main__"] = ModuleType("__main__")
     call: Call | None = None
+    # From here on the others wait for a rank that ends in another way than by `Abort`.
     try:
+        from lightning_axosparse.distributed.mpi import watchdog
+
+        unlink_segments(world)
+        # Until the strategy sets its rank, every process would be rank zero for Lightning.
+        vars(rank_zero_only).update(rank=world.rank)
+        publish(world.rank, folder.status(world.rank))
+        if world.rank == 0:
+            note_checkpoints_in(folder.checkpoints)
+        watchdog.before_abort.append(partial(_report, folder, world.rank, None))
+        # In place of this module, whose names the caller's may have, too.
+        sys.modules["__main__"] = ModuleType("__main__")
         call = cast(Call, load(folder.call))
         _check_world(world.size, call.ranks)
         call.state.restore()
@@ -67,9 +74,9 @@ def main(folder: CallFolder) -> None:
         _run(call, folder, world.rank)
         mark_finished()
     except BaseException as exception:
-        sys.stdout.flush()
-        _report(folder, world.rank, _grid(call), exception)
         try:
+            sys.stdout.flush()
+            _report(folder, world.rank, _grid(call), cause_of(exception))
             if call is not None and call.trainer is not None:
                 save_together(call.trainer, exception)
         except Exception:

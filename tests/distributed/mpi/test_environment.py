@@ -16,8 +16,9 @@ from lightning_axosparse.distributed.mpi import environment
 from lightning_axosparse.distributed.mpi.environment import (
     MPIJobEnvironment,
     Placement,
+    _library_found,
     abort_job,
-    check_mpi_available,
+    check_can_start,
     describe_rank,
     job_size,
     limited_threads,
@@ -126,16 +127,16 @@ def test_describe_rank():
 
 
 def test_mpi_is_there():
-    check_mpi_available.cache_clear()
-    check_mpi_available()
+    _library_found.cache_clear()
+    check_can_start(2)
 
 
 def test_missing_mpiexec_says_how_to_get_mpi(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    check_mpi_available.cache_clear()
+    _library_found.cache_clear()
     with pytest.raises(MisconfigurationException, match=r"no `mpiexec`") as error:
-        check_mpi_available()
+        check_can_start(2)
     assert "lightning-axosparse[mpich]" in str(error.value)
 
 
@@ -144,9 +145,9 @@ def test_missing_library_says_how_to_get_mpi(monkeypatch, tmp_path):
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    check_mpi_available.cache_clear()
+    _library_found.cache_clear()
     with pytest.raises(MisconfigurationException, match="cannot load MPI") as error:
-        check_mpi_available()
+        check_can_start(2)
     assert "lightning-axosparse[mpich]" in str(error.value)
 
 

@@ -1,4 +1,4 @@
-"""The store that ranks share: which address serves it, and what happens if none can."""
+"""The store that ranks share: what serves it, and what happens if nothing can."""
 
 from __future__ import annotations
 
@@ -38,6 +38,19 @@ def share(name: str) -> str:
     return found
 
 
+def gloo_sum(store: Any) -> float:
+    """A sum over ranks that gloo has connected by this store."""
+    import torch
+    import torch.distributed as dist
+    from mpi4py import MPI
+
+    dist.init_process_group("gloo", store=store, rank=MPI.COMM_WORLD.rank, world_size=2)
+    value = torch.ones(1)
+    dist.all_reduce(value, group=dist.new_group([0, 1]))
+    dist.destroy_process_group()
+    return value.item()
+
+
 @contextmanager
 def firewall(*shut: str) -> Iterator[None]:
     """Refuse this process connections to these addresses."""
@@ -66,6 +79,9 @@ def rendezvous() -> dict[str, Any]:
         "two": list(module.host_addresses(2)),
     }
     found["alone"] = share("alone")
+    found["gloo"] = gloo_sum(module.common_store(required=False))
+    module._store_in_memory = lambda: None  # as on other systems and several hosts
+    found["loopback"] = share("loopback")
     addresses = ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
     module.host_addresses = lambda nodes: iter(addresses)
     with firewall("127.0.0.2" if MPI.COMM_WORLD.rank else "127.0.0.3"):
@@ -83,7 +99,9 @@ def test_the_address_is_one_that_all_ranks_can_connect_to():
     for found in run_ranks(2, rendezvous):
         assert found["one host"] == ["127.0.0.1"]
         assert not any(ip_address(address).is_loopback for address in found["two"])
-        assert found["alone"] == "127.0.0.1"
+        assert found["alone"] == ""
+        assert found["gloo"] == 2
+        assert found["loopback"] == "127.0.0.1"
         assert found["third"] == "127.0.0.4"
         assert "groups of gloo cannot be made" in found["warned"][0]
         assert "127.0.0.2, 127.0.0.3, 127.0.0.4" in found["refused"]

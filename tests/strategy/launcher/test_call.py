@@ -18,8 +18,9 @@ import pytest
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_axosparse.distributed.mpi.environment import placement
-from lightning_axosparse.strategy.launcher.call import CallFolder, MainModule, remove_orphans
+from lightning_axosparse.strategy.launcher.call import CallFolder, MainModule
 from lightning_axosparse.strategy.launcher.launcher import MPILauncher
+from lightning_axosparse.support.temporary_folder import remove_orphans
 
 FORK = multiprocessing.get_context("fork")  # This process has imported everything already.
 

@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader
 
 from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.mpi.environment import placement
+from lightning_axosparse.strategy.launcher import launcher
 from lightning_axosparse.strategy.launcher.launcher import MPILauncher, RankFailedError
 from tests.ranks import PATIENCE, WARM_RANKS, warm_python
 
@@ -187,7 +188,9 @@ def session(ranks: int, folder: Path) -> dict[str, Any]:
 @pytest.mark.usefixtures("warm_ranks")
 def test_a_call_has_the_effects_of_one_in_this_process(tmp_path):
     here = session(0, tmp_path / "here")
-    there = session(2, tmp_path / "there")
+    lost = r"unpicklable \(lock\), trainer.callbacks\[0\].one_way \(OneWay\) on the rank"
+    with pytest.warns(UserWarning, match=lost):
+        there = session(2, tmp_path / "there")
     assert (here.pop("ranks"), there.pop("ranks")) == ({1}, {2})
     assert there.keys() == here.keys()
     for name, value in here.items():
@@ -242,6 +245,34 @@ def test_a_rank_that_is_killed():
         MPILauncher(Ranks(2), 2).launch(die_on_rank_1)
 
 
+@pytest.mark.parametrize("fails", ["publish", "_report"])
+def test_a_rank_that_cannot_begin_or_report(fails, monkeypatch):
+    script = (
+        "import sys\nfrom pathlib import Path\n"
+        "from lightning_axosparse.strategy.launcher import worker\n"
+        "class Full(OSError): ...\n"
+        "def full(*_): raise Full('no space left')\n"
+        f"if worker.world_communicator().rank == 1: worker.publish = worker.{fails} = full\n"
+        "worker.main(worker.CallFolder(Path(sys.argv[1])))"
+    )
+    monkeypatch.setattr(launcher, "WORKER", (sys.executable, "-c", script))
+    words = "rank 1.* failed: .*no space left" if fails == "publish" else "ended with exit code 1"
+    with pytest.raises(RankFailedError, match=words):
+        MPILauncher(Ranks(2), 2).launch(time.sleep, 60)
+
+
+def listening() -> set[str]:
+    """The addresses at which rank 0 can be reached."""
+    placement()  # starts MPI
+    connections = psutil.Process().net_connections("inet")
+    return {each.laddr.ip for each in connections if each.status == "LISTEN"}
+
+
+@pytest.mark.usefixtures("warm_ranks")
+def test_other_hosts_cannot_connect_to_ranks():
+    assert MPILauncher(Ranks(2), 2).launch(listening) <= {"127.0.0.1"}
+
+
 def sleep(folder: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     (folder / f"rank-{placement().rank}").write_text(str(child.pid))
@@ -268,7 +299,7 @@ def launch_sleepers(folder: Path, ranks: int) -> None:
         (signal.SIGKILL, -signal.SIGKILL, 2),
     ],
 )
-def test_nothing_survives_the_caller(signum, exitcode, ranks, tmp_path):
+def test_nothing_survives_the_caller(signum, exitcode, ranks, tmp_path, capfd):
     (tmp_path / "tmp").mkdir()
     fork = multiprocessing.get_context("fork")  # This process has imported everything already.
     caller = fork.Process(target=launch_sleepers, args=[tmp_path, ranks])
@@ -284,6 +315,52 @@ def test_nothing_survives_the_caller(signum, exitcode, ranks, tmp_path):
     _, alive = psutil.wait_procs(family, timeout=10)
     assert alive == []
     assert list((tmp_path / "tmp").iterdir()) == []
+    said = "This process received SIGTERM" in capfd.readouterr().err
+    assert said == (signum == signal.SIGTERM)
+
+
+class Waits(BoringModel):
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def on_train_start(self) -> None:
+        (self.folder / f"waits-{placement().rank}").touch()
+        time.sleep(60)
+
+
+class SavesSlowly(Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        if placement().world_size > 1:
+            time.sleep(6)  # longer than ranks have that do not save
+            (self.folder / f"saved-{placement().rank}").touch()
+
+
+def test_after_ctrl_c_ranks_save_and_the_next_call_can_be_interrupted(tmp_path):
+    def press_ctrl_c() -> None:
+        while len(list(tmp_path.glob("waits-*"))) < 2:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        threading.Thread(target=press_ctrl_c).start()
+        trainer = Trainer(
+            strategy=Ranks(2),
+            accelerator="auto",
+            logger=False,
+            enable_checkpointing=False,
+            callbacks=[SavesSlowly(tmp_path)],
+        )
+        with pytest.raises(SystemExit):
+            trainer.fit(Waits(tmp_path))
+        assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 SCRIPT = '''

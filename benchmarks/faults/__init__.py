@@ -1,0 +1,1 @@
+"""Whether jobs end, and say why, whatever happens to them."""

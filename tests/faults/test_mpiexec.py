@@ -1,0 +1,48 @@
+"""Ranks that mpiexec has started: how a job ends whose rank is lost, or that receives SIGTERM."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults.test_waits import BOUND
+from tests.ranks import run_command
+
+
+def run(job: str, rank: int) -> subprocess.CompletedProcess[str]:
+    """Run a job of ``tests.faults.jobs`` in which something goes wrong on one rank."""
+    # Warm ranks would have other parents than the proxies of mpiexec.
+    start = [Path(sys.executable).parent / "mpiexec", "-n", "2", sys.executable]
+    return run_command([*start, "-m", "tests.faults.jobs", job, str(rank)], BOUND)
+
+
+@pytest.mark.parametrize(
+    ("job", "rank", "words"),
+    [
+        ("Killed", 1, r"rank 1 \(stage 1 of replica 0\) on host \S+ was killed by SIGKILL"),
+        ("LeavesWell", 0, r"rank 0 \(stage 0 of replica 0\) on host \S+ ended with exit code 0"),
+        ("KillsItsProxy", 0, r"mpiexec's proxy on host \S+ \(process \d+\) was killed"),
+    ],
+)
+def test_what_ends_a_job_is_named(job: str, rank: int, words: str) -> None:
+    done = run(job, rank)
+    assert done.returncode != 0
+    assert re.search(rf"^\[axosparse\] {words}", done.stderr, re.MULTILINE), done.stderr
+    position = rf"rank {rank} .*in training batch 2 of epoch 0, micro-batch 0, forward pass"
+    assert re.search(position, done.stderr), done.stderr
+
+
+def test_a_job_that_is_preempted_ends_before_it_is_killed() -> None:
+    done = run("Preempted", 1)
+    preempted = re.search(r"preempted at (\S+)", done.stdout)
+    assert preempted, done.stderr
+    # As a rule it takes three; Slurm kills after 30, and the others would wait for as long.
+    assert time.time() - float(preempted[1]) < 15
+    assert done.returncode != 0
+    assert re.search(r"ank [01] .*received SIGTERM", done.stderr), done.stderr
+    assert "unequal" not in done.stderr
