@@ -1,4 +1,4 @@
-"""Measures the bytes that a forward pass keeps for its backward pass."""
+"""Measures the bytes that a forward pass keeps for its backward pass, and its peak."""
 
 from __future__ import annotations
 
@@ -31,6 +31,22 @@ def activation_bytes(device: torch.device, received: Any) -> Iterator[Callable[[
         return
     with _NewStorages() as new:
         yield lambda: arrived + new.bytes_alive()
+
+
+@contextmanager
+def peak_bytes(device: torch.device) -> Iterator[Callable[[], int]]:
+    """Measure the most bytes that are allocated at a time; call what is yielded after it for them.
+
+    Args:
+        device: where is computed.
+    """
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        yield lambda: torch.cuda.max_memory_allocated(device) - before
+        return
+    with _Peak() as new:
+        yield lambda: new.peak
 
 
 class _NewStorages(TorchDispatchMode):
@@ -67,6 +83,26 @@ class _NewStorages(TorchDispatchMode):
     def bytes_alive(self) -> int:
         """Bytes of the storages that still exist."""
         return sum(size for storage, size in self._made.values() if not storage.expired())
+
+
+class _Peak(_NewStorages):
+    """Records the most bytes that such storages have at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        output = super().__torch_dispatch__(func, types, args, kwargs)
+        self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._made.values()))
+        return output
 
 
 def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:

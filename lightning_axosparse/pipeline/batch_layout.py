@@ -44,9 +44,12 @@ class BatchLayout:
         """Length of each leaf that is split, along its dimension; equal in a valid batch."""
         return {
             path: node.shape[self.dims[path]] if is_array(node) else len(node)
-            for path, node in _nodes(batch, self.dims)
-            if path in self.dims
+            for path, node in self.leaves(batch)
         }
+
+    def leaves(self, batch: Any) -> Iterator[tuple[Path, Any]]:
+        """The leaves that are split."""
+        return ((path, node) for path, node in _nodes(batch, self.dims) if path in self.dims)
 
     def fits(self, batch: Any) -> bool:
         """Whether a batch has the leaves that this layout was made from."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import isqrt
 from typing import Any, Literal
@@ -31,6 +31,9 @@ _SAME_BOTH_TIMES = (
     "(transformers: use_cache=False), nor draw random numbers other than by torch's generators. "
     "Change that, or leave recompute out."
 )
+
+
+Contexts = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,7 @@ class _Earlier:
 
 @dataclass(frozen=True)
 class _Kept:
-    """An input, and its version when the layer was called.
-
-    The tensor shares the input's memory; a reference to the input itself would make it look as if
-    the step still needed it (see ``derived_values``).
-    """
+    """An input, without its graph, and its version when the layer was called."""
 
     tensor: Tensor
     requires_grad: bool
@@ -128,6 +127,7 @@ class _Call:
     compute: Callable[..., Any]
     inputs: Any
     state: _GlobalState
+    remembered: Contexts
     buffers: list[Tensor]
 
     def again(self, earlier: list[Any]) -> Any:
@@ -138,7 +138,7 @@ class _Call:
 
         args, kwargs = tree_map(restore, self.inputs)
         try:
-            with self.state.restored():
+            with self.state.restored(), self.remembered():
                 return self.compute(*args, **kwargs)
         except Exception as error:
             raise RuntimeError(
@@ -156,10 +156,16 @@ class Segment:
 
     Args:
         device: device of the layers.
+        remember: called with a layer before it is computed; returns what makes a context in which
+            the layer reads again what it reads now, and after which what it changes is undone.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(
+        self,
+        device: torch.device,
+        remember: Callable[[nn.Module], Contexts] = lambda layer: nullcontext,
+    ) -> None:
+        self._device, self._remember = device, remember
         self._calls: list[_Call] = []
         self._outputs: list[tuple[weakref.ref[Tensor], int] | None] = []
         self._shapes: list[torch.Size] = []
@@ -183,10 +189,10 @@ class Segment:
             kwargs: what it is called with by name.
         """
         inputs = tree_map_only(Tensor, self._keep, (args, dict(kwargs)))
-        state = _GlobalState(self._device)
+        state, remembered = _GlobalState(self._device), self._remember(layer)
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             output = compute(*args, **kwargs)
-        self._calls.append(_Call(name, compute, inputs, state, list(layer.buffers())))
+        self._calls.append(_Call(name, compute, inputs, state, remembered, list(layer.buffers())))
         self._outputs = [
             (weakref.ref(leaf), version_of(leaf)) if isinstance(leaf, Tensor) else None
             for leaf in tree_leaves(output)

@@ -88,6 +88,10 @@ class DeferredNorms:
         sums = torch.stack([torch.full_like(mean, count), mean * count, squares])
         self._sums[name] = self._sums.get(name, 0) + sums
 
+    def forget_batch(self) -> None:
+        """Drop the statistics of the micro-batches since the last :meth:`update`."""
+        self._sums.clear()
+
     @torch.no_grad()
     def update(self, data_group: dist.ProcessGroup | None) -> None:
         """Update the running statistics by those of the batch; collective over the group.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
 from lightning_axosparse.distributed.backoff import BackOff
 from lightning_axosparse.distributed.rank_status import this_rank
+from lightning_axosparse.pipeline.crossing import Crossing, Probe
+from lightning_axosparse.pipeline.dry_run import DryRun, DryStep, Recomputed, Rehearsal
 from lightning_axosparse.pipeline.in_flight import InFlightLimit
 from lightning_axosparse.pipeline.message import Gradients, tensors
 from lightning_axosparse.pipeline.p2p import Link
@@ -19,6 +22,7 @@ from lightning_axosparse.pipeline.split_layers import SplitLayers
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.pipeline.stage_step import (
     Batch,
+    ProbingStep,
     StageStep,
     TrainingBatch,
     TrainingStageStep,
@@ -137,9 +141,11 @@ class StageRun:
 
 def run(stages: Sequence[StageRun]) -> None:
     """Run stages of this process to the end of the batch."""
-    while unfinished := [stage for stage in stages if not stage.schedule.finished]:
+    rank = this_rank()
+    unfinished = [stage for stage in stages if not stage.schedule.finished]
+    while unfinished:
         stage, (kind, microbatch) = _next(unfinished)
-        this_rank().begin_pass(kind, microbatch)
+        rank.begin_pass(kind, microbatch)
         with clock.span(kind, stage.stage, microbatch):
             if kind == "forward":
                 received = stage.receive_activation()
@@ -151,6 +157,8 @@ def run(stages: Sequence[StageRun]) -> None:
                 stage.backward(microbatch)
             else:
                 stage.make_weight_gradient(microbatch)
+        if stage.schedule.finished:
+            unfinished.remove(stage)
     for stage in stages:
         stage.end()
 
@@ -185,6 +193,7 @@ class Pipeline:
         rng: random numbers of the pipeline.
         tracker: follows the reductions in steps of the last stage.
         split: the layers whose weight gradients a schedule may defer; installed if one does.
+        gather: returns the values of all processes of the pipeline.
     """
 
     def __init__(
@@ -196,12 +205,13 @@ class Pipeline:
         rng: PipelineRNG,
         tracker: ReductionTracker,
         split: SplitLayers,
+        gather: Callable[[Any], list[Any]],
     ) -> None:
         self.limit, self.choice = limit, choice
         self.peak_in_flight: dict[int, int] = {}
         """Most micro-batches that each stage of this process held in its last training batch."""
         self._layers, self._links = layers, links
-        self._rng, self._tracker, self._split = rng, tracker, split
+        self._rng, self._tracker, self._split, self._gather = rng, tracker, split, gather
         self._stages = len(layers.parts)
 
     def train(self, batch: TrainingBatch) -> TrainingStageStep | None:
@@ -240,29 +250,48 @@ class Pipeline:
         Returns:
             The last stage's step, which has the outputs; None on other ranks.
         """
-        steps = {stage: self._step(stage, batch) for stage in self._links}
+        shared = batch, self._layers, self._rng, self._tracker
+        steps = {stage: StageStep(stage, *shared) for stage in self._links}
         with self._rng.batch():
             run(self._runs(steps, self._order(ForwardOnly, batch)))
         return steps.get(self._stages - 1)
 
-    def repeat_last_stage(self, batch: Batch, received: Sequence[Any]) -> list[Any]:
-        """Run the last stage's part of a step again, forward only and without messages.
+    def probe(self, batch: Batch) -> Probe:
+        """Run the first micro-batch of a step forward, and see what has to cross edges of stages.
+
+        Collective over the pipeline. Gradients are not computed, but the graph is made, as what a
+        step does may depend on it. Nothing but random generators is restored.
+
+        Args:
+            batch: any batch of one micro-batch or more.
+        """
+        whole = replace(batch, microbatches=batch.microbatches[:1], crossing=None)
+        shared = whole, self._layers, self._rng, self._tracker
+        steps = {stage: ProbingStep(stage, *shared) for stage in self._links}
+        with self._layers.followed_by(Recomputed()), self._rng.generators_restored():
+            run(self._runs(steps, self._order(ForwardOnly, whole)))
+        seen = {stage: (step.reads, step.failure) for stage, step in steps.items()}
+        gathered = {stage: each for others in self._gather(seen) for stage, each in others.items()}
+        reads = {stage: reads for stage, (reads, _) in gathered.items()}
+        failures = {stage: failure for stage, (_, failure) in gathered.items() if failure}
+        return Probe(Crossing.learned(reads), failures)
+
+    def dry_run(self, batch: Batch, rehearsal: Rehearsal) -> dict[int, DryRun]:
+        """Run a step forward only, without a trace.
 
         Args:
             batch: the batch and the user's step.
-            received: what the last stage receives for each micro-batch.
+            rehearsal: what this run and others of the batch have in common.
 
         Returns:
-            What the step returned for each.
+            What each stage of this rank has seen.
         """
-        step = self._step(self._stages - 1, batch)
-        with self._rng.generators_restored():
-            for microbatch, activation in enumerate(received):
-                step.forward(microbatch, activation)
-        return step.outputs
-
-    def _step(self, stage: int, batch: Batch) -> StageStep:
-        return StageStep(stage, batch, self._layers, self._rng, self._tracker)
+        shared = batch, self._layers, self._rng, self._tracker
+        steps = {stage: DryStep(stage, *shared, rehearsal=rehearsal) for stage in self._links}
+        followed = self._layers.followed_by(Recomputed())
+        with followed, clock.paused(), self._rng.generators_restored():
+            run(self._runs(steps, self._order(ForwardOnly, batch)))
+        return {stage: step.run for stage, step in steps.items()}
 
     def _order(self, schedule: type[Schedule], batch: Batch) -> dict[int, Schedule]:
         """The schedule of each stage of this process in a batch."""

@@ -1,7 +1,8 @@
-"""Weighs the losses of micro-batches, so that they add up to the loss of the batch.
+"""Weighs the losses of micro-batches, so that their gradients add up to that of the batch's loss.
 
-The denominator of a loss is known once the last stage has computed it, so the first micro-batches
-are differentiated before all denominators are known. Their weights are provisional: correct up to
+A mean is weighted by its denominator, a function of means by its derivative. These are known once
+the last stage has computed the losses, but the first micro-batches are differentiated before all
+are computed. Their weights are provisional, by comparison with one micro-batch: correct up to
 one factor, which is the same for the whole batch. The factor is known before the last backward pass
 of the last stage, and is sent to the other stages with the gradients of the last micro-batch.
 """
@@ -15,10 +16,9 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_axosparse.distributed.process_groups import all_sum
+from lightning_axosparse.distributed.process_groups import all_gather
+from lightning_axosparse.pipeline.combination import Leaf, Rule, Shape, Term, own_rule, shares
 from lightning_axosparse.pipeline.microbatch import MicroBatch
-from lightning_axosparse.pipeline.reductions import Reduction, Reductions
-from lightning_axosparse.pipeline.weighting import Weighting, denominators
 from lightning_axosparse.support.troubleshooting import see
 
 MicrobatchLoss = Literal["auto", "mean", "sum"]
@@ -27,18 +27,6 @@ MicrobatchWeight = str | Callable[[Any], float]
 _IGNORED = -100
 """The label that losses of torch and of Hugging Face ignore by default."""
 
-_CHOOSE = (
-    "Say what is meant: AxoSparseStrategy(microbatch_loss='sum') adds the losses of micro-batches "
-    "up, microbatch_loss='mean' averages them, microbatch_weight=... gives their weights, and "
-    "microbatches=1 computes the loss on the whole batch."
-)
-
-
-_UNSEEN = (
-    "It cannot be seen how the loss in `training_step` averages, so micro-batches are weighted by "
-    f"their samples. {_CHOOSE}" + see("losses")
-)
-
 
 class LossRule(NamedTuple):
     """How a user wants the losses of micro-batches to make up that of the batch.
@@ -46,13 +34,15 @@ class LossRule(NamedTuple):
     Attributes:
         loss: as for :class:`LossWeights`.
         weight: as for :func:`weigh_by`; None where there is no such rule.
-        check: whether the loss of the first training batch is also computed on the whole batch, for
-            comparison.
     """
 
     loss: MicrobatchLoss = "auto"
     weight: MicrobatchWeight | None = None
-    check: bool = False
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the user has said how losses combine."""
+        return self.loss != "auto" or self.weight is not None
 
 
 class LossWeights:
@@ -62,9 +52,10 @@ class LossWeights:
         microbatches: the micro-batches that this pipeline computes, in order.
         samples: number of samples in the whole batch.
         loss: "mean" weighs by denominators where they are known, otherwise by samples; "sum" adds
-            up; "auto" chooses between them by the reductions of the losses; "given" takes the
+            up; "auto" chooses between them by how the losses are computed; "given" takes the
             weights of ``microbatches``.
         replicas: the last stages of the replicas that share the batch; None for one replica.
+        rule: how losses combine, as the first batch has shown; None if it has not.
     """
 
     def __init__(
@@ -73,28 +64,36 @@ class LossWeights:
         samples: int,
         loss: MicrobatchLoss | Literal["given"] = "auto",
         replicas: dist.ProcessGroup | None = None,
+        rule: Rule | None = None,
     ) -> None:
         self._microbatches, self._samples = microbatches, samples
-        self._loss, self._replicas = loss, replicas
-        self._weightings: list[Weighting] = []
-        self._reference: tuple[float, int] | None = None
-        self._total: float | None = None
+        self._loss, self._replicas, self._rule = loss, replicas, rule
+        self.terms: list[Term] = []
+        """The losses that were added."""
+        self._relative: list[tuple[float, float]] = []
+        self._reference: int | None = None
+        self._fits = True  # whether weighted losses make up what they combine to
+        self._total: tuple[float, float] | None = None
 
-    def add(self, reductions: Reductions) -> Weighting:
-        """Add the reductions of the next micro-batch's loss; to be called in order.
+    def add(self, term: Term) -> tuple[Term, Rule | None]:
+        """Add the loss of the next micro-batch; to be called in order.
 
         Returns:
-            How the loss is weighted among those of the other micro-batches.
+            The loss and the rule by which it combines with those of the other micro-batches.
         """
-        weighting = Weighting.of(reductions)
-        if self._loss == "sum" or (self._loss == "auto" and weighting.kind == "sum"):
-            weighting = Weighting("sum")
-        elif weighting.kind not in ("mean", "empty") or self._loss == "given":
-            weighting = Weighting()
-        if weighting.weight and self._reference is None:
-            self._reference = weighting.weight, self._microbatches[len(self._weightings)].size
-        self._weightings.append(weighting)
-        return weighting
+        index = len(self.terms)
+        self.terms.append(term)
+        compared = [index] if self._reference is None else [self._reference, index]
+        sizes = [self._microbatches[each].size for each in compared]
+        weights = self._weights([self.terms[each] for each in compared], sizes)
+        self._relative.append((weights[-1], weights[0]))
+        if self._reference is None and weights[-1]:
+            self._reference = index
+        if self._loss in ("sum", "given"):
+            return Leaf(term.value), "sum" if self._loss == "sum" else "samples"
+        if self._rule is None and not self._fits:
+            return Leaf(term.value), "samples"
+        return term, self._rule if self._loss == "auto" else self._rule_of([term], sizes[-1:])
 
     def weight(self, index: int) -> float:
         """The provisional weight of a micro-batch whose loss was added.
@@ -104,36 +103,89 @@ class LossWeights:
         whose denominator is zero has no weight; if all are zero, the last one is differentiated,
         which gives gradients of zero or NaN as on one process.
         """
-        part, weighting = self._microbatches[index], self._weightings[index]
-        if weighting.kind == "sum":
+        part = self._microbatches[index]
+        if self._adds_up:
             return 1.0
-        if weighting.kind != "mean":
-            return part.weight  # The gradient of an empty sum is zero.
+        if self._loss == "given":
+            return part.weight
         if self._reference is None:
             is_last = index == len(self._microbatches) - 1
-            return part.weight if is_last and not self._denominator() else 0.0
-        count, size = self._reference
-        return weighting.weight * size / (count * self._samples)
+            return part.weight if is_last and not self._denominator()[1] else 0.0
+        own, reference = self._relative[index]
+        if not own:
+            return 0.0
+        return own * self._microbatches[self._reference].size / (reference * self._samples)
 
     def factor(self) -> float:
         """What all provisional weights have to be multiplied by; known after the last was added."""
-        total = self._denominator()
-        if self._reference is None:
+        of_reference, total = self._denominator()
+        if self._reference is None or self._adds_up or self._loss == "given":
             return 1.0
-        count, size = self._reference
-        return count * self._samples / (size * total)
+        size = self._microbatches[self._reference].size
+        return of_reference * self._samples / (size * (total or 1.0))
 
-    def _averages(self) -> bool:
-        return any(weighting.kind == "mean" for weighting in self._weightings)
+    @property
+    def _adds_up(self) -> bool:
+        """Whether the losses that were added are sums."""
+        sizes = [part.size for part in self._microbatches[: len(self.terms)]]
+        return bool(self.terms) and self._rule_of(self.terms, sizes) == "sum"
 
-    def _denominator(self) -> float:
-        """The denominator of the whole batch; collective when it is first asked for."""
+    def _rule_of(self, terms: Sequence[Term], sizes: Sequence[float]) -> Rule:
+        """How losses combine: as the user says, the first batch has shown, or they show."""
+        if self._loss in ("sum", "given"):
+            return "sum" if self._loss == "sum" else "samples"
+        rule = own_rule(terms, sizes) if self._rule is None else self._rule
+        return "samples" if rule == "sum" and self._loss == "mean" else rule
+
+    def _weights(self, terms: Sequence[Term], sizes: Sequence[float]) -> list[float]:
+        """The weights of micro-batches in a batch that is made of them, up to a common factor."""
+        rule = self._rule_of(terms, sizes)
+        if isinstance(rule, Shape):
+            weights = shares(terms, sizes, rule)
+            adds_up = self._loss == "mean" and len(terms) > 1 and set(weights or ()) == {1.0}
+            if weights is not None and not adds_up:
+                return weights
+            self._fits, total = False, sum(sizes)
+            return [size / total for size in sizes]
+        if rule == "sum":
+            return [1.0] * len(terms)
+        if rule == "mean" or (self._rule is None and self._loss != "given"):
+            return _counts(terms, sizes)
+        return list(sizes)
+
+    def _denominator(self) -> tuple[float, float]:
+        """The weights of the reference and of the whole batch; collective when first asked for."""
         if self._total is None:
             sizes = [float(part.size) for part in self._microbatches]
-            counts = denominators(self._weightings, sizes) if self._averages() else [0.0]
-            count = torch.tensor(sum(counts), dtype=torch.float64)
-            self._total = float(all_sum(count, self._replicas))
+            mine = [term.to("cpu") for term in self.terms] if self._replicas else self.terms
+            everyone = all_gather((mine, sizes), self._replicas)
+            terms = [term for theirs, _ in everyone for term in theirs]
+            sizes = [size for _, of_rank in everyone for size in of_rank]
+            rank = 0 if self._replicas is None else dist.get_rank(self._replicas)
+            first = sum(len(theirs) for theirs, _ in everyone[:rank])
+            weights = self._weights(terms, sizes) if terms else [0.0]
+            is_share = bool(terms) and isinstance(self._rule_of(terms, sizes), Shape)
+            reference = 0.0 if self._reference is None else weights[first + self._reference]
+            self._total = reference, float(any(weights)) if is_share else sum(weights)
         return self._total
+
+
+def _counts(terms: Sequence[Term], sizes: Sequence[float]) -> list[float]:
+    """The denominators of means.
+
+    One that is unknown has as many entries a sample as the first that is known.
+    """
+    leaves = [term if isinstance(term, Leaf) else Leaf(term.value) for term in terms]
+    of_sample = (
+        leaf.count / size
+        for leaf, size in zip(leaves, sizes, strict=True)
+        if leaf.kind == "mean" and leaf.count
+    )
+    entries = next(of_sample, 1.0)
+    return [
+        leaf.count if leaf.kind == "mean" else 0.0 if leaf.is_empty else entries * size
+        for leaf, size in zip(leaves, sizes, strict=True)
+    ]
 
 
 def weigh_by(rule: MicrobatchWeight, microbatches: Sequence[MicroBatch]) -> list[MicroBatch]:
@@ -193,106 +245,3 @@ def _count(entry: Any) -> float:
     if values.dtype is torch.bool or values.is_floating_point():
         return float(values.double().sum())
     return float((values != _IGNORED).sum())
-
-
-def validate_losses(losses: Sequence[Reductions], sizes: Sequence[int]) -> str | None:
-    """Check that the losses of a batch's micro-batches combine to what one process computes.
-
-    Args:
-        losses: the reductions of each micro-batch's loss; at least two.
-        sizes: samples in each micro-batch.
-
-    Returns:
-        A warning, if they combine approximately; otherwise None.
-
-    Raises:
-        MisconfigurationException: if they do not combine to it.
-    """
-    if all(len(loss) == 1 and _is_plain(loss[0]) for loss in losses):
-        return None
-    if any(reduction.among_samples for loss in losses for reduction in loss):
-        raise MisconfigurationException(
-            "The loss is a cross entropy among the samples of the batch (its classes are their "
-            "numbers, as in contrastive losses). In a pipeline it would compare the samples of a "
-            "micro-batch alone. Use AxoSparseStrategy(microbatches=1), or accept it with "
-            "microbatch_loss='mean'." + see("losses")
-        )
-    has_constants = any(reduction.kind == "constant" for loss in losses for reduction in loss)
-    losses = [tuple(r for r in loss if r.kind != "constant") for loss in losses]
-    known = [loss for loss in losses if loss]
-    columns = [
-        [reduction for reduction in column if not reduction.is_empty]
-        for column in zip(*known, strict=False)
-    ]
-    varying = [column for column in columns if _varies(column)]
-    averages = any(reduction.kind == "mean" for loss in losses for reduction in loss)
-    adds_up = any(reduction.kind == "sum" for column in varying for reduction in column)
-    if averages and adds_up:
-        raise MisconfigurationException(
-            "The loss adds means over samples to sums over samples, which no weight of the "
-            f"micro-batches combines to the loss of the batch. {_CHOOSE}" + see("losses")
-        )
-    if has_constants and adds_up:
-        raise MisconfigurationException(
-            "The loss adds a term of parameters alone, such as a penalty on weights, to sums over "
-            "samples: added up over micro-batches, the term would count once for each of them. "
-            "Divide the loss by the number of samples, put the penalty into the optimizer "
-            "(`weight_decay`), or use AxoSparseStrategy(microbatches=1)." + see("losses")
-        )
-    divisors = [{r.divisor for r in column if r.kind == "sum"} for column in varying]
-    if any(len(found) > 1 for found in divisors):
-        raise MisconfigurationException(
-            "The loss divides a sum over samples by a number that differs between micro-batches "
-            f"and was not counted by torch. {_CHOOSE}" + see("losses")
-        )
-    if len(known) < len(losses) and not _by_samples(losses, sizes):
-        return _UNSEEN
-    return _inexact(columns, varying)
-
-
-def _by_samples(losses: Sequence[Reductions], sizes: Sequence[int]) -> bool:
-    """Whether there are denominators, and all are proportional to samples."""
-    counts = [
-        (loss[0].count, size)
-        for loss, size in zip(losses, sizes, strict=True)
-        if loss and loss[0].kind == "mean"
-    ]
-    return bool(counts) and all(
-        count * counts[0][1] == size * counts[0][0] for count, size in counts
-    )
-
-
-def _inexact(
-    columns: Sequence[Sequence[Reduction]], varying: Sequence[Sequence[Reduction]]
-) -> str | None:
-    if any(reduction.kind == "statistic" for column in varying for reduction in column):
-        return (
-            "A part of the loss is a statistic of the samples together (such as a variance, a "
-            "maximum, a product of means, or similarities between samples), so the "
-            "micro-batches' losses do not combine to exactly that of the batch. "
-            "AxoSparseStrategy(microbatches=1) is exact; microbatch_loss='mean' accepts it."
-        )
-    means = [column for column in columns if {r.kind for r in column} == {"mean"}]
-    if any(not _proportional(means[0], column) for column in means[1:]):
-        return (
-            "The loss adds means with different denominators (such as tokens and samples), and "
-            "the micro-batches are weighted by the first of them. "
-            "AxoSparseStrategy(microbatch_weight=...) chooses another; microbatches=1 is exact."
-        )
-    return None
-
-
-def _is_plain(reduction: Reduction) -> bool:
-    return reduction.kind == "mean" and not reduction.among_samples
-
-
-def _varies(column: Sequence[Reduction]) -> bool:
-    """Whether the values of micro-batches differ; terms of parameters alone do not."""
-    values = [None if reduction.value is None else float(reduction.value) for reduction in column]
-    return None in values or len(set(values)) > 1
-
-
-def _proportional(one: Sequence[Reduction], other: Sequence[Reduction]) -> bool:
-    return all(
-        a.count * other[0].count == b.count * one[0].count for a, b in zip(one, other, strict=True)
-    )

@@ -12,15 +12,16 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_axosparse.pipeline.batch_layout import arrays, children, is_array, rebuilt
-from lightning_axosparse.pipeline.weighting import Weighting, combine
+from lightning_axosparse.pipeline.combination import Rule, Term, combine
 from lightning_axosparse.support.troubleshooting import see
 
 
 class Scalar(NamedTuple):
-    """A scalar that a step returned, and how it is weighted in that of the whole batch."""
+    """A scalar that a step returned, how it was computed, and how it combines, if that is known."""
 
     value: Tensor
-    weighting: Weighting
+    term: Term
+    rule: Rule | None = None
 
 
 def loss_alone(output: Any) -> Any:
@@ -60,7 +61,7 @@ def merge(
 ) -> Any:
     """Merge what a step returned for the micro-batches of a batch.
 
-    Tensors and arrays with dimensions are concatenated, scalars combined by their weightings,
+    Tensors and arrays with dimensions are concatenated, scalars combined as they were computed,
     containers merged entry by entry, lists of plain values or of one entry per sample joined. A
     value that some micro-batches did not return, or returned as None, is merged from the others. An
     int that equals each micro-batch's number of samples is added up. Of any other value the first
@@ -99,8 +100,9 @@ def _merged(parts: Sequence[_Returned], path: str) -> Any:
     first = outputs[0]
     _validate_kinds(outputs, path)
     if isinstance(first, Scalar):
-        values, weightings = zip(*outputs, strict=True)
-        return combine(values, weightings, [part.weight for part in parts])
+        weights = [part.weight for part in parts]
+        combined = combine([out.term for out in outputs], weights, _common_rule(outputs))
+        return torch.as_tensor(combined).to(first.value)
     if isinstance(first, Tensor):
         return torch.cat(outputs, _batch_dim(parts))
     if isinstance(first, np.ndarray) and first.ndim:
@@ -122,6 +124,12 @@ def _merged(parts: Sequence[_Returned], path: str) -> Any:
             stacklevel=2,
         )
     return first
+
+
+def _common_rule(scalars: Sequence[Scalar]) -> Rule | None:
+    """The rule of scalars; a sum of nothing may be among means, or a mean of nothing among sums."""
+    rules = [scalar.rule for scalar in scalars]
+    return rules[0] if all(rule == rules[0] for rule in rules) else None
 
 
 def _present(parts: Sequence[_Returned]) -> Sequence[_Returned]:

@@ -44,6 +44,23 @@ def following_parameters(module: nn.Module, optimizers: Iterable[Optimizer]) -> 
             group["params"] = [parameters[names[p]] if p in names else p for p in group["params"]]
 
 
+def closure_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Call the closure that a step of an optimizer was given, if any, before the step.
+
+    Args:
+        args: those of the step: the optimizer, and perhaps the closure.
+        kwargs: likewise.
+
+    Returns:
+        The keyword arguments for the step, of which a closure returns the same loss again.
+    """
+    closure = kwargs.pop("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        return kwargs
+    loss = closure()
+    return {**kwargs, "closure": lambda: loss}
+
+
 class OwnSteps:
     """Lets an optimizer step this rank's parameters alone, until :meth:`remove`.
 
@@ -66,11 +83,7 @@ class OwnSteps:
     def _enter(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        _, *given = args
-        closure = kwargs.pop("closure", given[0] if given else None)
-        if closure is not None:
-            loss = closure()
-            kwargs = {**kwargs, "closure": lambda: loss}
+        kwargs = closure_called(args, kwargs)
         self._inside.enter_context(own_param_groups(optimizer))
         return (optimizer,), kwargs
 

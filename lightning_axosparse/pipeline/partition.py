@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_axosparse.pipeline.call_order import called_in_order
+from lightning_axosparse.pipeline.call_order import CallOrder, order_of_example
 from lightning_axosparse.support.troubleshooting import see
 
 
@@ -67,6 +67,10 @@ class Partition(NamedTuple):
         )
 
 
+class UnknownOrderError(MisconfigurationException):
+    """There are several containers of layers, and the order of their calls is not known."""
+
+
 UNPARTITIONED = Partition([], [], [range(0)], [], "parameters")
 """One stage, which computes the module as it is."""
 
@@ -76,6 +80,7 @@ def partition_layers(
     pipeline: str | Sequence[str] | None,
     sizes: Sequence[int] | None,
     stages: int,
+    call_order: CallOrder = order_of_example,
 ) -> Partition:
     """Partition the layers of a module into stages.
 
@@ -84,11 +89,12 @@ def partition_layers(
         pipeline: as for :func:`find_layers`.
         sizes: layers of each stage; None balances by parameters.
         stages: number of stages.
+        call_order: as for :func:`find_layers`.
 
     Raises:
         MisconfigurationException: if there are no such layers, or not enough.
     """
-    found = find_layers(module, pipeline, stages)
+    found = find_layers(module, pipeline, stages, call_order)
     names, layers = list(found), list(found.values())
     counts = count_parameters(layers)
     parts = balance(counts, stages) if sizes is None else parts_of_sizes(sizes, len(layers), stages)
@@ -96,36 +102,39 @@ def partition_layers(
 
 
 def find_layers(
-    module: nn.Module, pipeline: str | Sequence[str] | None, stages: int
+    module: nn.Module,
+    pipeline: str | Sequence[str] | None,
+    stages: int,
+    call_order: CallOrder = order_of_example,
 ) -> dict[str, nn.Module]:
     """Find the layers that are partitioned into stages.
 
     Args:
         module: the user's module.
         pipeline: attribute path of the ``nn.Sequential`` or ``nn.ModuleList`` that holds the
-            layers; several of them, and of other modules, each of which is a layer, in the order in
-            which a step calls them; or None for the only candidate, an outermost container that
-            holds parameters in at least two layers, or for several in the order in which the
-            module's ``forward`` calls them with its ``example_input_array``.
+            layers, or lists of layers; several of them, and of other modules, each of which is a
+            layer, in the order in which a step calls them; or None for the only candidate, an
+            outermost container that holds parameters in at least two layers, or for the layers of
+            several in the order of their calls.
         stages: number of stages to fill, each with at least one layer.
+        call_order: finds the order in which some layers, by the container of each, are called.
 
     Returns:
         The layers by name, in order.
 
     Raises:
-        MisconfigurationException: if a path names nothing, if none or several are candidates, if a
-            layer stands there twice, or if there are fewer layers than stages.
+        UnknownOrderError: if several containers are candidates, in an order that is not known.
+        MisconfigurationException: if a path names nothing, if there is no candidate, if a layer
+            stands there twice, or if there are fewer layers than stages.
     """
-    if pipeline is None:
-        candidates = _candidates(module)
-        pipeline = [*candidates] if len(candidates) == 1 else called_in_order(module, candidates)
-        if not pipeline:
-            raise MisconfigurationException(_ambiguous(module, candidates, stages) + see("layers"))
-    paths = [pipeline] if isinstance(pipeline, str) else list(pipeline)
-    found = [layer for path in paths for layer in _layers_at(module, path)]
-    if isinstance(pipeline, str) and [name for name, _ in found] == paths:
+    given = [pipeline] if isinstance(pipeline, str) else pipeline
+    paths = list(_candidates(module) if given is None else given)
+    if not paths:
+        raise MisconfigurationException(_NO_CANDIDATE + see("layers"))
+    found = [(name, path, layer) for path in paths for name, layer in _layers_at(module, path)]
+    if isinstance(pipeline, str) and [name for name, _, _ in found] == paths:
         raise MisconfigurationException(
-            _no_container(module, pipeline, type(found[0][1]).__name__) + see("layers")
+            _no_container(module, pipeline, type(found[0][2]).__name__) + see("layers")
         )
     where = ", ".join(map(repr, paths))
     if any(a != b and a.startswith(f"{b}.") for a in paths for b in paths):
@@ -133,17 +142,26 @@ def find_layers(
             f"pipeline=[{where}] names a module and a part of it. Name the parts alone."
             + see("layers")
         )
-    if len(found) < stages:
-        raise MisconfigurationException(
-            f"g_inter={stages} stages need at least as many layers, but {where} has {len(found)}. "
-            f"Choose g_inter <= {len(found)}." + see("layers")
-        )
-    if len({id(layer) for _, layer in found}) < len(found):
+    layers = {name: layer for name, _, layer in found}
+    if len(set(layers.values())) < len(found):
         raise MisconfigurationException(
             f"{where} holds one layer object several times. Stages own whole layers, so give each "
             "position its own layer; parameters may be shared between them." + see("layers")
         )
-    return dict(found)
+    chooses = given is None and len(paths) > 1
+    if chooses or any(name.count(".") > path.count(".") + 1 for name, path, _ in found):
+        order = call_order(module, {name: path for name, path, _ in found})
+        called = {path for name, path, _ in found if name in order}
+        if called == set(paths) or (called and chooses):
+            layers = {name: layers[name] for name in order}
+        elif chooses:
+            raise UnknownOrderError(_ambiguous(module, _candidates(module), stages) + see("layers"))
+    if len(layers) < stages:
+        raise MisconfigurationException(
+            f"g_inter={stages} stages need at least as many layers, but {where} has {len(layers)}. "
+            f"Choose g_inter <= {len(layers)}." + see("layers")
+        )
+    return layers
 
 
 def _layers_at(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
@@ -152,9 +170,19 @@ def _layers_at(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
     if found is None or not path:
         raise MisconfigurationException(_no_container(module, path, "nothing") + see("layers"))
     if isinstance(found, (nn.Sequential, nn.ModuleList)):
-        inside = found.named_modules(remove_duplicate=False)
-        return [(f"{path}.{key}", layer) for key, layer in inside if key and "." not in key]
+        return list(_layers_in(path, found))
     return [(path, found)]
+
+
+def _layers_in(path: str, container: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The layers of a container; those of lists in it, which cannot be called, one by one."""
+    for key, layer in container.named_modules(remove_duplicate=False):
+        if not key or "." in key:
+            continue
+        if isinstance(layer, (nn.ModuleList, nn.ModuleDict)):
+            yield from _layers_in(f"{path}.{key}", layer)
+        else:
+            yield f"{path}.{key}", layer
 
 
 def _no_container(module: nn.Module, path: str, found: str) -> str:
@@ -170,28 +198,29 @@ def _candidates(module: nn.Module) -> dict[str, nn.Module]:
     for name, child in module.named_modules():
         inside_other = any(name.startswith(f"{outer}.") for outer in found)
         if isinstance(child, (nn.Sequential, nn.ModuleList)) and name and not inside_other:
-            with_parameters = [layer for layer in child if any(True for _ in layer.parameters())]
-            if len(with_parameters) >= 2:
+            layers = (layer for _, layer in _layers_in(name, child))
+            if sum(any(True for _ in layer.parameters()) for layer in layers) >= 2:
                 found[name] = child
     return found
 
 
 def _listed(candidates: dict[str, nn.Module]) -> str:
-    rows = [f"{name!r} ({len(c)} layers)" for name, c in candidates.items()]  # type: ignore[arg-type]
+    rows = [f"{name!r} ({len(list(_layers_in(name, c)))} layers)" for name, c in candidates.items()]
     return ", ".join(rows) or "none"
 
 
+_NO_CANDIDATE = (
+    "No nn.Sequential or nn.ModuleList with at least two layers that hold parameters was found, so "
+    "there is nothing to partition into stages. Put the layers of the network into one, or use "
+    "g_inter=1."
+)
+
+
 def _ambiguous(module: nn.Module, candidates: dict[str, nn.Module], stages: int) -> str:
-    if not candidates:
-        return (
-            "No nn.Sequential or nn.ModuleList with at least two layers that hold parameters was "
-            "found, so there is nothing to partition into stages. Put the layers of the network "
-            "into one, or use g_inter=1."
-        )
     total = sum(count_parameters([module]))
 
     def most_on_a_stage(path: str) -> float:
-        counts = count_parameters(list(candidates[path].children()))
+        counts = count_parameters([layer for _, layer in _layers_in(path, candidates[path])])
         parts = balance(counts, min(stages, len(counts)))
         return total - sum(counts) + max(sum(counts[layer] for layer in part) for part in parts)
 
@@ -199,8 +228,8 @@ def _ambiguous(module: nn.Module, candidates: dict[str, nn.Module], stages: int)
         f"Several containers could be pipelined: {_listed(candidates)}. Name one: "
         f"AxoSparseStrategy(pipeline={min(candidates, key=most_on_a_stage)!r}, ...) leaves the "
         "least parameters to a stage. Or name several, in the order in which a step calls them: "
-        f"pipeline={list(candidates)}. The order is found where the "
-        "module's `forward` calls them with its `example_input_array`, layer by layer."
+        f"pipeline={list(candidates)}. The order is found where a step calls each layer once, with "
+        "a batch of the loader or, by `forward`, with the module's `example_input_array`."
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
@@ -31,3 +32,13 @@ class PausableMode(TorchFunctionMode):
             if leaves:
                 self.__enter__()  # type: ignore[no-untyped-call]
             self._is_paused = before
+
+
+def paused(modes: Sequence[PausableMode]) -> AbstractContextManager[Any]:
+    """Pause some modes, of which the last was entered last, inside the context."""
+    if len(modes) == 1:
+        return modes[0].paused()
+    stack = ExitStack()
+    for mode in reversed(modes):
+        stack.enter_context(mode.paused())
+    return stack

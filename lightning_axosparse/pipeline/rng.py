@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -60,6 +60,13 @@ class PipelineRNG:
         """Seed for the layers of a stage; the first stage continues with the numbers before."""
         if stage > 0:
             self._seed(microbatch, stage)
+
+    @contextmanager
+    def after_passes(self, stage: int) -> Iterator[None]:
+        """Seed for what a stage draws after the passes of the last batch, and restore after it."""
+        with self.generators_restored() if self._stages > 1 else nullcontext():
+            self._seed(-1, stage)
+            yield
 
     def _seed(self, microbatch: int, stage: int) -> None:
         if self._stages == 1:

@@ -105,8 +105,9 @@ class Schedule(ABC):
         """
         can_forward = self.forwards < min(self.microbatches, activations)
         can_backward = self.backwards < min(self.forwards, gradients)
-        has_room = self.held + self.pending < self.in_flight
-        kind = self._choose(can_forward and has_room, can_backward)
+        if can_forward:
+            can_forward = self.held + self.pending < self.in_flight
+        kind = self._choose(can_forward, can_backward)
         if kind == "forward":
             self.forwards += 1
             return Op("forward", self.forwards - 1)

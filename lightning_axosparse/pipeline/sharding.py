@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.remote_tensor import RemoteTensor
 from lightning_axosparse.sparse.parameters import layouts
-from lightning_axosparse.support.torch_internals import swap_values
+from lightning_axosparse.support.torch_internals import move_gradient_hooks, swap_values
 
 
 class ReshardedTensor(NamedTuple):
@@ -136,8 +136,9 @@ class Sharding:
             meta = tensors[key]
             assert meta is not None
             metas[original] = meta
-            # The user may have frozen or unfrozen the meta tensor.
+            # The user may have frozen, unfrozen or hooked the meta tensor.
             tensors[key] = original.requires_grad_(meta.requires_grad)
+            move_gradient_hooks(meta, original)
         self._replaced.clear()
         return metas
 

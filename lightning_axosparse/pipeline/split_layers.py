@@ -12,7 +12,7 @@ Ordinary, by the layer's own ``forward``:
                 whose weight is computed, also from some batch on: masks, weight norms
     calls       without gradients, or whose input needs none; inside ``torch.func`` transforms;
                 where what autograd saves is replaced, as by activation checkpointing
-    parameters  that are frozen, or whose gradient is hooked by the user
+    parameters  that are frozen
 
 A split layer that the user's own code differentiates (``torch.autograd.grad`` in a step), or that
 is differentiated twice, makes all its gradients at once.
@@ -31,7 +31,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_axosparse.distributed.gradient_reducer import GradientReducer
 from lightning_axosparse.pipeline.replaced_forward import ReplacedForward
 from lightning_axosparse.pipeline.weight_gradients import Scratch, WeightGradientQueue
 from lightning_axosparse.sparse.linear import KeptProduct
@@ -39,7 +38,6 @@ from lightning_axosparse.sparse.module import SparseModule, kept_product
 from lightning_axosparse.support.torch_internals import (
     apply_untransformed,
     backward_transformed,
-    gradient_hooks,
     is_compiled,
     saved_tensors_are_hooked,
     storage_id,
@@ -469,16 +467,7 @@ def _has_its_operands(layer: nn.Module) -> bool:
 
 
 def _trained(parameter: nn.Parameter) -> bool:
-    """Whether a parameter gets a gradient that no code of the user sees on its way."""
-    return (
-        type(parameter) is nn.Parameter
-        and parameter.requires_grad
-        and all(map(_is_the_reducers, gradient_hooks(parameter)))
-    )
-
-
-def _is_the_reducers(hook: Callable[..., Any]) -> bool:
-    return isinstance(getattr(hook, "__self__", None), GradientReducer)
+    return type(parameter) is nn.Parameter and parameter.requires_grad
 
 
 def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> Operands | None:

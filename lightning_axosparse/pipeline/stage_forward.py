@@ -7,15 +7,15 @@ Every stage runs the user's whole step on the whole module. Calling a layer does
     layer of a later stage       ends the step by raising ``StageEdge``
 
 So the code before the layers runs on every stage and the code behind them on the last one only.
-``derived_values`` sends along what the code between them has computed and still needs,
-``side_outputs`` what hooks and attributes of earlier layers hold.
+``derived_values`` sends along what the code between them has computed, ``side_outputs`` what hooks
+and attributes of earlier layers hold, as far as later stages read it (``crossing``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,14 +23,20 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lightning_axosparse.pipeline.activation import Activation
+from lightning_axosparse.pipeline.batch_state import IGNORED, StepState
 from lightning_axosparse.pipeline.checkpointing import ActivationCheckpointing, Segment
+from lightning_axosparse.pipeline.crossing import Reads, Sent
 from lightning_axosparse.pipeline.derived_values import DerivedValues
-from lightning_axosparse.pipeline.placeholder import described, fill
+from lightning_axosparse.pipeline.inner_backward import InnerBackward
+from lightning_axosparse.pipeline.message import tensors
+from lightning_axosparse.pipeline.pausable_mode import PausableMode, paused
+from lightning_axosparse.pipeline.placeholder import Progress, described
 from lightning_axosparse.pipeline.reductions import ReductionTracker
 from lightning_axosparse.pipeline.replaced_forward import ReplacedForward
 from lightning_axosparse.pipeline.rng import PipelineRNG
-from lightning_axosparse.pipeline.side_outputs import Activation, SideOutputs, WatchedLayer
-from lightning_axosparse.support.torch_internals import tree_leaves
+from lightning_axosparse.pipeline.side_outputs import SideOutputs, WatchedLayer
+from lightning_axosparse.support.torch_internals import backward_passes_by, plain_torch_functions
 from lightning_axosparse.support.troubleshooting import see
 
 
@@ -50,54 +56,60 @@ class Visit:
     microbatch: int
     received: Activation
     rng: PipelineRNG
-    tracker: ReductionTracker
+    tracker: ReductionTracker | None
+    """Follows the reductions in the step; None on stages that it does not reach the end of."""
+    sent: Sent
+    """What the stage sends."""
+    progress: Progress
+    reads: Reads | None = None
+    """Filled with what the stage reads of others; None where that is known."""
     next_layer: int = 0
     segment: Segment | None = None
     """The stage's layers since the last whose input is kept, with activation checkpointing."""
-    unused: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
-    """Per earlier layer, placeholders for what was not sent, which must not get a gradient."""
-    withheld: dict[str, list[Tensor]] = field(default_factory=dict)
-    """Per attribute of an earlier layer that was not sent, placeholders as above."""
 
-    def validate_unused(self, names: Sequence[str]) -> None:
+    def received_tensors(self) -> Iterator[Tensor]:
+        """The tensors that stand for those of earlier stages, with values or without."""
+        for tensor in tensors(self.received):
+            if tensor is not None:
+                yield tensor
+        yield from self.progress.placeholders
+
+    def validate_placeholders(self) -> None:
         """Check that no placeholder for a value of an earlier stage has got a gradient.
 
-        Args:
-            names: of the layers.
-
         Raises:
-            MisconfigurationException: if one has: a skip connection crosses the edge of a stage.
+            MisconfigurationException: if one has: it went round the torch functions.
         """
-        for index, placeholders in self.unused.items():
-            if any(tensor.grad is not None for tensor in placeholders):
-                raise MisconfigurationException(
-                    f"The output of layer {names[index]!r}, or what the step computes from it, is "
-                    f"used by stage {self.stage}, in a way that could not be followed: the step "
-                    "changes it in place (write `x = x + y`, not `x.add_(y)`), or gives it to a "
-                    "torch.autograd.Function. Do that inside a layer, put both ends into one stage "
-                    "(balance=...), or carry the value along in what the layers return."
-                    + see("values-between-layers")
-                )
-        for attribute, placeholders in self.withheld.items():
-            if any(tensor.grad is not None for tensor in placeholders):
-                raise MisconfigurationException(
-                    f"{attribute!r} is set by a layer of an earlier stage and read by stage "
-                    f"{self.stage}. It is larger than what the layer returns, so it is not sent "
-                    "along: return it from the layer, or set what the loss makes of it."
-                    + see("values-between-layers")
-                )
+        with plain_torch_functions():
+            used = [each for each in self.progress.placeholders if each.grad is not None]
+        self.progress.placeholders.clear()
+        if used:
+            raise MisconfigurationException(
+                f"Stage {self.stage} uses {used[0].source} in a way that could not be followed: "
+                "the step gives it to a torch.autograd.Function or to compiled code. Do that "
+                "inside a layer, put both ends into one stage (balance=...), or carry the value "
+                "along in what the layers return." + see("values-between-layers")
+            )
 
 
 class _Running(NamedTuple):
     """The micro-batch whose step runs, and what is followed of it.
 
     Attributes:
+        visit: the micro-batch.
+        part: the layers of the stage.
+        side_outputs: what hooks and attributes of layers hold.
+        values: what the step computes between layers.
+        modes: those that observe the step, but not the layers.
         sends: whether a later stage goes on with the step, and needs what this one leaves.
     """
 
     visit: Visit
+    part: range
     side_outputs: SideOutputs
     values: DerivedValues
+    inner: InnerBackward
+    modes: Sequence[PausableMode]
     sends: bool
 
 
@@ -109,7 +121,7 @@ class PipelinedLayers:
         layers: the layers in the order in which they are called.
         parts: the layer indices of each stage.
         checkpointing: which layers are computed again in the backward pass; None for none.
-        buffers: returns those of the module, with their names.
+        module: the user's module.
     """
 
     def __init__(
@@ -118,13 +130,13 @@ class PipelinedLayers:
         layers: Sequence[nn.Module],
         parts: Sequence[range],
         checkpointing: ActivationCheckpointing | None = None,
-        buffers: Callable[[], Iterable[tuple[str, Tensor]]] = tuple,
+        module: nn.Module | None = None,
     ) -> None:
         self.names, self.layers, self.parts = list(names), list(layers), list(parts)
         self._checkpointing = checkpointing
-        self._named_buffers = buffers
+        self._module = nn.ModuleList(layers) if module is None else module
         self._buffers: dict[int, str] = {}
-        self._restored: list[Tensor] = []
+        self._state = IGNORED
         self._running: _Running | None = None
         self._watched: list[WatchedLayer] = []
         self._present: set[int] = set()
@@ -134,12 +146,8 @@ class PipelinedLayers:
         """Change what calling a layer does; ``stages`` are those whose layers are on this rank."""
         self._watched = list(map(WatchedLayer, self.names, self.layers))
         self._present = {layer for stage in stages for layer in self.parts[stage]}
-        buffers = dict(self._named_buffers())
+        buffers = dict(self._module.named_buffers())
         self._buffers = {id(buffer): name for name, buffer in buffers.items()}
-        if len(self._present) == len(self.layers):
-            # Code before the layers runs once a stage here: the last one's changes count.
-            inside = tuple(f"{name}." for name in self.names)
-            self._restored = [b for name, b in buffers.items() if not name.startswith(inside)]
         for index, layer in enumerate(self.layers):
             self._replaced.append(ReplacedForward(layer, partial(self._forward, index)))
 
@@ -149,7 +157,15 @@ class PipelinedLayers:
             replaced.remove()
         self._replaced.clear()
         self._buffers.clear()
-        self._restored.clear()
+
+    @contextmanager
+    def followed_by(self, state: StepState) -> Iterator[None]:
+        """Have what steps change on the module followed inside the context."""
+        before, self._state = self._state, state
+        try:
+            yield
+        finally:
+            self._state = before
 
     @property
     def running_stage(self) -> int | None:
@@ -159,35 +175,48 @@ class PipelinedLayers:
     @contextmanager
     def visit(self, visit: Visit) -> Iterator[None]:
         """Compute the layers of ``visit.stage`` inside the context."""
-        received = visit.received
-        side_outputs = SideOutputs(self._watched, received.side_outputs, visit.withheld)
+        received, part = visit.received, self.parts[visit.stage]
         sends = visit.stage < len(self.parts) - 1
+        sent = visit.sent if sends else None
         # The last stage's buffers are those that count.
         buffers = self._buffers if sends else {}
-        values = DerivedValues(received.values, buffers, self.names)
-        visit.unused = values.placeholders
-        before = [buffer.clone() for buffer in self._restored] if sends else []
-        self._running = _Running(visit, side_outputs, values, sends)
+        values = DerivedValues(
+            visit.progress, part, received, sent, buffers, self.names, visit.reads
+        )
+        side_outputs = SideOutputs(
+            self._watched, received.side_outputs, values, visit.progress, sent, visit.reads
+        )
+        # One stage that computes everything has nothing to follow.
+        follows = values.follows and len(self.parts) > 1
+        modes: list[PausableMode] = [visit.tracker] if visit.tracker else []
+        modes += [values] if follows else []
+        first = self.names[part.start] if self.names else ""
+        inner = InnerBackward(self._module.parameters, visit.received_tensors, first)
+        self._running = _Running(visit, part, side_outputs, values, inner, modes, sends)
+        self._state.begin(visit.stage)
         try:
-            # One stage that computes everything has nothing to follow.
-            with values if len(self.parts) > 1 else nullcontext():
+            with backward_passes_by(inner.run), values if follows else nullcontext():
                 yield
         finally:
+            inner.end()
             side_outputs.end()
+            values.end_step(self._module)
             self._running = None
-            for buffer, value in zip(self._restored, before, strict=False):
-                buffer.data.copy_(value)  # which autograd does not take for a change
+            self._state.end(visit.stage)
 
-    def validate_end(self, visit: Visit, may_call_none: bool = False) -> None:
+    def end_step(self, visit: Visit, output: Any, may_call_none: bool = False) -> None:
         """Check at the end of a step that it has called every layer.
 
         Args:
             visit: the micro-batch.
+            output: what the step returned.
             may_call_none: whether a step may do without the layers, on all stages alike.
 
         Raises:
             MisconfigurationException: naming the first layer that was not called.
         """
+        if self._running is not None:
+            self._running.values.read(output)
         called_none = visit.next_layer == 0 and (visit.stage == 0 or visit.received.is_empty)
         if visit.next_layer < len(self.layers) and not (may_call_none and called_none):
             raise MisconfigurationException(
@@ -202,28 +231,24 @@ class PipelinedLayers:
             if running is None:
                 return self._outside_step(index, compute, *args, **kwargs)
             self._check_order(running.visit, index)
-            part = self.parts[running.visit.stage]
-            with running.values.paused():
-                if index < part.start:
-                    running.side_outputs.replay(index)
-                with running.visit.tracker.paused():
-                    if index == part.stop:
-                        raise StageEdge(_activation(running))
-                    self._begin(running, index, part)
-                    if index < part.start:
-                        return _replacement(running, index, index == part.start - 1)
-                    return self._run(running, index, compute, args, kwargs)
+            part = running.part
+            if index < part.start:
+                return _replacement(running, index, args, kwargs)
+            with paused(running.modes) if running.modes else nullcontext():
+                if index == part.stop:
+                    raise StageEdge(_activation(running))
+                if index == part.start:
+                    self._begin(running)
+                return self._run(running, index, compute, args, kwargs)
 
         return forward
 
-    def _begin(self, running: _Running, index: int, part: range) -> None:
-        """Prepare for the stage's own layers, and for what is received before them."""
-        # From here on, so that what is replayed is not taken for a side output of this stage.
-        if index == max(0, part.start - 1) and running.sends:
-            running.side_outputs.watch(part)
-        if index == part.start:
-            running.values.begin_stage(running.sends)
-            running.visit.rng.seed_inside_layers(running.visit.microbatch, running.visit.stage)
+    def _begin(self, running: _Running) -> None:
+        """Prepare for the stage's own layers."""
+        if running.sends:
+            running.side_outputs.watch(running.part)
+        running.values.begin_stage()
+        running.visit.rng.seed_inside_layers(running.visit.microbatch, running.visit.stage)
 
     def _run(
         self,
@@ -234,12 +259,23 @@ class PipelinedLayers:
         kwargs: dict[str, Any],
     ) -> Any:
         """Compute a layer of the stage, and note what it leaves."""
-        running.side_outputs.begin_layer(index)
-        output = self._compute(running.visit, index, compute, args, kwargs)
-        running.side_outputs.end_layer(index, output)
+        if not running.sends and running.visit.reads is None:
+            return self._compute(running.visit, index, compute, args, kwargs)
+        if running.sends:
+            running.side_outputs.begin_layer(index)
+        with self._observed(running, index, args, kwargs):
+            output = self._compute(running.visit, index, compute, args, kwargs)
         if running.sends:
             _note_output(running, index, output)
         return output
+
+    def _observed(
+        self, running: _Running, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> AbstractContextManager[None]:
+        """See what a layer reads inside the context, where that is to be learned."""
+        if running.visit.reads is None:
+            return nullcontext()
+        return running.values.computing_layer((args, kwargs), self._watched[index].compiled)
 
     def _compute(
         self,
@@ -255,7 +291,7 @@ class PipelinedLayers:
             return compute(*args, **kwargs)
         part = self.parts[visit.stage]
         if visit.segment is None or checkpointing.begins_segment(index - part.start, len(part)):
-            visit.segment = Segment(checkpointing.device)
+            visit.segment = Segment(checkpointing.device, self._state.remember)
         return visit.segment.run(self.names[index], self.layers[index], compute, args, kwargs)
 
     def _outside_step(self, index: int, compute: Callable[..., Any], *args: Any, **kw: Any) -> Any:
@@ -296,41 +332,27 @@ class PipelinedLayers:
 # Only a layer's own forward is to be compiled.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _note_output(running: _Running, index: int, output: Any) -> None:
-    """Note the output of a layer that this stage has computed."""
+    """Note the output of a layer that this stage has computed, and what the layer has set."""
+    running.side_outputs.end_layer(index)
     running.values.end_layer(index, output)
-    running.side_outputs.describe(index, output)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _activation(running: _Running) -> Activation:
     """What a stage sends when the step calls the next stage's first layer."""
-    side_outputs = running.side_outputs.sent()
-    output, values = running.values.needed()
-    sent = {id(tensor) for tensor in tree_leaves(side_outputs) if isinstance(tensor, Tensor)}
-    others = [(place, tensor) for place, tensor in values if place.result or id(tensor) not in sent]
-    return Activation(output, side_outputs, tuple(others))
+    return running.values.sent()._replace(side_outputs=running.side_outputs.to_send())
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _replacement(running: _Running, index: int, is_received: bool) -> Any:
-    """What a layer of an earlier stage returns on this one.
-
-    Args:
-        running: the micro-batch.
-        index: of the layer.
-        is_received: whether it is the last layer of the previous stage.
-    """
-    placeholders: list[Tensor] = []
-    received = running.visit.received.output
-    if is_received:
-        output = fill(received, placeholders)
-    else:
-        output = running.side_outputs.output(index, placeholders)
-        if output is None:
-            output = fill(described(received), placeholders)
-    output = running.values.replace_output(index, output, placeholders)
-    if running.sends:
-        running.side_outputs.describe(index, output)
-    if is_received:
-        running.side_outputs.note_output(index, output)
-    return output
+def _replacement(
+    running: _Running, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What a layer of an earlier stage returns on this one."""
+    running.inner.give(args, kwargs)
+    if running.visit.received.side_outputs:
+        with running.values.replaying():
+            running.side_outputs.replay(index)
+    output = running.visit.received.output
+    is_received = index == running.part.start - 1
+    with paused(running.modes):
+        return running.values.replace_output(index, output if is_received else described(output))

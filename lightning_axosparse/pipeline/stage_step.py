@@ -12,21 +12,24 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from lightning_axosparse.pipeline.activation import Activation
 from lightning_axosparse.pipeline.batch_fingerprint import BatchFingerprint
 from lightning_axosparse.pipeline.batch_norms import statistics_explained
+from lightning_axosparse.pipeline.crossing import Crossing, Reads, Sent
 from lightning_axosparse.pipeline.in_flight import InFlightLimit
 from lightning_axosparse.pipeline.loss_weights import LossWeights
 from lightning_axosparse.pipeline.message import Gradients, tensors
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.outputs import Scalar
-from lightning_axosparse.pipeline.reductions import Reductions, ReductionTracker
+from lightning_axosparse.pipeline.placeholder import Progress
+from lightning_axosparse.pipeline.reductions import ReductionTracker
 from lightning_axosparse.pipeline.rng import PipelineRNG
-from lightning_axosparse.pipeline.side_outputs import Activation
 from lightning_axosparse.pipeline.split_layers import SplitLayers
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers, StageEdge, Visit
 from lightning_axosparse.pipeline.weight_gradients import WeightGradientQueue
-from lightning_axosparse.pipeline.weighting import Weighting
 from lightning_axosparse.support.troubleshooting import see
+
+_NOTHING = Activation()
 
 
 class StepLog(Protocol):
@@ -73,6 +76,7 @@ class Batch:
         log: records what the step logs.
         prints: makes the context that records what the step prints.
         weights_given: whether the user has given the weights of the micro-batches.
+        crossing: what crosses the edges of stages; None where that is not known: everything.
     """
 
     step: Callable[..., Any]
@@ -84,6 +88,7 @@ class Batch:
     log: StepLog
     prints: Callable[[], AbstractContextManager[Any]] = nullcontext
     weights_given: bool = False
+    crossing: Crossing | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,12 +98,10 @@ class TrainingBatch(Batch):
     Attributes:
         weights: the weights of the micro-batches' losses, on the last stage.
         backward: differentiates the losses.
-        received: what the last stage receives for each micro-batch is appended; None to keep none.
     """
 
     weights: LossWeights
     backward: LossBackward
-    received: list[Any] | None = None
 
 
 class StageStep:
@@ -114,6 +117,8 @@ class StageStep:
     """
 
     _may_call_no_layer = True
+    _reads: Reads | None = None
+    """Filled with what the stage reads of others; None where that is known."""
 
     def __init__(
         self,
@@ -130,6 +135,8 @@ class StageStep:
         self._is_last = stage == len(layers.parts) - 1
         is_whole_batch = len(batch.microbatches) == 1 and batch.microbatches[0].weight == 1
         self._tracks = self._is_last and not is_whole_batch
+        crossing = batch.crossing
+        self._sent = Sent() if crossing is None else crossing.sent[stage]
         self._visits: dict[int, Visit] = {}
 
     def forward(self, microbatch: int, received: Activation | None) -> Any:
@@ -150,10 +157,17 @@ class StageStep:
         if received is not None:
             batch.fingerprint.validate(received.fingerprint, self._stage)
         visit = Visit(
-            self._stage, part.number, received or Activation(None), self._rng, self._tracker
+            self._stage,
+            part.number,
+            received or _NOTHING,
+            self._rng,
+            self._tracker if self._tracks else None,
+            self._sent,
+            Progress(self._stage),
+            self._reads,
         )
         self._visits[microbatch] = visit
-        tracked = self._tracker.microbatch(part.size, part.batch) if self._tracks else nullcontext()
+        tracked = self._tracker.microbatch(part.size) if self._tracks else nullcontext()
         log = batch.log.microbatch(part.size, part.weight if batch.weights_given else None)
         explained = statistics_explained(part, batch.microbatches)
         self._rng.seed_outside_layers(part.number)
@@ -162,9 +176,9 @@ class StageStep:
                 with explained, batch.prints(), tracked, self._layers.visit(visit):
                     with log, batch.precision():
                         output = batch.step(part.batch, *batch.args, **batch.kwargs)
-                    self._layers.validate_end(visit, self._may_call_no_layer)
+                    self._layers.end_step(visit, output, self._may_call_no_layer)
                     if not self._is_last:  # What it logged counts on the last stage alone.
-                        raise StageEdge(Activation(None, is_empty=True))
+                        raise StageEdge(_NOTHING._replace(is_empty=True))
             except StageEdge as edge:
                 output = edge.activation._replace(fingerprint=batch.fingerprint.fingerprint)
             else:
@@ -185,7 +199,45 @@ class StageStep:
         """A tensor of the step's output; scalars with how they count in the batch's."""
         if tensor.dim():
             return tensor.detach()
-        return Scalar(tensor.detach(), Weighting.of(self._tracker.of(tensor)))
+        return Scalar(tensor.detach(), self._tracker.of(tensor))
+
+
+class ProbingStep(StageStep):
+    """One stage's forward pass through a micro-batch, of which it is seen what the step reads.
+
+    Args:
+        stage: as for :class:`StageStep`.
+        batch: a batch of one micro-batch, of which everything crosses the edges of stages.
+        layers: as for :class:`StageStep`.
+        rng: as for :class:`StageStep`.
+        tracker: as for :class:`StageStep`.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        batch: Batch,
+        layers: PipelinedLayers,
+        rng: PipelineRNG,
+        tracker: ReductionTracker,
+    ) -> None:
+        super().__init__(stage, batch, layers, rng, tracker)
+        self._reads = self.reads = Reads()
+        self._tracks = False
+        self.failure: str | None = None
+        """The error that the user's code has raised."""
+
+    def forward(self, microbatch: int, received: Activation | None) -> Any:
+        """Run the user's step, as in a real pass; where it fails, the next stages do nothing."""
+        if received is not None and received.has_failed:
+            return received
+        try:
+            output = super().forward(microbatch, received)
+        except Exception as error:
+            self.failure = f"{type(error).__name__}: {error}"
+            return _NOTHING._replace(has_failed=True)
+        self.reads.is_complete = self._visits[microbatch].next_layer > 0
+        return output
 
 
 class TrainingStageStep(StageStep):
@@ -219,10 +271,7 @@ class TrainingStageStep(StageStep):
         is_first_here: bool,
     ) -> None:
         super().__init__(stage, batch, layers, rng, tracker)
-        self.losses: list[Reductions] = []
-        """What the loss of each micro-batch came from, on the last stage."""
         self._weights, self._backward = batch.weights, batch.backward
-        self._received = batch.received
         self._limit, self._is_first_here = limit, is_first_here
         self._split, self._queue = split, WeightGradientQueue(batch.backward.mark_final)
         self._defers = defers
@@ -254,7 +303,7 @@ class TrainingStageStep(StageStep):
             # The loss of a micro-batch that counts for nothing, such as padding, may be NaN.
             elif weight := self._weights.weight(microbatch):
                 self._backward.differentiate(loss_of(output) * weight)
-        visit.validate_unused(self._layers.names)
+        visit.validate_placeholders()
         if microbatch == 0:
             self._limit.measured_pending(self._stage, self._queue.bytes_of(microbatch))
         if is_last_pass:
@@ -291,12 +340,10 @@ class TrainingStageStep(StageStep):
 
     def _take_output(self, output: Any, received: Activation | None) -> None:
         super()._take_output(output, received)
-        self.losses.append(self._tracker.of(loss_of(output)))
-        weighting = self._weights.add(self.losses[-1])
-        self.outputs[-1] = _with_weighting(self.outputs[-1], weighting)
+        loss = loss_of(output)
+        scalar = Scalar(loss.detach(), *self._weights.add(self._tracker.of(loss)))
+        self.outputs[-1] = _with_loss(self.outputs[-1], scalar)
         self._tracker.forget()
-        if self._received is not None:
-            self._received.append(received)
 
 
 def _differentiate(output: Any, gradients: Gradients) -> None:
@@ -311,17 +358,15 @@ def _differentiate(output: Any, gradients: Gradients) -> None:
         torch.autograd.backward(outputs, incoming)
 
 
-def _with_weighting(output: Any, weighting: Weighting) -> Any:
-    """What a training step returned, with its loss weighted as the gradients are.
+def _with_loss(output: Any, loss: Scalar) -> Any:
+    """What a training step returned, with its loss combined as the gradients are.
 
     A loss may also have the shape ``(1,)``.
     """
-    if isinstance(output, Scalar):
-        return output._replace(weighting=weighting)
-    if isinstance(output, Tensor):
-        return Scalar(output, weighting)
+    if isinstance(output, (Scalar, Tensor)):
+        return loss
     if isinstance(output, dict):
-        output["loss"] = _with_weighting(output["loss"], weighting)
+        output["loss"] = loss
     return output
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
 
 from lightning_axosparse.distributed.process_groups import ProcessGroups
 from lightning_axosparse.pipeline.batch_layout import (
@@ -16,6 +20,7 @@ from lightning_axosparse.pipeline.batch_layout import (
     Path,
     collated,
     inferred,
+    is_array,
     observed,
     spelled,
 )
@@ -28,6 +33,7 @@ from lightning_axosparse.pipeline.microbatch import (
     weigh,
 )
 from lightning_axosparse.strategy.lightning import loaders
+from lightning_axosparse.support.arguments import shown
 from lightning_axosparse.support.troubleshooting import see
 
 SplitBatch = Callable[[Any, int], "list[Any]"]
@@ -100,9 +106,47 @@ class BatchSplitter:
         if wanted == 1:
             return [MicroBatch(batch, samples(batch), 1.0)]
         if self._split_batch is not None:
-            return weigh(self._split_batch(batch, wanted), batch)
-        layout, count = self._loader(rest, groups).layout(batch)
+            return weigh(self._parts(batch, wanted), batch)
+        layout, count = self._loader(rest, groups).layout(batch, wanted)
         return split(batch, parts(count, wanted), layout)
+
+    def _parts(self, batch: Any, wanted: int) -> Any:
+        """What the user's function makes of a batch."""
+        parts: Any = self._split_batch and self._split_batch(batch, wanted)
+        if not isinstance(parts, Sequence | Tensor) or isinstance(parts, str) or len(parts) == 0:
+            raise ValueError(
+                f"split_batch={shown(self._split_batch)} returned {shown(parts)} for "
+                f"{wanted} micro-batches. It has to return a list of parts of the batch, each of "
+                "the batch's type." + see("batches")
+            )
+        return parts
+
+    @contextmanager
+    def explained(self, rest: Sequence[Any], batch: Any) -> Iterator[None]:
+        """Say of an error inside the context that it may come from how the batch was split.
+
+        Args:
+            rest: the other arguments of the step.
+            batch: the whole batch.
+
+        Raises:
+            MisconfigurationException: for an error of a step, where it had to be inferred from the
+                batch which tensors have an entry for each sample.
+        """
+        try:
+            yield
+        except (RuntimeError, IndexError, ValueError) as error:
+            origin = loaders.source(self._trainer, rest)
+            known = self._known.get((origin.loop, origin.index))
+            cut = None if known is None else known.inferred_shapes(batch)
+            if not cut or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise MisconfigurationException(
+                f"A step raised {type(error).__name__} for a micro-batch: {error}\n"
+                f"The batch was cut along dimension 0, in which {', '.join(cut)} agree. The "
+                "DataLoader does not show which of them have an entry for each sample. If one has "
+                f"not (an adjacency matrix, class weights, a table): {ASK}" + see("batches")
+            ) from error
 
     def _loader(self, rest: Sequence[Any], groups: ProcessGroups) -> _LoaderBatches:
         """What is known of the batches of the loader that the running loop uses."""
@@ -127,16 +171,29 @@ class _LoaderBatches:
     batch_size: int | None
     _inferred: BatchLayout | None = None
     _sizes: dict[Path, int] = field(default_factory=dict)
+    _first: Any = None
     _logged: bool = False
 
-    def layout(self, batch: Any) -> tuple[BatchLayout, int]:
-        """How to split a batch, and the number of its samples."""
+    def layout(self, batch: Any, wanted: int) -> tuple[BatchLayout, int]:
+        """How to split a batch into ``wanted`` micro-batches, and the number of its samples."""
         layout = self._find(batch)
         sizes = layout.sizes(batch)
         _validate_sizes(sizes, self._sizes)
+        if layout is self._inferred and self._first is not None:
+            _advise_on_constants(layout, self._first, batch)
+        self._first = batch if layout is self._inferred and not self._logged else None
         self._sizes = sizes
-        self._log(layout)
+        self._log(layout, batch, wanted)
         return layout, one_size(sizes)
+
+    def inferred_shapes(self, batch: Any) -> list[str]:
+        """What is cut of a batch from whose loader it cannot be known; empty where it can."""
+        if self._inferred is None:
+            return []
+        return [
+            f"{spelled(path)} {tuple(leaf.shape) if is_array(leaf) else f'({len(leaf)},)'}"
+            for path, leaf in self._inferred.leaves(batch)
+        ]
 
     def _find(self, batch: Any) -> BatchLayout:
         if isinstance(self.evidence, ValueError):
@@ -149,14 +206,22 @@ class _LoaderBatches:
         self._inferred = inferred(batch, self.batch_size)
         return self._inferred
 
-    def _log(self, layout: BatchLayout) -> None:
+    def _log(self, layout: BatchLayout, batch: Any, wanted: int) -> None:
         """Log once what is split."""
         if self._logged:
             return
         self._logged = True
         rank_zero_info(f"Micro-batches of {self.name} batches: {layout}.")
-        if layout.objects and layout.dims:
-            names = ", ".join(spelled(path) for path in layout.objects)
+        names = ", ".join(spelled(path) for path in layout.objects)
+        if layout.objects and not layout.dims:
+            kind = f"a {type(batch).__module__}.{type(batch).__name__}"
+            what = kind if layout.objects == ((),) else f"nothing but {names} of unknown kind"
+            rank_zero_warn(
+                f"{self.name.capitalize()} batches stay whole, so microbatches={wanted} has no "
+                f"effect and stages wait for one another: a batch is {what}, of which it is not "
+                f"known how to cut samples out of it. {ASK}" + see("batches")
+            )
+        elif layout.objects:
             rank_zero_warn(
                 f"Every micro-batch gets the whole {names}: such an object has no known batch "
                 f"dimension. If it holds something for each sample: {ASK}" + see("batches")
@@ -187,6 +252,35 @@ def _validate_sizes(sizes: dict[Path, int], before: dict[Path, int]) -> None:
             "entry for each sample and should not have been cut: what was computed from the "
             f"batches before this one is wrong. {ASK}" + see("batches")
         )
+
+
+def _advise_on_constants(layout: BatchLayout, first: Any, second: Any) -> None:
+    """Warn of leaves that were cut and did not change from one batch to the next, unlike others."""
+    before = dict(layout.leaves(first))
+    same = {path: _equal(before[path], leaf) for path, leaf in layout.leaves(second)}
+    constant = [spelled(path) for path, leaf in before.items() if same[path] and _varies(leaf)]
+    if constant and not all(same.values()):
+        rank_zero_warn(
+            f"{', '.join(constant)} did not change from the first batch to the second, unlike the "
+            "rest of the batch, and is cut into micro-batches because it happens to be as long. If "
+            f"it has no entry for each sample (class weights, a table, names): {ASK}"
+            + see("batches")
+        )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if is_array(one):
+        return one.shape == other.shape and bool((one == other).all())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return one is other or (isinstance(one, (str, bytes, int, float)) and one == other)
+
+
+def _varies(leaf: Any) -> bool:
+    """Whether the entries of a leaf differ: a mask of ones may be that of every batch."""
+    return any(not _equal(leaf[0], entry) for entry in leaf[1:])
 
 
 def _same(some: tuple[Any, ...], others: tuple[Any, ...]) -> bool:

@@ -12,6 +12,7 @@ from lightning.fabric.utilities.distributed import ReduceOp
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
@@ -23,8 +24,11 @@ from lightning_axosparse.strategy.launcher.launcher import MPILauncher
 from lightning_axosparse.strategy.lightning import collectives
 from lightning_axosparse.strategy.lightning.checkpoint_io import with_atomic_files
 from lightning_axosparse.strategy.lightning.sampling import process_dataloader
+from lightning_axosparse.strategy.lightning.signals import cause_of
 from lightning_axosparse.strategy.validation import validate_local_rank, validate_world_size
 from lightning_axosparse.support.release_memory import map_larger_blocks
+from lightning_axosparse.support.temporary_folder import keep_sockets_in
+from lightning_axosparse.support.troubleshooting import see
 
 T = TypeVar("T")
 
@@ -38,6 +42,7 @@ class MPIStrategy(ParallelStrategy):
     Args:
         ranks_per_replica: ranks that make up a replica.
         timeout: seconds that a rank waits for others at a time before it ends the job.
+        restarts: how many times a call begins again that has lost a rank.
         accelerator: Lightning's, as are the following.
         parallel_devices: devices of this node's ranks.
         cluster_environment: what Lightning asks about the cluster, such as how Slurm requeues jobs;
@@ -53,6 +58,7 @@ class MPIStrategy(ParallelStrategy):
         self,
         ranks_per_replica: int,
         timeout: float,
+        restarts: int = 0,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -69,7 +75,7 @@ class MPIStrategy(ParallelStrategy):
             precision_plugin,
         )
         self._ranks_per_replica = ranks_per_replica
-        self._timeout = timeout
+        self._timeout, self._restarts = timeout, restarts
         self._num_nodes = 1
         self._groups: ProcessGroups | None = None
         # What setup changes registers here how it is undone; teardown closes it.
@@ -153,7 +159,13 @@ class MPIStrategy(ParallelStrategy):
         validate_world_size(devices, self.num_nodes, job_size)
         Grid(self._ranks, self._ranks_per_replica)
         if job_size == 1 and self._ranks > 1:
-            self._launcher = MPILauncher(self, self._ranks)
+            self._launcher = MPILauncher(self, self._ranks, self._restarts)
+        elif self._restarts:
+            rank_zero_warn(
+                f"restarts={self._restarts} does nothing here: the call starts no ranks. For those "
+                "that mpiexec or srun has started, docs/clusters.md shows how a job begins again."
+                + see("starting-ranks")
+            )
 
     @property
     def _ranks(self) -> int:
@@ -168,6 +180,7 @@ class MPIStrategy(ParallelStrategy):
             from lightning_axosparse.distributed.mpi.watchdog import watchdog
 
             map_larger_blocks()
+            keep_sockets_in()
             self._undo.enter_context(environment.limited_threads())
             watchdog().timeout = self._timeout
             with blocked("all ranks to connect"):
@@ -176,6 +189,7 @@ class MPIStrategy(ParallelStrategy):
         self._groups = ProcessGroups(grid)
         this_rank().place_in(grid)
         this_rank().begin_run()
+        self._undo.callback(this_rank().end_run)
         self.set_world_ranks()
         super().setup_environment()
 
@@ -193,7 +207,7 @@ class MPIStrategy(ParallelStrategy):
         super().on_exception(exception)
         if self._ranks > 1:
             mark_finished()
-            environment.abort_job(exception, self.grid)
+            environment.abort_job(cause_of(exception), self.grid)
 
     @property
     def inter_group(self) -> dist.ProcessGroup | None:

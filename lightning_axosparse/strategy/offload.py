@@ -26,6 +26,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_axosparse.pipeline.param_groups import closure_called
 from lightning_axosparse.sparse.elementwise import trial_copy
 from lightning_axosparse.sparse.materialize import master_dtype
 from lightning_axosparse.sparse.optimizer_state import MASTER, master_values
@@ -86,9 +87,7 @@ class OptimizerOffload:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Step on the host, and leave the optimizer's own step, which follows, nothing to do."""
-        _, *given = args
-        closure = kwargs.pop("closure", given[0] if given else None)
-        loss = None if closure is None else closure()
+        kwargs = closure_called(args, kwargs)
         with torch.no_grad(), self._copies.joined():
             for bucket in self._copies.in_turn(self._buckets()):
                 with _substituted(optimizer, bucket.masters(optimizer)), _without_hooks(optimizer):
@@ -96,7 +95,7 @@ class OptimizerOffload:
                 bucket.copy_back(optimizer)
         self._await(list(self._parameters()))
         self._hide_gradients()
-        return (optimizer,), {**kwargs, "closure": lambda: loss}
+        return (optimizer,), kwargs
 
     def _buckets(self) -> Iterator[_HostBucket]:
         """The buckets, each once its gradients are reduced; those of the last layers are first."""

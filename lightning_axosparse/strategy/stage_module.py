@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -182,6 +183,14 @@ class StageModule:
         buffers = dict(module.named_buffers())
         self._share_buffers({n: b for n, b in buffers.items() if self.sharding.stage_of(n) is None})
 
+    @torch.no_grad()
+    def broadcast_buffers(self) -> None:
+        """Give every replica the first one's buffers; collective over the replicas of a stage."""
+        if self.groups.data is not None:
+            for buffer in self.module.buffers():
+                if not buffer.is_meta and buffer.numel():
+                    dist.broadcast(buffer, src=self.grid.stage, group=self.groups.data)
+
     def leave_sharded(self) -> None:
         """Leave the tensors of other stages on the meta device, after :meth:`end_run`."""
         leave_sharded(self.module, self._freed)
@@ -262,7 +271,7 @@ class StageModule:
             partition.layers,
             partition.parts,
             self._recompute,
-            self.module.named_buffers,
+            self.module,
         )
 
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
@@ -325,6 +334,19 @@ class StageModule:
                 reduced.append(ReductionGroup(group, by_stages[stages]))
         return reduced
 
+    def sharing_batch(self, parameters: Collection[nn.Parameter]) -> dict[nn.Parameter, Any]:
+        """The ranks that have each a part of a batch's gradient of these parameters of this rank.
+
+        Returns:
+            By parameter, in the same order on all ranks, the process group; None for this rank.
+        """
+        held = self.sharding.held() if parameters else {}
+        return {
+            parameter: self.groups.holding_batch(self._holders(name))
+            for name, parameter in held.items()
+            if parameter in parameters
+        }
+
     def _holders(self, name: str) -> frozenset[int]:
         """The stages that keep a parameter, counted as the grid counts them."""
         stages = self.sharding.holders_of(name)
@@ -338,10 +360,7 @@ class StageModule:
             if group is not None:
                 source = self.grid.ranks_holding(stages)[0]
                 dist.broadcast(parameter.data, src=source, group=group)
-        if self.groups.data is not None:
-            buffers = [b for b in self.module.buffers() if not b.is_meta and b.numel()]
-            for buffer in buffers:
-                dist.broadcast(buffer, src=self.grid.stage, group=self.groups.data)
+        self.broadcast_buffers()
 
     def _gather_from_stages(self) -> None:
         """Fill in the parameters and buffers of the other stages of this pipeline."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -26,6 +26,7 @@ from lightning_axosparse.checkpoint.atomic_io import (
     AtomicCheckpointIO,
     clear_unfinished_checkpoints,
     local_path,
+    validated,
 )
 from lightning_axosparse.checkpoint.folder_writer import FolderWriter
 from lightning_axosparse.checkpoint.gather import (
@@ -38,6 +39,7 @@ from lightning_axosparse.checkpoint.gather import (
 from lightning_axosparse.checkpoint.stage_tensors import StageTensors
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.pipeline.batch_norms import fewest_samples
+from lightning_axosparse.pipeline.call_order import called_in_order, order_of_example
 from lightning_axosparse.pipeline.checkpointing import ActivationCheckpointing
 from lightning_axosparse.pipeline.in_flight import InFlightRule
 from lightning_axosparse.pipeline.loss_weights import (
@@ -45,7 +47,12 @@ from lightning_axosparse.pipeline.loss_weights import (
     MicrobatchLoss,
     MicrobatchWeight,
 )
-from lightning_axosparse.pipeline.partition import UNPARTITIONED, Partition, partition_layers
+from lightning_axosparse.pipeline.partition import (
+    UNPARTITIONED,
+    Partition,
+    UnknownOrderError,
+    partition_layers,
+)
 from lightning_axosparse.pipeline.profile import profile_example, validate_example_input
 from lightning_axosparse.pipeline.schedule import SCHEDULES, WeightGradients
 from lightning_axosparse.pipeline.schedule_choice import ScheduleRule
@@ -68,6 +75,7 @@ from lightning_axosparse.strategy.construction import (
     values_held,
 )
 from lightning_axosparse.strategy.launcher.launcher import MPILauncher
+from lightning_axosparse.strategy.launcher.restarts import note_checkpoint
 from lightning_axosparse.strategy.learning_rate import scaled_rates
 from lightning_axosparse.strategy.lightning.checkpoint_io import (
     reading_files,
@@ -84,9 +92,11 @@ from lightning_axosparse.strategy.lightning.hooks import (
     overrides,
     trainer_of,
 )
+from lightning_axosparse.strategy.lightning.loaders import first_step
 from lightning_axosparse.strategy.lightning.loading import files_mapped
 from lightning_axosparse.strategy.lightning.loop_check import LoopCheck
 from lightning_axosparse.strategy.lightning.prediction_writers import without_writing
+from lightning_axosparse.strategy.lightning.signals import acting_together
 from lightning_axosparse.strategy.lightning.throughput import count_replicas
 from lightning_axosparse.strategy.lightning.timed_validation import validating_together
 from lightning_axosparse.strategy.lightning.weight_averages import weight_averages
@@ -120,6 +130,7 @@ from lightning_axosparse.support.arguments import (
     BYTES,
     COUNT,
     FUNCTION,
+    INDEX,
     LAYERS,
     NAMES,
     NONE,
@@ -130,6 +141,7 @@ from lightning_axosparse.support.arguments import (
     one_of,
 )
 from lightning_axosparse.support.available_memory import free_bytes
+from lightning_axosparse.support.corrupt_file import restoring
 from lightning_axosparse.support.deferred_tensor import all_made
 from lightning_axosparse.support.torch_internals import tree_map_only
 from lightning_axosparse.support.trace import clock
@@ -199,8 +211,10 @@ class AxoSparseStrategy(MPIStrategy):
         pipeline: attribute path of the ``nn.Sequential`` or ``nn.ModuleList`` whose layers are
             partitioned over the stages, such as ``"model.transformer.h"``; or several of them, and
             of other modules that are a layer each, in the order in which a step calls them, such as
-            ``["stem", "layer1", "layer2"]``. None takes the only candidate, or several in the order
-            in which ``forward`` calls them with the module's ``example_input_array``.
+            ``["stem", "layer1", "layer2"]``. A list of lists counts as one list of all their
+            layers. None takes the only candidate, or the layers of several in the order in which
+            ``forward`` calls them with the module's ``example_input_array``, or else the step with
+            a batch of the loader; neither computes or consumes anything.
         balance: "parameters" partitions the layers so that the largest stage is as small as
             possible, "time" so that the slowest stage is as fast as possible, timing the layers on
             the module's ``example_input_array``, which should be like a micro-batch; a sequence
@@ -238,10 +252,10 @@ class AxoSparseStrategy(MPIStrategy):
         microbatch_weight: weights for a loss whose reduction cannot be followed: a function of a
             micro-batch that returns the denominator of its loss, or the name of the batch entry
             that is counted: integers that are not -100, or the sum of a mask.
-        check_loss: computes the loss of the first training batch that is split once more as a
-            whole, in evaluation mode and with the layers of the last stage alone, and raises if it
-            differs: for contrastive losses and losses of a batch's statistics. ``training_step``
-            runs twice more on the last stage; nothing is logged and metrics keep their states.
+        check_first_batch: compares the first batch of each loader with its micro-batches: the loss,
+            its gradient, and what the step logs and changes on the module. A loss that differs is
+            an error, any other difference a warning. The step runs forward three times more for it,
+            and leaves no trace.
         step_outputs: who gets what ``training_step``, ``validation_step`` and ``test_step`` return,
             in the hooks that end a batch: "last" the last stage alone (after a regrid, for the part
             of the batch that its replica computes), while the other stages get the loss and the
@@ -266,6 +280,9 @@ class AxoSparseStrategy(MPIStrategy):
             that every rank that can be reached prints where it is, and the job ends with the names
             of those that do not answer. It should be longer than what one rank may do while others
             wait for it: its first batch, a batch that comes late, a checkpoint.
+        restarts: how many times at most ``fit`` begins again from the newest whole checkpoint that
+            it has saved, or from its start, after a rank was killed, as when memory runs out. Only
+            where the call starts the ranks; an exception of your code is never repeated.
 
     Raises:
         MisconfigurationException: for arguments out of range, here; for a grid, a module or an MPI
@@ -292,10 +309,11 @@ class AxoSparseStrategy(MPIStrategy):
         split_batch=FUNCTION | NONE,
         microbatch_loss=one_of("auto", "mean", "sum"),
         microbatch_weight=FUNCTION | TEXT | NONE,
-        check_loss=BOOL,
+        check_first_batch=BOOL,
         step_outputs=one_of("last", "all"),
         save_distributed_checkpoint=BOOL,
         timeout=TIMEOUT,
+        restarts=INDEX,
         recompute=COUNT | one_of("sqrt") | NONE,
         offload_optimizer=BOOL,
         offload_bucket=BYTES,
@@ -319,7 +337,7 @@ class AxoSparseStrategy(MPIStrategy):
         split_batch: Callable[[Any, int], list[Any]] | None = None,
         microbatch_loss: MicrobatchLoss = "auto",
         microbatch_weight: MicrobatchWeight | None = None,
-        check_loss: bool = False,
+        check_first_batch: bool = True,
         step_outputs: Literal["last", "all"] = "last",
         save_distributed_checkpoint: bool = False,
         recompute: int | Literal["sqrt"] | None = None,
@@ -327,6 +345,7 @@ class AxoSparseStrategy(MPIStrategy):
         offload_bucket: int = 4_000_000,
         regrid: int | Literal["auto"] | None = None,
         timeout: float | timedelta = timedelta(minutes=30),
+        restarts: int = 0,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -338,6 +357,7 @@ class AxoSparseStrategy(MPIStrategy):
         super().__init__(
             g_inter if transport == "mpi" and g_inter != "auto" else 1,
             timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout),
+            restarts,
             accelerator,
             parallel_devices,
             cluster_environment,
@@ -353,7 +373,8 @@ class AxoSparseStrategy(MPIStrategy):
         self._microbatches, self._in_flight = microbatches, in_flight
         self._pipeline, self._balance = pipeline, balance
         self._split_batch, self._recompute = split_batch, recompute
-        self._loss_rule = LossRule(microbatch_loss, microbatch_weight, check_loss)
+        self._loss_rule = LossRule(microbatch_loss, microbatch_weight)
+        self._check_first_batch = check_first_batch
         self._step_outputs = step_outputs
         self._save_distributed_checkpoint = save_distributed_checkpoint
         self._offload_bucket = offload_bucket if offload_optimizer else None
@@ -396,7 +417,8 @@ class AxoSparseStrategy(MPIStrategy):
             MisconfigurationException: for a module or callback that cannot.
         """
         self._validate_run(trainer)
-        with unless_made_later(self._module):
+        # The ranks have loaders, whose batches show the order of the layers.
+        with unless_made_later(self._module), suppress(UnknownOrderError):
             self._partition_layers()
 
     def connect(self, model: pl.LightningModule) -> None:
@@ -533,9 +555,9 @@ class AxoSparseStrategy(MPIStrategy):
         assert self.accelerator is not None
         self._ended = None
         self._validate_run(trainer)
-        partition = self._partition_layers()
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self._module)
+        partition = self._partition_layers()
         self._configure_optimizers(trainer)
         partition = self._balance_by_time(partition)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -595,12 +617,25 @@ class AxoSparseStrategy(MPIStrategy):
             # Of layers on other ranks only the dense shapes are known.
             in_part = is_left_sharded(module) or self._adopted is not None
             with dense_shapes(module) if in_part else nullcontext():
-                partition = partition_layers(module, self._pipeline, sizes, self.g_inter)
+                partition = partition_layers(
+                    module, self._pipeline, sizes, self.g_inter, self._call_order
+                )
         if self._measures_layers:
             validate_example_input(module)
         if self._regrid is not None:
             validate_regrid_module(module)
         return partition
+
+    def _call_order(self, module: nn.Module, layers: Mapping[str, str]) -> list[str]:
+        """The order in which the module's example or else a first step calls layers; collective."""
+        order = order_of_example(module, layers)
+        if order or self._trainer is None:
+            return order
+        step = first_step(self._trainer)
+        if step is not None:
+            step = step._replace(context=self.precision_plugin.forward_context)
+            order = called_in_order(module, layers, step)
+        return self.broadcast(order)
 
     def _configure_optimizers(self, trainer: pl.Trainer) -> None:
         """For a fit, call ``configure_optimizers``; sparse weights show it their dense shape."""
@@ -716,12 +751,13 @@ class AxoSparseStrategy(MPIStrategy):
         return None
 
     def _check_loops(self, trainer: pl.Trainer) -> None:
-        """Let the ranks compare their positions in the Trainer's loops, and validate together."""
+        """Let the ranks compare their positions in the Trainer's loops, and act together."""
         assert self._groups is not None
         if self.grid.world_size > 1:
             self._undo.enter_context(LoopCheck(self._groups).added_to(trainer))
             self._undo.enter_context(JobEnd().added_to(trainer))
             self._undo.enter_context(validating_together(trainer))
+            self._undo.enter_context(acting_together(trainer))
 
     def _in_flight_rule(self, trainer: pl.Trainer) -> InFlightRule:
         free = partial(free_bytes, self.root_device, self.ranks_on_device)
@@ -743,6 +779,8 @@ class AxoSparseStrategy(MPIStrategy):
             self._schedules,
             BatchSplitter(trainer, self.microbatches, self._split_batch, fewest),
             self._loss_rule,
+            self._check_first_batch,
+            rule.free,
             self._step_outputs == "all",
             steps_in_parts,
             stage_module,
@@ -775,6 +813,14 @@ class AxoSparseStrategy(MPIStrategy):
         if regridded is not None:
             self.regridded, self._groups = regridded, self._running.stage_module.groups
             this_rank().place_in(self.grid)
+
+    def on_validation_start(self) -> None:
+        """Evaluate the model that a checkpoint would hold: that with the first replica's buffers.
+
+        Running statistics differ between replicas, as each sees its own batches. Lightning's ddp
+        broadcasts them before every forward pass; training does not read them.
+        """
+        self._running.stage_module.broadcast_buffers()
 
     def on_train_end(self) -> None:
         """Warn if ``regrid`` had no effect, because no ticket was drawn."""
@@ -971,6 +1017,8 @@ class AxoSparseStrategy(MPIStrategy):
         elif self._is_at_rest:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self.grid.replica == 0:
+            assert self._trainer is not None
+            note_checkpoint(filepath, checkpoint, self._trainer)
             tensors = self._stored.tensors
             checkpoint = gather_remote_tensors(checkpoint, tensors)
             if self._save_distributed_checkpoint:
@@ -1005,7 +1053,7 @@ class AxoSparseStrategy(MPIStrategy):
         if self.local_rank == 0:
             files.verify(local)
         self.barrier()
-        checkpoint = files.load_deferred(local, weights_only)
+        checkpoint = validated(files.load_deferred(local, weights_only), local, self._module)
         is_part, trainer = len(self._stages) < self.g_inter, self._module.trainer
         is_read = checkpoint_hooks(trainer, "on_load_checkpoint") or weight_averages(trainer)
         if is_part and not is_read:
@@ -1077,7 +1125,8 @@ class AxoSparseStrategy(MPIStrategy):
         if self._is_ordinary and offload is None:
             # A copy, as the state would keep a mapped file.
             states = tree_map_only(Tensor, Tensor.clone, checkpoint["optimizer_states"])
-            super().load_optimizer_state_dict({"optimizer_states": states})
+            with restoring("the optimizers"):
+                super().load_optimizer_state_dict({"optimizer_states": states})
             return
         stage_module = self._running.stage_module
         held, sparse = stage_module.sharding.held(), sparse_parameters(self._module)
@@ -1085,13 +1134,14 @@ class AxoSparseStrategy(MPIStrategy):
         # A checkpoint may have no states of optimizers, as for Lightning's strategies.
         for optimizer, state in zip(self.optimizers, states, strict=False):
             groups = stage_module.group_names(optimizer)
-            local = local_optimizer_state(state, groups, held, sparse)
-            if offload is None:
-                optimizer.load_state_dict(local)
-                move_optimizers([optimizer], self.root_device)
-            else:
-                offload.load_state_dict(local)
-            restore_masters(optimizer, sparse.values())
+            with restoring("the optimizers"):
+                local = local_optimizer_state(state, groups, held, sparse)
+                if offload is None:
+                    optimizer.load_state_dict(local)
+                    move_optimizers([optimizer], self.root_device)
+                else:
+                    offload.load_state_dict(local)
+                restore_masters(optimizer, sparse.values())
 
     # State
 

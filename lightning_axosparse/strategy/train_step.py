@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Collection, MutableMapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,123 +19,44 @@ from lightning_axosparse.distributed.gradient_reducer import GradientReducer
 from lightning_axosparse.distributed.process_groups import gather
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.pipeline.batch_fingerprint import BatchFingerprint, fingerprint
-from lightning_axosparse.pipeline.engine import Pipeline
+from lightning_axosparse.pipeline.batch_state import Sent
+from lightning_axosparse.pipeline.combination import Term
+from lightning_axosparse.pipeline.crossing import Crossing
+from lightning_axosparse.pipeline.gradient_hooks import GradientHooks
 from lightning_axosparse.pipeline.in_flight import InFlightLimit
-from lightning_axosparse.pipeline.loss_check import check_loss
-from lightning_axosparse.pipeline.loss_weights import (
-    LossRule,
-    LossWeights,
-    validate_losses,
-    weigh_by,
-)
+from lightning_axosparse.pipeline.loss_weights import LossRule, LossWeights, weigh_by
 from lightning_axosparse.pipeline.microbatch import MicroBatch, of_replica
+from lightning_axosparse.pipeline.module_state import ModuleState, Place
 from lightning_axosparse.pipeline.outputs import loss_alone, merge, with_loss
-from lightning_axosparse.pipeline.reductions import ReductionTracker
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.schedule_choice import ScheduleRule
 from lightning_axosparse.pipeline.stage_step import (
     Batch,
     StageStep,
     TrainingBatch,
-    TrainingStageStep,
 )
 from lightning_axosparse.strategy.batch_splitting import BatchSplitter
-from lightning_axosparse.strategy.filled_lists import advise_on_lists, list_lengths
 from lightning_axosparse.strategy.lightning.gradients import (
     StashedGradients,
     gradients_are_seen,
     starts_accumulation,
 )
-from lightning_axosparse.strategy.lightning.logging import MicrobatchLog, sync_advice_silenced
+from lightning_axosparse.strategy.lightning.loaders import source
+from lightning_axosparse.strategy.lightning.logging import LoggedValue
 from lightning_axosparse.strategy.lightning.loop_check import position
-from lightning_axosparse.strategy.lightning.metrics import PipelinedMetrics
-from lightning_axosparse.strategy.lightning.precision import (
-    pipeline_precision,
-    replace_backward,
-    restore_precision,
-    scale_loss,
-)
-from lightning_axosparse.strategy.lightning.printing import MicrobatchPrint
+from lightning_axosparse.strategy.lightning.precision import scale_loss, tolerance_of
 from lightning_axosparse.strategy.lightning.sampling import broadcast_seed
+from lightning_axosparse.strategy.open_pipeline import OpenPipeline
 from lightning_axosparse.strategy.stage_module import StageModule
+from lightning_axosparse.strategy.step_check import (
+    StepCheck,
+    StepRules,
+    signature_of,
+    without_trace,
+)
 
-
-class OpenPipeline:
-    """What steps need on one grid of ranks; creating it is collective over the job.
-
-    Args:
-        stage_module: the part of the module on this rank.
-        limit: most micro-batches that a stage may hold.
-        schedules: chooses the class of the training schedule.
-        precision: the precision plugin.
-        rng: random numbers of the pipeline.
-        give_gradients: gives parameters the gradients that a step has computed.
-    """
-
-    def __init__(
-        self,
-        stage_module: StageModule,
-        limit: InFlightLimit,
-        schedules: ScheduleRule,
-        precision: Precision,
-        rng: PipelineRNG,
-        give_gradients: Callable[[], None],
-    ) -> None:
-        module, grid, groups = stage_module.module, stage_module.grid, stage_module.groups
-        self.stage_module = stage_module
-        self.tracker = ReductionTracker(module.buffers())
-        with ExitStack() as undo:  # What fails half-way is undone.
-            held = stage_module.sharding.held()
-            counted = {held[name] for name in stage_module.sharding.counted()}
-            undo.callback(restore_precision, precision)
-            pipeline_precision(
-                precision,
-                groups.inter,
-                groups.world,
-                counted.__contains__,
-                stage_module.remote_gradients.forget_norms,
-            )
-            replace_backward(precision, give_gradients)
-            links = stage_module.links(limit.largest)
-            self.pipeline = Pipeline(
-                stage_module.layers,
-                links,
-                schedules.choice(len(stage_module.layers.parts), groups),
-                limit,
-                rng,
-                self.tracker,
-                stage_module.split,
-            )
-            self.metrics = PipelinedMetrics(
-                module,
-                groups.inter,
-                groups.data,
-                last_stage_rank=grid.pipeline(grid.replica)[-1],
-                is_last_stage=stage_module.runs_last_stage,
-            )
-            if not stage_module.runs_last_stage:
-                undo.callback(self.metrics.reset)
-            undo.callback(self.metrics.detach)
-            self.metrics.attach()
-            self.log = MicrobatchLog(module, self.tracker)
-            undo.callback(self.log.detach)
-            self.log.attach()
-            if groups.across_batches is None:
-                undo.enter_context(sync_advice_silenced())
-            self.prints = MicrobatchPrint(module)
-            undo.callback(self.prints.detach)
-            self.prints.attach()
-            self._undo = undo.pop_all()
-
-    def close(self) -> None:
-        """Undo what creating it changed in the module; metrics keep the states that count."""
-        self._undo.close()
-
-    def forget_batch(self) -> None:
-        """Drop what was recorded of the last batch."""
-        self.log.clear()
-        self.prints.clear()
-        self.tracker.forget()
+_MOST_COMPARISONS = 8
+"""Batches of a loader that are compared, where a step computes its values in ever new ways."""
 
 
 class BatchGradients:
@@ -146,6 +68,7 @@ class BatchGradients:
         precision: the pipeline's precision plugin.
         reducer: averages gradients over replicas; None to keep them local.
         stashed: the gradients of earlier batches.
+        hooks: those of the user's parameters.
     """
 
     def __init__(
@@ -155,9 +78,10 @@ class BatchGradients:
         precision: Precision,
         reducer: GradientReducer | None,
         stashed: StashedGradients,
+        hooks: GradientHooks,
     ) -> None:
         self._trainer, self._module, self._precision = trainer, module, precision
-        self._reducer, self._stashed = reducer, stashed
+        self._reducer, self._stashed, self._hooks = reducer, stashed, hooks
         self._factor = 1.0
 
     def differentiate(self, loss: Tensor) -> None:
@@ -174,14 +98,29 @@ class BatchGradients:
         """
         self._factor = factor
         if self._reducer is not None:
-            # What `zero_grad` is going to clear is not reduced.
-            adds = not starts_accumulation(self._trainer)
-            self._reducer.arm(factor, self._stashed.earlier if adds else None, deferred)
+            hooked = self._hooks.parameters
+            self._reducer.arm(factor, self._earlier, deferred, hooked)
+
+    @property
+    def _earlier(self) -> MutableMapping[nn.Parameter, Tensor | None] | None:
+        """The gradients of earlier batches, unless `zero_grad` is going to clear them."""
+        return None if starts_accumulation(self._trainer) else self._stashed.earlier
 
     def mark_final(self, parameter: nn.Parameter) -> None:
         """All-reduce with the gradient of this parameter, which was deferred."""
-        if self._reducer is not None:
+        if self._reducer is not None and parameter not in self._hooks.parameters:
             self._reducer.mark_final(parameter)
+
+    def call_hooks(self, sharing: dict[nn.Parameter, Any]) -> None:
+        """Let the user's hooks see the gradients of the batch.
+
+        Args:
+            sharing: the parameters with hooks, and the ranks that have each a part of the gradient.
+        """
+        for parameter, group in reversed(sharing.items()):  # about the order of backward passes
+            if parameter.grad is not None and self._factor != 1:
+                parameter.grad.mul_(self._factor)
+            self._hooks.call(parameter, self._earlier or {}, group)
 
     def finish(self, parameters: Collection[nn.Parameter], waits: bool) -> None:
         """All-reduce the other gradients, and rescale those of this rank alone.
@@ -196,9 +135,10 @@ class BatchGradients:
             if waits:
                 reducer.wait_for(parameters)
         if self._factor != 1:
+            hooked = self._hooks.parameters
             for parameter in parameters:
                 reduced = reducer is not None and parameter in reducer.parameters
-                if parameter.grad is not None and not reduced:
+                if parameter.grad is not None and not reduced and parameter not in hooked:
                     parameter.grad.mul_(self._factor)
 
 
@@ -213,6 +153,8 @@ class StepRunner:
         schedules: chooses the class of the training schedule.
         splitter: splits batches into micro-batches.
         rule: how the losses of micro-batches make up that of the batch.
+        compares: whether each loader's first batch is compared with its micro-batches.
+        free: returns the bytes that this rank may still take.
         sends_outputs: whether every rank gets what steps return; else the last stage does, and the
             others get the loss.
         steps_in_parts: whether the optimizer waits for each part of the gradients before it uses
@@ -228,6 +170,8 @@ class StepRunner:
         schedules: ScheduleRule,
         splitter: BatchSplitter,
         rule: LossRule,
+        compares: bool,
+        free: Callable[[], int],
         sends_outputs: bool,
         steps_in_parts: bool,
         stage_module: StageModule,
@@ -237,8 +181,12 @@ class StepRunner:
         self._schedules, self._splitter, self._rule = schedules, splitter, rule
         self._sends_outputs = sends_outputs
         self._warned: set[str] = set()
+        self._crossings: dict[tuple[object, int], Crossing] = {}
         self._stashed = StashedGradients(trainer)
-        self._checks_loss = rule.check
+        self._compares, self._free = compares, free
+        self._rules: dict[tuple[object, int], StepRules] = {}
+        self._signatures: dict[tuple[object, int], list[Any]] = {}
+        self._late: set[Place] = set()
         self._waits = not steps_in_parts or gradients_are_seen(trainer)
         _agree_on_seed(stage_module)
         stages = stage_module.last_stage + 1
@@ -253,6 +201,7 @@ class StepRunner:
             limit: most micro-batches that a stage may hold.
         """
         _agree_on_seed(stage_module)
+        self._crossings.clear()
         self._open = self._opened(stage_module, limit)
 
     def _opened(self, stage_module: StageModule, limit: InFlightLimit) -> OpenPipeline:
@@ -295,32 +244,42 @@ class StepRunner:
         with this_rank().step(*position(self._trainer)):
             microbatches = self._splitter.split_to_train(batch, args, stage_module.groups)
             microbatches = self._weighted(microbatches)
-            reducer = stage_module.step_reducer
-            gradients = BatchGradients(
-                self._trainer, stage_module.module, self._precision, reducer, self._stashed
+            step = self._batch(
+                stage_module.module.training_step,
+                self._precision.train_step_context,
+                batch,
+                args,
+                kwargs,
+                microbatches,
             )
-            training = self._training_batch(batch, args, kwargs, microbatches, gradients)
+            step = self._with_crossing(step)
+            rules = self._rules_of(step, batch, microbatches, trains=True)
+            reducer = stage_module.step_reducer
             parameters = stage_module.sharding.held().values()
+            hooks = GradientHooks(parameters)
+            gradients = BatchGradients(
+                self._trainer, stage_module.module, self._precision, reducer, self._stashed, hooks
+            )
+            weights = self._loss_weights(step.microbatches, microbatches, rules)
+            training = TrainingBatch(**vars(step), weights=weights, backward=gradients)
             with torch.enable_grad(), self._stashed.around_step(parameters):
                 if not training.microbatches:
                     # The other replicas of this batch may wait for its denominators.
                     last_stage = stage_module.runs_last_stage
-                    gradients.begin_last(training.weights.factor() if last_stage else 1.0)
-                lengths = list_lengths(stage_module.module)
-                with run.metrics.batch(len(microbatches)):
-                    last = run.pipeline.train(training)
+                    gradients.begin_last(weights.factor() if last_stage else 1.0)
+                run.state.begin_batch(rules.state, training.microbatches)
+                with run.metrics.batch(len(microbatches)), hooks.set_aside():
+                    with self._splitter.explained(args, batch):
+                        last = run.pipeline.train(training)
+                if hooks.parameters:
+                    with self._rng.after_passes(stage_module.stages[-1]):
+                        gradients.call_hooks(stage_module.sharing_batch(hooks.parameters))
                 gradients.finish(parameters, self._waits)
             if stage_module.norms is not None:
                 stage_module.norms.update(stage_module.groups.data)
-            warnings = self._advise_on_lists(lengths)
-            if last is not None and (warning := self._validate_losses(last, training)):
-                warnings.append(warning)
-            result = self._combine(last, microbatches, training.fingerprint, warnings)
-            if self._checks_loss and len(microbatches) > 1:
-                self._checks_loss = False
-                if training.received and len(training.microbatches) == len(microbatches):
-                    self._check_loss(training, batch)
-            return result
+            is_new = self._is_new(step, last, weights.terms)
+            compare = partial(self._check, step, batch, microbatches, trains=True)
+            return self._combine(last, microbatches, step.fingerprint, rules, is_new, compare)
 
     def evaluate(
         self,
@@ -346,76 +305,118 @@ class StepRunner:
         with this_rank().step(*position(self._trainer)):
             microbatches = self._splitter.split_to_evaluate(batch, args, run.stage_module.groups)
             microbatches = self._weighted(microbatches)
-            evaluated = Batch(
-                step=user_step,
-                args=args,
-                kwargs=kwargs,
-                precision=precision,
-                microbatches=self._own(microbatches),
-                fingerprint=self._fingerprint(batch),
-                log=run.log,
-                prints=run.prints.microbatch,
-                weights_given=self._rule.weight is not None,
-            )
-            lengths = list_lengths(run.stage_module.module)
-            with run.metrics.batch(len(microbatches)):
-                last = run.pipeline.evaluate(evaluated)
-            warnings = self._advise_on_lists(lengths)
-            return self._combine(last, microbatches, evaluated.fingerprint, warnings)
+            step = self._batch(user_step, precision, batch, args, kwargs, microbatches)
+            step = self._with_crossing(step)
+            rules = self._rules_of(step, batch, microbatches, trains=False)
+            run.state.begin_batch(rules.state, step.microbatches)
+            explained = self._splitter.explained(args, batch)
+            with run.metrics.batch(len(microbatches)), explained:
+                last = run.pipeline.evaluate(step)
+            is_new = self._is_new(step, last, ())
+            compare = partial(self._check, step, batch, microbatches, trains=False)
+            return self._combine(last, microbatches, step.fingerprint, rules, is_new, compare)
 
-    def _advise_on_lists(self, lengths: Mapping[str, int]) -> list[str]:
-        """What to warn of, where the step has filled lists that other ranks read empty."""
-        stage_module = self._open.stage_module
-        if stage_module.is_whole or not stage_module.runs_last_stage:
-            return []
-        loop, *_ = position(self._trainer)
-        return advise_on_lists(stage_module.module, lengths, loop)
+    def _rules_of(
+        self, step: Batch, batch: Any, microbatches: Sequence[MicroBatch], trains: bool
+    ) -> StepRules:
+        """How micro-batches combine, as an earlier batch of the loader has shown, or this one."""
+        key = self._loader_of(step)
+        return self._rules.get(key) or self._check(step, batch, microbatches, trains)
+
+    def _check(
+        self, step: Batch, batch: Any, microbatches: Sequence[MicroBatch], trains: bool
+    ) -> StepRules:
+        """Compare a batch with its micro-batches; collective over the pipeline."""
+        rules, key = StepRules(), self._loader_of(step)
+        used = self._rules.get(key)
+        is_shared = len(microbatches) != len(step.microbatches)
+        if self._compares and not is_shared:
+            tolerance = tolerance_of(self._precision, self._open.stage_module.device)
+            check = StepCheck(self._open, self._free, tolerance, self._rule, self._warned)
+            if len(microbatches) > 1:
+                rules = check.rules(step, batch, microbatches, trains, used)
+            elif not self._open.stage_module.is_whole:
+                rules = check.changes(step, trains)
+        self._rules[key] = rules if used is None else rules.besides(used)
+        return self._rules[key]
+
+    def _is_late(self, rules: StepRules, sent: Sequence[Sent]) -> bool:
+        """Whether the step has changed what it did not in batches that were compared."""
+        new = {each.place for each in sent} - {each.place for each in rules.state} - self._late
+        self._late |= new
+        return self._compares and bool(new)
+
+    def _is_new(self, step: Batch, last: StageStep | None, losses: Sequence[Term]) -> bool:
+        """Whether the step has computed its values in a way that was not compared yet."""
+        if last is None or not self._compares or len(step.microbatches) < 2:
+            return False
+        known = self._signatures.setdefault(self._loader_of(step), [])
+        run = self._open
+        seen = signature_of(run.tracker.programs, losses, run.log.calls(), step.microbatches)
+        if seen in known or len(known) == _MOST_COMPARISONS:
+            return False
+        known.append(seen)
+        return len(known) > 1  # The first batch was compared before it was used.
+
+    def _loader_of(self, step: Batch) -> tuple[object, int]:
+        origin = source(self._trainer, step.args)
+        return origin.loop, origin.index
+
+    def _with_crossing(self, step: Batch) -> Batch:
+        """The batch with what crosses the edges of stages, seen before the first of its loader."""
+        run, stage_module = self._open, self._open.stage_module
+        key = self._loader_of(step)
+        if stage_module.last_stage and step.microbatches and key not in self._crossings:
+            state = ModuleState(stage_module.module)
+            with without_trace(run), run.metrics.batch(1), state.watched():
+                crossing = run.pipeline.probe(step).crossing
+            state.rewind()
+            run.forget_batch()
+            if stage_module.norms is not None:
+                stage_module.norms.forget_batch()
+            if crossing is not None:
+                self._crossings[key] = crossing
+        return replace(step, crossing=self._crossings.get(key))
 
     def _give_gradients(self) -> None:
         """Give the parameters the gradients that the step has computed."""
         self._stashed.restore()
         self._open.stage_module.remote_gradients.present()
 
-    def _training_batch(
+    def _batch(
         self,
+        user_step: Callable[..., Any],
+        precision: Callable[[], AbstractContextManager[None]],
         batch: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         microbatches: Sequence[MicroBatch],
-        gradients: BatchGradients,
-    ) -> TrainingBatch:
-        """What the stages of this rank need to train on a batch."""
-        run, rule, own = self._open, self._rule, self._own(microbatches)
-        return TrainingBatch(
-            step=run.stage_module.module.training_step,
+    ) -> Batch:
+        """What the stages of this rank need to run a step on a batch."""
+        run = self._open
+        return Batch(
+            step=user_step,
             args=args,
             kwargs=kwargs,
-            precision=self._precision.train_step_context,
-            microbatches=own,
+            precision=precision,
+            microbatches=self._own(microbatches),
             fingerprint=self._fingerprint(batch),
             log=run.log,
             prints=run.prints.microbatch,
-            weights_given=rule.weight is not None,
-            weights=LossWeights(
-                own,
-                sum(part.size for part in microbatches),
-                "given" if rule.weight is not None else rule.loss,
-                run.stage_module.groups.batch_replicas,
-            ),
-            backward=gradients,
-            received=[] if self._checks_loss else None,
+            weights_given=self._rule.weight is not None,
         )
 
-    def _validate_losses(self, last: TrainingStageStep, training: TrainingBatch) -> str | None:
-        """Check that the micro-batches' losses combine, unless the user says how they do.
-
-        Returns:
-            A warning, if they combine approximately.
-        """
-        parts, rule = training.microbatches, self._rule
-        if len(parts) < 2 or rule.loss != "auto" or rule.weight is not None:
-            return None
-        return validate_losses(last.losses, [part.size for part in parts])
+    def _loss_weights(
+        self, own: Sequence[MicroBatch], microbatches: Sequence[MicroBatch], rules: StepRules
+    ) -> LossWeights:
+        """The weights of the micro-batches that this replica computes."""
+        return LossWeights(
+            own,
+            sum(part.size for part in microbatches),
+            "given" if self._rule.weight is not None else self._rule.loss,
+            self._open.stage_module.groups.batch_replicas,
+            rules.loss,
+        )
 
     def _fingerprint(self, batch: Any) -> BatchFingerprint:
         """What the ranks that are given this batch compare."""
@@ -435,26 +436,14 @@ class StepRunner:
         grid = self._open.stage_module.grid
         return of_replica(microbatches, grid.part_of_batch, grid.replicas_per_batch)
 
-    def _check_loss(self, training: TrainingBatch, batch: Any) -> None:
-        """Compare this batch's loss with that of the batch as a whole, on the last stage."""
-        run = self._open
-        full_precision = str(self._trainer.precision).startswith(("32", "64"))
-        with run.metrics.kept(), run.metrics.batch(len(training.microbatches)):
-            check_loss(
-                run.pipeline,
-                training,
-                batch,
-                run.stage_module.module,
-                tolerance=1e-3 if full_precision else 3e-2,
-            )
-        run.forget_batch()
-
     def _combine(
         self,
         last: StageStep | None,
         microbatches: Sequence[MicroBatch],
         fingerprint: BatchFingerprint,
-        warnings: Sequence[str],
+        rules: StepRules,
+        is_new: bool,
+        compare: Callable[[], StepRules],
     ) -> Any:
         """Combine what the last stage's micro-batches returned and logged, for every stage.
 
@@ -462,25 +451,31 @@ class StepRunner:
             last: the last stage's step, on the ranks that run it.
             microbatches: those of the whole batch.
             fingerprint: of the batch.
-            warnings: what to warn of, once in a run.
+            rules: how values of micro-batches combine.
+            is_new: whether the last stage wants the batch compared.
+            compare: compares it; collective over the pipeline.
 
         Returns:
             What the step returned for the batch, or its loss.
         """
         run, stage_module = self._open, self._open.stage_module
         sends_all = self._sends_outputs or self._trainer.predicting
-        result: tuple[Any, Any, Any, Sequence[str]] = (None, None, None, ())
+        result: tuple[Any, Any, Any, bool, list[Sent], list[str]] = None, None, None, False, [], []
         if last is not None:
-            sent = last.outputs if sends_all else [loss_alone(output) for output in last.outputs]
-            outputs = self._gathered(sent, fingerprint)
+            returned = last.outputs if sends_all else list(map(loss_alone, last.outputs))
+            outputs = self._gathered(returned, microbatches, fingerprint)
             if outputs:
                 output = merged(outputs, microbatches, 1.0)
-                logged = run.log.combine(run.metrics.batch_value)
-                result = logged, run.prints.combined(), output, warnings
-        logged, printed, output, warnings = stage_module.groups.broadcast_to_same_batch(
-            result, stage_module.last_stage
+                logged = run.log.combine(run.metrics.batch_value, rules.logged)
+                state = run.state.made_shared()
+                result = logged, run.prints.combined(), output, is_new, *state
+        logged, printed, output, is_new, sent, warnings = (
+            stage_module.groups.broadcast_to_same_batch(result, stage_module.last_stage)
         )
-        for warning in warnings:
+        is_new |= self._is_late(rules, sent)
+        if is_new:
+            logged = self._logged_again(logged, compare)
+        for warning in (*warnings, *run.state.settle(sent, stage_module.device)):
             if warning not in self._warned:
                 self._warned.add(warning)
                 rank_zero_warn(warning)
@@ -494,22 +489,43 @@ class StepRunner:
         share = sum(part.weight for part in own) / sum(part.weight for part in microbatches)
         return with_loss(merged(last.outputs, own, share), output)
 
-    def _gathered(self, outputs: list[Any], fingerprint: BatchFingerprint) -> list[Any]:
+    def _logged_again(
+        self, logged: list[LoggedValue], compare: Callable[[], StepRules]
+    ) -> list[LoggedValue]:
+        """Compare a batch that has logged in a new way, and combine its values as that shows."""
+        stage_module = self._open.stage_module
+        calls = self._open.log.calls()
+        rules = compare()
+        if calls:
+            logged = [
+                value.combined_by(calls[key], rules.logged.get(key))
+                for key, value in zip(calls, logged, strict=True)
+            ]
+        return stage_module.groups.broadcast_to_same_batch(logged, stage_module.last_stage)
+
+    def _gathered(
+        self,
+        outputs: list[Any],
+        microbatches: Sequence[MicroBatch],
+        fingerprint: BatchFingerprint,
+    ) -> list[Any]:
         """The outputs of all replicas that share a batch, on the first; elsewhere none."""
         run, groups = self._open, self._open.stage_module.groups
         if groups.grid.replicas_per_batch == 1:
             return outputs
         outputs = move_data_to_device(outputs, "cpu")
-        mine = fingerprint.fingerprint, outputs, run.log.recorded(), run.metrics.recorded()
+        recorded = run.log.recorded(), run.metrics.recorded(), run.state.recorded()
+        mine = fingerprint.fingerprint, outputs, *recorded
         everyone = gather(mine, groups.batch_replicas)
         if not everyone:
             return []
         fingerprints = {groups.grid.replica + n: theirs[0] for n, theirs in enumerate(everyone)}
         fingerprint.compare(fingerprints, "replica")
-        run.metrics.join([states for *_, states in everyone])
-        for _, _, calls, _ in everyone[1:]:
+        run.metrics.join([states for *_, states, _ in everyone])
+        run.state.join([parts for *_, parts in everyone], [part.weight for part in microbatches])
+        for _, _, calls, *_ in everyone[1:]:
             run.log.add(calls)
-        return [output for _, outputs, _, _ in everyone for output in outputs]
+        return [output for _, outputs, *_ in everyone for output in outputs]
 
 
 def merged(outputs: Sequence[Any], microbatches: Sequence[MicroBatch], share: float) -> Any:

@@ -95,6 +95,88 @@ class UNet(nn.Module):
         return self.head(x).mean((2, 3))
 
 
+class ListOfLists(nn.Module):
+    """Attention and feed-forward parts in one list a layer, called in another order, or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = 12
+        self.inputs = nn.Linear(3, width)
+        self.layers = nn.ModuleList(
+            nn.ModuleList(
+                [
+                    nn.Linear(width, width),
+                    nn.ModuleList([nn.LayerNorm(width), None]),
+                    nn.MultiheadAttention(width, 2, batch_first=True),
+                    nn.Identity(),
+                    nn.ModuleDict({"norm": nn.LayerNorm(width)}) if number else None,
+                ]
+            )
+            for number in range(3)
+        )
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inputs(x.flatten(2).mT)
+        for feed_forward, (before, _), attention, drop, last in self.layers:
+            normed = before(x)
+            x = x + drop(drop(attention(normed, normed, normed)[0]))
+            x = x + feed_forward(x).relu()
+            x = x if last is None else last["norm"](x)
+        return self.head(x.mean(1))
+
+
+class Diffusion(nn.Module):
+    """A U-Net whose lists hold blocks, attention and sampling of one resolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        wider = [(3, 8), (8, 16)]
+        self.times = nn.Linear(1, 3)
+        self.downs = nn.ModuleList(
+            nn.ModuleList([block(a, b), block(b, b), nn.MaxPool2d(2) if a == 3 else None])
+            for a, b in wider
+        )
+        self.middle = nn.ModuleList([block(16, 16), block(16, 16)])
+        self.ups = nn.ModuleList(
+            nn.ModuleList(
+                [nn.Upsample(scale_factor=2) if a == 3 else None, block(2 * b, max(a, 8))]
+            )
+            for a, b in reversed(wider)
+        )
+        self.head = nn.Conv2d(8, CLASSES, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.times(x.mean((1, 2, 3))[:, None])[..., None, None]
+        skips = []
+        for first, second, down in self.downs:
+            x = first(x)
+            x = x + second(x)
+            skips.append(x)
+            x = x if down is None else down(x)
+        for layer in self.middle:
+            x = layer(x)
+        for up, last in self.ups:
+            x = x if up is None else up(x)
+            x = last(torch.cat([x, skips.pop()], 1))
+        return self.head(x).mean((2, 3))
+
+
+class Alternating(nn.Module):
+    """Two lists whose layers take turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList([nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)])
+        self.norms = nn.ModuleList([nn.GroupNorm(2, 8), nn.GroupNorm(2, 8)])
+        self.fc = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
+            x = norm(convolution(x)).relu()
+        return self.fc(x.mean((2, 3)))
+
+
 class Hugging(nn.Module):
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -134,7 +216,8 @@ class Classifier(L.LightningModule):
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.net = network
-        self.example_input_array = torch.randn(BATCH, 3, 8, 8)
+        if isinstance(network, UNet):
+            self.example_input_array = torch.randn(BATCH, 3, 8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)
@@ -153,8 +236,9 @@ class Classifier(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-# Row: network, options of the strategy, without `pipeline` where the order of calls is found. Where
-# BatchNorm stands, the whole batch is a micro-batch.
+# Row: network, options of the strategy, without `pipeline` where the order of calls is found, for
+# the U-Net by its example and else by the loader. Where BatchNorm stands, the whole batch is a
+# micro-batch.
 WHOLE = {"microbatches": 1}
 NETWORKS: dict[str, tuple[Any, dict[str, Any]]] = {
     "residual": (
@@ -163,6 +247,9 @@ NETWORKS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "VGG": (Plain, {"pipeline": ["net.features", "net.classifier"]}),
     "U-Net": (UNet, {}),
+    "list of lists": (ListOfLists, {}),
+    "diffusion": (Diffusion, {}),
+    "alternating": (Alternating, {}),
     "T5": (Translator, {}),
     "ResNet": (
         resnet,

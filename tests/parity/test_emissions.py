@@ -12,6 +12,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import (
@@ -26,6 +27,8 @@ from transformers import (
 )
 
 from lightning_axosparse import AxoSparseStrategy
+from lightning_axosparse.pipeline.crossing import Probe
+from lightning_axosparse.pipeline.engine import Pipeline
 from lightning_axosparse.pipeline.message import encode
 from lightning_axosparse.pipeline.p2p import LoopbackLink
 from tests.parity.cases import Record, difference, recorded, trainer
@@ -193,6 +196,35 @@ class Hooks(Blocks):
         return loss + sum(t.pow(2).mean() * (i + 1) for i, t in enumerate(self.kept)) / 100
 
 
+class Stored(Blocks):
+    """The step stores outputs of layers on the module, and reads some of them in the loss."""
+
+    def loss(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        self.states: list[Tensor] = []
+        for layer in self.layers:
+            x = layer(x)
+            self.states.append(x)
+        self.first = self.states[0].exp()
+        loss = nn.functional.cross_entropy(self.head(x).mT, ids)
+        return loss + self.first.mean() + self.states[1].pow(2).mean()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        # On each rank, whose step has got as far as this.
+        assert all(state.isfinite().all() for state in self.states)
+
+
+class Late(Blocks):
+    """From the second epoch on the loss reads the first layer's output."""
+
+    def loss(self, ids: Tensor) -> Tensor:
+        x = first = self.layers[0](self.embed(ids))
+        for layer in self.layers[1:]:
+            x = layer(x)
+        loss = nn.functional.cross_entropy(self.head(x).mT, ids)
+        return loss + first.mean() if self.current_epoch else loss
+
+
 def mixtral() -> Case:
     config = MixtralConfig(**SIZES, **EXPERTS, num_local_experts=4, num_experts_per_tok=2)
     return Routed(MixtralForCausalLM(config))
@@ -231,6 +263,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "attributes": Attributes,
     "shared list": SharedList,
     "hooks": Hooks,
+    "stored": Stored,
 }
 # Row: case, strategy. The experts' auxiliary loss is one of the whole batch's statistics.
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -245,6 +278,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "shared list": ("shared list", {"microbatches": 3}),
     "hooks": ("hooks", {"microbatches": 3}),
     "hooks recomputed": ("hooks", {"microbatches": 3, "recompute": 2}),
+    "stored": ("stored", {"microbatches": 3}),
 }
 
 
@@ -260,7 +294,7 @@ def train(case: str, strategy: Any, ranks: int = 1) -> Record:
 
 def strategy(row: str, stages: int, **options: Any) -> AxoSparseStrategy:
     case, own = ROWS[row]
-    own_module = case in ("attributes", "shared list", "hooks")
+    own_module = case in ("attributes", "shared list", "hooks", "stored")
     container = "layers" if own_module else "network.model.layers"
     return AxoSparseStrategy(g_inter=stages, pipeline=container, **own, **options)
 
@@ -301,6 +335,18 @@ def test_what_layers_emit_reaches_the_loss_in_one_process(
     assert difference(expected[case], record) <= 1e-12
 
 
+def test_a_value_that_is_read_from_a_later_epoch_on_is_refused_by_name() -> None:
+    run = trainer(
+        AxoSparseStrategy(g_inter=3, microbatches=3, transport="loopback", pipeline="layers"),
+        max_epochs=2,
+    )
+    ids = torch.randint(1, VOCABULARY, (BATCH, LENGTH))
+    words = r"Stage 2 reads the output of layer 'layers\.0' for the first time"
+    with pytest.raises(MisconfigurationException, match=words):
+        run.fit(Late(), DataLoader(ids, batch_size=BATCH))
+    assert run.current_epoch == 1
+
+
 class Plain(Case):
     """A network as it comes."""
 
@@ -330,9 +376,17 @@ def test_a_network_of_which_nothing_else_is_read_sends_its_activations_alone(
         blocks.append(encode(tree, torch.device("cpu"))[1].nbytes)
         send(link, tree)
 
+    def probe(pipeline: Pipeline, batch: Any) -> Probe:
+        try:
+            return learn(pipeline, batch)
+        finally:
+            blocks.clear()
+
+    learn = Pipeline.probe
+    monkeypatch.setattr(Pipeline, "probe", probe)
     monkeypatch.setattr(LoopbackLink, "send_activation", count)
     train(
         network,
-        AxoSparseStrategy(g_inter=3, microbatches=3, transport="loopback", pipeline=container),
+        AxoSparseStrategy(3, 3, transport="loopback", pipeline=container, check_first_batch=False),
     )
     assert set(blocks) == {2 * LENGTH * WIDTH * 8}, "two samples of float64"

@@ -15,10 +15,10 @@ from tests.parity.cases import Net, Record, difference, fit, trainer
 from tests.ranks import run_ranks
 
 ROWS: dict[str, dict[str, Any]] = {
-    "32-true": {"policy": "samo"},
-    "bf16-mixed": {"policy": "auto", "clip": 0.5},
-    "16-mixed": {"policy": "sparse", "accumulate": 2},
-    "bf16-true": {"policy": "samo", "clip": 0.5},
+    "32-true": {"compute": "samo"},
+    "bf16-mixed": {"compute": "auto", "clip": 0.5},
+    "16-mixed": {"compute": "dense", "accumulate": 2},
+    "bf16-true": {"compute": "samo", "clip": 0.5},
 }
 
 
@@ -48,7 +48,7 @@ def train(precision: str, ranks: int, g_inter: int) -> Record:
         gradient_clip_val=row.get("clip"),
         accumulate_grad_batches=row.get("accumulate", 1),
         max_epochs=2,
-        callbacks=[EarlyBirdTicket(ticket=ticket(), policy=row["policy"])],
+        callbacks=[EarlyBirdTicket(ticket=ticket(), compute=row["compute"])],
     )
     return fit(run, Net())
 

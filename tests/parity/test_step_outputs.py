@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import lightning as L
@@ -75,11 +74,8 @@ def train(strategy: Any, ranks: int = 1) -> dict[str, list[Any]]:
     )
     run.fit(module, loader(1), loader(2, batches=3))
     outputs.kept["logged"] = [run.callback_metrics["mean of the batch"]]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run.test(module, loader(3, batches=2), verbose=False)
-    found = [str(each.message) for each in caught if "_step` fills " in str(each.message)]
-    outputs.kept["advice"] = found
+    run.test(module, loader(3, batches=2), verbose=False)
+    outputs.kept["tested"] = module.tested
     outputs.kept["predict"] = run.predict(module, loader(3, batches=2))
     return outputs.kept
 
@@ -122,18 +118,16 @@ def test_the_last_stage_has_them_and_the_others_the_loss(ranks: Any, expected: A
             assert_close(mine, {"loss": whole["loss"]})
 
 
-def test_a_list_that_only_the_last_stage_fills_is_warned_of_once(ranks: Any) -> None:
-    (first, _), (second, _) = ranks
-    (advice,) = first["last"]["advice"]
-    assert advice.startswith("`test_step` fills `self.tested`, but")
-    assert "`on_test_batch_end`" in advice
-    assert second["last"]["advice"] == []
+def test_a_list_that_a_step_fills_is_the_same_on_every_rank(ranks: Any, expected: Any) -> None:
+    for runs, _ in ranks:
+        for kept in runs.values():
+            assert_close(kept["tested"], expected["tested"])
 
 
 def test_every_rank_has_them_if_asked_for(ranks: Any, expected: Any) -> None:
     for runs, _ in ranks:
         assert set(runs["all"]["has"]) == {True}
-        for name in runs["all"].keys() - {"has", "advice"}:
+        for name in runs["all"].keys() - {"has"}:
             assert_close(runs["all"][name], expected[name])
 
 

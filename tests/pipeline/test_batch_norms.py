@@ -40,10 +40,18 @@ class Normed(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(samples: int, batch: int, microbatches: int | None = None, **norm: Any) -> Normed:
+def fit(
+    samples: int,
+    batch: int,
+    microbatches: int | None = None,
+    check_first_batch: bool = False,
+    **norm: Any,
+) -> Normed:
     module = Normed(nn.BatchNorm1d(WIDTH, **norm))
     data = DataLoader(torch.rand(samples, WIDTH), batch)
-    strategy = AxoSparseStrategy(2, microbatches, transport="loopback")
+    strategy = AxoSparseStrategy(
+        2, microbatches, transport="loopback", check_first_batch=check_first_batch
+    )
     trainer(strategy, max_epochs=1, num_sanity_val_steps=0).fit(module, data, data)
     return module
 
@@ -56,6 +64,12 @@ def test_by_default_each_micro_batch_has_two_samples() -> None:
 
 def test_norms_without_running_statistics_are_validated_so_too() -> None:
     assert fit(samples=8, batch=8, track_running_stats=False).validated == [2] * 4
+
+
+def test_norms_without_running_statistics_are_no_error_of_the_first_batch() -> None:
+    module = fit(samples=8, batch=8, check_first_batch=True, track_running_stats=False)
+    assert module.layers[1].running_mean is None
+    assert module.trained == [8], "what the step appends is that of the batch"
 
 
 def test_a_number_that_leaves_one_sample_is_explained() -> None:

@@ -46,6 +46,12 @@ class Model(nn.Module):
     def partly(self, x: Tensor) -> None:
         self.head(self.body[0](x))
 
+    def alternating(self, x: Tensor) -> None:
+        for layer, other in zip(self.head, self.body[1:], strict=True):
+            x = other(layer(x))
+        self.body[0](x)
+        raise ValueError(float(x.sum()))  # which comes too late to matter
+
     def by_values(self, x: Tensor) -> None:
         if x.sum() > 0:
             self.plain(x)
@@ -64,8 +70,32 @@ def test_containers_are_found_in_the_order_of_their_calls() -> None:
         assert model.calls == 0
         assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
         assert not any(layer._forward_pre_hooks for layer in model.modules())
+    alternating = ["head.0", "body.1", "head.1", "body.2", "body.0"]
+    assert list(find_layers(Model("alternating", x), None, 5)) == alternating
     model.body[1].compile()
     assert len(find_layers(model, None, 5)) == 5
+
+
+def test_lists_of_lists_are_in_the_order_of_calls() -> None:
+    class Lists(nn.Module):
+        """Calls parts of each list from the last to the first, and one of no tensors twice."""
+
+        def __init__(self, values: bool) -> None:
+            super().__init__()
+            lists = (nn.ModuleList([*linears(2), nn.ReLU(), nn.Tanh()]) for _ in range(2))
+            self.body, self.values = nn.ModuleList(lists), values
+            self.example_input_array = torch.randn(2, 4)
+
+        def forward(self, x: Tensor) -> None:
+            for first, second, activation, _ in self.body:
+                if not self.values or x.sum() > 0:
+                    x = activation(first(activation(second(x))))
+
+    for pipeline in (None, "body"):
+        found = find_layers(Lists(values=False), pipeline, 4)
+        assert list(found) == ["body.0.1", "body.0.0", "body.1.1", "body.1.0"]
+        found = find_layers(Lists(values=True), pipeline, 4)
+        assert list(found) == [f"body.{i}.{k}" for i in range(2) for k in range(4)]
 
 
 @pytest.mark.parametrize("order", ["twice", "in_turns", "partly", "by_values"])

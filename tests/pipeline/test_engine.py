@@ -1,7 +1,6 @@
 """Gradients through the pipeline are those of one process, to the bit."""
 
 import copy
-from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.batch_fingerprint import BatchFingerprint
 from lightning_axosparse.pipeline.checkpointing import ActivationCheckpointing
+from lightning_axosparse.pipeline.crossing import Crossing
 from lightning_axosparse.pipeline.engine import Pipeline
 from lightning_axosparse.pipeline.in_flight import FixedInFlightLimit
 from lightning_axosparse.pipeline.loss_weights import LossWeights
@@ -41,11 +41,11 @@ def pipeline(
     schedule: str = "message-driven",
     in_flight: int = 4,
     checkpointing: ActivationCheckpointing | None = None,
-    buffers: Iterable[tuple[str, Tensor]] = (),
+    module: nn.Module | None = None,
 ) -> tuple[Pipeline, PipelinedLayers]:
     parts = balance([1] * len(layers), stages)
     names = [f"layers.{i}" for i in range(len(layers))]
-    dealt = PipelinedLayers(names, list(layers), parts, checkpointing, lambda: buffers)
+    dealt = PipelinedLayers(names, list(layers), parts, checkpointing, module)
     split = SplitLayers(layers)
     if EVERY[schedule].defers_weight_gradients:
         split.install()
@@ -54,7 +54,8 @@ def pipeline(
     randomness = PipelineRNG(0, stages, torch.device("cpu"))
     limit, tracker = FixedInFlightLimit(in_flight), ReductionTracker()
     choice = GivenSchedule(EVERY[schedule])
-    return Pipeline(dealt, links, choice, limit, randomness, tracker, split), dealt
+    shared = limit, randomness, tracker, split, lambda value: [value]
+    return Pipeline(dealt, links, choice, *shared), dealt
 
 
 class NoLog:
@@ -89,20 +90,33 @@ def training(step: Any, batch: Any, microbatches: int) -> TrainingBatch:
     )
 
 
-def train(pipe: Pipeline, step: Any, batch: Any, microbatches: int) -> Tensor:
-    given = training(step, batch, microbatches)
+def train(
+    pipe: Pipeline, step: Any, batch: Any, microbatches: int, crossing: Crossing | None = None
+) -> Tensor:
+    given = replace(training(step, batch, microbatches), crossing=crossing)
     last = pipe.train(given)
     assert last is not None
     return merge(last.outputs, [part.weight for part in given.microbatches])
 
 
-def evaluate(pipe: Pipeline, step: Any, batch: Any, microbatches: int) -> list[Any]:
-    parts = split(batch, microbatches)
-    last = pipe.evaluate(
-        Batch(step=step, microbatches=parts, fingerprint=BatchFingerprint(), log=NoLog())
-    )
+def evaluate(
+    pipe: Pipeline, step: Any, batch: Any, microbatches: int, crossing: Crossing | None = None
+) -> list[Any]:
+    last = pipe.evaluate(replace(evaluation(step, batch, microbatches), crossing=crossing))
     assert last is not None
     return last.outputs
+
+
+def evaluation(step: Any, batch: Any, microbatches: int) -> Batch:
+    parts = split(batch, microbatches)
+    return Batch(step=step, microbatches=parts, fingerprint=BatchFingerprint(), log=NoLog())
+
+
+def learned(pipe: Pipeline, step: Any, batch: Any, microbatches: int) -> Crossing:
+    """What a run of the first micro-batch shows of what crosses the edges of stages."""
+    probe = pipe.probe(evaluation(step, batch, microbatches))
+    assert probe.crossing is not None, probe.failures
+    return probe.crossing
 
 
 class Tuples(nn.Module):

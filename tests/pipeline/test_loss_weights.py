@@ -11,13 +11,9 @@ from hypothesis import strategies as st
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_axosparse.distributed.mpi.backend import init_process_group
-from lightning_axosparse.pipeline.loss_weights import (
-    LossWeights,
-    validate_losses,
-    weigh_by,
-)
+from lightning_axosparse.pipeline.combination import Call, Leaf, Term
+from lightning_axosparse.pipeline.loss_weights import LossWeights, weigh_by
 from lightning_axosparse.pipeline.microbatch import MicroBatch
-from lightning_axosparse.pipeline.reductions import Reduction, Reductions
 from tests.ranks import run_ranks
 
 SIZES = [3, 3, 3]
@@ -27,24 +23,35 @@ def parts(sizes: list[int]) -> list[MicroBatch]:
     return [MicroBatch(None, size, size / sum(sizes), i) for i, size in enumerate(sizes)]
 
 
-def mean(count: float, value: float = 1.0, **options: Any) -> Reduction:
-    return Reduction("mean", count, torch.tensor(value), **options)
+def mean(count: float, value: float = 1.0) -> Term:
+    return Leaf(torch.tensor(value), "mean", count, True)
 
 
-def total(value: float, **options: Any) -> Reduction:
-    return Reduction("sum", value=torch.tensor(value), **options)
+def total(value: float) -> Term:
+    return Leaf(torch.tensor(value), "sum", 0, True)
 
 
-def statistic(value: float) -> Reduction:
-    return Reduction("statistic", value=torch.tensor(value))
+def unknown(value: float) -> Term:
+    return Leaf(torch.tensor(value), None, 0, True)
 
 
-def final(sizes: list[int], losses: list[Reductions], loss: Any = "auto") -> list[float]:
+def added(*terms: Term) -> Term:
+    return Call(sum(term.value for term in terms), torch.add, terms)
+
+
+def over(value: float, count: float) -> Term:
+    """A sum, divided by a count of at least one."""
+    most = torch.tensor(max(1.0, count))
+    below = Call(most, torch.clamp, (Leaf(torch.tensor(count), "sum"),), {"min": 1})
+    return Call(torch.tensor(value) / most, torch.div, (total(value), below))
+
+
+def final(sizes: list[int], losses: list[Term], loss: Any = "auto") -> list[float]:
     """The weights, after each provisional one was asked for when it is needed."""
     weights = LossWeights(parts(sizes), sum(sizes), loss)
     provisional = []
-    for index, reductions in enumerate(losses):
-        weights.add(reductions)
+    for index, term in enumerate(losses):
+        weights.add(term)
         if index == len(losses) - 1:
             factor = weights.factor()
         provisional.append(weights.weight(index))
@@ -54,7 +61,7 @@ def final(sizes: list[int], losses: list[Reductions], loss: Any = "auto") -> lis
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 200)), min_size=1, max_size=8))
 def test_weights_are_shares_of_the_denominators(microbatches: list[tuple[int, int]]) -> None:
     sizes, counts = map(list, zip(*microbatches, strict=True))
-    weights = final(sizes, [(mean(count),) for count in counts])
+    weights = final(sizes, [mean(count) for count in counts])
     if sum(counts):
         assert weights == pytest.approx([count / sum(counts) for count in counts], rel=1e-12)
         assert all(
@@ -70,7 +77,7 @@ def test_proportional_denominators_give_shares_of_samples_to_the_bit(
 ) -> None:
     weights = LossWeights(parts(sizes), sum(sizes))
     for index, part in enumerate(parts(sizes)):
-        weights.add((mean(tokens * part.size),))
+        weights.add(mean(tokens * part.size))
         assert weights.weight(index) == part.weight
     assert weights.factor() == 1.0
 
@@ -78,20 +85,22 @@ def test_proportional_denominators_give_shares_of_samples_to_the_bit(
 @pytest.mark.parametrize(
     ("loss", "losses", "expected"),
     [
-        ("auto", [(), ()], [0.75, 0.25]),
-        ("auto", [(statistic(1.0),), (statistic(2.0),)], [0.75, 0.25]),
-        ("auto", [(total(3.0),), (total(4.0),)], [1, 1]),
-        ("auto", [(mean(1), total(3.0)), (mean(3), total(3.0))], [0.25, 0.75]),
-        ("mean", [(total(3.0),), (total(4.0),)], [0.75, 0.25]),
-        ("mean", [(mean(1),), (mean(3),)], [0.25, 0.75]),
-        ("sum", [(mean(1),), (mean(3),)], [1, 1]),
-        ("sum", [(), ()], [1, 1]),
-        ("auto", [(mean(6),), ()], [0.75, 0.25]),
-        ("auto", [(), (mean(2),)], [0.75, 0.25]),
-        ("given", [(mean(1),), (mean(3),)], [0.75, 0.25]),
+        ("auto", [unknown(1.0), unknown(2.0)], [0.75, 0.25]),
+        ("auto", [total(3.0), total(4.0)], [1, 1]),
+        ("auto", [added(mean(1), unknown(3.0)), added(mean(3), unknown(3.0))], [0.25, 0.75]),
+        ("auto", [over(6.0, 2.0), over(3.0, 6.0)], [0.25, 0.75]),
+        ("auto", [over(6.0, 0.0), over(3.0, 5.0)], [0.2, 1.0]),
+        ("auto", [over(6.0, 0.0), over(3.0, 0.0)], [1.0, 1.0]),
+        ("mean", [total(3.0), total(4.0)], [0.75, 0.25]),
+        ("mean", [mean(1), mean(3)], [0.25, 0.75]),
+        ("sum", [mean(1), mean(3)], [1, 1]),
+        ("sum", [unknown(1.0), unknown(1.0)], [1, 1]),
+        ("auto", [mean(6), unknown(1.0)], [0.75, 0.25]),
+        ("auto", [unknown(1.0), mean(2)], [0.75, 0.25]),
+        ("given", [mean(1), mean(3)], [0.75, 0.25]),
     ],
 )
-def test_rules(loss: str, losses: list[Reductions], expected: list[float]) -> None:
+def test_rules(loss: str, losses: list[Term], expected: list[float]) -> None:
     assert final([3, 1], losses, loss) == pytest.approx(expected, rel=1e-15)
 
 
@@ -100,7 +109,7 @@ def weights_of_replica(counts: list[list[float]]) -> list[float]:
     init_process_group("cpu")
     weights = LossWeights(parts([2, 2]), 8, replicas=dist.group.WORLD)
     for count in counts[dist.get_rank()]:
-        weights.add((mean(count),))
+        weights.add(mean(count))
     factor = weights.factor()
     return [weights.weight(index) * factor for index in range(2)]
 
@@ -109,54 +118,6 @@ def test_replicas_that_share_a_batch_agree_on_its_denominator() -> None:
     counts = [[7.0, 2.0], [0.0, 4.0]]
     for own, final in zip(counts, run_ranks(2, weights_of_replica, counts), strict=True):
         assert final == pytest.approx([count / 13 for count in own])
-
-
-@pytest.mark.parametrize(
-    ("losses", "words"),
-    [
-        ([(mean(2), total(1.0)), (mean(2), total(2.0))], "means over samples to sums"),
-        ([(mean(2, among_samples=True),)] * 2, "contrastive.*microbatches=1"),
-        (
-            [(total(1.0, divisor=3.0),), (total(2.0, divisor=4.0),)],
-            "divides a sum.*microbatch_weight",
-        ),
-    ],
-)
-def test_losses_that_do_not_combine_are_refused(losses: list[Reductions], words: str) -> None:
-    with pytest.raises(MisconfigurationException, match=words):
-        validate_losses(losses, SIZES[: len(losses)])
-
-
-@pytest.mark.parametrize(
-    ("losses", "words"),
-    [
-        ([(), ()], "cannot be seen"),
-        ([(), (mean(2),), (mean(3),)], "cannot be seen"),
-        ([(mean(2), statistic(1.0)), (mean(2), statistic(2.0))], "statistic"),
-        ([(mean(2, 1.0), mean(2, 3.0)), (mean(3, 2.0), mean(2, 4.0))], "different denominators"),
-    ],
-)
-def test_losses_that_nearly_combine_are_warned_of(losses: list[Reductions], words: str) -> None:
-    advice = validate_losses(losses, SIZES[: len(losses)])
-    assert advice is not None
-    assert words in advice
-
-
-@pytest.mark.parametrize(
-    "losses",
-    [
-        [(mean(2),), (mean(3),)],
-        [(total(1.0),), (total(2.0),)],
-        [(mean(2), total(5.0)), (mean(3), total(5.0))],  # of the weights alone
-        [(mean(2), statistic(5.0)), (mean(3), statistic(5.0))],
-        [(mean(2), mean(4)), (mean(3), mean(6))],
-        [(mean(2),), (), (mean(2),)],
-        [(mean(2), mean(4, 3.0)), (mean(3, 2.0), mean(6, 2.0))],
-        [(total(1.0, divisor=3.0),), (total(0.0, divisor=4.0),)],
-    ],
-)
-def test_losses_that_combine_pass_in_silence(losses: list[Reductions]) -> None:
-    assert validate_losses(losses, SIZES[: len(losses)]) is None
 
 
 LABELS = torch.tensor([[1, -100], [0, 3]])
@@ -192,12 +153,3 @@ def test_rules_that_give_no_weight_are_refused(rule: Any, words: str) -> None:
     given = [part._replace(batch={"y": LABELS}) for part in parts([3, 1])]
     with pytest.raises(MisconfigurationException, match=words):
         weigh_by(rule, given)
-
-
-def test_a_penalty_beside_a_sum_over_samples_is_refused() -> None:
-    losses = [
-        (Reduction("sum", value=torch.tensor(value)), Reduction("constant", value=torch.ones(())))
-        for value in (1.0, 2.0)
-    ]
-    with pytest.raises(MisconfigurationException, match="a penalty on weights"):
-        validate_losses(losses, [2, 2])

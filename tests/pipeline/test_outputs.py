@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_axosparse.pipeline.combination import Leaf
 from lightning_axosparse.pipeline.outputs import Scalar, merge
-from lightning_axosparse.pipeline.weighting import Weighting
 
 
 class Pair(NamedTuple):
@@ -23,7 +23,7 @@ class Sample:
 
 
 def scalar(value: float) -> Scalar:
-    return Scalar(torch.tensor(value), Weighting())
+    return Scalar(torch.tensor(value), Leaf(torch.tensor(value)))
 
 
 def test_outputs_are_merged() -> None:

@@ -56,6 +56,17 @@ def test_the_only_container_is_found() -> None:
     assert found == {f"body.h.{i}": layer for i, layer in enumerate(inner)}
 
 
+def test_lists_in_a_list_hold_layers_and_nothing_is_none() -> None:
+    inner = [nn.ModuleList([nn.Linear(4, 4), None, nn.ReLU()]), nn.ModuleDict({"a": linears(1)[0]})]
+    body = nn.ModuleList([*inner, None, nn.Sequential(*linears(2))])
+    one = nn.ModuleList([nn.ModuleList(linears(2))])
+    for pipeline in (None, "body"):
+        model = Model(body=body, heads=nn.ModuleList([None, *linears(1)]))
+        found = find_layers(model, pipeline, 4)
+        assert list(found) == ["body.0.0", "body.0.2", "body.1.a", "body.3"]
+    assert list(find_layers(Model(one=one), None, 2)) == ["one.0.0", "one.0.1"]
+
+
 def test_containers_and_modules_in_order() -> None:
     body, head = nn.Sequential(*linears(3)), nn.ModuleList(linears(2))
     model = Model(head=head, stem=nn.Linear(4, 4), body=body)

@@ -10,8 +10,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_axosparse.pipeline.combination import (
+    Leaf,
+    Rule,
+    Term,
+    combine,
+    found_rules,
+    mapped,
+)
 from lightning_axosparse.pipeline.reductions import ReductionTracker
-from lightning_axosparse.pipeline.weighting import Weighting, combine
 
 IGNORED = -100
 CLASSES = 5
@@ -68,7 +75,6 @@ EXACT: dict[str, Step] = {
     "correct": lambda x, y: (x.argmax(-1) == y).sum(),
     "accuracy": lambda x, y: (x.argmax(-1) == y).double().mean(),
     "nothing": lambda x, y: 0 * x.sum(),
-    "sum over samples and tokens": lambda x, y: (x * x).sum() / (len(x) * x.shape[1]),
     "masked mean over mean": lambda x, y: (
         (each_loss(x, y) * kept(y)).mean() / (kept(y).double().mean())
     ),
@@ -86,15 +92,37 @@ def microbatches(sizes: list[int], seed: int = 0) -> list[tuple[Tensor, Tensor]]
     return made
 
 
-def combined(step: Step, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    tracker, values, weightings = ReductionTracker(), [], []
+def terms(step: Step, parts: list[tuple[Tensor, Tensor]]) -> list[Term]:
+    tracker, found = ReductionTracker(), []
     for x, y in parts:
         with tracker.microbatch(len(x)):
             value = step(x, y)
-        weightings.append(Weighting.of(tracker.of(value)))
-        values.append(torch.as_tensor(value, dtype=torch.float64))
-    samples = [len(x) for x, _ in parts]
-    return combine(values, weightings, [size / sum(samples) for size in samples])
+        found.append(tracker.of(value))
+    return found
+
+
+def sizes_of(parts: list[tuple[Tensor, Tensor]]) -> list[float]:
+    return [float(len(x)) for x, _ in parts]
+
+
+def combined(step: Step, parts: list[tuple[Tensor, Tensor]], rule: Rule | None = None) -> Tensor:
+    value = combine(terms(step, parts), sizes_of(parts), rule)
+    return torch.as_tensor(value, dtype=torch.float64)
+
+
+def is_close(value: Any, whole: Term, parts: Any) -> bool:
+    ours, theirs = (torch.as_tensor(v, dtype=torch.float64) for v in (value, whole.value))
+    return ours.shape == theirs.shape and torch.allclose(ours, theirs, 1e-12, 1e-12)
+
+
+def rule_of(step: Step, parts: list[tuple[Tensor, Tensor]]) -> Rule | None:
+    """The rule that the comparison with the whole batch finds; None if there is none."""
+    x, y = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    (of_batch,), of_parts = terms(step, [(x, y)]), terms(step, parts)
+    for rule in found_rules(of_batch, of_parts, sizes_of(parts), is_close):
+        if is_close(combine(of_parts, sizes_of(parts), rule), of_batch, of_parts):
+            return rule
+    return None
 
 
 def whole(step: Step, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -141,10 +169,11 @@ def test_a_batch_of_padding_is_what_it_is_on_one_process() -> None:
 def test_shares_of_samples_are_those_of_samples_to_the_bit() -> None:
     for sizes in ([3, 2], [7, 7, 6], [1, 5, 3]):
         values = [torch.randn((), dtype=torch.float64) for _ in sizes]
-        shares = [size / sum(sizes) for size in sizes]
-        by_tokens = [Weighting("mean", 12.0 * size) for size in sizes]
-        unknown = [Weighting()] * len(sizes)
-        assert combine(values, by_tokens, shares) == combine(values, unknown, shares)
+        by_tokens = [
+            Leaf(value, "mean", 12.0 * size) for value, size in zip(values, sizes, strict=True)
+        ]
+        unknown = [Leaf(value) for value in values]
+        assert combine(by_tokens, sizes) == combine(unknown, sizes)
 
 
 def one_by_one(x: Tensor, y: Tensor) -> list[Tensor]:
@@ -152,6 +181,7 @@ def one_by_one(x: Tensor, y: Tensor) -> list[Tensor]:
 
 
 LOOPS: dict[str, Step] = {
+    "sum over samples and tokens": lambda x, y: (x * x).sum() / (len(x) * x.shape[1]),
     "stacked": lambda x, y: torch.stack(one_by_one(x, y)).mean(),
     "stacked and added up": lambda x, y: torch.stack(one_by_one(x, y)).sum(),
     "iterated": lambda x, y: torch.stack([one.pow(2).sum() for one in x]).mean(),
@@ -164,35 +194,20 @@ LOOPS: dict[str, Step] = {
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_loops_over_samples(name: str) -> None:
-    for sizes in ([2, 2], [3, 1, 2], [1, 1]):
-        parts = microbatches(sizes)
-        actual, expected = combined(LOOPS[name], parts), whole(LOOPS[name], parts)
+def test_loops_over_samples_follow_the_rule_of_the_first_batch(name: str) -> None:
+    rule = rule_of(LOOPS[name], microbatches([2, 2]))
+    assert rule is not None
+    for sizes in ([3, 3], [2, 2]):
+        parts = microbatches(sizes, 7)
+        actual, expected = combined(LOOPS[name], parts, rule), whole(LOOPS[name], parts)
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_lists_of_one_tensor_a_sample() -> None:
-    tracker = ReductionTracker()
-    for sizes in ((3, 2), (2, 2, 2)):
-        boxes = [torch.rand(size, 4) for size in sizes]
-        with tracker.microbatch(len(sizes), {"boxes": boxes, "labels": torch.ones(len(sizes))}):
-            each = [box.mean() for box in boxes]
-            loss = torch.stack(each).mean()
-        assert not any(tracker.of(value) for value in each)
-        assert Weighting.of(tracker.of(loss)) == Weighting("mean", len(sizes))
-
-
-def test_a_pair_of_tensors_is_no_list_of_samples() -> None:
-    tracker = ReductionTracker()
-    x, y = torch.rand(2, 3), torch.rand(2)
-    with tracker.microbatch(2, (x, y)):
-        assert tracker.of(x.mean())
 
 
 def nt_xent(z: Tensor) -> Tensor:
     """SimCLR's loss, with the numbers of the positive pairs as they are often written."""
     scores = (z @ z.T).masked_fill(torch.eye(len(z), dtype=torch.bool), float("-inf"))
-    return F.cross_entropy(scores, torch.tensor([*range(3, 6), *range(3)]))
+    half = len(z) // 2
+    return F.cross_entropy(scores, torch.tensor([*range(half, 2 * half), *range(half)]))
 
 
 STATISTICS: dict[str, Step] = {
@@ -225,13 +240,33 @@ STATISTICS: dict[str, Step] = {
 }
 
 
-@pytest.mark.parametrize("name", STATISTICS)
-def test_what_does_not_combine_is_known(name: str) -> None:
-    tracker = ReductionTracker()
-    (x, y), *_ = microbatches([3])
-    with tracker.microbatch(3):
-        value = STATISTICS[name](x, y)
-    assert "statistic" in {reduction.kind for reduction in tracker.of(value)}
+OF_MEANS = {
+    "exponential",
+    "product",
+    "ratio",
+    "overlap",
+    "differentiable denominator",
+    "loss of means",
+}
+"""Those that are functions of means and sums, and so follow from those of the batch."""
+
+
+@pytest.mark.parametrize("name", sorted(STATISTICS))
+def test_what_is_a_function_of_means_is_told_from_other_statistics(name: str) -> None:
+    parts = microbatches([3, 3])
+    rule = rule_of(STATISTICS[name], parts)
+    assert (rule is not None) == (name in OF_MEANS or name == "largest")
+    if name in OF_MEANS:
+        others = microbatches([2, 3, 1], 5)
+        actual, expected = combined(STATISTICS[name], others), whole(STATISTICS[name], others)
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def mean_in(term: Term) -> Leaf:
+    """The first mean that a term was computed from."""
+    found: list[Leaf] = []
+    mapped(term, lambda leaf: found.append(leaf) or leaf)
+    return next(leaf for leaf in found if leaf.kind == "mean")
 
 
 TOGETHER: dict[str, Step] = {
@@ -245,12 +280,8 @@ WEIGHTS = nn.Parameter(torch.ones(3, dtype=torch.float64))
 
 @pytest.mark.parametrize("name", TOGETHER)
 def test_what_is_no_loop_over_samples_is_followed(name: str) -> None:
-    tracker = ReductionTracker()
-    (x, y), *_ = microbatches([3])
-    with tracker.microbatch(3):
-        value = TOGETHER[name](x, y)
-    assert Weighting.of(tracker.of(value)).kind == "mean"
-    assert Weighting.of(tracker.of(value)).weight in (3, 12, 15, 24, 60)
+    (term,) = terms(TOGETHER[name], microbatches([3]))
+    assert mean_in(term).count in (3, 12, 15, 24, 60)
 
 
 def test_means_over_samples_in_the_second_dimension() -> None:
@@ -258,7 +289,7 @@ def test_means_over_samples_in_the_second_dimension() -> None:
     x = torch.rand(4, 3)
     with tracker.microbatch(3):
         value = x.mean(1).sum()
-    assert Weighting.of(tracker.of(value)) == Weighting("mean", 3.0)
+    assert mean_in(tracker.of(value)).count == 3.0
 
 
 def test_a_float_that_equals_a_sum_by_chance_is_none() -> None:
@@ -266,28 +297,17 @@ def test_a_float_that_equals_a_sum_by_chance_is_none() -> None:
     with tracker.microbatch(1):
         correct = torch.ones(1).sum().item()
         accuracy = correct / 1
-    assert tracker.of(correct)
-    assert not tracker.of(accuracy)
-    assert tracker.is_mean_of_samples(accuracy)
+    assert not isinstance(tracker.of(correct), Leaf)
+    assert isinstance(tracker.of(accuracy), Leaf)
 
 
-def test_a_number_that_is_a_sum_over_the_samples_is_their_mean() -> None:
-    tracker = ReductionTracker()
-    x = torch.tensor([0.1, 0.7, 0.3])
-    with tracker.microbatch(3):
-        total, mean = x.sum().item(), x.abs().mean().item()
-    assert tracker.is_mean_of_samples(total / 3)
-    assert tracker.is_mean_of_samples(100 * total / 3)
-    assert not tracker.is_mean_of_samples(total / 2)
-    assert not tracker.is_mean_of_samples(mean / 3)
+def test_a_term_of_parameters_alone_does_not_add_up() -> None:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return x.sum() + 0.1 * WEIGHTS.pow(2).sum()
 
-
-def test_a_term_of_parameters_alone_is_a_constant() -> None:
-    tracker = ReductionTracker()
-    with tracker.microbatch(3):
-        value = torch.rand(3).sum() + 0.1 * WEIGHTS.pow(2).sum()
-    assert [reduction.kind for reduction in tracker.of(value)] == ["sum", "constant"]
-    assert Weighting.of(tracker.of(value)).kind == "statistic"
+    parts = microbatches([2, 3])
+    actual, expected = combined(step, parts), whole(step, parts)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 BUFFER = torch.rand(3)
@@ -308,17 +328,8 @@ def test_parameters_and_buffers_are_no_samples(name: str, grad: bool) -> None:
     with torch.set_grad_enabled(grad), tracker.microbatch(3):
         value = CONSTANTS[name]()
         penalised = 0.1 * value + torch.rand(3).mean()
-    assert Weighting.of(tracker.of(value)) == Weighting("constant")
-    assert Weighting.of(tracker.of(penalised)) == Weighting("mean", 3.0)
-
-
-def test_a_buffer_that_takes_up_samples_is_followed() -> None:
-    buffer = BUFFER.clone()
-    tracker = ReductionTracker([buffer])
-    with tracker.microbatch(4):
-        buffer.mul_(0.9).add_(torch.rand(4, 3).mean(0))
-        value = buffer.sum()
-    assert Weighting.of(tracker.of(value)).kind == "mean"
+    assert combine([tracker.of(value)] * 3, [1, 1, 1]) == value
+    assert mean_in(tracker.of(penalised)).count == 3.0
 
 
 def test_a_padded_microbatch_with_a_penalty_counts_for_nothing() -> None:
@@ -343,42 +354,9 @@ def test_an_accuracy_of_single_samples_after_a_number_of_one() -> None:
         parts = microbatches([1] * len(right))
         for (x, y), is_right in zip(parts, right, strict=True):
             y.copy_(x.argmax(-1) if is_right else -y.abs() - 1)
-        torch.testing.assert_close(combined(step, parts), whole(step, parts))
-
-
-def test_a_divisor_that_may_be_a_count_or_a_constant_is_no_sum() -> None:
-    tracker = ReductionTracker()
-    with tracker.microbatch(1):
-        value = torch.rand(1, 4, 5).sum() / 4
-    assert Weighting.of(tracker.of(value)).kind == "statistic"
-
-
-def test_a_loss_among_samples_is_known() -> None:
-    tracker = ReductionTracker()
-    x = torch.randn(3, 4)
-    with tracker.microbatch(3):
-        contrastive = F.cross_entropy(x @ x.T, torch.arange(3).to("cpu"))
-        z = torch.cat([x, x])
-        views = F.cross_entropy(z @ z.T / 2, torch.cat([torch.arange(3) + 3, torch.arange(3)]))
-        classes = F.cross_entropy(x @ x.T, torch.tensor([0, 1, 2]))
-        positions = F.cross_entropy(torch.randn(12, 4), torch.arange(12) % 4)
-    losses = contrastive, views, classes, positions
-    among = [tracker.of(loss)[0].among_samples for loss in losses]
-    assert among == [True, True, False, False]
-
-
-def test_products_of_samples_with_weights_compare_no_samples() -> None:
-    buffer = torch.randn(3, 3)
-    tracker = ReductionTracker([buffer])
-    x, parameter = torch.randn(3, 3), nn.Parameter(torch.randn(3, 3))
-    with tracker.microbatch(3):
-        losses = [
-            F.cross_entropy(x @ parameter.T, torch.tensor([0, 2, 1])),
-            F.mse_loss(torch.cdist(x, buffer), torch.zeros(3, 3)),
-            (x @ torch.randn(3, 6)).mean(),
-            F.cosine_similarity(x[:, None].expand(3, 3, 3), torch.randn(3, 3, 3), dim=-1).mean(),
-        ]
-    assert [[r.kind for r in tracker.of(loss)] for loss in losses] == [["mean"]] * 4
+        rule = rule_of(step, parts)
+        assert rule is not None
+        torch.testing.assert_close(combined(step, parts, rule), whole(step, parts))
 
 
 def test_nothing_is_followed_outside_or_while_paused() -> None:
@@ -390,37 +368,7 @@ def test_nothing_is_followed_outside_or_while_paused() -> None:
             hidden = x.mean()
         seen = x.mean()
     after = x.mean()
-    assert [bool(tracker.of(v)) for v in (before, hidden, seen, after)] == [
-        False,
-        False,
-        True,
-        False,
-    ]
+    kinds = [tracker.of(value).kind for value in (before, hidden, seen, after)]
+    assert kinds == [None, None, "mean", None]
     tracker.forget()
-    assert tracker.of(seen) == ()
-
-
-def test_transforms_and_compiled_functions_run_as_without_it() -> None:
-    tracker = ReductionTracker()
-    x, y = torch.randn(3, 4), torch.tensor([1, 0, 2])
-    compiled = torch.compile(lambda x, y: F.cross_entropy(x, y), backend="eager")
-
-    def grads() -> tuple[Tensor, Tensor, Tensor]:
-        gradient = torch.func.grad(lambda x: F.cross_entropy(x, y))(x)
-        each = torch.func.vmap(lambda x, y: F.cross_entropy(x[None], y[None]))(x, y)
-        return gradient, each, compiled(x, y)
-
-    with tracker.microbatch(3):
-        inside = grads()
-    for ours, theirs in zip(inside, grads(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-def test_values_in_place_are_followed() -> None:
-    tracker = ReductionTracker()
-    x = torch.randn(3)
-    with tracker.microbatch(3):
-        total = torch.zeros(())
-        total += x.mean()
-        total += x.sum()
-    assert {reduction.kind for reduction in tracker.of(total)} == {"mean", "sum"}
+    assert tracker.of(seen).kind is None

@@ -68,3 +68,17 @@ def test_one_stage_draws_as_without_a_pipeline() -> None:
         first = torch.rand(())
         rng.seed_inside_layers(0, 0)
     assert torch.equal(torch.stack([first, torch.rand(())]), expected)
+
+
+def test_stages_draw_different_numbers_after_the_passes_of_a_batch() -> None:
+    drawn = []
+    for stage in range(2):
+        rng = PipelineRNG(7, 2, CPU)
+        for _ in range(2):
+            with rng.batch():
+                drawn += numbers(rng, 0, stage)
+            state = torch.get_rng_state()
+            with rng.after_passes(stage):
+                drawn.append(draw())
+            assert torch.equal(torch.get_rng_state(), state)
+    assert len(set(drawn)) == len(drawn) - 2, "only those outside the layers agree"

@@ -13,12 +13,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from lightning_axosparse.pipeline.activation import Activation
 from lightning_axosparse.pipeline.engine import Pipeline
 from lightning_axosparse.pipeline.message import encode, tensors
 from lightning_axosparse.pipeline.microbatch import split
 from lightning_axosparse.pipeline.p2p import LoopbackLink
-from lightning_axosparse.pipeline.side_outputs import Activation
-from tests.pipeline.test_engine import evaluate, pipeline, train
+from tests.pipeline.test_engine import evaluate, learned, pipeline, train
 
 WIDTH, LAYERS = 6, 4
 
@@ -91,12 +91,22 @@ def assert_as_on_one_process(
     with torch.no_grad():
         value = expected(batch)
     with staged(model) as pipe:
-        train(pipe, loss, batch, 2)
+        crossing = learned(pipe, loss, batch, 2)
+        train(pipe, loss, batch, 2, crossing)
         with torch.no_grad():
-            outputs = evaluate(pipe, loss, batch, 1)
+            outputs = evaluate(pipe, loss, batch, 1, crossing)
     torch.testing.assert_close(outputs[0].value, value)
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def train_as_learned(
+    pipe: Pipeline, step: Callable[[Tensor], Tensor], batch: Tensor, sent: list[Activation]
+) -> None:
+    """Train with two micro-batches, and note only what those send."""
+    crossing = learned(pipe, step, batch, 2)
+    sent.clear()
+    train(pipe, step, batch, 2, crossing)
 
 
 def sizes(message: Activation) -> int:
@@ -106,7 +116,7 @@ def sizes(message: Activation) -> int:
 def test_a_network_without_hooks_sends_its_activation_alone(sent: list[Activation]) -> None:
     model = network()
     with staged(model) as pipe:
-        train(pipe, lambda x: model(x).sum(), torch.randn(6, WIDTH), 2)
+        train_as_learned(pipe, lambda x: model(x).sum(), torch.randn(6, WIDTH), sent)
     assert len(sent) == 4
     for message in sent:
         header, block = encode(message, torch.device("cpu"))
@@ -119,7 +129,6 @@ def test_a_network_without_hooks_sends_its_activation_alone(sent: list[Activatio
     "hook",
     [
         lambda module, args, output: print(output.shape, args[0].dtype),
-        lambda module, args, output: None if output.isnan().any() else output,
         lambda module, args, output: output * torch.sigmoid(output.detach().mean() * 0),
         lambda module, args, output: (output,)[0],
     ],
@@ -129,9 +138,81 @@ def test_a_hook_that_leaves_nothing_behind_sends_nothing(hook: Any, sent: list[A
     for layer in model:
         layer.act.register_forward_hook(hook)
         layer.register_forward_hook(hook)
-    with staged(model) as pipe, torch.no_grad():
-        evaluate(pipe, lambda x: model(x).sum(), torch.randn(6, WIDTH), 2)
+    with staged(model) as pipe:
+        train_as_learned(pipe, lambda x: model(x).sum(), torch.randn(6, WIDTH), sent)
     assert [message.side_outputs for message in sent] == [()] * 4
+
+
+def test_a_number_that_a_hook_reads_reaches_the_loss() -> None:
+    def prepare(model: nn.Sequential) -> Callable[[Tensor], Tensor]:
+        numbers: list[float] = []
+        for layer in model:
+            layer.act.register_forward_hook(
+                lambda module, args, output: numbers.append(float(output.detach().mean()))
+            )
+
+        def loss(x: Tensor) -> Tensor:
+            numbers.clear()
+            y = model(x).mean()
+            return y + sum(n * (i + 1) for i, n in enumerate(numbers))
+
+        return loss
+
+    assert_as_on_one_process(prepare)
+
+
+def test_what_hooks_keep_and_no_stage_reads_adds_no_tensor(sent: list[Activation]) -> None:
+    """The hooks are called again, as a list has to have as many entries as on one process."""
+    model, kept = network(), []
+    for layer in model:
+        layer.act.register_forward_hook(lambda module, args, output: kept.append(output))
+
+    def step(x: Tensor) -> Tensor:
+        kept.clear()
+        y = model(x).sum()
+        assert len(kept) == LAYERS
+        return y
+
+    with staged(model) as pipe:
+        train_as_learned(pipe, step, torch.randn(6, WIDTH), sent)
+    assert {sizes(message) for message in sent} == {3 * WIDTH * 4}
+    assert {len(message.side_outputs) for message in sent} == {1, 2}
+
+
+def test_what_a_hook_keeps_on_the_module_is_sent(sent: list[Activation]) -> None:
+    """Code that runs after the step may read it."""
+    model = network()
+    for layer in model:
+        layer.act.register_forward_hook(lambda m, args, output: model[3].seen.append(output))
+
+    def step(x: Tensor) -> Tensor:
+        model[3].seen = []
+        return model(x).sum()
+
+    with staged(model) as pipe:
+        train_as_learned(pipe, step, torch.randn(6, WIDTH), sent)
+        assert not any(tensor.isnan().any() for tensor in model[3].seen)
+    assert len(model[3].seen) == LAYERS
+    assert {sizes(message) for message in sent[:2]} == {2 * 3 * WIDTH * 4}
+
+
+def test_hooks_that_begin_to_keep_something_are_followed() -> None:
+    model, reference = network(), network()
+    kept: list[Tensor] = []
+
+    def loss(model: nn.Sequential, x: Tensor) -> Tensor:
+        kept.clear()
+        return model(x).mean() + sum(each.mean() for each in kept)
+
+    batch = torch.randn(6, WIDTH)
+    with staged(model) as pipe:
+        step = lambda x: loss(model, x)  # noqa: E731
+        crossing = learned(pipe, step, batch, 2)
+        for network_ in (model, reference):
+            for layer in network_:
+                layer.act.register_forward_hook(lambda m, args, output: kept.append(output.exp()))
+        value = train(pipe, step, batch, 2, crossing)
+    torch.testing.assert_close(value, loss(reference, batch).detach().float())
 
 
 KEEP: dict[str, Callable[[list[Any], Any, Tensor], Any]] = {
@@ -348,28 +429,31 @@ def test_a_module_that_layers_share_is_followed_in_each(sent: list[Activation]) 
     assert {len(message.side_outputs) for message in sent} == {1, 2}
 
 
-def test_an_attribute_as_large_as_attentions_is_refused_where_it_is_read(
+def setting_maps(model: nn.Sequential) -> Callable[[Tensor], Tensor]:
+    for layer in model:
+        layer.tell = lambda layer, x: setattr(layer, "seen", x[:, :, None] * x[:, None])
+    return lambda x: model(x).mean() + sum(layer.seen.mean() for layer in model)
+
+
+def test_an_attribute_as_large_as_attentions_is_sent_where_it_is_read(
     sent: list[Activation],
 ) -> None:
     model = network()
     for layer in model:
         layer.tell = lambda layer, x: setattr(layer, "seen", x[:, :, None] * x[:, None])
-    batch = torch.randn(6, WIDTH)
+
+    def reading(x: Tensor) -> Tensor:
+        return model(x).sum() + sum(layer.seen.sum() for layer in model)
+
+    batch, plain = torch.randn(6, WIDTH), lambda x: model(x).sum()
     with staged(model) as pipe:
-        train(pipe, lambda x: model(x).sum(), batch, 2)
+        train_as_learned(pipe, plain, batch, sent)
         assert {sizes(message) for message in sent} == {3 * WIDTH * 4}
-        with torch.no_grad():
-            outputs = evaluate(
-                pipe, lambda x: model(x).sum() + sum(layer.seen.sum() for layer in model), batch, 1
-            )
-        assert outputs[0].value.isnan()
-        with pytest.raises(MisconfigurationException, match=r"'layers\.0\.seen' is set by a layer"):
-            train(
-                pipe,
-                lambda x: model(x).sum() + sum(layer.seen.sum() for layer in model),
-                batch,
-                2,
-            )
+        with pytest.raises(
+            MisconfigurationException, match=r"'layers\.0\.seen', which a layer sets"
+        ):
+            train(pipe, reading, batch, 2, learned(pipe, plain, batch, 2))
+    assert_as_on_one_process(setting_maps)
 
 
 def test_hooks_in_a_compiled_layer_are_warned_of() -> None:
@@ -393,7 +477,7 @@ def test_hooks_of_all_modules_are_warned_of() -> None:
 def test_scripted_layers_send_their_activation_alone(sent: list[Activation]) -> None:
     model = nn.Sequential(*(torch.jit.script(nn.Linear(WIDTH, WIDTH)) for _ in range(LAYERS)))
     with staged(model) as pipe:
-        train(pipe, lambda x: model(x).sum(), torch.randn(6, WIDTH), 2)
+        train_as_learned(pipe, lambda x: model(x).sum(), torch.randn(6, WIDTH), sent)
     assert [message.side_outputs for message in sent] == [()] * 4
 
 

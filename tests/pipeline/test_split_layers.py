@@ -281,7 +281,7 @@ def test_dropout_and_accumulation_over_batches() -> None:
     assert_same(model, ordinary)
 
 
-def test_tied_frozen_and_hooked_parameters_are_ordinary() -> None:
+def test_tied_and_frozen_parameters_are_ordinary() -> None:
     tied = Inner(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 6))
     tied.layers[2].weight = tied.layers[0].weight
     compare(tied, inputs(5, 6), products=3)
@@ -292,15 +292,6 @@ def test_tied_frozen_and_hooked_parameters_are_ordinary() -> None:
         model = Inner(nn.Linear(6, 6), nn.Linear(6, 6))
         getattr(model.layers[1], frozen).requires_grad_(False)
         compare(model, inputs(5, 6), products=3)
-
-    for register in ("register_hook", "register_post_accumulate_grad_hook"):
-        seen: list[Any] = []
-        model = Inner(nn.Linear(6, 6), nn.Linear(6, 6))
-        getattr(model.layers[1].weight, register)(lambda given, seen=seen: seen.append(given))
-        split = Split(model)
-        assert split.train(inputs(5, 6)) == 3
-        assert len(seen) == 3
-        assert all(isinstance(given, Tensor) for given in seen)
 
 
 def test_a_parameter_may_be_frozen_and_unfrozen_between_batches() -> None:

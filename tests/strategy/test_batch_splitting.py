@@ -9,6 +9,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -62,7 +63,7 @@ def trainer(microbatches: int = 2, **options: Any) -> L.Trainer:
         enable_progress_bar=False,
         enable_model_summary=False,
         strategy=AxoSparseStrategy(
-            g_inter=2, microbatches=microbatches, transport="loopback", **options
+            2, microbatches, transport="loopback", **{"check_first_batch": False, **options}
         ),
     )
 
@@ -108,6 +109,87 @@ def test_an_object_beside_tensors_is_warned_of() -> None:
         fit(made({"x": torch.rand(4, WIDTH), "graph": object()}))
 
 
+class Graphs:
+    """A batch as torch_geometric makes them: one object, with an index of the samples."""
+
+    def __init__(self) -> None:
+        self.x, self.batch = torch.rand(4, WIDTH), torch.tensor([0, 0, 1, 1])
+
+    def __iter__(self) -> Any:
+        return iter([self.x])
+
+
+def test_batches_that_are_one_object_are_warned_of() -> None:
+    words = r"Train batches stay whole.*microbatches=2 has no effect.*Graphs.*split_batch"
+    with pytest.warns(UserWarning, match=words):
+        module = fit(made(Graphs()))
+    assert len(module.seen) == 1
+    with pytest.warns(UserWarning, match=r"nothing but batch\['graph'\].*split_batch"):
+        trainer().validate(Reading(), made({"graph": Graphs(), "number": 1}), verbose=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="(?s).*split_batch")
+        fit(made(Graphs()), split_batch=lambda batch, parts: [batch.x[:2], batch.x[2:]])
+        fit(made(Graphs()), microbatches=1)
+
+
+class Reading(Net):
+    def compute(self, batch: Any) -> Tensor:
+        return super().compute(batch["graph"])
+
+
+class Related(Net):
+    """Reads a tensor beside the samples that is as long as they are many."""
+
+    def compute(self, batch: Any) -> Tensor:
+        x, other = batch["x"], batch["other"]
+        if other.dim() == 2:
+            return super().compute(other @ x)
+        return nn.functional.cross_entropy(self.layers(x), batch["y"], weight=other)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (torch.eye(6), r"RuntimeError.*\n.*batch\['x'\] \(6, 4\), batch\['other'\] \(6, 6\)"),
+        (torch.ones(2), r"RuntimeError.*\n.*batch\['other'\] \(2,\)"),
+    ],
+)
+def test_what_is_no_samples_and_as_long_as_a_batch_is_named(other: Tensor, words: str) -> None:
+    """An adjacency matrix, and class weights: the first step raises."""
+    count = len(other)
+    batch = {"x": torch.rand(count, WIDTH), "other": other, "y": torch.ones(count).long()}
+    module = Related()
+    with pytest.raises(MisconfigurationException, match=rf"(?s){words}.*split_batch"):
+        trainer().fit(module, made(batch))
+
+    def split(batch: Any, parts: int) -> list[Any]:
+        if other.dim() == 2:
+            return [batch]
+        cut = zip(batch["x"].chunk(parts), batch["y"].chunk(parts), strict=True)
+        return [{**batch, "x": x, "y": y} for x, y in cut]
+
+    trainer(split_batch=split).fit(Related(), made(batch))
+
+
+def test_what_does_not_change_with_the_samples_is_warned_of() -> None:
+    """A table that a step may read in some other way is cut, unless it is seen to be one."""
+
+    def batches(**constant: Any) -> DataLoader:
+        return made(*({"x": torch.rand(4, WIDTH), **constant} for _ in range(3)))
+
+    table, names = torch.rand(4, 2), ["a", "b", "c", "d"]
+    words = r"batch\['table'\], batch\['names'\] did not change.*split_batch"
+    with pytest.warns(UserWarning, match=words):
+        fit(batches(table=table, names=names))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="(?s).*split_batch")
+        fit(batches(mask=torch.ones(4, 3)))
+        ragged = ([torch.rand(n + 2) for n in range(4)] for _ in range(3))
+        fit(made(*({"x": torch.rand(4, WIDTH), "y": y} for y in ragged)))
+        fit(made(*[{"x": torch.rand(4, WIDTH), "y": torch.rand(4)} for _ in range(3)]))
+        fit(made(*[{"x": torch.ones(4, WIDTH), "y": torch.arange(4)}] * 3))
+
+
 def test_nothing_is_asked_of_a_loader_whose_batches_stay_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -145,14 +227,15 @@ def test_a_split_of_ones_own() -> None:
         x, table = batch
         return [(chunk, table) for chunk in x.split([3, 1])]
 
-    module = fit(made((torch.rand(4, WIDTH), torch.rand(3))), split_batch=split)
+    batches = made((torch.rand(4, WIDTH), torch.rand(3)))
+    module = fit(batches, split_batch=split, check_first_batch=True)
     assert [len(x) for x, _ in module.seen] == [3, 1]
     assert module.logged[0]["n"] == 4
 
 
 def test_the_number_of_samples_is_logged_as_of_the_batch() -> None:
     # The third batch's number is also the number of samples of its micro-batches.
-    module = fit(DataLoader(TensorDataset(torch.rand(15, WIDTH)), 4))
+    module = fit(DataLoader(TensorDataset(torch.rand(15, WIDTH)), 4), check_first_batch=True)
     assert [logged["n"] for logged in module.logged] == [4, 4, 4, 3]
     assert [logged["batch_number"] for logged in module.logged] == [0, 1, 2, 3]
 
@@ -208,3 +291,14 @@ def test_a_lone_vector_may_be_one_sample_and_stays_whole(told: list[str]) -> Non
     assert torch.equal(torch.stack(predictions), torch.stack([*map(module.layers, samples)]))
     line = "batches: nothing is cut; passed whole: batch."
     assert told == [f"Micro-batches of {name} {line}" for name in ("val", "train", "predict")]
+
+
+@pytest.mark.parametrize("returned", [None, [], "ab", 3])
+def test_what_is_no_list_of_parts_is_refused(returned: Any) -> None:
+    def split(batch: Any, parts: int) -> Any:
+        return returned
+
+    with pytest.raises(ValueError, match=r"split_batch=<function .* returned .* for 2 micro-batc"):
+        fit(made(torch.rand(4, WIDTH)), split_batch=split)
+    with pytest.raises(ValueError, match=r"split_batch=<built-in function print> returned None"):
+        fit(made(torch.rand(4, WIDTH)), split_batch=print)

@@ -18,9 +18,16 @@ from tests.ranks import PATIENCE, run_ranks
 
 
 class TwoBranches(Net):
-    def __init__(self) -> None:
+    """Has a second container; whether it is called depends on the values of a batch, or not."""
+
+    def __init__(self, asks: bool = False) -> None:
         super().__init__()
-        self.other = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+        self.other, self.asks = nn.ModuleList(nn.Linear(12, 12) for _ in range(2)), asks
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.asks and x.isnan().any():
+            x = self.other[1](self.other[0](x))
+        return super().forward(x)
 
 
 class Manual(Net):
@@ -50,6 +57,7 @@ class Flat(Net):
         ({"offload_optimizer": True, "offload_bucket": 1e6}, "offload_bucket=1000000.0"),
         ({"timeout": 0}, "timeout=0 must be a number of seconds"),
         ({"timeout": timedelta(seconds=-1)}, "timeout=.*datetime.timedelta"),
+        ({"restarts": -1}, "restarts=-1 must be a whole number from 0"),
         ({"timeout": "30 min"}, "timeout='30 min'"),
         ({"timeout": True}, "timeout=True"),
         ({"timeout": float("nan")}, "timeout=nan"),
@@ -83,7 +91,6 @@ class TwoOptimizers(Net):
     ("module", "strategy", "callbacks", "words"),
     [
         (Net, {"g_inter": 8}, [], "g_inter=8 stages.* has 6"),
-        (TwoBranches, {"g_inter": 2}, [], "'model'.*'other'"),
         (TwoBranches, {"g_inter": 2, "pipeline": "accuracy"}, [], "'accuracy' must name"),
         (Flat, {"g_inter": 2}, [], "nothing to partition"),
         (Manual, {"g_inter": 2}, [], "automatic_optimization"),
@@ -101,10 +108,25 @@ def test_modules_that_do_not_fit_are_refused_before_any_rank_starts(
         run.fit(module(), loader(1))
 
 
+def test_the_batches_show_which_container_is_called() -> None:
+    records = []
+    for each in ("auto", AxoSparseStrategy(g_inter=2, transport="loopback")):
+        L.seed_everything(0, verbose=False)
+        records.append(fit(trainer(each, max_epochs=1, precision="64-true"), TwoBranches()))
+    assert difference(*records) < 1e-12
+    with pytest.raises(MisconfigurationException, match=r"'model'.*'other'"):
+        fit(trainer(AxoSparseStrategy(2, transport="loopback")), TwoBranches(asks=True))
+
+
 def test_the_string_names_the_strategy() -> None:
     run = trainer("axosparse")
     assert isinstance(run.strategy, AxoSparseStrategy)
     fit(run, Net())
+
+
+def test_restarts_of_ranks_that_the_call_does_not_start_are_warned_of() -> None:
+    with pytest.warns(UserWarning, match="restarts=1 does nothing here: the call starts no ranks"):
+        trainer(AxoSparseStrategy(restarts=1))
 
 
 def test_one_rank_starts_no_mpi() -> None:

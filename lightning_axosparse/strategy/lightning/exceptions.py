@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 
 from lightning_axosparse.distributed.mpi.environment import all_arrive
-from lightning_axosparse.distributed.rank_status import blocked
+from lightning_axosparse.distributed.rank_status import blocked, this_rank
 from lightning_axosparse.strategy.lightning.hooks import RankLocalCallback, overrides
 
 _PATIENCE = 5.0
@@ -43,10 +43,11 @@ def save_together(trainer: pl.Trainer, exception: BaseException) -> None:
     position = (trainer.global_step, trainer.current_epoch, trainer.fit_loop.batch_idx)
     if not callbacks or not all_arrive(position, _PATIENCE):
         return
+    this_rank().leaves = True
     for callback in callbacks:
         callback.on_exception(trainer, trainer.lightning_module, exception)
     with blocked("all ranks to save what the exception leaves"):
-        all_arrive((), inf)
+        all_arrive(position, inf)  # With no integers, MPI need not wait for anyone.
 
 
 def _acts_on_exceptions(callback: Callback) -> bool:

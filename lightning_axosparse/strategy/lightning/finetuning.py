@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_axosparse.support.patched import patched
 
-@contextmanager
-def parameters_told_apart_by_identity() -> Iterator[None]:
+
+def parameters_told_apart_by_identity() -> AbstractContextManager[None]:
     """Inside the context, callbacks know by identity which parameters an optimizer has.
 
     Lightning compares values, which tensors on the meta device do not have; it also takes two
     parameters of the same values, such as the zeros of two biases, for one.
     """
-    original = BaseFinetuning.filter_on_optimizer
-    BaseFinetuning.filter_on_optimizer = staticmethod(_not_in_optimizer)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        BaseFinetuning.filter_on_optimizer = staticmethod(original)  # type: ignore[method-assign]
+    return patched(BaseFinetuning, "filter_on_optimizer", staticmethod(_not_in_optimizer))
 
 
 def _not_in_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:

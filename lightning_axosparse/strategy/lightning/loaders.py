@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import count, islice
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
@@ -16,10 +17,13 @@ import numpy as np
 import torch
 from lightning.fabric.utilities.data import has_iterable_dataset
 from lightning.pytorch.utilities._pytree import tree_unflatten
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
+from lightning_axosparse.pipeline.call_order import Example
 from lightning_axosparse.strategy.lightning.hooks import overrides
 
 _TRANSFER_HOOKS = (
@@ -27,6 +31,14 @@ _TRANSFER_HOOKS = (
     "transfer_batch_to_device",
     "on_after_batch_transfer",
 )
+_STEPS = {
+    "train": "training_step",
+    "val": "validation_step",
+    "test": "test_step",
+    "predict": "predict_step",
+}
+_FEW = 2
+"""Samples of a batch that shows how a step runs: batch norms need two."""
 _LEFT_ALONE = (type, ModuleType, Tensor, np.ndarray, pl.Trainer)
 _MOST_OBJECTS, _LONGEST_CONTAINER = 10_000, 1_000
 
@@ -65,13 +77,53 @@ def source(trainer: pl.Trainer, step_arguments: Sequence[Any]) -> Source:
             index where a loop goes through several.
     """
     loop: Any = trainer._active_loop
+    combined = loop._combined_loader
+    several = len(combined.flattened) > 1
+    return _of(trainer, combined, step_arguments[-1] if several and step_arguments else 0)
+
+
+def first_step(trainer: pl.Trainer) -> Example | None:
+    """The first step of a run that starts, on a few samples of its loader.
+
+    The loader is asked for, but not iterated; all is restored as by :func:`sample_batches`. An
+    iterable dataset is copied, and a list of batches has a first one.
+
+    Args:
+        trainer: the Trainer, which has not made its loaders yet.
+
+    Returns:
+        The call of the module's step; None where there are no such samples.
+    """
+    loop: Any = trainer._active_loop
+    if loop is None or loop._data_source.instance is None:
+        return None
+    with isolate_rng(), _unchanged([loop._data_source.instance]), suppress(Exception):
+        loaders = loop._data_source.dataloader()
+        if not isinstance(loaders, CombinedLoader):
+            loaders = CombinedLoader(
+                loaders, "max_size_cycle" if trainer.training else "sequential"
+            )
+        origin = _of(trainer, loaders, 0)
+        batches = sample_batches(trainer, origin, [_FEW])
+        if batches is None:
+            first = origin.combine([_first_batch(loader) for loader in origin.loaders])
+            batches = [_transferred(trainer, first, 0)]
+        name = _STEPS[origin.name]
+        step = getattr(trainer.lightning_module, name)
+        numbers = int(is_param_in_hook_signature(step, "batch_idx", min_args=2))
+        if loaders._mode == "sequential" and len(loaders.flattened) > 1:
+            numbers = 2
+        return Example(name, (batches[0], *[0] * numbers))
+    return None
+
+
+def _of(trainer: pl.Trainer, combined: Any, index: int) -> Source:
+    """Where batches of the running loop come from."""
+    loop, loaders = trainer._active_loop, combined.flattened
     stage: Any = trainer.state.stage
     name = stage.dataloader_prefix
-    combined = loop._combined_loader
-    loaders = combined.flattened
     if combined._mode != "sequential":
         return Source(name, loop, 0, tuple(loaders), partial(_combined, combined._spec))
-    index = step_arguments[-1] if len(loaders) > 1 and step_arguments else 0
     return Source(name, loop, index, (loaders[index],), _single)
 
 
@@ -139,6 +191,18 @@ def _fetcher(loader: DataLoader[Any]) -> Callable[[int], Any]:
     sample = dataset[0]
     # Collate functions may change samples in place.
     return lambda count: loader.collate_fn([copy.deepcopy(sample) for _ in range(count)])
+
+
+def _first_batch(loader: Any) -> Any:
+    """The first batch of a loader of another kind, whose state does not change."""
+    if hasattr(loader, "__getitem__"):  # a list or tensor of batches
+        return copy.deepcopy(loader[0])
+    samples: Iterator[Any] = (copy.deepcopy(loader.dataset[number]) for number in count())
+    if has_iterable_dataset(loader):
+        samples = iter(copy.deepcopy(loader.dataset))
+    if loader.batch_sampler is None:
+        return loader.collate_fn(next(samples))
+    return loader.collate_fn(list(islice(samples, _FEW)))
 
 
 def _transferred(trainer: pl.Trainer, batch: Any, index: int) -> Any:

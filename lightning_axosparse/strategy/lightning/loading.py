@@ -15,7 +15,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_axosparse.checkpoint.atomic_io import local_path
 from lightning_axosparse.checkpoint.mapped_file import load_mapped
+from lightning_axosparse.support.corrupt_file import reading
 from lightning_axosparse.support.deferred_tensor import all_made
+from lightning_axosparse.support.patched import patched
 from lightning_axosparse.support.torch_internals import tree_leaves
 
 _ON_CPU = (None, "cpu", torch.device("cpu"), saving._default_map_location)
@@ -34,13 +36,11 @@ def files_mapped() -> Iterator[Callable[[Tensor], bool]]:
         local = local_path(path) if isinstance(path, str | Path) else None
         if local is None or map_location not in _ON_CPU or not is_zipfile(local):
             return read(path, map_location, weights_only)
-        checkpoint = all_made(load_mapped(local, weights_only))
+        with reading(local):
+            checkpoint = all_made(load_mapped(local, weights_only))
         tensors = (leaf for leaf in tree_leaves(checkpoint) if isinstance(leaf, Tensor))
         mapped.update(dict.fromkeys(tensors))
         return checkpoint
 
-    vars(saving).update(pl_load=load)
-    try:
+    with patched(saving, "pl_load", load):
         yield mapped.__contains__
-    finally:
-        vars(saving).update(pl_load=read)

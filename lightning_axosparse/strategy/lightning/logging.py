@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -17,49 +18,23 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _get_default_dtype,
     _Metadata,
 )
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_axosparse.pipeline.combination import (
+    Call,
+    Rule,
+    Term,
+    combine,
+)
 from lightning_axosparse.pipeline.reductions import ReductionTracker
-from lightning_axosparse.pipeline.weighting import Weighting, mean_weights
 from lightning_axosparse.support.troubleshooting import see
 
 _LOG_SIGNATURE = inspect.signature(LightningModule.log)
 
-_ADVICE: dict[str, tuple[Callable[[str], None], str]] = {
-    "statistic": (
-        rank_zero_warn,
-        "is given a statistic of all samples of the batch (such as an exponential of a mean, a "
-        "maximum, or similarities between samples), but in a pipeline a step sees one micro-batch. "
-        "What is logged is the mean over micro-batches: log a torchmetrics object, or another "
-        "`reduce_fx`, for the exact value.",
-    ),
-    "unseen": (
-        rank_zero_warn,
-        "is given a value that was not computed by torch from the samples, such as a quotient of "
-        "several `.item()`, and that differs between micro-batches. What is logged is its mean "
-        "over samples: log a tensor, pass `batch_size=` as its weight, or log a torchmetrics "
-        "object for the exact value.",
-    ),
-    "samples": (
-        rank_zero_info,
-        "is given the number of samples of each micro-batch: it is added up to the batch's. If it "
-        "is something else, log it as a float.",
-    ),
-    "one": (
-        rank_zero_info,
-        "is given the integer 1 by micro-batches of one sample each, and is logged as 1. If it is "
-        "the number of samples, pass `reduce_fx='sum'`, which adds it up.",
-    ),
-    "same": (
-        rank_zero_info,
-        "is given the same number by each micro-batch, with `reduce_fx='sum'`: it is added up "
-        "over micro-batches. If it counts batches, log it in `on_train_batch_end`.",
-    ),
-}
-"""What the user is told about a value that may not be the batch's, and by which function."""
+LogKey = tuple[str, int]
+"""A name, and how often it was logged before in the same step, plus one."""
 
 
 @contextmanager
@@ -92,15 +67,18 @@ class LoggedValue:
             (``None`` if it was only updated).
         metric: attribute path of the metric object that was logged, or None.
         options: the other arguments of ``self.log`` that the user gave.
-        advice: key of :data:`_ADVICE`: what to tell the user about how the micro-batches' values
-            were combined; None for nothing.
     """
 
     name: str
     value: Any
     metric: str | None
     options: Mapping[str, Any]
-    advice: str | None = None
+
+    def combined_by(self, calls: Sequence[LogCall], rule: Rule | None) -> LoggedValue:
+        """The same name with the value that calls have by a rule; a metric's value is exact."""
+        if rule is None or calls[0].origin is not None:
+            return self
+        return replace(self, value=_on_cpu(combined_calls(calls, rule)))
 
 
 @dataclass(frozen=True)
@@ -114,9 +92,8 @@ class LogCall:
         logged_metric: attribute path of the metric object that was logged, or None.
         options: the other arguments of ``self.log``.
         size: samples of the micro-batch.
-        weighting: how the value is weighted among those of the other micro-batches.
         weight: the micro-batch's weight in the batch, if the user gave ``microbatch_weight``.
-        counts_samples: whether the value is the int ``size``, such as ``len(batch)``.
+        term: how the value was computed; None if it is no number.
     """
 
     name: str
@@ -125,9 +102,8 @@ class LogCall:
     logged_metric: str | None
     options: Mapping[str, Any]
     size: int
-    weighting: Weighting
-    weight: float | None = None
-    counts_samples: bool = False
+    weight: float | None
+    term: Term | None
 
 
 class MicrobatchLog:
@@ -161,9 +137,6 @@ class MicrobatchLog:
         self._weight: float | None = None
         self._microbatches: list[list[LogCall]] = []
         self._metrics: dict[str, Metric] | None = None
-        self._advised: set[tuple[str, str]] = set()
-        self._sample_counts: set[str] = set()
-        self._other_ints: set[str] = set()
         self._replaced: dict[str, Any] = {}
 
     def attach(self) -> None:
@@ -196,7 +169,10 @@ class MicrobatchLog:
     def recorded(self) -> list[list[LogCall]]:
         """The calls of each micro-batch so far, with their values on the CPU."""
         return [
-            [replace(call, value=_on_cpu(call.value)) for call in calls]
+            [
+                replace(call, value=_on_cpu(call.value), term=call.term and call.term.to("cpu"))
+                for call in calls
+            ]
             for calls in self._microbatches
         ]
 
@@ -204,39 +180,48 @@ class MicrobatchLog:
         """Add what another rank has :meth:`recorded` of the rest of this batch."""
         self._microbatches.extend(microbatches)
 
+    def calls(self) -> dict[LogKey, list[LogCall]]:
+        """The calls of all micro-batches under each name, in the order of the first ones."""
+        found: dict[LogKey, list[LogCall]] = {}
+        for microbatch in self._microbatches:
+            occurrences: dict[str, int] = {}
+            for call in microbatch:
+                nth = occurrences[call.name] = occurrences.get(call.name, 0) + 1
+                found.setdefault((call.name, nth), []).append(call)
+        return found
+
     def combine(
-        self, batch_value: Callable[[Metric], Any] = lambda metric: None
+        self,
+        batch_value: Callable[[Metric], Any] = lambda metric: None,
+        rules: Mapping[LogKey, Rule | None] = MappingProxyType({}),
     ) -> list[LoggedValue]:
         """Combine the recorded calls into one value per name for the whole batch.
 
-        With ``reduce_fx="mean"`` micro-batches are weighted by the denominator of the value, if it
-        is the result of a mean; else by ``batch_size`` where the user gave one, or by their size.
-        What a step summed over its samples is summed.
+        What was computed from means and sums is computed from those of the batch. Where that is not
+        known, ``reduce_fx`` joins the values; a mean is weighted by ``batch_size`` where the user
+        gave one, or by the samples of the micro-batches.
 
         What a metric returned is not averaged where ``batch_value`` knows the metric's value for
         the batch: the macro accuracy of a batch is not the mean of its micro-batches' accuracies.
 
         Args:
             batch_value: the exact value of a metric for the batch, or None if it is unknown.
+            rules: how the values under a name combine, where the first batch has shown it.
 
         Returns:
             The values in the order in which their names were first logged; ``[]`` if no micro-batch
             reached the end of its step here.
         """
-        calls: dict[tuple[str, int], list[LogCall]] = {}
-        for microbatch in self._microbatches:
-            occurrences: dict[str, int] = {}
-            for call in microbatch:
-                nth = occurrences[call.name] = occurrences.get(call.name, 0) + 1
-                calls.setdefault((call.name, nth), []).append(call)
-        return [self._combined(group, batch_value) for group in calls.values()]
+        return [
+            self._combined(calls, batch_value, rules.get(key))
+            for key, calls in self.calls().items()
+        ]
 
     def replay(self, values: Sequence[LoggedValue]) -> None:
         """Call the module's own ``log`` with each value, for callbacks and loggers."""
         log = type(self._module).log
         device = self._module.device
         for logged in values:
-            self._advise(logged)
             value = apply_to_collection(logged.value, Tensor, lambda t: t.to(device))
             if logged.metric is None:
                 log(self._module, logged.name, value, **logged.options)
@@ -245,14 +230,6 @@ class MicrobatchLog:
             metric._forward_cache = value
             options = {"metric_attribute": logged.metric, **logged.options}
             log(self._module, logged.name, metric, **options)
-
-    def _advise(self, logged: LoggedValue) -> None:
-        """Tell the user once per name how its values are combined, where that may be wrong."""
-        if logged.advice is None or (logged.name, logged.advice) in self._advised:
-            return
-        self._advised.add((logged.name, logged.advice))
-        say, text = _ADVICE[logged.advice]
-        say(f"`self.log({logged.name!r}, ...)` {text}" + see("logging"))
 
     def clear(self) -> None:
         """Forget what was recorded."""
@@ -276,28 +253,12 @@ class MicrobatchLog:
                 " over the replicas." + see("logging")
             )
         options["reduce_fx"] = _reduction(name, options.get("reduce_fx", "mean"))
+        size, weight = self._size, self._weight
         if isinstance(value, Metric):
-            path = self._path(name, value)
-            cache = value._forward_cache
-            return LogCall(name, cache, (path, None), path, options, self._size, Weighting())
-        return LogCall(
-            name,
-            _scalar(name, value),
-            self._origin(value),
-            None,
-            options,
-            self._size,
-            self._weighting(value, options["reduce_fx"]),
-            self._weight,
-            counts_samples=type(value) is int and value == self._size,
-        )
-
-    def _weighting(self, value: Any, reduction: str) -> Weighting:
-        weighting = Weighting.of(self._tracker.of(value))
-        is_number = weighting.kind == "unknown" and not isinstance(value, Tensor)
-        if reduction == "mean" and is_number and self._tracker.is_mean_of_samples(value):
-            return Weighting("mean", float(self._size), divided_by_samples=True)
-        return weighting
+            path, cache = self._path(name, value), value._forward_cache
+            return LogCall(name, cache, (path, None), path, options, size, weight, None)
+        term, scalar, origin = self._tracker.of(value), _scalar(name, value), self._origin(value)
+        return LogCall(name, scalar, origin, None, options, size, weight, term)
 
     def _path(self, name: str, metric: Metric) -> str:
         for path, known in self._known_metrics().items():
@@ -325,34 +286,19 @@ class MicrobatchLog:
         return None
 
     def _combined(
-        self, calls: Sequence[LogCall], batch_value: Callable[[Metric], Any]
+        self,
+        calls: Sequence[LogCall],
+        batch_value: Callable[[Metric], Any],
+        rule: Rule | None,
     ) -> LoggedValue:
         first = calls[0]
         options = dict(first.options)
         if options.get("batch_size") is not None:
-            options["batch_size"] = sum(_samples(call) for call in calls)
-        value, advice = self._exact(first, batch_value), None
-        if value is None and self._may_count_samples(calls):
-            if any(call.size > 1 for call in calls):
-                self._sample_counts.add(first.name)
-            # Of samples one by one, an integer 1 is rather a flag or an index than their number.
-            advice = "samples" if first.name in self._sample_counts else "one"
-            value = _reduced(calls, "sum" if advice == "samples" else "mean")
-        elif value is None:
-            value = _reduced(calls, options["reduce_fx"])
-            advice = _advice(calls, options["reduce_fx"])
-        return LoggedValue(first.name, _on_cpu(value), first.logged_metric, options, advice)
-
-    def _may_count_samples(self, calls: Sequence[LogCall]) -> bool:
-        """Whether a name has only ever been logged with the micro-batch's number of samples.
-
-        The index of an epoch or a step, which may be equal to it once, begins at zero.
-        """
-        name = calls[0].name
-        if not all(call.counts_samples for call in calls):
-            self._other_ints.add(name)
-        is_mean = calls[0].options["reduce_fx"] == "mean"
-        return len(calls) > 1 and is_mean and name not in self._other_ints
+            options["batch_size"] = sum(call.options["batch_size"] for call in calls)
+        value = self._exact(first, batch_value)
+        if value is None:
+            value = combined_calls(calls, rule)
+        return LoggedValue(first.name, _on_cpu(value), first.logged_metric, options)
 
     def _exact(self, call: LogCall, batch_value: Callable[[Metric], Any]) -> Any:
         if call.origin is None:
@@ -399,58 +345,27 @@ def _on_cpu(value: Any) -> Any:
     return apply_to_collection(value, Tensor, lambda tensor: tensor.detach().cpu())
 
 
-def _reduced(calls: Sequence[LogCall], reduction: str) -> Any:
-    """Reduce the micro-batches' scalars; of anything else (a metric's dict) keep the last."""
-    values = [call.value for call in calls]
-    if not all(isinstance(value, Tensor) and value.numel() == 1 for value in values):
-        return values[-1]
-    stacked = torch.stack([value.detach().reshape(()) for value in values]).cpu()
-    kinds = {call.weighting.kind for call in calls}
-    if kinds <= {"sum", "empty"}:
-        return stacked.sum()
-    if kinds == {"constant"}:
-        return stacked[0]
-    # Means are averaged over a batch whatever `reduction` does with the batches of an epoch.
-    if reduction != "mean" and "mean" not in kinds:
-        return getattr(torch, reduction)(stacked)
-    dtype = stacked.dtype if stacked.is_floating_point() else _get_default_dtype()
-    sizes = [float(_weight(call)) for call in calls]
-    weights = torch.tensor(mean_weights([c.weighting for c in calls], sizes), dtype=torch.float64)
-    # A micro-batch of no weight (all its tokens masked) has a mean over nothing, which is NaN.
-    counts = weights > 0 if weights.any() else weights == 0
-    weights, stacked = weights[counts], stacked[counts]
-    if not weights.any():
-        return stacked.double().mean().to(dtype)
-    return (stacked.double() @ weights / weights.sum()).to(dtype)
+def combined_calls(calls: Sequence[LogCall], rule: Rule | None) -> Any:
+    """The value of a batch, as a tensor; of anything else than numbers that of the last call.
+
+    Args:
+        calls: those of its micro-batches.
+        rule: how the values combine, where the first batch has shown it.
+    """
+    terms = [call.term for call in calls if call.term is not None]
+    if len(terms) < len(calls) or len(calls) == 1:
+        return calls[-1].value
+    reduction, weights = calls[0].options["reduce_fx"], [weight_of(call) for call in calls]
+    is_known = any(isinstance(term, Call) or term.kind for term in terms)
+    if rule is None and reduction in ("sum", "max", "min") and not is_known:
+        rule = reduction
+    dtype = calls[0].value.dtype
+    return torch.as_tensor(combine(terms, weights, rule), dtype=dtype).reshape(())
 
 
-def _advice(calls: Sequence[LogCall], reduction: str) -> str | None:
-    """The advice to give where the batch's value may not follow from the micro-batches' values."""
-    kinds = {call.weighting.kind for call in calls}
-    if len(calls) == 1 or not all(isinstance(call.value, Tensor) for call in calls):
-        return None
-    varies = len({float(call.value) for call in calls}) > 1
-    if reduction == "sum":
-        return "same" if kinds == {"unknown"} and not varies else None
-    if reduction != "mean" or not varies:
-        return None
-    if "statistic" in kinds:
-        return "statistic"
-    return "unseen" if any(_is_unseen(call) for call in calls) else None
-
-
-def _is_unseen(call: LogCall) -> bool:
-    """Whether weighting the value by its samples is a guess."""
-    is_weighted = call.weight is not None or call.options.get("batch_size") is not None
-    return call.weighting.kind == "unknown" and not is_weighted
-
-
-def _weight(call: LogCall) -> float:
+def weight_of(call: LogCall) -> float:
+    """What the value of a micro-batch weighs in a mean of which no denominator is known."""
     if call.weight is not None:
         return call.weight
-    return _samples(call)
-
-
-def _samples(call: LogCall) -> int:
     size = call.options.get("batch_size")
-    return call.size if size is None else size
+    return float(call.size if size is None else size)

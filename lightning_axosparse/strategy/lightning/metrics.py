@@ -61,6 +61,7 @@ class PipelinedMetrics:
         self._is_last_stage = is_last_stage
         self._microbatches = 0
         self._local = False
+        self._forwarded: Metric | None = None
         # By id, since a metric's hash depends on its states.
         self._batch_metrics: dict[int, tuple[Metric, Metric]] = {}
         self._forwards: dict[int, int] = {}
@@ -212,7 +213,12 @@ class PipelinedMetrics:
         return gathered
 
     def _forward(self, metric: Any, *args: Any, **kwargs: Any) -> Any:
-        value = type(metric).forward(metric, *args, **kwargs)
+        outer = self._forwarded
+        self._forwarded = metric if self._local and self._microbatches > 1 else None
+        try:
+            value = type(metric).forward(metric, *args, **kwargs)
+        finally:
+            self._forwarded = outer
         if isinstance(value, dict):
             # Wrappers do not keep what they return; the log recognises a metric's value by it.
             metric._forward_cache = value
@@ -252,6 +258,13 @@ class PipelinedMetrics:
 
         @wraps(compute)
         def compute_for_all(*args: Any, **kwargs: Any) -> Any:
+            if self._local and self._forwarded is metric:
+                # Some, such as R2Score, need more samples than a micro-batch may have: the log
+                # asks for the value of the batch.
+                try:
+                    return local_compute(*args, **kwargs)
+                except Exception:
+                    return torch.tensor(torch.nan, device=metric.device)
             if self._local:
                 return local_compute(*args, **kwargs)
             # A metric made of metrics calls their `compute`, but on the last stage alone.

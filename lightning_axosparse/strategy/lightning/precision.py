@@ -197,3 +197,12 @@ def _all_reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup | None) -> Non
     if group is not None:
         with clock.span("wait"):
             dist.all_reduce(tensor, op=op, group=group)
+
+
+def tolerance_of(precision: Precision, device: torch.device) -> float:
+    """By how much equal values may differ in this precision, relative to their size."""
+    name = str(precision.precision)
+    if name.startswith("64"):
+        return 1e-7
+    coarse = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return 1e-4 if name.startswith("32") and not coarse else 3e-2

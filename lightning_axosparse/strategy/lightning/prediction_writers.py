@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import product
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
+
+from lightning_axosparse.support.patched import patched
 
 _WRITING = ("write_on_batch_end", "write_on_epoch_end")
 
@@ -17,17 +20,10 @@ def without_writing(trainer: Trainer) -> Iterator[None]:
     """Let prediction writers write nothing inside the context; their other hooks are called."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     writers = [each for each in callbacks if isinstance(each, BasePredictionWriter)]
-    replaced = [(vars(writer), {k: vars(writer).get(k) for k in _WRITING}) for writer in writers]
-    for attributes, _ in replaced:
-        attributes.update(dict.fromkeys(_WRITING, _write_nothing))
-    try:
+    with ExitStack() as stack:
+        for writer, name in product(writers, _WRITING):
+            stack.enter_context(patched(writer, name, _write_nothing))
         yield
-    finally:
-        for attributes, own in replaced:
-            for name, function in own.items():
-                del attributes[name]
-                if function is not None:
-                    attributes[name] = function
 
 
 def _write_nothing(*args: Any, **kwargs: Any) -> None:

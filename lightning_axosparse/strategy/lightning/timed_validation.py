@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
 
+from lightning_axosparse.support.patched import patched
 
-@contextmanager
-def validating_together(trainer: Trainer) -> Iterator[None]:
+
+def validating_together(trainer: Trainer) -> AbstractContextManager[None]:
     """Let the ranks validate inside the context when the first clock of them says so.
 
     With ``val_check_interval`` in units of time Lightning lets each rank look at its own clock.
     """
-    loop = vars(trainer.fit_loop.epoch_loop)
-    timed = trainer._val_check_time_interval is not None  # type: ignore[attr-defined]
-    if timed:
-        decide = trainer.fit_loop.epoch_loop._should_check_val_fx
-        loop["_should_check_val_fx"] = partial(_decide_together, trainer, decide)
-    try:
-        yield
-    finally:
-        if timed:
-            del loop["_should_check_val_fx"]
+    if trainer._val_check_time_interval is None:  # type: ignore[attr-defined]
+        return nullcontext()
+    loop = trainer.fit_loop.epoch_loop
+    decide = partial(_decide_together, trainer, loop._should_check_val_fx)
+    return patched(loop, "_should_check_val_fx", decide)
 
 
 def _decide_together(trainer: Trainer, decide: Any, data_fetcher: Any) -> bool:

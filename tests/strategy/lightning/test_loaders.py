@@ -15,7 +15,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from lightning_axosparse.strategy.lightning.loaders import collates_as_usual, sample_batches, source
+from lightning_axosparse.strategy.lightning.loaders import (
+    collates_as_usual,
+    first_step,
+    sample_batches,
+    source,
+)
 
 
 class Noisy(Dataset):
@@ -238,3 +243,95 @@ def drawn(dataset: Noisy) -> list[str]:
         repr(first.bit_generator.state),
         repr(others["old"].get_state()),
     ]
+
+
+class Counting(L.LightningDataModule):
+    """Counts how often it was asked for a loader."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.dataset = 0, Noisy()
+
+    def train_dataloader(self) -> DataLoader:
+        self.asked += 1
+        return DataLoader(self.dataset, 4)
+
+
+class Once(IterableDataset):
+    """Ends after one pass."""
+
+    def __init__(self) -> None:
+        self.left = [torch.full((32,), float(n)) for n in range(8)]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.left:
+            yield self.left.pop(0)
+
+
+class Steps(Asks):
+    """Trains on what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any) -> Tensor:
+        tensor = pytree.tree_leaves(batch)[0]
+        self.seen.append(tuple(tensor.shape))
+        return sum(parameter.sum() for parameter in self.parameters())
+
+
+def given_first(loader: Any, module: Any, **options: Any) -> tuple[str, Any]:
+    """The method of the first step and the shapes of its arguments, before the loop begins."""
+    found: list[Any] = []
+
+    class Probe(L.Callback):
+        def on_fit_start(self, trainer: Any, *args: Any) -> None:
+            before = pytree.tree_map(repr, _collect_rng_states())
+            step = first_step(trainer)
+            assert pytree.tree_map(repr, _collect_rng_states()) == before
+            if step is None:
+                found.append(None)
+                return
+            shapes = pytree.tree_map_only(Tensor, lambda t: tuple(t.shape), step.args)
+            found.append((step.method, shapes))
+
+        on_validation_start = on_test_start = on_predict_start = on_fit_start
+
+    run = trainer()
+    run.callbacks.append(Probe())
+    run.fit(module, loader, **options)
+    return found[0]
+
+
+def test_the_first_step_of_a_run_is_known_before_it_and_consumes_nothing() -> None:
+    counting, module = Counting(), Steps()
+    state = drawn(counting.dataset)
+    assert given_first(None, module, datamodule=counting) == ("training_step", ((2, 3),))
+    assert counting.asked == 1
+    assert module.seen == [(4, 3)] * 2
+    once = Steps()
+    assert given_first(DataLoader(Once(), 4), once) == ("training_step", ((2, 32),))
+    assert once.seen == [(4, 32)] * 2
+    assert drawn(Noisy()) == state
+
+
+@pytest.mark.parametrize(
+    ("loader", "shapes"),
+    [
+        (lambda: data(), [(2, 32)]),
+        (lambda: {"a": data(), "b": data(3)}, {"a": [(2, 32)], "b": [(2, 32)]}),
+        (lambda: DataLoader(Keyed(), None), {"x": (32,)}),
+        (lambda: [torch.zeros(5, 32)] * 3, [(32,)] * 3),
+        (lambda: DataLoader(Endless(), None), (32,)),
+    ],
+)
+def test_loaders_of_all_kinds_show_a_step(loader: Callable[[], Any], shapes: Any) -> None:
+    assert given_first(loader(), Steps()) == ("training_step", (shapes,))
+    assert given_first(loader(), Asks()) == ("training_step", (shapes, 0))
+
+
+def test_a_loader_that_can_be_asked_once_shows_none() -> None:
+    module = Steps()
+    assert given_first((torch.full((5, 32), float(n)) for n in range(2)), module) is None
+    assert module.seen == [(5, 32)] * 2

@@ -20,6 +20,7 @@ from torch import Tensor
 from torchmetrics import CatMetric, MeanMetric, MetricCollection
 
 from lightning_axosparse import AxoSparseStrategy
+from lightning_axosparse.pipeline.combination import Rule
 from lightning_axosparse.pipeline.reductions import ReductionTracker
 from lightning_axosparse.strategy.lightning.logging import LoggedValue, MicrobatchLog
 from tests.parity.cases import Net, loader, trainer
@@ -142,7 +143,11 @@ def test_reductions(microbatches: list[tuple[int, float]]) -> None:
         assert "batch_size" not in combined.options
 
 
-def followed(step: Callable[[LightningModule, Tensor], None], sizes: list[int]) -> LoggedValue:
+def followed(
+    step: Callable[[LightningModule, Tensor], None],
+    sizes: list[int],
+    rules: dict[tuple[str, int], Rule | None] | None = None,
+) -> LoggedValue:
     """What a step that logs once makes of a batch of 0, 1, 2, ..."""
     module, tracker = Listener(), ReductionTracker([SCALES])
     log = MicrobatchLog(module, tracker)
@@ -150,64 +155,44 @@ def followed(step: Callable[[LightningModule, Tensor], None], sizes: list[int]) 
     for part in torch.arange(float(sum(sizes))).split(sizes):
         with tracker.microbatch(len(part)), log.microbatch(len(part)), torch.no_grad():
             step(module, part)
-    (combined,) = log.combine()
+    (combined,) = log.combine(rules=rules or {})
     return combined
 
 
 SCALES = torch.tensor([1.0, 2.0])
-LOGGED: dict[str, tuple[Callable[[LightningModule, Tensor], None], float, str | None]] = {
-    "penalty": (lambda m, x: m.log("a", SCALES.sum()), 3, None),
-    "penalty, added up": (lambda m, x: m.log("a", SCALES.sum(), reduce_fx="sum"), 3, None),
-    "a number a sample": (lambda m, x: m.log("a", x.sum().item() / len(x)), 2, None),
-    "percentage": (lambda m, x: m.log("a", 100 * x.sum().item() / len(x)), 200, None),
-    "exponential": (
-        lambda m, x: m.log("a", math.exp(x.mean().item())),
-        (3 * math.e + 2 * math.exp(3.5)) / 5,
-        "unseen",
-    ),
-    "a quotient": (
-        lambda m, x: m.log("a", x.sum().item() / x.clamp(max=2).sum().item()),
-        (3 * 1 + 2 * 7 / 4) / 5,
-        "unseen",
-    ),
-    "a given weight": (lambda m, x: m.log("a", len(x) * 1.5, batch_size=1), 3.75, None),
-    "learning rate": (lambda m, x: m.log("a", 0.25), 0.25, None),
-    "steps": (lambda m, x: m.log("a", 1, reduce_fx="sum"), 2, "same"),
-    "samples": (lambda m, x: m.log("a", len(x)), 5, "samples"),
+LOGGED: dict[str, tuple[Callable[[LightningModule, Tensor], None], float]] = {
+    "penalty": (lambda m, x: m.log("a", SCALES.sum()), 3),
+    "penalty, added up": (lambda m, x: m.log("a", SCALES.sum(), reduce_fx="sum"), 3),
+    "a mean": (lambda m, x: m.log("a", x.mean()), 2),
+    "its number": (lambda m, x: m.log("a", x.mean().item()), 2),
+    "root": (lambda m, x: m.log("a", x.pow(2).mean().sqrt()), 6**0.5),
+    "exponential": (lambda m, x: m.log("a", x.mean().exp()), math.exp(2)),
+    "ratio of counts": (lambda m, x: m.log("a", (x > 1).sum() / (x < 4).sum()), 3 / 4),
+    "a given weight": (lambda m, x: m.log("a", len(x) * 1.5, batch_size=1), 3.75),
+    "learning rate": (lambda m, x: m.log("a", 0.25), 0.25),
+    "largest": (lambda m, x: m.log("a", x.max(), reduce_fx="max"), 4),
 }
 
 
 @pytest.mark.parametrize("name", LOGGED)
-def test_what_is_known_of_a_number_and_what_is_said(name: str) -> None:
-    step, value, advice = LOGGED[name]
+def test_what_is_known_of_a_number_without_a_comparison(name: str) -> None:
+    step, value = LOGGED[name]
     combined = followed(step, [3, 2])
     torch.testing.assert_close(combined.value, torch.tensor(float(value)))
-    assert combined.advice == advice
 
 
-def test_an_integer_of_micro_batches_of_one_sample_stays() -> None:
-    combined = followed(lambda m, x: m.log("a", 1), [1, 1, 1])
-    assert (float(combined.value), combined.advice) == (1, "one")
+RULED: dict[str, tuple[Callable[[LightningModule, Tensor], None], Rule, float]] = {
+    "samples": (lambda m, x: m.log("a", len(x)), "sum", 5),
+    "largest": (lambda m, x: m.log("a", x.max()), "max", 4),
+    "a number a sample": (lambda m, x: m.log("a", x.sum().item() / len(x)), "samples", 2),
+}
 
 
-def test_a_name_that_has_counted_samples_counts_single_ones(
-    module: Listener, log: MicrobatchLog
-) -> None:
-    counted = []
-    for sizes in ([2, 1], [1, 1]):
-        for size in sizes:
-            record(module, log, size, (size, {}))
-        (combined,) = log.combine()
-        counted.append((float(combined.value), combined.advice))
-        log.clear()
-    assert counted == [(3, "samples"), (2, "samples")]
-
-
-def test_advice_is_given_once_a_name(log: MicrobatchLog) -> None:
-    values = [LoggedValue(name, torch.ones(()), None, {}, "unseen") for name in ("a", "b", "a")]
-    with pytest.warns(UserWarning, match="not computed by torch") as told:
-        log.replay([*values, *values])
-    assert len([warning for warning in told if "was not computed" in str(warning.message)]) == 2
+@pytest.mark.parametrize("name", RULED)
+def test_a_rule_says_how_numbers_combine(name: str) -> None:
+    step, rule, value = RULED[name]
+    combined = followed(step, [3, 2], {("a", 1): rule})
+    torch.testing.assert_close(combined.value, torch.tensor(float(value)))
 
 
 def test_given_batch_sizes_weigh_and_add_up(module: Listener, log: MicrobatchLog) -> None:

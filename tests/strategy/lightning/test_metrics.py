@@ -13,9 +13,11 @@ from torchmetrics import (
     CatMetric,
     ClasswiseWrapper,
     MeanMetric,
+    MeanSquaredError,
     Metric,
     MetricCollection,
     MetricTracker,
+    R2Score,
 )
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassRecall
 
@@ -72,6 +74,26 @@ def test_batch_value_is_that_of_the_whole_batch(metric: Any) -> None:
         else:
             value = metrics.batch_value(module.metric)
         torch.testing.assert_close(value, expected)
+
+
+def test_a_metric_that_needs_more_samples_than_a_micro_batch_has() -> None:
+    predicted, wanted = torch.rand(2, 6)
+    module = Holder(r2=R2Score(), both=MetricCollection([R2Score(), MeanSquaredError()]))
+    metrics = attached(module)
+    for _ in range(2):
+        with metrics.batch(6):
+            for part in zip(predicted.split(1), wanted.split(1), strict=True):
+                assert module.r2(*part).isnan()
+                assert module.both(*part)["R2Score"].isnan()
+        for metric in (module.r2, module.both["R2Score"]):
+            torch.testing.assert_close(metrics.batch_value(metric), R2Score()(predicted, wanted))
+    twice = [torch.cat([part, part]) for part in (predicted, wanted)]
+    torch.testing.assert_close(module.r2.compute(), R2Score()(*twice))
+    module.r2.reset()
+    with pytest.raises(ValueError, match="two samples"), metrics.batch(1):
+        module.r2(predicted[:1], wanted[:1])
+    with pytest.raises(ValueError, match="two samples"):
+        module.r2.compute()
 
 
 def test_batch_value_of_weighted_means_and_of_states_that_cannot_be_merged() -> None:

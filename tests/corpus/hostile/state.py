@@ -1,0 +1,415 @@
+"""What a step changes on the module and its layers."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter, defaultdict, deque
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.corpus.harness import entry
+from tests.corpus.modules import FEATURES, OUTPUTS, Classification, Embedding, Regression, mlp
+
+
+@entry(equal=True)
+class AnnealsByCounting(Regression):
+    """The weight of a variational autoencoder's divergence grows with each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_iter = 0
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        self.num_iter += 1
+        out = self(x)
+        return F.mse_loss(out, y) + min(self.num_iter / 10, 1.0) * out.pow(2).mean()
+
+
+@entry(equal=True)
+class AnnealsBetaLikePyTorchVAE(Regression):
+    """A counter of the class, as a plain number."""
+
+    num_iter = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        self.num_iter += 1
+        out = self(x)
+        kld = out.pow(2).mean()
+        capacity = torch.clamp(torch.tensor(25.0) / 1e2 * self.num_iter, 0, 25.0)
+        loss = F.mse_loss(out, y) + 0.5 * (kld - capacity).abs()
+        self.log("kld", kld)
+        return loss
+
+
+@entry(equal=True)
+class CountsInABuffer(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        self.steps += 1
+        return F.mse_loss(self(x), y) / self.steps.sqrt()
+
+
+@entry(equal=True)
+class CountsInALayer(Regression):
+    """A noise that decays, in the first layer."""
+
+    class Decaying(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x * (1 + 0.5**self.calls)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model[1] = self.Decaying()
+
+
+@entry()
+class AveragesInALayer(Regression):
+    """A layer that divides by a moving average of what goes through it."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                with torch.no_grad():
+                    self.scale.mul_(0.9).add_(0.1 * x.abs().mean())
+            return x / self.scale
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model[3] = self.Scaled()
+
+
+@entry()
+class SpectralNorm(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model[2] = torch.nn.utils.parametrizations.spectral_norm(self.model[2])
+
+
+@entry()
+class SpectralNormOfOld(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model[0] = torch.nn.utils.spectral_norm(self.model[0])
+
+
+@entry(strategy={"pipeline": "model"})
+class TeacherInTheStep(Regression):
+    """A mean teacher that the step moves along before it uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = mlp(FEATURES, OUTPUTS)
+        self.teacher.requires_grad_(False)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            for old, new in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
+                old.mul_(0.9).add_(0.1 * new)
+            target = self.teacher(x)
+        out = self(x)
+        return F.mse_loss(out, y) + F.mse_loss(out, target)
+
+
+@entry(strategy={"pipeline": "model"})
+class TeacherOfOneLayer(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(OUTPUTS, OUTPUTS)
+        self.slow = copy.deepcopy(self.head).requires_grad_(False)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        for old, new in zip(self.slow.parameters(), self.head.parameters(), strict=True):
+            old.data = 0.9 * old.data + 0.1 * new.data
+        out = self(x)
+        return F.mse_loss(self.head(out), y) + F.mse_loss(self.head(out), self.slow(out))
+
+
+@entry()
+class KeepsTheBest(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.best = 1e9
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(*batch)
+        self.best = min(self.best, loss.item())
+        self.log("best", self.best)
+        return loss
+
+
+@entry()
+class SumsInADict(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums = {"loss": 0.0, "samples": 0}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(*batch)
+        self.sums["loss"] += loss.item() * len(batch[0])
+        self.sums["samples"] += len(batch[0])
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("epoch_loss", self.sums["loss"] / max(self.sums["samples"], 1))
+
+
+@entry()
+class SumsInANestedDict(Classification):
+    def __init__(self) -> None:
+        super().__init__()
+        self.meters: dict[str, dict[str, Any]] = {"train": defaultdict(float)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        self.meters["train"]["correct"] += float((logits.argmax(-1) == y).sum())
+        self.meters["train"]["batches"] += 1
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        meter = self.meters["train"]
+        self.log("per_batch", meter["correct"] / max(meter["batches"], 1))
+
+
+@entry()
+class CountsWithACounter(Classification):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[int] = Counter()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        logits = self(x)
+        self.seen.update(logits.argmax(-1).tolist())
+        return F.cross_entropy(logits, y)
+
+
+@entry()
+class KeepsLossesInAList(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.mse_loss(self(x), y)
+        self.losses.append(loss.item())
+        return loss
+
+
+@entry()
+class KeepsOutputsInADeque(Embedding):
+    """A memory of earlier outputs as negatives, as MoCo has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: deque[Tensor] = deque(maxlen=2)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        z = self(x)
+        loss = F.cross_entropy(z, y)
+        if self.memory:
+            loss = loss + 0.1 * torch.cdist(z, torch.cat(list(self.memory))).mean()
+        self.memory.append(z.detach())
+        return loss
+
+
+@entry()
+class QueueInABuffer(Embedding):
+    """MoCo's queue with its pointer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", F.normalize(torch.randn(16, 5), dim=1))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        z = self(x)
+        loss = F.cross_entropy(z, y) + (z @ self.queue.clone().T).logsumexp(1).mean()
+        start = int(self.pointer)
+        with torch.no_grad():
+            self.queue[start : start + len(z)] = F.normalize(z.detach(), dim=1)
+            self.pointer[0] = (start + len(z)) % 16
+        return loss
+
+
+@entry()
+class SumsInNumpy(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.totals = np.zeros(OUTPUTS)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self(x)
+        self.totals += (out - y).abs().sum(0).detach().numpy()
+        return F.mse_loss(out, y)
+
+
+@entry()
+class TensorsInAList(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.totals = [torch.zeros(()), torch.zeros(())]
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self(x)
+        self.totals[0] += (out - y).pow(2).sum().detach()
+        self.totals[1] += len(x)
+        return F.mse_loss(out, y)
+
+
+@entry()
+class ClassCentresInABuffer(Embedding):
+    """The centre loss: centres that move towards the samples of their class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centers", torch.zeros(5, 5))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        z = self(x)
+        loss = F.cross_entropy(z, y) + 0.1 * (z - self.centers[y]).pow(2).sum(-1).mean()
+        with torch.no_grad():
+            for label in y.unique():
+                self.centers[label] += 0.5 * (z[y == label].mean(0) - self.centers[label])
+        return loss
+
+
+@entry()
+class RunningStatisticsOfTargets(Regression):
+    """A normalizer of the targets that learns their statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(OUTPUTS))
+        self.register_buffer("count", torch.zeros(()))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        self.count += len(y)
+        self.mean += (y - self.mean).sum(0) / self.count
+        return F.mse_loss(self(x), y - self.mean)
+
+
+@entry()
+class DinoCentre(Embedding):
+    """Teachers' outputs are centred by a moving average over batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(1, 5))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        z = self(x)
+        target = ((z.detach() - self.center) / 0.2).softmax(-1)
+        self.center = self.center * 0.9 + z.detach().mean(0, keepdim=True) * 0.1
+        return -(target * z.log_softmax(-1)).sum(-1).mean()
+
+
+@entry()
+class LossScaleByHistory(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("history", torch.zeros(10))
+        self.at = 0
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.mse_loss(self(x), y)
+        self.history[self.at % 10] = loss.detach()
+        self.at += 1
+        return loss / self.history[: self.at].mean()
+
+
+@entry()
+class PreviousOutput(Regression):
+    """Truncated backpropagation by hand: the step continues from the last state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: Tensor | None = None
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self(x)
+        if self.state is not None:
+            out = out + 0.3 * self.state.mean(0)
+        self.state = out.detach()
+        return F.mse_loss(out, y)
+
+
+@entry(equal=True)
+class TemperatureByGlobalStep(Classification):
+    """Right: nothing is counted here."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self(x) * math.exp(-0.1 * self.global_step), y)
+
+
+@entry(equal=True)
+class CountsOnceABatchInAHook(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.count += 1
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self(x), y) / self.count
+
+
+@entry()
+class SwitchesByItself(Regression):
+    """Trains only every second time it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = False
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        self.turn = not self.turn
+        out = self(x)
+        return F.mse_loss(out, y) if self.turn else F.l1_loss(out, y)
+
+
+@entry(equal=True)
+class SetsAWeightFromAnother(Regression):
+    """The step normalizes a weight in place, as ArcFace heads and weight clipping do."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.model[4].weight.clamp_(-0.2, 0.2)
+        return F.mse_loss(self(x), y)
+
+
+@entry()
+class MasksAWeightInALayer(Regression):
+    """The masked convolution of PixelCNN and the masked layers of MADE."""
+
+    class Masked(nn.Linear):
+        def __init__(self, width: int) -> None:
+            super().__init__(width, width)
+            self.register_buffer("mask", torch.ones(width, width).tril())
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.data *= self.mask
+            return super().forward(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model[2] = self.Masked(12)

@@ -1,0 +1,309 @@
+"""Batches of every form, and loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+
+from tests.corpus.harness import entry
+from tests.corpus.modules import (
+    SAMPLES,
+    WORDS,
+    Classification,
+    Module,
+    Regression,
+    Rows,
+    Tagger,
+    numbers,
+)
+
+
+def _rows(seed: int) -> tuple[Tensor, Tensor]:
+    return Regression.dataset(seed).tensors
+
+
+class Samples(Dataset):
+    """Samples that a function makes of rows."""
+
+    def __init__(self, seed: int, make: Any) -> None:
+        self.rows, self.make = list(zip(*_rows(seed), strict=True)), make
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(*self.rows[index], index)
+
+
+def loaded(make: Any, **options: Any) -> Any:
+    return lambda seed: DataLoader(Samples(seed, make), batch_size=SAMPLES, **options)
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@entry(Regression, loaders=loaded(lambda x, y, i: Pair(x, y)))
+def named_tuple(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    return F.mse_loss(self(batch.x), batch.y)
+
+
+@entry(Regression, loaders=loaded(lambda x, y, i: {"in": {"x": x}, "out": [y, 2 * y]}))
+def nested(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    out = self(batch["in"]["x"])
+    return F.mse_loss(out, batch["out"][0]) + 0.1 * F.l1_loss(out, batch["out"][1])
+
+
+@entry(Regression, loaders=loaded(lambda x, y, i: (x, y, f"sample {i}", i)))
+def strings_and_numbers(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    x, y, names, index = batch
+    assert len(names) == len(x) == len(index)
+    return F.mse_loss(self(x), y)
+
+
+@entry(Regression, loaders=loaded(lambda x, y, i: (x, y.sum().item() > 0)))
+def python_numbers(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    x, y = batch
+    return F.binary_cross_entropy_with_logits(self(x)[:, 0], y.float())
+
+
+@entry(Regression, loaders=lambda seed: DataLoader(Regression.dataset(seed), 7))
+def last_batch_is_smaller(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(self(x), y)
+
+
+@entry(Regression, loaders=lambda seed: DataLoader(Regression.dataset(seed), 7, drop_last=True))
+def last_batch_is_dropped(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(self(x), y)
+
+
+@entry(Regression, loaders=lambda seed: DataLoader(Regression.dataset(seed), 23))
+def last_batch_is_one_sample(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(self(x), y)
+
+
+@entry(
+    Regression,
+    loaders=lambda seed: DataLoader(
+        Regression.dataset(seed), 8, shuffle=True, generator=numbers(seed)
+    ),
+)
+def shuffled(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(self(x), y)
+
+
+@entry(
+    Regression,
+    loaders=lambda seed: DataLoader(
+        Regression.dataset(seed),
+        8,
+        sampler=WeightedRandomSampler(torch.arange(24) + 1.0, 16, generator=numbers(seed)),
+    ),
+)
+def weighted_sampler(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(self(x), y)
+
+
+class Stream(IterableDataset):
+    def __init__(self, seed: int) -> None:
+        self.columns = _rows(seed)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from zip(*self.columns, strict=True)
+
+
+@entry(Regression, loaders=lambda seed: DataLoader(Stream(seed), batch_size=8))
+def stream_of_samples(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(self(x), y)
+
+
+class Batches(IterableDataset):
+    def __init__(self, seed: int) -> None:
+        self.columns = _rows(seed)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from zip(*(column.split(8) for column in self.columns), strict=True)
+
+
+@entry(Regression, loaders=lambda seed: DataLoader(Batches(seed), batch_size=None))
+def stream_of_batches(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(self(x), y)
+
+
+@entry(Regression, loaders=lambda seed: DataLoader(list(Batches(seed)), batch_size=None))
+def list_of_batches(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(self(x), y)
+
+
+def _time_first(samples: list[Any]) -> Any:
+    return torch.stack([x[:, None] for x, _ in samples], 1), torch.stack([y for _, y in samples])
+
+
+@entry(
+    Regression, loaders=lambda seed: DataLoader(Regression.dataset(seed), 8, collate_fn=_time_first)
+)
+def time_first(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    x, y = batch
+    return F.mse_loss(self(x.squeeze(-1).T), y)
+
+
+def _padded(samples: list[Any]) -> Any:
+    lengths = torch.tensor([int(row["lengths"]) for row in samples])
+    rows = [row["words"][:n] for row, n in zip(samples, lengths, strict=True)]
+    words = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return {"words": words, "lengths": lengths}
+
+
+@entry(Tagger, loaders=lambda seed: DataLoader(Tagger.dataset(seed), 8, collate_fn=_padded))
+def padded_by_the_collate_function(self: Any, batch: dict[str, Tensor]) -> Tensor:
+    words = batch["words"]
+    return F.cross_entropy(self(words).mT, words, ignore_index=0)
+
+
+def _lists(samples: list[Any]) -> Any:
+    return [x for x, _ in samples], [y for _, y in samples]
+
+
+@entry(Regression, loaders=lambda seed: DataLoader(Regression.dataset(seed), 8, collate_fn=_lists))
+def lists_of_tensors(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    """As detection batches are: one tensor a sample."""
+    xs, ys = batch
+    return F.mse_loss(self(torch.stack(xs)), torch.stack(ys))
+
+
+def _with_table(samples: list[Any]) -> Any:
+    x, y = torch.utils.data.default_collate(samples)
+    return {"x": x, "y": y, "weights": torch.tensor([1.0, 2.0, 0.5]), "name": "train"}
+
+
+@entry(
+    Regression, loaders=lambda seed: DataLoader(Regression.dataset(seed), 8, collate_fn=_with_table)
+)
+def a_table_from_the_collate_function(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    error = (self(batch["x"]) - batch["y"]) ** 2
+    return (error * batch["weights"]).mean()
+
+
+@dataclass
+class Record:
+    x: Tensor
+    y: Tensor
+
+
+def _record(samples: list[Any]) -> Record:
+    return Record(*torch.utils.data.default_collate(samples))
+
+
+@entry(Regression, loaders=lambda seed: DataLoader(Regression.dataset(seed), 8, collate_fn=_record))
+def data_class(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    return F.mse_loss(self(batch.x), batch.y)
+
+
+@entry(
+    Regression,
+    loaders=lambda seed: CombinedLoader(
+        {"a": DataLoader(Regression.dataset(seed), 8), "b": DataLoader(Regression.dataset(9), 8)}
+    ),
+)
+def two_loaders_at_once(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    (xa, ya), (xb, yb) = batch["a"], batch["b"]
+    a, b = self(torch.cat([xa, xb])).split([len(xa), len(xb)])
+    return F.mse_loss(a, ya) + 0.5 * F.mse_loss(b, yb)
+
+
+@entry(Regression, loaders=loaded(lambda x, y, i: (x, x + 0.1, y)))
+def two_views(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    first, second, y = batch
+    a, b = self(torch.cat([first, second])).chunk(2)
+    return F.mse_loss(a, y) + F.mse_loss(a, b)
+
+
+@entry(Regression, loaders=loaded(lambda x, y, i: (torch.stack([x, x * 2, x / 2]), y)))
+def several_views_a_sample(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    views, y = batch
+    out = self(views.flatten(0, 1)).view(len(y), 3, -1)
+    return F.mse_loss(out.mean(1), y)
+
+
+@entry(Regression, loaders=loaded(lambda x, y, i: (x, x.flip(0), -x, y)))
+def triplets(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    anchor, positive, negative, _ = batch
+    z = self(torch.cat([anchor, positive, negative]))
+    return F.triplet_margin_loss(*z.chunk(3))
+
+
+@entry(Regression, loaders=loaded(lambda x, y, i: (x, y, torch.tensor(float(i % 2)))))
+def pairs_as_siamese(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    x, _, same = batch
+    a, b = self(torch.cat([x, x.flip(1)])).chunk(2)
+    d = F.pairwise_distance(a, b)
+    return (same * d.pow(2) + (1 - same) * F.relu(1 - d).pow(2)).mean()
+
+
+@entry()
+class SeveralValidationLoaders(Regression):
+    def val_dataloader(self) -> Any:
+        return [DataLoader(Regression.dataset(5), 8), DataLoader(Regression.dataset(6), 6)]
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", self.loss(*batch))
+
+
+class Recommender(Module):
+    """Users, items and ratings."""
+
+    pipeline: Any = "model"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items = nn.Embedding(WORDS, 6), nn.Embedding(WORDS, 6)
+        self.model = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    @classmethod
+    def dataset(cls, seed: int) -> Dataset:
+        generator = numbers(seed)
+        users = torch.randint(WORDS, (24,), generator=generator)
+        items = torch.randint(WORDS, (24, 3), generator=generator)
+        return Rows(user=users, item=items, rating=(users % 5).float())
+
+
+@entry(Recommender)
+def ratings(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    both = torch.cat([self.users(batch["user"]), self.items(batch["item"][:, 0])], -1)
+    return F.mse_loss(self.model(both).squeeze(-1), batch["rating"])
+
+
+@entry(Recommender)
+def negatives_of_the_data(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    """Bayesian personalized ranking with negatives that come with the sample."""
+    user = self.users(batch["user"])[:, None].expand(-1, 3, -1)
+    scores = self.model(torch.cat([user, self.items(batch["item"])], -1)).squeeze(-1)
+    return -F.logsigmoid(scores[:, :1] - scores[:, 1:]).mean()
+
+
+@entry(Tagger)
+def bag_of_words(self: Any, batch: dict[str, Tensor]) -> Tensor:
+    logits, mask = self(batch["words"]), batch["mask"].float()
+    pooled = (logits * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+    return F.cross_entropy(pooled, batch["words"][:, 0])
+
+
+@entry(Tagger)
+def last_token_of_each(self: Any, batch: dict[str, Tensor]) -> Tensor:
+    logits = self(batch["words"])
+    last = logits[torch.arange(len(logits)), batch["lengths"] - 1]
+    return F.cross_entropy(last, batch["words"][:, 0])
+
+
+@entry(Classification)
+def one_hot_by_scatter(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    hot = torch.zeros(len(y), 4).scatter_(1, y[:, None], 1.0)
+    return F.mse_loss(self(x).softmax(-1), hot)

@@ -1,0 +1,22 @@
+"""Ordinary steps train as on one process, and nothing is said of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.corpus.harness import allowed_outcomes, compare, entries
+
+ORDINARY = entries("ordinary")
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_an_ordinary_step_is_right(name: str) -> None:
+    which = ORDINARY[name]
+    outcome = compare(which)
+    assert outcome.kind in allowed_outcomes(which), outcome
+
+
+def test_hardly_any_is_warned_of_or_refused() -> None:
+    told = [one for one in ORDINARY.values() if one.reason]
+    assert len(ORDINARY) >= 150
+    assert len(told) <= 0.02 * len(ORDINARY)

@@ -1,0 +1,65 @@
+"""A tenth of the steps on two real ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from lightning_axosparse.distributed.mpi.environment import all_arrive
+from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
+from tests.corpus.harness import (
+    Entry,
+    Observation,
+    allowed_outcomes,
+    entries,
+    judge,
+    observe,
+    pipeline,
+)
+from tests.ranks import run_ranks
+
+PATIENCE = 20.0
+"""Seconds for which a rank that has refused a step waits for the other to do so, too."""
+
+TENTH = {
+    name: which
+    for package in ("hostile", "ordinary")
+    for name, which in list(entries(package).items())[4::10]
+}
+
+
+def observations(names: list[str]) -> dict[str, Observation]:
+    """What each entry does on this rank."""
+    known = entries("hostile", "ordinary")
+    return {name: observe_on_rank(number, known[name]) for number, name in enumerate(names)}
+
+
+def observe_on_rank(number: int, which: Entry) -> Observation:
+    """Train an entry; where all ranks refuse it alike, the job goes on."""
+    ends = MPIStrategy.on_exception
+
+    def end_unless_all_refuse(strategy: MPIStrategy, exception: BaseException) -> None:
+        if not all_arrive((number,), PATIENCE):
+            ends(strategy, exception)
+
+    with mock.patch.object(MPIStrategy, "on_exception", end_unless_all_refuse):
+        return observe(which, pipeline(which), 2)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Observation]]:
+    return run_ranks(2, observations, list(TENTH))
+
+
+@pytest.mark.parametrize("name", TENTH)
+def test_a_step_is_right_or_said_on_ranks(name: str, ranks: Any) -> None:
+    which = TENTH[name]
+    plain = observe(which)
+    for found in ranks:
+        # Warnings are printed on the first rank.
+        seen = replace(found[name], said=ranks[0][name].said, noted=ranks[0][name].noted)
+        outcome = judge(which, plain, seen)
+        assert outcome.kind in allowed_outcomes(which), outcome

@@ -1,0 +1,372 @@
+"""What a step changes on the module is what one process would have, on every rank."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import Counter, deque
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
+from tests.parity.cases import CLASSES, FEATURES, loader, trainer, whole_state
+from tests.ranks import run_ranks
+
+WIDTH, BATCHES, EPOCHS = 24, 4, 2
+
+
+class Plain(L.LightningModule):
+    """A classifier with a head behind the layers; it trains with SGD, in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*self.layers())
+        self.head = self.last()
+
+    def layers(self) -> list[nn.Module]:
+        return [nn.Linear(FEATURES, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()]
+
+    def last(self) -> nn.Module:
+        return nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.model(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self(x), y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.3)
+
+    def facts(self) -> Any:
+        """What hooks read on every rank."""
+        return None
+
+
+class Annealed(Plain):
+    """A KL weight that grows with every batch, as in published VAEs."""
+
+    num_iter = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.num_iter += 1
+        hidden = self.model(batch[0])
+        kl = min(self.num_iter / 10, 1.0) * hidden.square().mean()
+        return nn.functional.cross_entropy(self.head(hidden), batch[1]) + kl
+
+    def facts(self) -> Any:
+        return self.num_iter
+
+
+class CountingLayer(nn.Module):
+    """A layer that is warmed up by a counter in a buffer, and keeps one as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("calls", torch.tensor(0))
+        self.seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            self.seen += len(x)
+        return self.linear(x) * (self.calls / 4).clamp(max=1) * self.calls
+
+
+class Counting(Plain):
+    def layers(self) -> list[nn.Module]:
+        return [*super().layers(), CountingLayer()]
+
+
+class AveragingLayer(nn.Module):
+    """Divides by a moving average, which autograd keeps for the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x / self.average
+        if self.training:
+            self.average = 0.9 * self.average + 0.1 * x.detach().abs().mean(0)
+        return out
+
+
+class Averaging(Plain):
+    def layers(self) -> list[nn.Module]:
+        return [nn.Linear(FEATURES, WIDTH), AveragingLayer(), nn.Tanh(), AveragingLayer()]
+
+
+class Spectral(Plain):
+    def layers(self) -> list[nn.Module]:
+        linears = spectral_norm(nn.Linear(FEATURES, WIDTH)), spectral_norm(nn.Linear(WIDTH, WIDTH))
+        return [linears[0], nn.Tanh(), linears[1], nn.Tanh()]
+
+    def last(self) -> nn.Module:
+        return spectral_norm(nn.Linear(WIDTH, CLASSES))
+
+
+class Hooked(Plain):
+    """The old spectral norm, which sets the weight in a hook."""
+
+    def layers(self) -> list[nn.Module]:
+        return [
+            nn.utils.spectral_norm(layer) if i == 2 else layer
+            for i, layer in enumerate(super().layers())
+        ]
+
+
+class Teacher(Plain):
+    """A teacher of the head, updated in the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.head).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            for mean, own in zip(self.teacher.parameters(), self.head.parameters(), strict=True):
+                mean.data.mul_(0.8).add_(0.2 * own.data)
+        hidden = self.model(batch[0])
+        loss = nn.functional.cross_entropy(self.head(hidden), batch[1])
+        return loss + (self.head(hidden) - self.teacher(hidden)).square().mean()
+
+    def facts(self) -> Any:
+        return self.teacher.weight.clone()
+
+
+class Masked(Plain):
+    """A weight that is masked in forward, as in autoregressive networks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", (torch.arange(WIDTH) % 2).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.head.weight.data *= self.mask
+        return super().forward(x)
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.total, self.count, self.last = 0.0, 0, None
+
+
+class Collecting(Plain):
+    """Keeps what hooks read, of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums = {"loss": 0.0, "samples": 0}
+        self.confusion = torch.zeros(CLASSES, CLASSES).double()
+        self.arrays, self.tensors, self.outputs = [], [], []
+        self.predicted: list[int] = []
+        self.meters = {"loss": Meter()}
+        self.labels: Counter[int] = Counter()
+        self.window: deque[float] = deque(maxlen=3)
+        self.seen: set[int] = set()
+        self.history = np.zeros(CLASSES)
+        self.read: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self(x)
+        loss = nn.functional.cross_entropy(logits, y)
+        self.sums["loss"] += loss.item() * len(x)
+        self.sums["samples"] += len(x)
+        guess = logits.argmax(-1)
+        self.confusion.index_put_((y, guess), torch.ones(len(y)).double(), accumulate=True)
+        self.arrays.append(logits.detach().numpy())
+        self.tensors.append(loss.detach())
+        self.predicted.extend(guess.tolist())
+        self.meters["loss"].total += loss.item() * len(x)
+        self.meters["loss"].count += len(x)
+        self.meters["loss"].last = logits.detach()
+        self.labels.update(y.tolist())
+        self.window.append(loss.item())
+        self.seen |= set(y.tolist())
+        self.history += np.bincount(y.numpy(), minlength=CLASSES)
+        self.last_loss, self.last_guess = loss.item(), guess
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.read.append((self.last_loss, self.last_guess, dict(self.sums)))
+
+    def on_train_epoch_end(self) -> None:
+        self.read.append((list(self.tensors), np.concatenate(self.arrays), list(self.predicted)))
+        self.read.append((list(self.window), self.confusion.clone(), dict(self.sums)))
+        self.tensors.clear()
+        self.arrays = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.outputs.append({"logits": self(batch[0]), "size": len(batch[0])})
+
+    def on_validation_epoch_end(self) -> None:
+        self.read.append([torch.cat([each["logits"] for each in self.outputs])])
+        self.read.append([each["size"] for each in self.outputs])
+        self.outputs.clear()
+
+    def facts(self) -> Any:
+        meter = vars(self.meters["loss"])
+        return self.read, meter, dict(sorted(self.labels.items())), sorted(self.seen), self.history
+
+
+class Late(Plain):
+    """Counts from the second epoch on, what each batch has once, and samples."""
+
+    steps = samples = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.current_epoch:
+            self.steps += 1
+            self.samples += len(batch[0])
+        return super().training_step(batch, batch_idx) * (1 + 0.1 * self.steps)
+
+    def facts(self) -> Any:
+        return self.steps, self.samples
+
+
+class Best(Plain):
+    """Keeps the best loss, which no rule makes of those of micro-batches."""
+
+    best, loss = 1e9, None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.best = min(self.best, loss.item())
+        return loss
+
+    def facts(self) -> Any:
+        return self.best
+
+
+class Facts(Callback):
+    """Keeps losses, and what hooks read, on every rank."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+
+    def on_train_batch_end(self, run: Any, module: Any, outputs: Any, *args: Any) -> None:
+        self.kept.append((float(outputs["loss"]), copy.deepcopy(module.facts())))
+
+
+EXACT = [Annealed, Counting, Averaging, Spectral, Hooked, Teacher, Masked, Collecting, Late]
+
+
+def train(
+    module: type[Plain], strategy: Any, ranks: int = 1, *callbacks: Callback
+) -> tuple[Any, ...]:
+    L.seed_everything(0, verbose=False)
+    facts, network = Facts(), module().double()
+    run = trainer(
+        strategy, ranks, precision="64-true", max_epochs=EPOCHS, callbacks=[facts, *callbacks]
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.fit(network, loader(1, BATCHES, extra=6), loader(2, batches=2))
+    said = [str(w.message) for w in caught if "The step changes" in str(w.message)]
+    return (facts.kept, network.facts()), whole_state(run, network), said
+
+
+def pipelined(stages: int = 2, **options: Any) -> AxoSparseStrategy:
+    return AxoSparseStrategy(stages, 4, pipeline="model", **options)
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    (kept, weights, _), (theirs, their_weights, _) = one, other
+    torch.testing.assert_close(kept, theirs, rtol=0, atol=1e-10)
+    torch.testing.assert_close(weights, their_weights, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("module", EXACT)
+def test_in_one_process(module: type[Plain]) -> None:
+    expected = train(module, "auto")
+    assert_equal(train(module, pipelined(transport="loopback")), expected)
+
+
+@pytest.mark.parametrize("module", [Counting, Averaging, Spectral, Hooked])
+def test_layers_that_are_computed_again(module: type[Plain]) -> None:
+    expected = train(module, "auto")
+    assert_equal(train(module, pipelined(transport="loopback", recompute=1)), expected)
+
+
+class Large(Plain):
+    """Keeps more than is sent to other stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self(batch[0])
+        self.kept.append(logits.detach().repeat(1, 10_000))
+        return nn.functional.cross_entropy(logits, batch[1])
+
+    def facts(self) -> Any:
+        return len(self.kept)
+
+
+class Shared(Collecting):
+    """All of that, and a layer that counts, until replicas share batches."""
+
+    def layers(self) -> list[nn.Module]:
+        return [*super().layers(), CountingLayer()]
+
+
+def shared(strategy: Any, ranks: int = 1) -> tuple[Any, ...]:
+    """Draw a ticket after the first epoch, and train with one stage from then on."""
+    return train(Shared, strategy, ranks, EarlyBirdTicket(0.5, every="1 epoch", draw_by="1 epoch"))
+
+
+def on_two_ranks() -> dict[str, Any]:
+    runs = {each.__name__: train(each, pipelined(), 2) for each in [*EXACT, Best, Large]}
+    runs["Shared"] = shared(pipelined(regrid=1), 2)
+    runs["recomputed"] = train(Averaging, pipelined(recompute=1), 2)
+    return runs
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(2, on_two_ranks)
+
+
+@pytest.mark.parametrize("module", EXACT)
+def test_on_two_ranks(module: type[Plain], ranks: list[dict[str, Any]]) -> None:
+    expected = train(module, "auto")
+    for runs in ranks:
+        assert_equal(runs[module.__name__], expected)
+        if module is Averaging:
+            assert_equal(runs["recomputed"], expected)
+
+
+def test_replicas_that_share_batches(ranks: list[dict[str, Any]]) -> None:
+    expected = shared(AxoSparseStrategy())
+    for runs in ranks:
+        assert_equal(runs["Shared"], expected)
+
+
+def test_what_no_rule_explains_is_named_and_the_same_on_all_ranks(
+    ranks: list[dict[str, Any]],
+) -> None:
+    here, there = (runs["Best"][0][0] for runs in ranks)
+    assert here == there
+    assert here[-1][1] < 2
+    (said,) = ranks[0]["Best"][2]
+    assert said.startswith("The step changes `self.best` from 1e+09 to 1.")
+    assert "its micro-batches change it to 1." in said
+    assert "`on_train_batch_end`" in said
+
+
+def test_what_is_too_large_to_be_sent_is_named(ranks: list[dict[str, Any]]) -> None:
+    assert [facts for _, facts in (runs["Large"][0] for runs in ranks)] == [0, 10]
+    (said,) = ranks[0]["Large"][2]
+    assert said.startswith("The step changes `self.kept`, but a rank runs the step only as far")
