@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import inf
 from typing import Any, Literal
 
 import torch
@@ -30,18 +29,15 @@ from lightning_axosparse.callbacks.ticket_search import TicketSearch, misconfigu
 from lightning_axosparse.callbacks.trainer_info import callbacks_of
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.pruning.bitmask import MaskBits
-from lightning_axosparse.pruning.densities import SCOPES, Scope, Share
+from lightning_axosparse.pruning.densities import SCOPES, Scope, Share, kept_by_stage
 from lightning_axosparse.pruning.mask_distance import DISTANCES, Distance
 from lightning_axosparse.pruning.mask_rule import EntryChoice, MaskRule
-from lightning_axosparse.pruning.pattern import ENTRIES, parse_pattern
 from lightning_axosparse.pruning.prunable import Prune, few
-from lightning_axosparse.pruning.rewind import EarlierWeights
 from lightning_axosparse.pruning.scores import SCORES, Score
-from lightning_axosparse.pruning.stage_balance import kept_by_stage
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.sparse.elementwise import validate_elementwise_optimizers
 from lightning_axosparse.sparse.kept_products import most_kept
-from lightning_axosparse.sparse.materialize import POLICIES, Policy, best_policy
+from lightning_axosparse.sparse.materialize import Policy, best_policy
 from lightning_axosparse.sparse.ways import (
     COMPUTES,
     Compute,
@@ -62,9 +58,7 @@ from lightning_axosparse.support.arguments import (
     FUNCTION,
     NONE,
     PATH,
-    POSITIVE,
     PRUNED,
-    Kind,
     checked,
     instance_of,
     number,
@@ -80,15 +74,8 @@ _STRATEGY_API = (
     "counted_parameters",
     "microbatches",
     "parameter_stages",
-    "learning_rate_factor",
     "on_gradients",
     "sparsify",
-)
-
-
-_PATTERN = Kind(
-    "a pattern such as '2:4' (2 of every 4 inputs) or '4x1' (blocks of 4 outputs and 1 input)",
-    lambda value: isinstance(value, str) and parse_pattern(value) is not None,
 )
 
 
@@ -119,20 +106,12 @@ class EarlyBirdTicket(TicketSearch):
             the score decides how much each weight keeps
             (:class:`lightning_axosparse.pruning.mask_rule.MaskRule`).
         scope: "global": all weights are ranked together; "layer": the same ratio in every weight;
-            "uniform-stage": the same ratio in every stage; "erk": by the dimensions of each weight;
+            "uniform-stage": the same ratio in every stage;
             or a mapping of patterns of names to the fractions that these weights keep, while the
             others are ranked together (:func:`lightning_axosparse.pruning.densities.shares`).
         floor: where weights are ranked together, each keeps at least this fraction, in [0, 1], of
             what it would keep if all kept the same fraction. So no layer becomes empty; weights at
             their floor are named when the ticket is drawn.
-        stage_imbalance: the most entries that a pipeline stage may keep, over the mean of the
-            stages, at least 1; entries of full stages give way to the next best of the others
-            (:mod:`lightning_axosparse.pruning.stage_balance`). The ticket then depends on where the
-            stages are cut. None: no limit, and the ticket is the same on every grid.
-        pattern: what is kept or pruned together, by the sum of its scores: "4x1" for blocks of 4
-            outputs and 1 input; or "2:4" to keep 2 of every 4 consecutive inputs of an output,
-            which goes with a ``pruning_ratio`` of 0.5. It has to divide every pruned weight
-            (:mod:`lightning_axosparse.pruning.pattern`). None: single entries.
         prune: what is pruned: a table of kinds ("weight", "embedding", "head", "norm", "bias",
             "other") and patterns of names (as in :mod:`fnmatch`), such as ``{"embedding": False,
             "*.lora_*": False}``, or a function ``(name, parameter) -> bool``. By default all
@@ -142,10 +121,9 @@ class EarlyBirdTicket(TicketSearch):
             dense weights of which pruned entries are zero, from ``draw_after`` on, change the masks
             at intervals of ``every``, and draw them at ``draw_by``. "gradual" raises the pruning
             ratio by a cubic schedule (Zhu & Gupta, 2017). "set" and "rigl" prune at once, then drop
-            the smallest kept entries of each weight and let as many others grow: at random (Mocanu
-            et al., 2018), or those of the largest gradient (Evci et al., ICML 2020).
-        drop_fraction: the fraction of the kept entries that "set" and "rigl" drop at first; it
-            falls to 0 as a cosine.
+            the smallest kept entries of each weight, at first 30 % of them, later fewer, and let as
+            many others grow: at random (Mocanu et al., 2018), or those of the largest gradient
+            (Evci et al., ICML 2020).
         every: how often masks are computed and compared. Masks change less over shorter intervals,
             so it goes together with ``threshold``.
         draw_after: draw not before this, even if the masks agree; None: as soon as they agree.
@@ -158,35 +136,29 @@ class EarlyBirdTicket(TicketSearch):
             the window is smaller than this.
         window: number of masks that must agree, at least 2; the paper uses 5, one an epoch, with
             the hamming distance and a threshold of 0.1.
-        rewind_to: when the ticket is drawn, all weights go back to what they were at this time, and
-            the optimizer begins anew (Frankle et al., ICML 2020); schedulers and the number of
-            steps go on. Costs a copy of the weights in host memory until the draw, and in
-            checkpoints. None: weights and optimizer state stay.
-        learning_rate_factor: what the learning rates are multiplied by from the draw on, whatever
-            scheduler sets them: a number, or a function of the optimizer steps since the draw, such
-            as ``lambda step: min(2.0, step / 50)`` for a new warm-up. Schedulers and their monitors
-            do not see it; it is logged as ``learning_rate_factor``. A ticket that is given changes
-            no rates.
-        ticket: a ticket, or the file of one, to use from the start of fit, without a search.
-        policy: "sparse" keeps no dense weights in memory and needs the least of it; "samo"
-            keeps them in the dtype of the products and updates them once per optimizer step (SAMO);
-            "auto" selects "samo" in 16 bits with several micro-batches per step, unless so few
-            weights are kept that products on CPU run on the kept values, else "sparse".
-        compute: how pruned linear layers and convolutions run on CPU: with the kept values
-            ("sparse"), with dense weights ("dense"), or as is faster ("auto"). What is faster in 16
-            bits depends on the processor: "auto" chooses for that of all ranks, and of the run that
-            is resumed, on which kept values gain least.
+        ticket: a ticket, or the file or checkpoint with one, to use from the start of fit, without
+            a search.
+        compute: how pruned linear layers and convolutions run. On CPU "sparse" multiplies with the
+            kept values, and "dense" with weights that are made dense at every use. "samo" keeps
+            dense weights in the dtype of the products and updates them once per optimizer step
+            (SAMO); the others keep none, and need the least memory. "auto": as is faster, but
+            "samo" in 16 bits alone, with several micro-batches per step and too many weights kept
+            for products on the kept values. What is faster in 16 bits depends on the processor:
+            "auto" chooses for that of all ranks, and of the run that is resumed, on which kept
+            values gain least.
 
     Attributes:
         ticket: the ticket once it is drawn or given, else None. Every rank has the whole ticket, at
             one bit per weight.
         distances: number of optimizer steps -> the largest distance of the masks after them to
             the window, from the second masks on.
+        drawn_at: number of optimizer steps of this run before the draw; None if it has drawn none.
 
     Raises:
         MisconfigurationException: if an argument is out of range.
     """
 
+    kind = Ticket
     prunes_at_start: Literal[True] = True
     """A strategy may store weights sparse by :attr:`ticket` as soon as it makes them."""
 
@@ -197,22 +169,16 @@ class EarlyBirdTicket(TicketSearch):
         entries=one_of("score", "magnitude", "random") | FUNCTION,
         scope=one_of(*SCOPES) | DENSITIES,
         floor=FRACTION,
-        stage_imbalance=number("a finite number, at least 1", lambda most: 1 <= most < inf) | NONE,
-        pattern=_PATTERN | NONE,
         prune=PRUNED | FUNCTION | NONE,
         method=one_of("early-bird", "gradual", "set", "rigl"),
-        drop_fraction=FRACTION,
         every=WHEN,
         draw_after=WHEN | NONE,
         draw_by=WHEN | NONE,
         distance=one_of(*DISTANCES),
         threshold=number("a number in (0, 1]", lambda threshold: 0 < threshold <= 1),
         window=whole(2),
-        rewind_to=WHEN | NONE,
-        learning_rate_factor=POSITIVE | FUNCTION,
         ticket=instance_of("a Ticket", Ticket) | PATH | NONE,
-        policy=one_of("auto", *POLICIES),
-        compute=one_of(*COMPUTES),
+        compute=one_of(*COMPUTES, "samo"),
     )
     def __init__(
         self,
@@ -221,30 +187,18 @@ class EarlyBirdTicket(TicketSearch):
         entries: EntryChoice = "score",
         scope: Scope = "global",
         floor: float = 0.05,
-        stage_imbalance: float | None = None,
-        pattern: str | None = None,
         prune: Prune | None = None,
         method: Literal["early-bird"] | MaskedMethod = "early-bird",
-        drop_fraction: float = 0.3,
         every: When = 1 / 32,
         draw_after: When | None = 0.25,
         draw_by: When | None = 0.4,
         distance: Distance = "relative",
         threshold: float = 0.5,
         window: int = 5,
-        rewind_to: When | None = None,
-        learning_rate_factor: float | Callable[[int], float] = 1.0,
         ticket: Ticket | str | os.PathLike[str] | None = None,
-        policy: Literal["auto", "sparse", "samo"] = "auto",
-        compute: Compute = "auto",
+        compute: Compute | Literal["samo"] = "auto",
     ) -> None:
-        if policy == "samo" and compute == "sparse":
-            raise MisconfigurationException(
-                'policy="samo" keeps dense weights for the products; got compute="sparse". Choose '
-                'policy="sparse", or compute="auto".' + see("tickets")
-            )
         super().__init__(every, draw_after, draw_by, distance, threshold, window)
-        self.policy = policy
         self.compute = compute
         self.pruning_ratio = pruning_ratio
         with misconfigured():
@@ -255,30 +209,16 @@ class EarlyBirdTicket(TicketSearch):
                 dict(scope) if isinstance(scope, Mapping) else scope,
                 floor,
                 dict(prune) if isinstance(prune, Mapping) else prune,
-                stage_imbalance,
-                parse_pattern(pattern) or ENTRIES,
             )
         self._masked = None
         if method != "early-bird":
             with misconfigured():
                 self._rule.validate_method(method)
-            self._masked = MaskedTraining(
-                method, pruning_ratio, drop_fraction, every, draw_after, draw_by
-            )
-        if type(rewind_to) is type(draw_by) in (int, float) and rewind_to >= draw_by:  # type: ignore[operator]
-            raise MisconfigurationException(
-                f"rewind_to={rewind_to} must come before the draw, which comes by "
-                f"draw_by={draw_by}." + see("tickets")
-            )
-        self.rewind_to = rewind_to
-        self._earlier = EarlierWeights()
+            self._masked = MaskedTraining(method, pruning_ratio, every, draw_after, draw_by)
         self.distance = distance
         self.ticket: Ticket | None = (
             Ticket.load(ticket) if isinstance(ticket, str | os.PathLike) else ticket
         )
-        self.learning_rate_factor = learning_rate_factor
-        self._drawn_at: int | None = None
-        """Optimizer steps of this run before the draw; None if it has not drawn a ticket."""
         self._processor: Processor | None = None
         """The kind of processor for which products were chosen; None before weights are pruned."""
 
@@ -299,7 +239,7 @@ class EarlyBirdTicket(TicketSearch):
                 "EarlyBirdTicket needs strategy='axosparse' (AxoSparseStrategy); "
                 f"{type(trainer.strategy).__name__} cannot store weights sparse." + see("tickets")
             )
-        self._validate_shares(trainer, self.rewind_to)
+        self._validate_shares(trainer)
         with unless_made_later(trainer.lightning_module):
             self._validate_model(trainer.lightning_module)
             if trainer.strategy.launcher is not None and self.ticket is None:
@@ -321,10 +261,6 @@ class EarlyBirdTicket(TicketSearch):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Go on with a resumed run, and compare masks that were due before it stopped."""
-        if self._drawn_at is not None and trainer.global_step < self._drawn_at:
-            self._drawn_at = None  # Another run drew the ticket.
-        strategy: Any = trainer.strategy
-        self._earlier.keep_only(strategy.held_parameters())
         if self._masked is not None and self.ticket is None:
             self._masked.schedule(trainer)
             self._masked.resume(trainer)
@@ -333,26 +269,9 @@ class EarlyBirdTicket(TicketSearch):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Change the masks of dense weights, or scale the rates if this run drew the ticket."""
-        self._take_weights(trainer)
+        """Change the masks of dense weights."""
         if self._masked is not None and self.ticket is None:
             self._masked.begin_step(trainer, partial(self._masks, trainer, pl_module))
-        factor = self.learning_rate_factor
-        if self._drawn_at is not None and factor != 1:
-            if callable(factor):
-                factor = factor(trainer.global_step - self._drawn_at)
-            strategy: Any = trainer.strategy
-            strategy.learning_rate_factor = factor
-            pl_module.log("learning_rate_factor", factor, on_step=True, on_epoch=False)
-
-    def _take_weights(self, trainer: Trainer) -> None:
-        """Copy the weights to which the draw goes back, when their time has come."""
-        if self.rewind_to is None or self.ticket is not None or self._earlier.taken:
-            return
-        now = Progress(trainer.global_step, trainer.current_epoch)
-        if self._reached(self.rewind_to, trainer, now):
-            strategy: Any = trainer.strategy
-            self._earlier.take(strategy.held_parameters())
 
     def _compare(
         self, trainer: Trainer, module: LightningModule, now: Progress, late: bool, on_step: bool
@@ -395,40 +314,24 @@ class EarlyBirdTicket(TicketSearch):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ticket and the distances; :meth:`on_save_checkpoint` adds the rest."""
-        return {
-            "looked": self._looked and [self._looked.steps, self._looked.epochs],
-            "drawn_at": self._drawn_at,
-            "processor": self._processor,
-            "ticket": None if self.ticket is None else self.ticket.state_dict(),
-            "distances": dict(self.distances),
-            "window": [],
-            "earlier": {},
-            "masked": None if self._masked is None else self._masked.state_dict(),
-        }
+        masked = None if self._masked is None else self._masked.state_dict()
+        return {**super().state_dict(), "processor": self._processor, "masked": masked}
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Gather masks and earlier weights of all stages into the state of the first one."""
+        """Gather the masks of all stages into the state of the first one."""
         if self.ticket is None:
             strategy: Any = trainer.strategy
-            counted, stages = strategy.counted_parameters(), strategy.inter_group
-            state = checkpoint["callbacks"][self.state_key]
-            state["window"] = self._window.gather_state(counted, stages)
-            state["earlier"] = self._earlier.gather_state(counted, stages)
+            checkpoint["callbacks"][self.state_key]["window"] = self._window.gather_state(
+                strategy.counted_parameters(), strategy.inter_group
+            )
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the search from a checkpoint of this or another grid."""
-        if state_dict["ticket"] is not None:
-            self._take_ticket(Ticket.from_state_dict(state_dict["ticket"]))
-        self._looked = state_dict["looked"] and Progress(*state_dict["looked"])
-        self._drawn_at = state_dict["drawn_at"]
-        self._processor = state_dict.get("processor")
-        self.distances = dict(state_dict["distances"])
-        if self._masked is not None and state_dict["masked"] is not None:
-            self._masked.load_state_dict(state_dict["masked"])
-        self._window.load_state(state_dict["window"])
-        self._earlier.load_state(state_dict["earlier"])
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        super()._restore(state)
+        self._processor = state.get("processor")
+        if self._masked is not None and state["masked"] is not None:
+            self._masked.load_state_dict(state["masked"])
 
     def _masks(self, trainer: Trainer, module: LightningModule, ratio: float) -> MaskBits:
         """Compute the masks of the parameters that this rank counts."""
@@ -455,19 +358,12 @@ class EarlyBirdTicket(TicketSearch):
             distance=self.distance,
             distances=self.distances,
         )
-        self._drawn_at = trainer.global_step
+        self.drawn_at = trainer.global_step
         self._window.clear()
         if self._masked is not None:
             self._masked.release(trainer)
         stages = strategy.parameter_stages()
         shares = self._rule.shares(module, stages)
-        if self._earlier.taken:
-            self._earlier.restore(strategy.held_parameters(), trainer.optimizers)
-        elif self.rewind_to is not None:
-            rank_zero_warn(
-                f"The ticket was drawn before rewind_to={self.rewind_to}: the weights stay."
-                + see("tickets")
-            )
         self._prune(trainer, self.ticket)
         rank_zero_info(f"Early-bird ticket drawn: {self.ticket}")
         kept = {name: int(mask.sum()) for name, mask in self.ticket.masks.items()}
@@ -485,29 +381,30 @@ class EarlyBirdTicket(TicketSearch):
             )
 
     def _warn_of_imbalance(self, kept: Mapping[int, int]) -> None:
-        if self._rule.stage_imbalance is None and max(kept.values()) > 2 * min(kept.values()):
+        if max(kept.values()) > 2 * min(kept.values()):
             most, least = max(kept, key=kept.__getitem__), min(kept, key=kept.__getitem__)
             rank_zero_warn(
                 f"The ticket keeps {kept[most]} entries in stage {most}, but {kept[least]} in "
-                f"stage {least}, and memory and time follow. stage_imbalance=1.5 lets no stage "
-                "keep more than 1.5 times the mean; the ticket then depends on where the stages "
-                "are cut." + see("tickets")
+                f"stage {least}, and memory and time follow. Cut the stages for this ticket with "
+                "balance=[...], or keep the same fraction of each with scope='uniform-stage'; the "
+                "ticket then depends on where the stages are cut." + see("tickets")
             )
 
     def _prune(self, trainer: Trainer, ticket: Ticket) -> None:
         strategy: Any = trainer.strategy
         self._processor = _agreed_processor(strategy, self._processor)
-        ways = Ways(self.compute, self._processor)
-        policy = self._best_policy(trainer, ticket, ways) if self.policy == "auto" else self.policy
+        ways = Ways("auto" if self.compute == "samo" else self.compute, self._processor)
+        policy = self._policy(trainer, ticket, ways)
         strategy.sparsify(ticket.part(strategy.held_parameters()), policy, ways)
 
-    def _best_policy(self, trainer: Trainer, ticket: Ticket, ways: Ways) -> Policy:
+    def _policy(self, trainer: Trainer, ticket: Ticket, ways: Ways) -> Policy:
+        if self.compute != "auto":
+            return "samo" if self.compute == "samo" else "sparse"
         strategy: Any = trainer.strategy
         sixteen_bit = str(trainer.precision).startswith(("16", "bf16"))
         passes = strategy.microbatches * trainer.accumulate_grad_batches
         few = 1 - ticket.sparsity <= min(most_kept(ways, torch.bfloat16).values())
-        on_kept_values = few and strategy.root_device.type == "cpu"
-        return best_policy(sixteen_bit, passes, on_kept_values or ways.compute == "sparse")
+        return best_policy(sixteen_bit, passes, few and strategy.root_device.type == "cpu")
 
     def _validate_model(self, module: nn.Module) -> None:
         """Check that the ticket, or the rule by which one is searched, fits the model."""

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from lightning_axosparse.callbacks.early_bird import EarlyBirdTicket
 from lightning_axosparse.callbacks.moments import (
     WHEN,
-    Progress,
     When,
 )
 from lightning_axosparse.callbacks.ticket_search import TicketSearch, misconfigured
@@ -90,10 +89,13 @@ class EarlyBirdChannels(TicketSearch):
         ticket: the ticket once it is drawn or given, else None; the same on every rank.
         distances: number of optimizer steps -> the largest distance of the masks after them to
             the window, from the second masks on.
+        drawn_at: number of optimizer steps of this run before the draw; None if it has drawn none.
 
     Raises:
         MisconfigurationException: if an argument is out of range.
     """
+
+    kind = ChannelTicket
 
     @checked(
         MisconfigurationException,
@@ -193,20 +195,7 @@ class EarlyBirdChannels(TicketSearch):
     def state_dict(self) -> dict[str, Any]:
         """Return the ticket, or the search for it."""
         scales = () if self._channels is None else self._channels.scales
-        return {
-            "looked": self._looked and [self._looked.steps, self._looked.epochs],
-            "ticket": None if self.ticket is None else self.ticket.state_dict(),
-            "distances": dict(self.distances),
-            "window": self._window.gather_state(scales, None),
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the search, or the ticket, from a checkpoint of this or another grid."""
-        if state_dict["ticket"] is not None:
-            self._take_ticket(ChannelTicket.from_state_dict(state_dict["ticket"]))
-        self._looked = state_dict["looked"] and Progress(*state_dict["looked"])
-        self.distances = dict(state_dict["distances"])
-        self._window.load_state(state_dict["window"])
+        return {**super().state_dict(), "window": self._window.gather_state(scales, None)}
 
     def _new_masks(
         self, trainer: Trainer, module: LightningModule
@@ -219,7 +208,7 @@ class EarlyBirdChannels(TicketSearch):
         step, distances = trainer.global_step, self.distances
         ticket = ChannelTicket(masks, self._channels, self.pruning_ratio, step, distances)
         self._shrink(trainer, ticket)
-        self.ticket = ticket
+        self.ticket, self.drawn_at = ticket, step
         self._window.clear()
         rank_zero_info(f"Early-bird ticket of channels drawn: {ticket}")
 

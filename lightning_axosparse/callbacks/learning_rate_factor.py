@@ -1,10 +1,10 @@
-"""The callback that multiplies the learning rates from a moment of the run on, without pruning."""
+"""The callback that multiplies the learning rates from a moment of the run on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -19,28 +19,36 @@ from lightning_axosparse.callbacks.moments import (
     total_steps,
     validate_end,
 )
-from lightning_axosparse.support.arguments import FUNCTION, POSITIVE, checked
+from lightning_axosparse.callbacks.period import search_of
+from lightning_axosparse.support.arguments import FUNCTION, POSITIVE, checked, one_of
+from lightning_axosparse.support.corrupt_file import restoring
 from lightning_axosparse.support.troubleshooting import see
 
 
 class LearningRateFactor(Callback):
     """Multiplies the learning rates from a moment of the run on, under any scheduler.
 
-    ``EarlyBirdTicket(learning_rate_factor=2)`` does so when it draws a ticket. A dense run with
-    this callback has the same rates at the same steps, so it tells what the pruning itself did: it
-    is the control. The factor is logged as ``learning_rate_factor``; schedulers do not see it.
+    A dense run that multiplies them after as many steps as another before its draw has the same
+    rates, so it tells what the pruning itself did: it is the control. The factor is logged as
+    ``learning_rate_factor``; schedulers and their monitors do not see it.
 
     Args:
-        factor: a number, or a function of the optimizer steps since then.
-        after: when it begins: after so many optimizer steps (an int), a share of the run (a float),
-            or epochs (such as "3 epochs").
+        factor: a number, or a function of the optimizer steps since then, such as ``lambda step:
+            min(2.0, step / 50)`` for a new warm-up.
+        after: when it begins: "draw": when ``EarlyBirdTicket`` or ``EarlyBirdChannels`` draws its
+            ticket in this run, so never with a ticket that is given; else after so many optimizer
+            steps (an int), a share of the run (a float), or epochs (such as "3 epochs").
 
     Raises:
         MisconfigurationException: if an argument is out of range.
     """
 
-    @checked(MisconfigurationException, factor=POSITIVE | FUNCTION, after=WHEN)
-    def __init__(self, factor: float | Callable[[int], float] = 2.0, after: When = 0.25) -> None:
+    @checked(MisconfigurationException, factor=POSITIVE | FUNCTION, after=one_of("draw") | WHEN)
+    def __init__(
+        self,
+        factor: float | Callable[[int], float] = 2.0,
+        after: Literal["draw"] | When = "draw",
+    ) -> None:
         self.factor = factor
         self.after = after
         self._began_at: int | None = None
@@ -54,8 +62,8 @@ class LearningRateFactor(Callback):
         """Validate the strategy and the run; the launcher calls this before it starts ranks.
 
         Raises:
-            MisconfigurationException: if the strategy cannot multiply rates, or there is no share
-                of a run without an end.
+            MisconfigurationException: if the strategy cannot multiply rates, no callback draws a
+                ticket, or there is no share of a run without an end.
         """
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -64,6 +72,12 @@ class LearningRateFactor(Callback):
                 "LearningRateFactor needs strategy='axosparse' (AxoSparseStrategy); "
                 f"{type(trainer.strategy).__name__} does not multiply learning rates."
                 + see("callbacks")
+            )
+        if self.after == "draw" and search_of(trainer) is None:
+            raise MisconfigurationException(
+                "LearningRateFactor(after='draw') begins when a ticket is drawn, but no callback "
+                "draws one. Add EarlyBirdTicket, or give optimizer steps, a share of the run or "
+                "epochs, such as after=0.25." + see("callbacks")
             )
         if isinstance(self.after, float):
             validate_end(trainer)
@@ -77,16 +91,26 @@ class LearningRateFactor(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        steps = trainer.global_step
-        if self._began_at is None:
-            moment = Moment.of(self.after, partial(total_steps, trainer))
-            if not moment.reached(Progress(steps, trainer.current_epoch)):
-                return
-            self._began_at = steps
-        factor = self.factor(steps - self._began_at) if callable(self.factor) else self.factor
+        began = self._began(trainer)
+        if began is None or self.factor == 1:
+            return
+        steps = trainer.global_step - began
+        factor = self.factor(steps) if callable(self.factor) else self.factor
         strategy: Any = trainer.strategy
         strategy.learning_rate_factor = factor
         pl_module.log("learning_rate_factor", factor, on_step=True, on_epoch=False)
+
+    def _began(self, trainer: Trainer) -> int | None:
+        """Return the optimizer steps of this run before it began; None before."""
+        if self.after == "draw":
+            search = search_of(trainer)
+            assert search is not None
+            return search.drawn_at
+        if self._began_at is None:
+            moment = Moment.of(self.after, partial(total_steps, trainer))
+            if moment.reached(Progress(trainer.global_step, trainer.current_epoch)):
+                self._began_at = trainer.global_step
+        return self._began_at
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -94,4 +118,5 @@ class LearningRateFactor(Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._began_at = state_dict["began_at"]
+        with restoring("LearningRateFactor"):
+            self._began_at = state_dict["began_at"]

@@ -25,6 +25,9 @@ from lightning_axosparse.support.troubleshooting import see
 MaskedMethod = Literal["gradual", "set", "rigl"]
 """How masks change before the draw."""
 
+_DROPPED = 0.3
+"""Of the kept entries, what SET and RigL drop at first."""
+
 _GROWTH: dict[str, Growth] = {"set": "random", "rigl": "gradient"}
 
 
@@ -37,7 +40,6 @@ class MaskedTraining:
     Args:
         method: "gradual", "set" or "rigl".
         ratio: fraction of the entries that is pruned in the end.
-        drop_fraction: of the kept entries, the fraction that is dropped at first.
         every: how often masks change.
         begin: when the first masks hold; None: after ``every``.
         end: when the ticket is drawn.
@@ -54,7 +56,6 @@ class MaskedTraining:
         self,
         method: MaskedMethod,
         ratio: float,
-        drop_fraction: float,
         every: When,
         begin: When | None,
         end: When | None,
@@ -74,7 +75,7 @@ class MaskedTraining:
                 f"None): with method={method!r} masks change in between." + see("tickets")
             )
         self.masks: MaskBits | None = None
-        self._method, self._ratio, self._drop_fraction = method, ratio, drop_fraction
+        self._method, self._ratio = method, ratio
         self._every, self._begin, self._end = every, begin, end
         self._changed = -1
         """Optimizer steps before the last change."""
@@ -132,7 +133,7 @@ class MaskedTraining:
             grown = regrown(
                 {n: p for n, p in strategy.held_parameters().items() if n in counted},
                 self.masks,
-                cosine_fraction(self._drop_fraction, schedule.progress(steps)),
+                cosine_fraction(_DROPPED, schedule.progress(steps)),
                 _GROWTH[self._method],
                 hash((self._seed, steps)),
                 strategy.inter_group,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -16,6 +16,7 @@ from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.pruning.mask_distance import Distance
 from lightning_axosparse.pruning.mask_window import MaskWindow
 from lightning_axosparse.pruning.ticket import Ticket
+from lightning_axosparse.support.corrupt_file import restoring
 from lightning_axosparse.support.troubleshooting import see
 
 
@@ -34,9 +35,12 @@ class TicketSearch(Callback):
         ticket: the ticket once it is drawn or given, else None.
         distances: number of optimizer steps -> the largest distance of the masks after them to
             the window, from the second masks on.
+        drawn_at: number of optimizer steps of this run before the draw; None if it has drawn none.
     """
 
     ticket: Ticket | ChannelTicket | None
+    kind: ClassVar[type[Ticket] | type[ChannelTicket]]
+    """The class of :attr:`ticket`."""
 
     def __init__(
         self,
@@ -50,6 +54,7 @@ class TicketSearch(Callback):
         self.every, self.draw_after, self.draw_by = every, draw_after, draw_by
         self.threshold = threshold
         self.distances: dict[int, float] = {}
+        self.drawn_at: int | None = None
         self._window = MaskWindow(window, distance)
         self._looked: Progress | None = None
         """Up to where masks that were due have been compared; None outside of training."""
@@ -73,6 +78,8 @@ class TicketSearch(Callback):
         which Lightning does not resume.
         """
         now = Progress(trainer.global_step, trainer.current_epoch)
+        if self.drawn_at is not None and now.steps < self.drawn_at:
+            self.drawn_at = None  # Another run drew the ticket.
         self._looked = self._looked or now
         self._look(trainer, pl_module, now)
 
@@ -92,6 +99,29 @@ class TicketSearch(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compare masks if they are due at the end of an epoch, which has been validated."""
         self._look(trainer, pl_module, Progress(trainer.global_step, trainer.current_epoch + 1))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the ticket and the search for it, but for the masks of the window."""
+        return {
+            "looked": self._looked and [self._looked.steps, self._looked.epochs],
+            "drawn_at": self.drawn_at,
+            "ticket": None if self.ticket is None else self.ticket.state_dict(),
+            "distances": dict(self.distances),
+            "window": [],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the search, or the ticket, from a checkpoint of this or another grid."""
+        with restoring(type(self).__name__):
+            self._restore(state_dict)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        if state["ticket"] is not None:
+            self._take_ticket(self.kind.from_state_dict(state["ticket"]))
+        self._looked = state["looked"] and Progress(*state["looked"])
+        self.drawn_at = state["drawn_at"]
+        self.distances = dict(state["distances"])
+        self._window.load_state(state["window"])
 
     def _look(
         self, trainer: Trainer, module: LightningModule, now: Progress, on_step: bool = False
@@ -131,9 +161,9 @@ class TicketSearch(Callback):
     def _reached(self, when: When | None, trainer: Trainer, now: Progress) -> bool:
         return when is not None and Moment.of(when, partial(total_steps, trainer)).reached(now)
 
-    def _validate_shares(self, trainer: Trainer, *others: When | None) -> None:
+    def _validate_shares(self, trainer: Trainer) -> None:
         """Check that a run of which times are shares has an end."""
-        times = self.every, self.draw_after, self.draw_by, *others
+        times = self.every, self.draw_after, self.draw_by
         if self.ticket is None and float in map(type, times):
             validate_end(trainer)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_axosparse.support.arguments import validate_mask
 from lightning_axosparse.support.checksum import verified, with_checksum
 from lightning_axosparse.support.corrupt_file import CorruptFileError
+from lightning_axosparse.support.stored_shape import stored_shape
 
 
 class MaskBits(Mapping[str, Tensor]):
@@ -88,11 +89,14 @@ class MaskBits(Mapping[str, Tensor]):
         fields = verified(state, "masks")
         masks = cls({})
         masks._bits = dict(fields["bits"])
-        masks.shapes = {name: torch.Size(shape) for name, shape in fields["shapes"].items()}
+        masks.shapes = {
+            name: stored_shape(shape, f"the mask of {name!r}")
+            for name, shape in fields["shapes"].items()
+        }
         for name, shape in masks.shapes.items():
-            bits = masks._bits.get(name)
-            size = -(-shape.numel() // 8)
-            if bits is None or bits.dtype != torch.uint8 or bits.shape != (size,):
+            bits, size = masks._bits.get(name), -(-shape.numel() // 8)
+            fits = isinstance(bits, Tensor) and bits.dtype == torch.uint8 and bits.shape == (size,)
+            if not fits or len(masks._bits) != len(masks.shapes):
                 raise CorruptFileError(f"the mask of '{name}' does not have one bit per entry")
         return masks
 

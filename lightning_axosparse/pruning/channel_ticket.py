@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import Self
 
-from lightning_axosparse.pruning.bitmask import MaskBits
 from lightning_axosparse.pruning.channels import Channels, Segment, find_channels
 from lightning_axosparse.pruning.layer_channels import (
     BATCH_NORMS,
@@ -22,11 +21,10 @@ from lightning_axosparse.pruning.layer_channels import (
     layer_inputs,
     layer_outputs,
 )
-from lightning_axosparse.pruning.ticket_file import content_of, fields_of
+from lightning_axosparse.pruning.ticket_file import TicketFile
 from lightning_axosparse.sparse.convert import renew_reducers
 from lightning_axosparse.sparse.optimizer_state import validate_state
 from lightning_axosparse.sparse.parameters import owned_parameters
-from lightning_axosparse.support import archive
 from lightning_axosparse.support.arguments import (
     DISTANCES,
     FRACTION,
@@ -35,28 +33,15 @@ from lightning_axosparse.support.arguments import (
     MODULE,
     NONE,
     OPTIMIZER,
-    PATH,
     TEXT,
-    check,
+    Kind,
     checked,
     instance_of,
     list_of,
     number,
 )
-from lightning_axosparse.support.checksum import with_checksum
-from lightning_axosparse.support.corrupt_file import CorruptFileError
 from lightning_axosparse.support.release_memory import release_freed_memory
 from lightning_axosparse.support.troubleshooting import see
-
-_FIELDS = {
-    "masks": MASKS,
-    "channels": instance_of("Channels, which find_channels returns", Channels),
-    "pruning_ratio": FRACTION,
-    "step": INDEX | NONE,
-    "distances": DISTANCES,
-}
-_KIND = "lightning_axosparse.ChannelTicket/"
-_FORMAT = f"{_KIND}1"
 
 RATIO = number("a number in (0, 1)", lambda ratio: 0 < ratio < 1)
 """A fraction to prune: some, and not all."""
@@ -101,7 +86,7 @@ def channel_masks(
 
 
 @dataclass(frozen=True, repr=False)
-class ChannelTicket:
+class ChannelTicket(TicketFile):
     """A winning ticket of channels: which channels to keep (You et al., ICLR 2020).
 
     Attributes:
@@ -117,18 +102,21 @@ class ChannelTicket:
         ValueError: if a field has the wrong type or is out of range.
     """
 
+    kind: ClassVar[str] = "ticket of channels"
+    form: ClassVar[str] = "lightning_axosparse.ChannelTicket/1"
+    kinds: ClassVar[Mapping[str, Kind]] = {
+        "masks": MASKS,
+        "channels": instance_of("Channels, which find_channels returns", Channels),
+        "pruning_ratio": FRACTION,
+        "step": INDEX | NONE,
+        "distances": DISTANCES,
+    }
+
     masks: Mapping[str, Tensor]
     channels: Channels
     pruning_ratio: float
     step: int | None = None
     distances: Mapping[int, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name, value in check(ValueError, vars(self), _FIELDS).items():
-            object.__setattr__(self, name, value)
-        if not isinstance(self.masks, MaskBits):
-            object.__setattr__(self, "masks", MaskBits(self.masks))
-        object.__setattr__(self, "distances", dict(self.distances))
 
     @classmethod
     @checked(ValueError, module=MODULE, pruning_ratio=RATIO, floor=FRACTION, network=TEXT | NONE)
@@ -217,62 +205,19 @@ class ChannelTicket:
         )
         return outputs, inputs
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain containers and uint8 tensors, for ``torch.load(weights_only=True)``."""
-        masks = MaskBits(self.masks) if not isinstance(self.masks, MaskBits) else self.masks
-        fields = {**vars(self), "masks": masks.state_dict(), "channels": asdict(self.channels)}
-        return with_checksum({"format": _FORMAT, **fields})
-
-    @staticmethod
-    def is_state(value: object) -> bool:
-        """Return whether ``value`` came from :meth:`state_dict`, of any version."""
-        return isinstance(value, Mapping) and str(value.get("format")).startswith(_KIND)
+    def _record(self) -> dict[str, Any]:
+        return {**super()._record(), "channels": asdict(self.channels)}
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> ChannelTicket:
-        """Return the ticket that :meth:`state_dict` described.
-
-        Raises:
-            CorruptFileError: if the state is not as it was written, or is of another version.
-        """
-        fields = fields_of(state, _FORMAT, "the ticket of channels")
-        channels = fields.pop("channels")
+    def _from_record(cls, fields: dict[str, Any]) -> Self:
+        channels = fields["channels"]
         inputs = {
             layer: [Segment(**segment) for segment in segments]
             for layer, segments in channels["inputs"].items()
         }
-        masks = MaskBits.from_state_dict(fields.pop("masks"))
-        return cls(masks, Channels(**{**channels, "inputs": inputs}), **fields)
-
-    @classmethod
-    def in_checkpoint(cls, checkpoint: Mapping[str, Any]) -> ChannelTicket | None:
-        """Return the ticket that ``EarlyBirdChannels`` saved in a Lightning checkpoint, if any."""
-        for state in checkpoint.get("callbacks", {}).values():
-            if isinstance(state, Mapping) and cls.is_state(state.get("ticket")):
-                return cls.from_state_dict(state["ticket"])
-        return None
-
-    @checked(ValueError, path=PATH)
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the ticket to a file."""
-        archive.save(self.state_dict(), path)
-
-    @classmethod
-    @checked(ValueError, path=PATH)
-    def load(cls, path: str | os.PathLike[str]) -> ChannelTicket:
-        """Read a ticket from a file that :meth:`save` wrote, or from a Lightning checkpoint.
-
-        Raises:
-            FileNotFoundError: if there is no such file.
-            CorruptFileError: if the file is not as it was written, or has no ticket of channels.
-        """
-        with content_of(path) as content:
-            if cls.is_state(content):
-                return cls.from_state_dict(content)
-            ticket = cls.in_checkpoint(content)
-            if ticket is None:
-                raise CorruptFileError("it has no ticket of channels")
-            return ticket
+        return super()._from_record(
+            {**fields, "channels": Channels(**{**channels, "inputs": inputs})}
+        )
 
     def __repr__(self) -> str:
         counts = self.layer_channels().values()

@@ -13,7 +13,7 @@ convolution or by anything that is not known here keeps all its channels.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import Parameter, signature
@@ -30,6 +30,7 @@ from lightning_axosparse.pruning.layer_channels import (
 )
 from lightning_axosparse.pruning.prunable import few
 from lightning_axosparse.sparse.parameters import owned_parameters
+from lightning_axosparse.support.torch_internals import tree_leaves
 from lightning_axosparse.support.troubleshooting import see
 
 _MODULES = (
@@ -154,6 +155,10 @@ def find_channels(module: nn.Module, network: str | None = None) -> Channels:
 # Tracing
 
 
+_UNTRACEABLE = TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError
+"""What code raises that reads the value of an ``fx.Proxy``; fx's ``TraceError`` is a ValueError."""
+
+
 class _Tracer(fx.Tracer):
     """Traces into modules of the user, but for those that cannot be traced.
 
@@ -177,7 +182,7 @@ class _Tracer(fx.Tracer):
             try:
                 _Tracer(self._known).trace(module, _defaults(module))
                 self._known[id(module)] = True
-            except Exception:  # Whatever its code does with a Proxy.
+            except _UNTRACEABLE:
                 self._known[id(module)] = False
         return self._known[id(module)]
 
@@ -366,7 +371,7 @@ class _Reader:
         if isinstance(value, _Value):
             if name in ("size", "getattr"):
                 return self._shape(name, value, args, kwargs)
-            alone = not any(isinstance(v, _Value | _Shape) for v in _leaves((args[1:], kwargs)))
+            alone = not any(isinstance(v, _Value | _Shape) for v in tree_leaves((args[1:], kwargs)))
             pools = name in _POOLING_FUNCTIONS and _is_map(value)
             if alone and (name in _FUNCTIONS or (pools and not kwargs.get("return_indices"))):
                 return value
@@ -408,7 +413,7 @@ class _Reader:
 
     def _stay(self, read: Any, why: str) -> Any:
         """Keep all channels of the values that something has read; what it returns is unknown."""
-        for value in _leaves(read):
+        for value in tree_leaves(read):
             if isinstance(value, _Shape):
                 value = value.of
             if isinstance(value, _Value):
@@ -419,16 +424,6 @@ class _Reader:
 
 def _segment(made: _Made, spread: int) -> Segment:
     return Segment(None if made.why else made.scale, spread * made.width)
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, Mapping):
-        tree = list(tree.values())
-    if isinstance(tree, list | tuple):
-        for part in tree:
-            yield from _leaves(part)
-    else:
-        yield tree
 
 
 def _is_map(value: _Value) -> bool:

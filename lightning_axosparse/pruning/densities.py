@@ -12,10 +12,10 @@ from torch import Size
 from lightning_axosparse.pruning.prunable import few
 from lightning_axosparse.support.troubleshooting import see
 
-Scope = Literal["global", "layer", "uniform-stage", "erk"] | Mapping[str, float]
+Scope = Literal["global", "layer", "uniform-stage"] | Mapping[str, float]
 """How weights share what is kept: see :func:`shares`."""
 
-SCOPES = ("global", "layer", "uniform-stage", "erk")
+SCOPES = ("global", "layer", "uniform-stage")
 
 Stages = Mapping[str, Collection[int]]
 """The pipeline stages that hold each weight, by name."""
@@ -67,10 +67,9 @@ def shares(
         ratio: fraction of all entries to prune, in [0, 1).
         scope: "global": all weights are ranked together. "layer": each weight keeps the same
             fraction. "uniform-stage": the weights of each pipeline stage are ranked together, and
-            each stage keeps the same fraction. "erk": each weight keeps a fraction in proportion to
-            the sum of its dimensions over their product (Erdos-Renyi-kernel; Evci et al., ICML
-            2020). A mapping of patterns of names to the fractions that these weights keep: the
-            last that matches counts, and the other weights are ranked together.
+            each stage keeps the same fraction. A mapping of patterns of names to the fractions that
+            these weights keep: the last that matches counts, and the other weights are ranked
+            together.
         floor: where several weights are ranked together, each keeps at least this fraction, in
             [0, 1], of what it would keep if all kept the same fraction.
         stages: name -> the stages that hold each weight, for "uniform-stage", which counts it for
@@ -84,8 +83,6 @@ def shares(
         raise ValueError(f"The pruning ratio must be in [0, 1), got {ratio}." + see("pruning"))
     if isinstance(scope, Mapping):
         return _with_rest(sizes, ratio, _given(sizes, scope), floor)
-    if scope == "erk":
-        return _with_rest(sizes, ratio, _erk(sizes, ratio), floor)
     if scope == "layer":
         return [_ranked({name: size}, ratio) for name, size in sizes.items()]
     ranked: dict[int, dict[str, Size]] = {}
@@ -93,6 +90,21 @@ def shares(
         stage = min(stages[name]) if scope == "uniform-stage" and stages is not None else 0
         ranked.setdefault(stage, {})[name] = size
     return [_ranked(ranked[stage], ratio, floor) for stage in sorted(ranked)]
+
+
+def kept_by_stage(kept: Mapping[str, int], stages: Stages) -> dict[int, int]:
+    """Sum what is kept over the weights that one stage alone holds, for each stage.
+
+    Args:
+        kept: name -> how many entries each pruned weight keeps.
+        stages: name -> the stages that hold each weight.
+    """
+    counts: dict[int, int] = {}
+    for name, count in kept.items():
+        if len(stages[name]) == 1:
+            stage = min(stages[name])
+            counts[stage] = counts.get(stage, 0) + count
+    return dict(sorted(counts.items()))
 
 
 def _ranked(sizes: Mapping[str, Size], ratio: float, floor: float = 0.0) -> Share:
@@ -139,22 +151,4 @@ def _given(sizes: Mapping[str, Size], densities: Mapping[str, float]) -> dict[st
         name: round(matching[-1] * sizes[name].numel())
         for name, matching in found.items()
         if matching
-    }
-
-
-def _erk(sizes: Mapping[str, Size], ratio: float) -> dict[str, int]:
-    """The entries that each weight keeps; those that would keep more than all are dense."""
-    wanted = (1 - ratio) * sum(size.numel() for size in sizes.values())
-    dense: set[str] = set()
-    while True:
-        free = [name for name in sizes if name not in dense]
-        left = wanted - sum(sizes[name].numel() for name in dense)
-        factor = left / sum(sum(sizes[name]) for name in free) if free else 0.0
-        full = {name for name in free if factor * sum(sizes[name]) > sizes[name].numel()}
-        if not full:
-            break
-        dense |= full
-    return {
-        name: size.numel() if name in dense else round(factor * sum(size))
-        for name, size in sizes.items()
     }

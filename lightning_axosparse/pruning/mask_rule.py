@@ -13,13 +13,6 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from lightning_axosparse.pruning.densities import Scope, Share, Stages, shares
-from lightning_axosparse.pruning.pattern import (
-    ENTRIES,
-    Blocks,
-    NOfM,
-    Pattern,
-    PatternedWeights,
-)
 from lightning_axosparse.pruning.prunable import Prune, few, prunable
 from lightning_axosparse.pruning.scores import (
     SCORES,
@@ -30,7 +23,6 @@ from lightning_axosparse.pruning.scores import (
     has_second_moment,
 )
 from lightning_axosparse.pruning.selection import highest, kept_of
-from lightning_axosparse.pruning.stage_balance import balanced
 from lightning_axosparse.support.troubleshooting import see
 
 EntryChoice = Literal["score", "magnitude", "random"] | Score
@@ -54,14 +46,6 @@ class MaskRule:
         floor: where several weights are ranked together, each keeps at least this fraction, in
             [0, 1], of what it would keep if all kept the same fraction.
         prune: which parameters are pruned (:func:`lightning_axosparse.pruning.prunable.prunable`).
-        stage_imbalance: the most kept entries of a pipeline stage over the mean of the stages, at
-            least 1 (:mod:`lightning_axosparse.pruning.stage_balance`); None: no limit.
-        pattern: which entries are kept or pruned together
-            (:mod:`lightning_axosparse.pruning.pattern`).
-
-    Raises:
-        ValueError: if ``stage_imbalance`` is given with another scope than "global", or ``pattern``
-            contradicts the ratio, the scope or ``stage_imbalance``.
     """
 
     ratio: float
@@ -70,38 +54,6 @@ class MaskRule:
     scope: Scope = "global"
     floor: float = 0.0
     prune: Prune | None = None
-    stage_imbalance: float | None = None
-    pattern: Pattern = ENTRIES
-
-    def __post_init__(self) -> None:
-        if isinstance(self.pattern, NOfM):
-            self._validate_n_of_m(self.pattern)
-        if isinstance(self.pattern, Blocks) and self.scope == "erk":
-            raise ValueError(
-                "scope='erk' follows the dimensions of weights whose single entries are kept; a "
-                "pattern keeps blocks. Choose another scope, or leave the pattern out."
-                + see("pruning")
-            )
-        if self.stage_imbalance is not None and self.scope != "global":
-            raise ValueError(
-                f"stage_imbalance={self.stage_imbalance} limits what the stages keep of weights "
-                f"that are all ranked together, but scope={self.scope!r} divides it among them. "
-                "Leave one of the two out." + see("pruning")
-            )
-
-    def _validate_n_of_m(self, pattern: NOfM) -> None:
-        if abs(self.ratio - pattern.ratio) > 1e-6:
-            raise ValueError(
-                f"pattern='{pattern.n}:{pattern.m}' prunes {pattern.ratio:.6g} of every weight, "
-                f"which contradicts pruning_ratio={self.ratio}. Set pruning_ratio="
-                f"{pattern.ratio:.6g}." + see("pruning")
-            )
-        if self.scope not in ("global", "layer") or self.stage_imbalance is not None:
-            raise ValueError(
-                f"pattern='{pattern.n}:{pattern.m}' keeps the same share of every weight, so there "
-                f"is nothing that scope={self.scope!r} or stage_imbalance={self.stage_imbalance} "
-                "could divide. Leave them out." + see("pruning")
-            )
 
     def validate_method(self, method: str) -> None:
         """Check that masks of this rule can change as a method says.
@@ -112,18 +64,10 @@ class MaskRule:
         Raises:
             ValueError: if they cannot.
         """
-        if method == "gradual" and (
-            isinstance(self.scope, Mapping) or isinstance(self.pattern, NOfM)
-        ):
+        if method == "gradual" and isinstance(self.scope, Mapping):
             raise ValueError(
-                "method='gradual' raises the pruning ratio step by step, which a pattern such as "
-                "'2:4' and given densities fix. Leave them out, or choose another method."
-                + see("pruning")
-            )
-        if method != "gradual" and self.pattern != ENTRIES:
-            raise ValueError(
-                f"method={method!r} drops and regrows single entries, which a pattern keeps "
-                "together. Leave the pattern out, or choose another method." + see("pruning")
+                "method='gradual' raises the pruning ratio step by step, which given densities "
+                "fix. Leave them out, or choose another method." + see("pruning")
             )
 
     def sizes(self, module: nn.Module) -> dict[str, torch.Size]:
@@ -140,20 +84,11 @@ class MaskRule:
         Raises:
             ValueError: if the rule does not fit the model, or contradicts itself.
         """
-        self._patterned(module)
-        return self._shares(self.sizes(module), stages)
-
-    def _patterned(self, module: nn.Module) -> PatternedWeights:
         sizes = self.sizes(module)
         if not sizes:
             raise ValueError(
                 f"There is nothing to prune: prune={self.prune} leaves all dense." + see("pruning")
             )
-        return PatternedWeights(module, sizes, self.pattern)
-
-    def _shares(self, sizes: Mapping[str, torch.Size], stages: Stages | None) -> list[Share]:
-        if isinstance(self.pattern, NOfM):
-            return shares(sizes, self.pattern.ratio, "layer")
         return shares(sizes, self.ratio, self.scope, self.floor, stages)
 
     def resolved(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> MaskRule:
@@ -215,28 +150,13 @@ class MaskRule:
             name: next((o.state[weight] for o in optimizers if weight in o.state), {})
             for name, weight in counted.items()
         }
-        patterned = rule._patterned(module)
-        scores = patterned.scores(Scores(rule._score, counted, states))
+        scores = Scores(rule._score, counted, states)
+        masks = highest(scores, rule.shares(module, stages), group)
         if rule.entries == "score":
-            return patterned.masks(rule._ranked(scores, patterned.sizes, stages, group))
-        kept = kept_of(rule._ranked(scores, patterned.sizes, stages, group), patterned.sizes, group)
-        alone = [Share({name: patterned.sizes[name]}, count) for name, count in kept.items()]
-        chosen = patterned.scores(rule._chosen_by(counted, states))
-        return patterned.masks(highest(chosen, alone, group))
-
-    def _ranked(
-        self,
-        scores: Mapping[str, Tensor],
-        sizes: Mapping[str, torch.Size],
-        stages: Stages | None,
-        group: ProcessGroup | None,
-    ) -> dict[str, Tensor]:
-        """Return the masks of the units of highest score."""
-        divided = self._shares(sizes, stages)
-        if self.stage_imbalance is None or stages is None:
-            return highest(scores, divided, group)
-        [share] = divided
-        return balanced(scores, share, stages, self.stage_imbalance, group)
+            return masks
+        sizes = rule.sizes(module)
+        alone = [Share({n: sizes[n]}, kept) for n, kept in kept_of(masks, sizes, group).items()]
+        return highest(rule._chosen_by(counted, states), alone, group)
 
     @property
     def _score(self) -> Score:

@@ -110,7 +110,8 @@ def has_second_moment(optimizer: Optimizer) -> bool:
     parameter.grad = torch.ones_like(parameter)
     try:
         type(trial).step(trial)
-    except Exception:  # Such an optimizer is refused where weights become sparse.
+    except (TypeError, ValueError, RuntimeError):
+        # It wants a closure, sparse gradients or other shapes: refused where weights become sparse.
         return False
     return _second_moment(parameter, trial.state[parameter]) is not None
 

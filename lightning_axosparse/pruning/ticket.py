@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from lightning_axosparse.pruning.bitmask import MaskBits
 from lightning_axosparse.pruning.densities import SCOPES, Scope
 from lightning_axosparse.pruning.mask_distance import overlap_distance
 from lightning_axosparse.pruning.mask_rule import MaskRule
 from lightning_axosparse.pruning.prunable import Prune, few
-from lightning_axosparse.pruning.ticket_file import content_of, fields_of
+from lightning_axosparse.pruning.ticket_file import TicketFile
 from lightning_axosparse.sparse.parameters import layouts
-from lightning_axosparse.support import archive
 from lightning_axosparse.support.arguments import (
     DISTANCES,
     FRACTION,
@@ -25,33 +22,17 @@ from lightning_axosparse.support.arguments import (
     MASKS,
     MODULE,
     NONE,
-    PATH,
     SEED,
     TEXT,
-    check,
+    Kind,
     checked,
     one_of,
 )
-from lightning_axosparse.support.checksum import with_checksum
-from lightning_axosparse.support.corrupt_file import CorruptFileError
 from lightning_axosparse.support.troubleshooting import see
-
-_FIELDS = {
-    "masks": MASKS,
-    "pruning_ratio": FRACTION,
-    "score": TEXT | NONE,
-    "scope": one_of(*SCOPES, "given"),
-    "entries": TEXT,
-    "step": INDEX | NONE,
-    "distance": one_of("relative", "overlap", "hamming"),
-    "distances": DISTANCES,
-}
-_KIND = "lightning_axosparse.Ticket/"
-_FORMAT = f"{_KIND}4"
 
 
 @dataclass(frozen=True, repr=False)
-class Ticket:
+class Ticket(TicketFile):
     """A winning ticket: which weights to keep (You et al., ICLR 2020).
 
     Attributes:
@@ -72,6 +53,19 @@ class Ticket:
         ValueError: if a field has the wrong type or is out of range.
     """
 
+    kind: ClassVar[str] = "ticket"
+    form: ClassVar[str] = "lightning_axosparse.Ticket/4"
+    kinds: ClassVar[Mapping[str, Kind]] = {
+        "masks": MASKS,
+        "pruning_ratio": FRACTION,
+        "score": TEXT | NONE,
+        "scope": one_of(*SCOPES, "given"),
+        "entries": TEXT,
+        "step": INDEX | NONE,
+        "distance": one_of("relative", "overlap", "hamming"),
+        "distances": DISTANCES,
+    }
+
     masks: Mapping[str, Tensor]
     pruning_ratio: float
     score: str | None = None
@@ -80,13 +74,6 @@ class Ticket:
     step: int | None = None
     distance: str = "relative"
     distances: Mapping[int, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name, value in check(ValueError, vars(self), _FIELDS).items():
-            object.__setattr__(self, name, value)
-        if not isinstance(self.masks, MaskBits):
-            object.__setattr__(self, "masks", MaskBits(self.masks))
-        object.__setattr__(self, "distances", dict(self.distances))
 
     @classmethod
     @checked(ValueError, module=MODULE)
@@ -200,11 +187,11 @@ class Ticket:
     @property
     def shapes(self) -> dict[str, torch.Size]:
         """The shape of each pruned parameter."""
-        return dict(self._packed.shapes)
+        return dict(self.packed.shapes)
 
     def part(self, names: Iterable[str]) -> Mapping[str, Tensor]:
         """Return the masks of those ``names`` that are pruned."""
-        return self._packed.only(names)
+        return self.packed.only(names)
 
     def layer_sparsity(self) -> dict[str, float]:
         """Return the fraction of entries pruned in each parameter."""
@@ -216,45 +203,6 @@ class Ticket:
         kept = sum(int(mask.sum()) for mask in self.masks.values())
         return 1 - kept / max(1, sum(shape.numel() for shape in self.shapes.values()))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain containers and uint8 tensors, for ``torch.load(weights_only=True)``."""
-        fields = {name: value for name, value in vars(self).items() if name != "masks"}
-        return with_checksum({"format": _FORMAT, "masks": self._packed.state_dict(), **fields})
-
-    @staticmethod
-    def is_state(value: object) -> bool:
-        """Return whether ``value`` came from :meth:`state_dict`, of any version."""
-        return isinstance(value, Mapping) and str(value.get("format")).startswith(_KIND)
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> Ticket:
-        """Return the ticket that :meth:`state_dict` described.
-
-        Raises:
-            CorruptFileError: if the state is not as it was written, or is of another version.
-        """
-        fields = fields_of(state, _FORMAT, "the ticket")
-        return cls(MaskBits.from_state_dict(fields.pop("masks")), **fields)
-
-    @checked(ValueError, path=PATH)
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the ticket to a file, at about one bit per weight."""
-        archive.save(self.state_dict(), path)
-
-    @classmethod
-    @checked(ValueError, path=PATH)
-    def load(cls, path: str | os.PathLike[str]) -> Ticket:
-        """Read a ticket that :meth:`save` wrote.
-
-        Raises:
-            FileNotFoundError: if there is no such file.
-            CorruptFileError: if the file is not as it was written, or is not a ticket.
-        """
-        with content_of(path) as state:
-            if not cls.is_state(state):
-                raise CorruptFileError("it is not a ticket, which Ticket.save writes")
-            return cls.from_state_dict(state)
-
     def __repr__(self) -> str:
         return (
             f"Ticket({len(self.masks)} parameters, {self.sparsity:.1%} of "
@@ -262,8 +210,3 @@ class Ticket:
             f"score={self.score!r}, scope={self.scope!r}, entries={self.entries!r}, "
             f"step={self.step})"
         )
-
-    @property
-    def _packed(self) -> MaskBits:
-        assert isinstance(self.masks, MaskBits)
-        return self.masks

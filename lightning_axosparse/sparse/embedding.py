@@ -105,8 +105,8 @@ def layer_forward(
         if not torch.is_grad_enabled() and not transformed():
             options = layer.max_norm, layer.norm_type, layer.scale_grad_by_freq, layer.sparse
             rows = embedding(input, layer.weight, layer.padding_idx, *options)
-            if rows is not NotImplemented:
-                return rows  # type: ignore[no-any-return]
+            if isinstance(rows, Tensor):
+                return rows
         return nn.Embedding.forward(layer, input)
 
     return forward

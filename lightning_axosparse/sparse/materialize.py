@@ -118,7 +118,12 @@ class DenseCopy:
         if dtype != self.dtype:
             self.dtype, self._dense = dtype, None
         if training != self._training:
-            self._training, self._source = training, None
+            self._training = training
+            self.invalidate()
+
+    def invalidate(self) -> None:
+        """Fill the copy again at its next use: the values have changed, maybe without a version."""
+        self._source = None
 
     def filled(self, kept: Tensor, layout: Layout) -> Tensor:
         """Return the copy with the current values; valid until they change.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_axosparse.sparse import convolution, embedding, linear
 from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.materialize import DenseForm, master_dtype
-from lightning_axosparse.sparse.torch_functions import read_recurrent_weight, read_weight
+from lightning_axosparse.sparse.torch_functions import read_weight
 from lightning_axosparse.sparse.weight import SparseWeight, sparse_weight
 from lightning_axosparse.support.deferred_tensor import all_made
 from lightning_axosparse.support.troubleshooting import see
@@ -34,6 +34,8 @@ class SparseModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         layout = vars(self).get("_layouts", {}).get(name)
+        if isinstance(value, SparseWeight) and value.parameter is self._parameters.get(name, self):
+            return  # `self.weight *= mask` has written to it already.
         replaced = layout is not None and getattr(value, "shape", None) != (layout.nnz,)
         if replaced and not isinstance(value, nn.Parameter | None):
             raise self._misuse(f"'{name}' must be another parameter, not {type(value).__name__}")
@@ -274,8 +276,8 @@ def _reader(name: str) -> Callable[[SparseModule], Tensor | None]:
         # torch.func.functional_call may have put a dense tensor in the parameter's place.
         if values is None or values.shape != torch.Size([layout.nnz]):
             return values
-        read = read_recurrent_weight if isinstance(module, nn.RNNBase) else read_weight
-        weight = read(values, layout, module._forms[name].for_values(values, module.training))
+        form = module._forms[name].for_values(values, module.training)
+        weight = read_weight(values, layout, form)
         if isinstance(weight, SparseWeight) and isinstance(values, nn.Parameter):
             weight.parameter = values
         return weight

@@ -13,7 +13,6 @@ from lightning_axosparse.sparse.embedding import embedding
 from lightning_axosparse.sparse.layout import Layout
 from lightning_axosparse.sparse.linear import addmm, linear, matmul, mm
 from lightning_axosparse.sparse.materialize import DenseForm
-from lightning_axosparse.sparse.recurrent import gru, lstm
 from lightning_axosparse.sparse.weight import SparseWeight, sparse_weight
 from lightning_axosparse.support.torch_internals import plain_torch_functions, transformed
 
@@ -30,8 +29,6 @@ REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.matmul: matmul,
     Tensor.__matmul__: matmul,
     Tensor.addmm: addmm,
-    torch.lstm: lstm,
-    torch.gru: gru,
 }
 """What runs instead of a torch function, with the same arguments and argument names.
 
@@ -50,15 +47,6 @@ def read_weight(values: Tensor, layout: Layout, form: DenseForm) -> Tensor:
     large = layout.shape.numel() >= MIN_ENTRIES
     overrides = large and torch.is_grad_enabled() and not transformed()
     return sparse_weight(values, layout, form, OverridingWeight if overrides else SparseWeight)
-
-
-def read_recurrent_weight(values: Tensor, layout: Layout, form: DenseForm) -> Tensor:
-    """Return what reading a parameter of LSTM, GRU or RNN gives; arguments as above.
-
-    One function gets the weights of all layers, for all steps: it pays for small ones, and without
-    gradients.
-    """
-    return sparse_weight(values, layout, form, SparseWeight if transformed() else OverridingWeight)
 
 
 class OverridingWeight(SparseWeight):

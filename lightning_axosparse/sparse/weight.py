@@ -188,7 +188,8 @@ class SparseWeight(Tensor):
     def grad(self) -> Tensor | None:
         """The parameter's gradient, with the dense shape; writes to it are kept."""
         if self.parameter is None or self.retains_grad:
-            return _tensors.grad.__get__(self)  # type: ignore[no-any-return]
+            own: Tensor | None = _tensors.grad.__get__(self)
+            return own
         gradient = self.parameter.grad
         return None if gradient is None else self._with(gradient)
 
@@ -205,7 +206,7 @@ class SparseWeight(Tensor):
     def requires_grad(self) -> bool:
         """Whether the parameter is trained."""
         if self.parameter is None:
-            return _tensors.requires_grad.__get__(self)  # type: ignore[no-any-return]
+            return bool(_tensors.requires_grad.__get__(self))
         return self.parameter.requires_grad
 
     @requires_grad.setter
@@ -221,8 +222,12 @@ class SparseWeight(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """This tensor without its autograd history; writes to it are kept."""
-        return self.detach()
+        """This tensor without its autograd history; autograd does not see writes to it."""
+        detached = self.detach()
+        assert isinstance(detached, SparseWeight)
+        detached.kept = self.kept.data
+        detached._read = _Read(version_of(detached.kept), self.ways)
+        return detached
 
     @data.setter
     def data(self, data: Tensor) -> None:
@@ -231,7 +236,7 @@ class SparseWeight(Tensor):
                 f"A weight that is stored sparse keeps its shape {tuple(self.shape)}; got data of "
                 f"shape {tuple(data.shape)}. Call densify(module) first." + see("sparse-storage")
             )
-        self.detach().copy_(data)
+        self.data.copy_(data)
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Call ``hook`` with each new gradient, of the dense shape, before it is accumulated.
@@ -439,6 +444,8 @@ def _write_through(
         if not weight.kept.is_inference():  # operators run inside dispatch count no version
             increment_version(weight.kept)
         weight._read.version = version_of(weight.kept)
+        if weight._dense_copy is not None:
+            weight._dense_copy.invalidate()
     originals = {id(copies[id(weight)]): weight for weight in mutated}
     return _replace_tensors(lambda tensor: originals.get(id(tensor), tensor), result, Tensor)
 

@@ -74,7 +74,8 @@ def test_a_dense_run_has_the_rates_of_a_pruned_one(data):
     """A ticket that keeps all but one entry in a thousand changes next to nothing else."""
     control = fit(data, LearningRateFactor(3.0, 3))
     dense = fit(data)
-    nearly = fit(data, EarlyBirdTicket(0.001, draw_by=3, threshold=1e-6, learning_rate_factor=3.0))
+    ticket = EarlyBirdTicket(0.001, draw_by=3, threshold=1e-6)
+    nearly = fit(data, ticket, LearningRateFactor(3.0))
 
     def distance(one, other):
         pairs = zip(one.parameters(), other.parameters(), strict=True)
@@ -96,5 +97,7 @@ def test_a_resumed_run_goes_on_with_its_factor_and_another_run_begins_anew(data,
 def test_what_cannot_be_is_refused(data):
     with pytest.raises(MisconfigurationException, match=r"strategy='axosparse'.*SingleDevice"):
         fit(data, LearningRateFactor(), strategy="auto")
+    with pytest.raises(MisconfigurationException, match="no callback draws one"):
+        fit(data, LearningRateFactor())
     with pytest.raises(MisconfigurationException, match="there is no share of it"):
-        fit(data, LearningRateFactor(), max_epochs=-1)
+        fit(data, LearningRateFactor(after=0.25), max_epochs=-1)

@@ -58,18 +58,6 @@ def test_ratios_out_of_range_are_refused(ratio):
         shares(SIZES, ratio)
 
 
-@given(st.lists(dims, min_size=1, max_size=8), st.floats(0, 0.99))
-def test_erk_keeps_by_the_sum_of_the_dimensions_and_as_much_as_the_ratio(shapes, ratio):
-    sizes = {str(number): Size(shape) for number, shape in enumerate(shapes)}
-    kept = kept_alone(shares(sizes, ratio, "erk"))
-    entries = sum(size.numel() for size in sizes.values())
-    assert abs(sum(kept.values()) - (1 - ratio) * entries) <= len(sizes)
-    sparse = {name for name, size in sizes.items() if kept[name] < size.numel() - 1}
-    factors = [(kept[name] - 1) / sum(sizes[name]) for name in sparse]
-    most = [(kept[name] + 1) / sum(sizes[name]) for name in sparse]
-    assert not sparse or max(factors) <= min(most)
-
-
 @given(st.lists(dims, min_size=1, max_size=8), st.floats(0, 0.999), st.floats(0, 1))
 def test_floors_never_keep_more_than_there_is(shapes, ratio, floor):
     [share] = shares({str(n): Size(s) for n, s in enumerate(shapes)}, ratio, "global", floor)

@@ -129,7 +129,6 @@ CASES = [
         ("global", 0.0),
         ("global", 0.5),
         ("layer", 0.0),
-        ("erk", 0.0),
         ("uniform-stage", 0.1),
     )
 ]

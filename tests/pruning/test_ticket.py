@@ -57,7 +57,7 @@ def test_files_that_are_no_tickets_are_rejected(tmp_path):
         with pytest.raises(ValueError, match=f"{number}.ticket' cannot be read"):
             Ticket.load(path)
     torch.save({"state_dict": {}}, tmp_path / "model.ckpt")
-    with pytest.raises(ValueError, match=r"model\.ckpt.*not a ticket"):
+    with pytest.raises(ValueError, match=r"model\.ckpt.*has no ticket"):
         Ticket.load(tmp_path / "model.ckpt")
 
 

@@ -301,6 +301,26 @@ def test_other_data_is_written_to_the_kept_entries(layers):
         sparse.weight.data = torch.ones(6)
 
 
+def test_a_weight_may_change_in_place_as_a_dense_one(layers):
+    """By `data` also between forward and backward, as autograd does not see it."""
+    factor = torch.rand(4, 6)
+    outputs = [layer(INPUTS).square().sum() for layer in layers]
+    for layer, output in zip(layers, outputs, strict=True):
+        layer.weight.data *= factor
+        layer.weight.data.clamp_(-0.1, 0.1)
+        output.backward()
+        with torch.no_grad():
+            layer.weight *= factor
+    sparse, dense = layers
+    assert torch.equal(values_of(sparse), dense.weight[MASK])
+    torch.testing.assert_close(values_of(sparse).grad, dense.weight.grad[MASK])
+    output = sparse(INPUTS).sum()
+    with torch.no_grad():
+        sparse.weight *= factor
+    with pytest.raises(RuntimeError, match="changed in place"):
+        output.backward()
+
+
 def test_a_weight_of_16_bits_has_gradients_of_its_dtype():
     layer = nn.Linear(6, 4, dtype=torch.bfloat16)
     sparsify(layer, {"weight": MASK})

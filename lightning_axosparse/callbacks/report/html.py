@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping
 from html import escape
 from itertools import islice
 
+from matplotlib.figure import Figure
 from matplotlib.image import imsave
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from lightning_axosparse.callbacks.gantt import RecordedStep
-from lightning_axosparse.callbacks.report.charts import (
-    Curve,
-    density_chart,
-    gantt_chart,
-    line_chart,
-    zoom,
-)
 from lightning_axosparse.callbacks.report.facts import RunFacts
 from lightning_axosparse.callbacks.report.page import page, picture, table
+from lightning_axosparse.callbacks.report.plots import svg
 from lightning_axosparse.callbacks.report.tables import sections
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.pruning.ticket import Ticket
@@ -33,54 +27,20 @@ _PIXELS = 64
 
 
 def html(
-    facts: RunFacts, steps: Sequence[RecordedStep], ticket: Ticket | ChannelTicket | None
+    facts: RunFacts, figures: Mapping[str, Figure], ticket: Ticket | ChannelTicket | None
 ) -> str:
     """Return the page.
 
     Args:
         facts: of the run.
-        steps: those that were recorded.
+        figures: the plots of the run, by name.
         ticket: whose masks are shown.
     """
-    blocks = [_losses(facts)]
-    if facts.distances:
-        blocks.append(_distances(facts))
-    if steps:
-        blocks.append("<h2>Recorded steps</h2>")
-        blocks += map(gantt_chart, steps)
-    blocks.append(
-        "<p>The wheel zooms into a chart, dragging moves it, a double click resets it.</p>"
-    )
+    blocks = [picture(name, svg(figure), "svg+xml") for name, figure in figures.items()]
     blocks += map(table, sections(facts))
-    if facts.draw is not None and facts.draw.sparsity:
-        blocks.append(density_chart({n: 1 - pruned for n, pruned in facts.draw.sparsity.items()}))
     if isinstance(ticket, Ticket):
         blocks.append(_masks(ticket))
-    return page("Training report", blocks, zoom())
-
-
-def _losses(facts: RunFacts) -> str:
-    validated = [validation.step for validation in facts.validations]
-    losses = [validation.loss for validation in facts.validations]
-    curves = [Curve("training", "#4c78a8", facts.steps, facts.losses)]
-    if validated:
-        curves.append(Curve("validation", "#f58518", validated, losses, points=True))
-    return line_chart("Loss", "optimizer step", "nats", curves, _draw(facts))
-
-
-def _distances(facts: RunFacts) -> str:
-    at, distances = list(facts.distances), list(facts.distances.values())
-    curves = [Curve("to earlier masks", "#4c78a8", at, distances, points=True)]
-    if facts.threshold is not None:
-        ends = [min(at), max(at)]
-        curves.append(Curve("threshold", "#888", ends, [facts.threshold] * 2))
-    return line_chart("Mask distance", "optimizer step", "fraction", curves, _draw(facts))
-
-
-def _draw(facts: RunFacts) -> dict[str, float]:
-    if facts.draw is None or facts.draw.step is None:
-        return {}
-    return {"ticket drawn": facts.draw.step}
+    return page("Training report", blocks)
 
 
 def _masks(ticket: Ticket) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from html import escape
+from typing import Literal
 
 from lightning_axosparse.callbacks.report.tables import Section
 
@@ -17,24 +18,18 @@ td + td { font-variant-numeric: tabular-nums }
 code { background: #f4f4f4; overflow-wrap: anywhere } img { max-width: 100% }
 figure { margin: 1rem 0 } figure.masks { display: inline-block; margin-right: 1rem }
 figcaption { font-size: 13px } figure.masks img { image-rendering: pixelated; width: 128px }
-svg.chart { width: 100%; font: 11px system-ui, sans-serif; touch-action: none; cursor: grab }
-svg.chart .scaled * { vector-effect: non-scaling-stroke }
-svg.chart text, svg.chart .axis { pointer-events: none }
 """
 
 
-def page(title: str, blocks: Sequence[str], script: str = "") -> str:
+def page(title: str, blocks: Sequence[str]) -> str:
     """Return a whole page.
 
     Args:
         title: in words.
         blocks: HTML, in order.
-        script: JavaScript that runs when the blocks are there.
     """
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
     body = [f"<h1>{escape(title)}</h1>", *blocks]
-    if script:
-        body.append(f"<script>\n{script}</script>")
     lines = ['<!doctype html>\n<html lang="en">', f"<head>{head}</head>", "<body>", *body]
     return "\n".join([*lines, "</body></html>\n"])
 
@@ -49,7 +44,7 @@ def table(section: Section) -> str:
     return f"<h2>{escape(section.title)}</h2>\n<table>\n<tr>{head}</tr>\n{rows}\n</table>"
 
 
-def picture(name: str, png: bytes) -> str:
+def picture(name: str, data: bytes, kind: Literal["png", "svg+xml"] = "png") -> str:
     """Return a picture that is part of the page."""
-    data = base64.b64encode(png).decode()
-    return f'<img alt="{escape(name)}" src="data:image/png;base64,{data}">'
+    text = base64.b64encode(data).decode()
+    return f'<img alt="{escape(name)}" src="data:image/{kind};base64,{text}">'

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -12,16 +14,29 @@ from lightning_axosparse.callbacks.gantt import RecordedStep, plot_gantt
 from lightning_axosparse.callbacks.report.facts import RunFacts
 
 
-def save_plots(facts: RunFacts, steps: Sequence[RecordedStep], folder: Path) -> list[str]:
-    """Write the plots for which there is data to ``folder``; return their file names in order."""
-    figures = {"loss.png": _loss(facts)}
+def plots(facts: RunFacts, steps: Sequence[RecordedStep]) -> dict[str, Figure]:
+    """Return the plots for which there is data, by name."""
+    figures = {"loss": _loss(facts)}
     if facts.distances:
-        figures["mask_distance.png"] = _mask_distance(facts)
+        figures["mask_distance"] = _mask_distance(facts)
     if steps:
-        figures["gantt.png"] = _gantt(steps)
+        figures["gantt"] = _gantt(steps)
+    return figures
+
+
+def save_plots(figures: Mapping[str, Figure], folder: Path) -> list[str]:
+    """Write plots as PNG to ``folder``; return their file names in order."""
     for name, figure in figures.items():
-        figure.savefig(folder / name, dpi=120)
-    return list(figures)
+        figure.savefig(folder / f"{name}.png", dpi=120)
+    return [f"{name}.png" for name in figures]
+
+
+def svg(figure: Figure) -> bytes:
+    """Return a plot as SVG, with its words as text."""
+    file = io.BytesIO()
+    with rc_context({"svg.fonttype": "none"}):
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    return file.getvalue()
 
 
 def _loss(facts: RunFacts) -> Figure:

@@ -65,10 +65,10 @@ class TrainingReport(L.Callback):
     """Writes the losses, times and memory of a training, before and after the draw.
 
     At the end of ``fit``, and again after ``test``, the folder contains ``report.json``,
-    ``report.md``, ``report.html`` (all of it in one file that needs no other, with charts that
-    zoom), the plots ``loss.png``, ``mask_distance.png`` and, with a
-    :class:`PipelineTimeline` in the trainer, ``gantt.png``, and the ticket as ``ticket.pt``, if one
-    was drawn or given. :attr:`facts` has the same as objects.
+    ``report.md``, ``report.html`` (all of it in one file that needs no other), the plots
+    ``loss.png``, ``mask_distance.png`` and, with a :class:`PipelineTimeline` in the trainer,
+    ``gantt.png``, and the ticket as ``ticket.pt``, if one was drawn or given. :attr:`facts` has the
+    same as objects.
 
     The trainer's loggers get, while it trains: every ``log_every_n_steps`` batches the seconds of a
     batch and where they went (``seconds_per_batch/waiting`` is the pipeline's bubble), as the mean
@@ -209,7 +209,7 @@ class TrainingReport(L.Callback):
             return []
         # matplotlib takes long to import, and only this rank needs it.
         from lightning_axosparse.callbacks.report.html import html
-        from lightning_axosparse.callbacks.report.plots import save_plots
+        from lightning_axosparse.callbacks.report.plots import plots, save_plots
 
         folder = folder_of(trainer, self.folder)
         timelines = callbacks_of(trainer, PipelineTimeline)
@@ -219,10 +219,11 @@ class TrainingReport(L.Callback):
         if ticket is not None:
             ticket.save(folder / "ticket.pt")
         self.facts.save(folder / "report.json")
-        plots = save_plots(self.facts, steps, folder)
-        (folder / "report.md").write_text(markdown(self.facts, plots))
-        (folder / "report.html").write_text(html(self.facts, steps, ticket))
-        return plots
+        figures = plots(self.facts, steps)
+        names = save_plots(figures, folder)
+        (folder / "report.md").write_text(markdown(self.facts, names))
+        (folder / "report.html").write_text(html(self.facts, figures, ticket))
+        return names
 
 
 def _regridded(trainer: L.Trainer) -> Regridded | None:

@@ -18,9 +18,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from lightning_axosparse.sparse.kernels import SEGMENT
+from lightning_axosparse.sparse.kernels.jit import compiled
 from lightning_axosparse.sparse.kernels.vectors import (
     broadcast,
     dot,
@@ -33,10 +33,8 @@ from lightning_axosparse.sparse.kernels.vectors import (
     zeros,
 )
 
-_compiled = njit(nogil=True, cache=True, error_model="numpy")
 
-
-@_compiled  # type: ignore[untyped-decorator]
+@compiled
 def places(
     counts: Any,
     offsets: Any,
@@ -69,7 +67,7 @@ def places(
     begins[-1] = entry
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@compiled
 def transposed_places(
     counts: Any,
     offsets: Any,
@@ -121,7 +119,7 @@ def transposed_places(
             last = number if write else last + number
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@compiled
 def convolve(
     source: Any,
     places: Any,
@@ -156,7 +154,7 @@ def convolve(
             position += _convolve(zeros(16), min(position, positions - 16), *part)
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@compiled
 def _convolve(
     zero: Any,
     position: int,
@@ -178,7 +176,7 @@ def _convolve(
     return int(lanes_of(zero))
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@compiled
 def correlate(
     source: Any,
     places: Any,
@@ -212,7 +210,7 @@ def correlate(
             position += _correlate_some(zeros(16), min(left, 16), *part)
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@compiled
 def _correlate(
     zero: Any,
     position: int,
@@ -231,7 +229,7 @@ def _correlate(
     return int(lanes_of(zero))
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@compiled
 def _correlate_some(
     zero: Any,
     number: int,

@@ -57,10 +57,8 @@ def _launch(
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _densify_bits(  # type: ignore[no-untyped-def]
-    values, dense, starts, first, numel, bits, block, CHUNK: tl.constexpr
-):
+@triton.jit
+def _densify_bits(values, dense, starts, first, numel, bits, block, CHUNK: tl.constexpr):
     """Write to each entry of the block the next kept value if its bit is set, else zero."""
     program = tl.program_id(0).to(tl.int64)
     start = program * block
@@ -75,10 +73,8 @@ def _densify_bits(  # type: ignore[no-untyped-def]
         entry += count
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _compress_bits(  # type: ignore[no-untyped-def]
-    values, dense, starts, first, numel, bits, block, CHUNK: tl.constexpr
-):
+@triton.jit
+def _compress_bits(values, dense, starts, first, numel, bits, block, CHUNK: tl.constexpr):
     """Read the entries of the block whose bits are set."""
     program = tl.program_id(0).to(tl.int64)
     start = program * block
@@ -94,8 +90,8 @@ def _compress_bits(  # type: ignore[no-untyped-def]
         entry += count
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _ranked(bits, left, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _ranked(bits, left, CHUNK: tl.constexpr):
     """Return which of the next ``left`` entries are kept, the kept ones before each, and all.
 
     The first two have the shape (CHUNK / 8, 8): the eight entries of a byte belong to one thread.
@@ -115,8 +111,8 @@ def _ranked(bits, left, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
     return kept, before[:, None] + within, tl.sum(counts, 0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _densify_indices(  # type: ignore[no-untyped-def]
+@triton.jit
+def _densify_indices(
     values,
     dense,
     starts,
@@ -145,8 +141,8 @@ def _densify_indices(  # type: ignore[no-untyped-def]
         tl.store(dense + start + places, kept, mask=mask)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _compress_indices(  # type: ignore[no-untyped-def]
+@triton.jit
+def _compress_indices(
     values,
     dense,
     starts,
@@ -169,7 +165,7 @@ def _compress_indices(  # type: ignore[no-untyped-def]
         tl.store(values + begin + tl.arange(0, CHUNK), kept, mask=mask)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _places(indices, mask, start, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _places(indices, mask, start, CHUNK: tl.constexpr):
     """Return the next kept entries' positions in the block that begins at ``start``."""
     return (tl.load(indices + tl.arange(0, CHUNK), mask=mask, other=0) - start).to(tl.int32)

@@ -16,9 +16,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from lightning_axosparse.sparse.kernels import SEGMENT
+from lightning_axosparse.sparse.kernels.jit import compiled
 from lightning_axosparse.sparse.kernels.vectors import (
     AT_ONCE,
     FINDS,
@@ -35,8 +35,6 @@ from lightning_axosparse.sparse.kernels.vectors import (
     zeros,
 )
 
-_compiled = njit(nogil=True, cache=True, error_model="numpy")
-
 _ROWS = 16
 """Rows that are multiplied with one segment before the next.
 
@@ -45,7 +43,7 @@ multiplied.
 """
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@compiled
 def by_segments(
     inputs: Any,
     counts: Any,
@@ -121,7 +119,7 @@ def by_segments(
             outputs[top + row] = total_of(load(zeros(16), sums, row * 16)) + shift
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@compiled
 def by_columns(
     inputs: Any,
     counts: Any,
@@ -148,7 +146,7 @@ def by_columns(
         start += kept
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@compiled
 def times(
     inputs: Any, counts: Any, offsets: Any, values: Any, width: int, bias: Any, outputs: Any
 ) -> None:
@@ -178,7 +176,7 @@ def times(
         start += kept
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@compiled
 def _columns(counts: Any, first: int, segments: int, offsets: Any, start: int, columns: Any) -> int:
     """Write the columns of a row's kept entries; return their number.
 

@@ -18,9 +18,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from lightning_axosparse.sparse.kernels import LANES, ROWS, SEGMENT
+from lightning_axosparse.sparse.kernels.jit import compiled
 from lightning_axosparse.sparse.kernels.vectors import (
     broadcast,
     dot,
@@ -33,10 +33,8 @@ from lightning_axosparse.sparse.kernels.vectors import (
     zeros,
 )
 
-_compiled = njit(nogil=True, cache=True, error_model="numpy")
 
-
-@_compiled  # type: ignore[untyped-decorator]
+@compiled
 def times_transposed(
     inputs: Any,
     tokens: int,
@@ -76,7 +74,7 @@ def times_transposed(
             token += _times_transposed(zeros(16), *part, height, packed)
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@compiled
 def _times_transposed(
     zero: Any,
     inputs: Any,
@@ -119,7 +117,7 @@ def _times_transposed(
     return int(group)
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@compiled
 def times(
     inputs: Any,
     tokens: tuple[int, int],
@@ -155,7 +153,7 @@ def times(
             token += _times(zeros(16), *part, packed)
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@compiled
 def _times(
     zero: Any,
     inputs: Any,
@@ -198,7 +196,7 @@ def _times(
     return int(group)
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@compiled
 def outer(
     left: Any,
     right: Any,
@@ -238,7 +236,7 @@ def outer(
             token += _outer(zeros(16), *part, packed)
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@compiled
 def _outer(
     zero: Any,
     left: Any,
@@ -277,7 +275,7 @@ def _outer(
     return int(group)
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@compiled
 def _begin(counts: Any, top: int, rows: int, segments: int, start: int, entries: Any) -> int:
     """Write the first kept entry of each of some rows; return the first one after them."""
     for row in range(rows):
@@ -287,7 +285,7 @@ def _begin(counts: Any, top: int, rows: int, segments: int, start: int, entries:
     return start
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@compiled
 def _pack(
     source: Any, at: int, stride: int, tokens: int, features: int, packed: Any, lanes: int
 ) -> None:
@@ -313,7 +311,7 @@ def _pack(
             packed[feature * lanes + token] = 0
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@compiled
 def _unpack(
     packed: Any, lanes: int, target: Any, at: int, stride: int, tokens: int, features: int
 ) -> None:

@@ -6,16 +6,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from lightning_axosparse.sparse.kernels import SEGMENT, Blocks, Rows, Segments
+from lightning_axosparse.sparse.kernels.jit import compiled
 from lightning_axosparse.sparse.kernels.vectors import item
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Entries are moved as integers of their size: NumPy has no bfloat16."""
-
-_compiled = njit(nogil=True, cache=True, error_model="numpy")
 
 
 def densify(index: Segments, blocks: Blocks, values: Tensor, out: Tensor) -> None:
@@ -59,9 +57,9 @@ def add_rows(numbers: Tensor, dense: Tensor, rows: Rows) -> Tensor:
     return values
 
 
-def _row_arrays(rows: Rows) -> tuple[Any, ...]:
-    arrays = rows.counts.numpy(), rows.offsets.numpy(), rows.starts.numpy()
-    return *arrays, rows.in_block, rows.width
+def _row_arrays(rows: Rows) -> tuple[Any, Any, Any, int, int]:
+    counts, offsets, starts = rows.counts.numpy(), rows.offsets.numpy(), rows.starts.numpy()
+    return counts, offsets, starts, rows.in_block, rows.width
 
 
 def _arrays(index: Segments) -> tuple[Any, Any]:
@@ -72,7 +70,7 @@ def _numpy(tensor: Tensor) -> Any:
     return tensor.detach().view(_BITS[tensor.dtype.itemsize]).numpy()
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@compiled
 def _scatter(counts: Any, offsets: Any, line: int, values: Any, dense: Any) -> None:
     entry = 0
     segments = (line + SEGMENT - 1) // SEGMENT
@@ -84,7 +82,7 @@ def _scatter(counts: Any, offsets: Any, line: int, values: Any, dense: Any) -> N
         entry = end
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@compiled
 def _gather(counts: Any, offsets: Any, line: int, dense: Any, values: Any) -> None:
     entry = 0
     segments = (line + SEGMENT - 1) // SEGMENT
@@ -96,7 +94,7 @@ def _gather(counts: Any, offsets: Any, line: int, dense: Any, values: Any) -> No
         entry = end
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@compiled
 def _take_rows(
     numbers: Any,
     counts: Any,
@@ -119,7 +117,7 @@ def _take_rows(
             entry = end
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@compiled
 def _add_rows(
     numbers: Any,
     counts: Any,
@@ -142,7 +140,7 @@ def _add_rows(
             entry = end
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@compiled
 def _first_entry(row: int, counts: Any, starts: Any, in_block: int, segments: int) -> Any:
     """Return the kept entries before a row."""
     first = row // in_block * in_block

@@ -46,7 +46,7 @@ class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
         super().__init__(manager, vector, vector.ir)
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@intrinsic(prefer_literal=True)
 def zeros(_: Any, lanes: Any) -> Any:
     """Return a vector of zeros; ``lanes`` is a literal."""
     vector = Vector(lanes.literal_value)
@@ -57,7 +57,7 @@ def zeros(_: Any, lanes: Any) -> Any:
     return vector(lanes), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def lanes_of(_: Any, vector: Any) -> Any:
     """Return how many numbers a vector has."""
 
@@ -67,7 +67,7 @@ def lanes_of(_: Any, vector: Any) -> Any:
     return types.intp(vector), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load(_: Any, like: Any, array: Any, offset: Any) -> Any:
     """Return the numbers of the flat ``array`` from ``offset`` on, as many as ``like`` has."""
 
@@ -78,7 +78,7 @@ def load(_: Any, like: Any, array: Any, offset: Any) -> Any:
     return like(like, array, types.intp), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_some(_: Any, like: Any, array: Any, offset: Any, number: Any) -> Any:
     """Return what :func:`load` does, with zeros after the first ``number``, which are not read."""
 
@@ -90,7 +90,7 @@ def load_some(_: Any, like: Any, array: Any, offset: Any, number: Any) -> Any:
     return like(like, array, types.intp, types.intp), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store(_: Any, vector: Any, array: Any, offset: Any) -> Any:
     """Write ``vector`` to the flat ``array`` from ``offset`` on."""
 
@@ -102,7 +102,7 @@ def store(_: Any, vector: Any, array: Any, offset: Any) -> Any:
     return types.void(vector, array, types.intp), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def item(_: Any, array: Any, offset: Any) -> Any:
     """Return the number at ``offset`` of the flat ``array``.
 
@@ -115,7 +115,7 @@ def item(_: Any, array: Any, offset: Any) -> Any:
     return array.dtype(array, types.intp), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def broadcast(_: Any, like: Any, number: Any) -> Any:
     """Return a vector like ``like`` of which each number is the float32 ``number``."""
 
@@ -125,7 +125,7 @@ def broadcast(_: Any, like: Any, number: Any) -> Any:
     return like(like, types.float32), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def multiply_add(_: Any, left: Any, right: Any, total: Any) -> Any:
     """Return ``left * right + total``, rounded once."""
 
@@ -136,7 +136,7 @@ def multiply_add(_: Any, left: Any, right: Any, total: Any) -> Any:
     return total(left, right, total), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def dot(_: Any, left: Any, right: Any) -> Any:
     """Return the sum of the products of two vectors' numbers."""
 
@@ -154,7 +154,7 @@ def dot(_: Any, left: Any, right: Any) -> Any:
     return types.float32(left, right), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store_columns(_: Any, offsets: Any, entry: Any, first: Any, columns: Any, at: Any) -> Any:
     """Write the columns of ``AT_ONCE`` kept entries.
 
@@ -182,7 +182,7 @@ def store_columns(_: Any, offsets: Any, entry: Any, first: Any, columns: Any, at
     return types.void(offsets, place, place, columns, place), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def add_sparse_products(
     _: Any, total: Any, values: Any, entry: Any, inputs: Any, columns: Any, at: Any
 ) -> Any:
@@ -216,7 +216,7 @@ def add_sparse_products(
     return total(total, values, place, inputs, columns, place), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def add_found_products(
     _: Any, total: Any, segment: Any, values: Any, offsets: Any, entry: Any, number: Any
 ) -> Any:
@@ -251,7 +251,7 @@ def add_found_products(
     return total(total, segment, values, offsets, place, place), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def prefetch(_: Any, array: Any, offset: Any) -> Any:
     """Let the processor read what is at ``offset`` of the flat ``array``, if it is in there."""
 
@@ -267,7 +267,7 @@ def prefetch(_: Any, array: Any, offset: Any) -> Any:
     return types.void(array, types.intp), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def total_of(_: Any, vector: Any) -> Any:
     """Return the sum of a vector's numbers."""
 
@@ -280,7 +280,7 @@ def total_of(_: Any, vector: Any) -> Any:
     return types.float32(vector), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def transpose(_: Any, source: Any, at: Any, stride: Any, target: Any, to: Any, step: Any) -> Any:
     """Write the transposed of a block of 16 x 16 numbers.
 

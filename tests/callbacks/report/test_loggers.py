@@ -7,7 +7,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboardX.proto.event_pb2 import Event
 
 from lightning_axosparse.callbacks.report.loggers import log_pictures
-from lightning_axosparse.callbacks.report.plots import save_plots
+from lightning_axosparse.callbacks.report.plots import plots, save_plots
 
 
 class WithImages:
@@ -22,7 +22,7 @@ class WithImages:
 
 @pytest.fixture
 def pictures(facts, tmp_path):
-    return save_plots(facts, [], tmp_path)
+    return save_plots(plots(facts, []), tmp_path)
 
 
 def events(folder):
