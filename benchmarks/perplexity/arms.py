@@ -1,126 +1,93 @@
-"""The arms that are compared: dense, pruned by a ticket, and pruned by masks without one."""
+"""The arms that are compared: ways to train and to prune a network."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from typing import Literal
 
-import lightning as L
-import torch
-from lightning.pytorch import Callback
-
-from benchmarks.perplexity.entries import TRIED
-from lightning_axosparse import EarlyBirdTicket, Ticket
-from lightning_axosparse.examples.gpt import GPT
+Method = Literal["once", "gradual", "through", "set", "rigl"]
 
 
 @dataclass(frozen=True)
-class Dense:
-    """No pruning; with ``factor`` the control of a pruned arm, which has the same learning rates.
+class Arm:
+    """How a network is trained and pruned; times are shares of the run.
+
+    Lines of the results leave nothing out, and a line without a field has its default: so fields
+    may be added, and defaults never change.
 
     Attributes:
-        factor: what the learning rates are multiplied by,
-        after: from this share of the run on.
-    """
-
-    factor: float = 1.0
-    after: float = 0.25
-
-
-@dataclass(frozen=True)
-class Pruned:
-    """Pruned by ``EarlyBirdTicket``, of whose arguments most attributes are.
-
-    Attributes:
-        masks: "ticket": drawn while training; "random": random from the start, with the layer
-            densities of the ticket; "initial": the largest weights of the initialization, from the
-            start. The learning rates of all are the same.
-        ratio: fraction of the entries to prune.
-        factor: what the learning rates are multiplied by from the draw on; without a draw, from
-            ``draw_after`` on.
-        score: what says how much each weight keeps.
+        rate: learning rate of AdamW after the warm-up.
+        ratio: fraction of the entries to prune; 0: dense.
+        method: "once": prune at ``begin``. "gradual": raise the ratio by a cubic schedule from
+            ``begin`` to ``end``. "through": likewise, but entries under the mask go on training by
+            straight-through gradients until ``end``. "set", "rigl": prune at ``begin``, then drop
+            and regrow entries until ``end``.
+        begin: when pruning begins; of a dense arm, when ``factor`` does.
+        end: when the ticket is drawn; with "once" it is ``begin``.
+        every: how often masks change.
+        drop: fraction of the kept entries that are dropped and regrown at first; with "gradual",
+            at every change, those of the largest gradient.
+        factor: what rates are multiplied by from ``begin`` on; with "gradual" and "through" it
+            rises with the pruned fraction.
+        rewarm: rates rise again from 0 after the draw for this share of the run.
+        decay: weight decay from the draw on; None: as before.
+        distill: weight of the divergence from the dense network of the draw in the loss, 0 to 1.
+        score: what says how much each weight keeps; "slow": saliency by squared gradients averaged
+            over a hundred steps.
         entries: which entries of each weight are kept.
         scope: how the weights share what is kept.
-        floor: the least share of each weight.
-        dense: kinds and name patterns of weights that are not pruned.
-        pattern: what is kept or pruned together.
-        method: how masks change before the draw.
-        every: how often masks are compared, as a share of the run.
-        threshold: the distance at which the ticket is drawn.
-        draw_after: the earliest draw, as a share of the run.
-        draw_by: the latest draw.
+        power: densities of the weights are those of ``scope`` to this power, brought to the ratio.
+        floor: the least density of a weight, of the mean density.
+        weight_decay: of the matrices.
+        dropout: of the network.
     """
 
-    masks: Literal["ticket", "random", "initial"] = "ticket"
-    ratio: float = 0.8
-    factor: float = 2.0
+    rate: float = 3e-3
+    ratio: float = 0.0
+    method: Method = "once"
+    begin: float = 0.25
+    end: float = 0.25
+    every: float = 1 / 32
+    drop: float = 0.0
+    factor: float = 1.0
+    rewarm: float = 0.0
+    decay: float | None = None
+    distill: float = 0.0
     score: str = "saliency"
     entries: str = "score"
-    scope: Literal["global", "layer", "uniform-stage", "erk"] = "global"
+    scope: Literal["global", "layer", "uniform-stage"] = "global"
+    power: float = 1.0
     floor: float = 0.05
-    dense: tuple[str, ...] = ()
-    pattern: str | None = None
-    method: Literal["early-bird", "gradual", "set", "rigl"] = "early-bird"
-    every: float = 1 / 32
-    threshold: float = 0.5
-    draw_after: float = 0.25
-    draw_by: float = 0.4
+    weight_decay: float = 0.1
+    dropout: float = 0.0
 
-    def callbacks(self, model: GPT, seed: int, densities: Mapping[str, float]) -> list[Callback]:
-        """Return the callbacks that prune and set the learning rates.
+    def __post_init__(self) -> None:
+        if self.method == "once" and self.begin != self.end:
+            raise ValueError(f"Pruned once, at {self.begin}, but the end is {self.end}.")
 
-        Args:
-            model: with its initial weights.
-            seed: of random masks.
-            densities: the fraction that random masks keep of each weight.
-        """
-        prune = dict.fromkeys(self.dense, False)
-        ticket = None
-        if self.masks == "random":
-            ticket = of_densities(model, densities).random(seed)
-        elif self.masks == "initial":
-            ticket = Ticket.magnitude(model, self.ratio, floor=self.floor, prune=prune)
-        search = EarlyBirdTicket(
-            self.ratio,
-            score=self.score,  # type: ignore[arg-type]
-            entries=TRIED.get(self.entries, self.entries),  # type: ignore[arg-type]
-            scope=self.scope,
-            floor=self.floor,
-            prune=prune,
-            pattern=self.pattern,
-            method=self.method,
-            every=self.every,
-            threshold=self.threshold,
-            draw_after=self.draw_after,
-            draw_by=self.draw_by,
-            learning_rate_factor=self.factor,
-            ticket=ticket,
-        )
-        return [search] if ticket is None else [search, Rates(self.factor, self.draw_after)]
+    @property
+    def changes(self) -> bool:
+        """Whether it is anything but dense training from beginning to end."""
+        return self.ratio > 0 or self.factor != 1
+
+    @property
+    def label(self) -> str:
+        """What the arm is, and where it differs from the defaults."""
+        kind = "dense" if self.ratio == 0 else f"{self.ratio:.0%} {self.method}"
+        standard = Arm(method=self.method, begin=0.0, end=0.0)
+        left_out = {"rate", "ratio", "method", *([] if self.changes else ["begin", "end"])}
+        left_out |= {"end"} if self.method == "once" else set()
+        found = [
+            f"{field.name} {getattr(self, field.name):.3g}".replace("begin", "from")
+            if isinstance(getattr(self, field.name), float)
+            else f"{field.name} {getattr(self, field.name)}"
+            for field in fields(self)
+            if field.name not in left_out
+            and getattr(self, field.name) != getattr(standard, field.name)
+        ]
+        return ", ".join([kind, f"{self.rate:g}", *found])
 
 
-class Rates(Callback):
-    """Multiplies the learning rates from a share of the run on, as after a draw."""
-
-    def __init__(self, factor: float, after: float) -> None:
-        self.factor, self.after = factor, after
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        strategy: Any = trainer.strategy
-        if trainer.global_step >= round(self.after * trainer.estimated_stepping_batches):
-            strategy.learning_rate_factor = self.factor
-
-
-def of_densities(model: GPT, densities: Mapping[str, float]) -> Ticket:
-    """Return a ticket that keeps these fractions of the weights, their first entries."""
-    masks = {}
-    for name, density in densities.items():
-        weight = model.get_parameter(name)
-        masks[name] = (torch.arange(weight.numel()) < round(density * weight.numel())).view_as(
-            weight
-        )
-    kept = sum(int(mask.sum()) for mask in masks.values())
-    return Ticket(masks, 1 - kept / sum(mask.numel() for mask in masks.values()))
+def once(ratio: float, at: float = 0.25, rate: float = 3e-3, **others: object) -> Arm:
+    """Return an arm that prunes at one time."""
+    return Arm(rate, ratio, "once", at, at, **others)  # type: ignore[arg-type]

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-import math
+import hashlib
+import json
+import os
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning as L
+import torch
 from torch import nn
 
-from benchmarks.perplexity.arms import Dense, Pruned, Rates
-from benchmarks.perplexity.settling import Settling
+from benchmarks.perplexity.arms import Arm
 from benchmarks.perplexity.tasks import Task
-from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, Ticket, sparsify
+from benchmarks.perplexity.training import Training
+from lightning_axosparse import sparsify
 from lightning_axosparse.examples.gpt import GPT
-from lightning_axosparse.pipeline.partition import partition_layers
+from lightning_axosparse.pruning.bitmask import MaskBits
+from lightning_axosparse.pruning.mask_distance import relative_distance
+from lightning_axosparse.pruning.mask_rule import MaskRule
 from lightning_axosparse.sparse.state_size import state_bytes
 
-STAGES = 2
-"""Into so many stages the model is cut where bytes of stages are compared."""
+SHARED = (0.0625, 0.1, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75)
+"""The shares of a dense run whose states are kept, for arms that begin as it does."""
 
-Arm = Dense | Pruned | Settling
+PARTS = 32
+"""A job that is stopped goes on at one of so many places; before the draw masks are compared."""
+
+WINDOW, COMPARED = 5, 0.8
+"""So many masks are compared, of this pruning ratio."""
 
 
 @dataclass(frozen=True)
@@ -37,83 +44,108 @@ class Job:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All settings, as JSON gives them back."""
-        arm = {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(self.arm).items()}
-        kind = type(self.arm).__name__.lower()
-        return {"task": asdict(self.task), "arm": {"kind": kind, **arm}, "seed": self.seed}
+        return {"task": asdict(self.task), "arm": asdict(self.arm), "seed": self.seed}
 
-    def run(self, english: Path | None, densities: Mapping[str, float]) -> dict[str, Any]:
+    @classmethod
+    def of(cls, line: Mapping[str, Any]) -> Job:
+        """Return the job of a line; settings that the line lacks have their defaults."""
+        return cls(Task(**line["task"]), Arm(**line["arm"]), line["seed"])
+
+    def run(self, folder: Path | None, states: Path) -> dict[str, Any]:
         """Train, and return what was measured.
 
         Args:
-            english: the folder of the English text, for tasks that need it.
-            densities: the fraction that random masks keep of each weight.
+            folder: of text, for tasks that need one.
+            states: where states are kept, of this job and of the dense beginnings of all.
         """
-        start = time.process_time()
-        L.seed_everything(self.seed, verbose=False)
-        data = self.task.data(self.seed, english)
-        model = self.task.model()
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=1,
-            max_epochs=self.task.epochs,
-            limit_train_batches=self.task.steps,
-            gradient_clip_val=self.task.clip,
-            check_val_every_n_epoch=self.task.epochs,
-            num_sanity_val_steps=0,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            strategy=AxoSparseStrategy(g_inter=1, microbatches=1),
-            callbacks=self._callbacks(model, densities),
-        )
-        with warnings.catch_warnings():  # one worker loads; weights at their floor are in the line
-            warnings.simplefilter("ignore")
-            trainer.fit(model, datamodule=data)
-            validation = float(trainer.callback_metrics["val_perplexity"])
-            [tested] = trainer.test(model, datamodule=data, verbose=False)
-        measured = {
-            "validation": round(validation, 4),
-            "test": round(math.exp(tested["test_loss"]), 4),
-            **self._pruning(trainer, model),
+        training = Training(self.task, self.arm, self.seed, self.task.texts(folder))
+        own = states / f"{digest(self.settings)}.pt"
+        found = [own, *(self._shared(states, step) for step in reversed(self._shared_steps))]
+        state = next((torch.load(file) for file in found if file.exists()), {})
+        if state:
+            training.load_state_dict(state["training"])
+        measured = state.get("measured", {"seconds": 0.0, "distances": {}, "window": []})
+        self._train(training, measured, own, states)
+        densities = {n: float(m.float().mean()) for n, m in (training.pruner.masks or {}).items()}
+        result = {
+            "validation": round(training.perplexity(training.texts.validation), 4),
+            "test": round(training.perplexity(training.texts.test), 4),
+            "tokens_a_parameter": round(self.task.tokens / training.parameters, 2),
+            "state_bytes": bytes_of_state(training.model, training.pruner.masks),
+            "densities": {name: round(density, 4) for name, density in densities.items()},
+            **({} if self.arm.changes else {"distances": measured["distances"]}),
+            "seconds": round(measured["seconds"]),
+            "torch": f"{torch.__version__}, {torch.backends.cpu.get_cpu_capability()}",
         }
-        return {**measured, "seconds": round(time.process_time() - start, 3)}
+        own.unlink(missing_ok=True)
+        return result
 
-    def _callbacks(self, model: GPT, densities: Mapping[str, float]) -> list[L.Callback]:
-        if isinstance(self.arm, Pruned):
-            return self.arm.callbacks(model, self.seed, densities)
-        if isinstance(self.arm, Settling):
-            return [self.arm.recorder()]
-        return [Rates(self.arm.factor, self.arm.after)]
+    def _train(self, training: Training, measured: dict[str, Any], own: Path, states: Path) -> None:
+        """Train to the end; keep the state now and then, and where others begin."""
+        part = max(1, self.task.all_steps // PARTS)
+        shared = self._shared_steps
+        begun = time.process_time()
+        while training.step < self.task.all_steps:
+            training.advance()
+            step = training.step
+            if step % part == 0 and step <= training.pruner.begin:
+                self._compare(training, measured)
+            if step % part == 0 or step in shared:
+                now = time.process_time()
+                measured["seconds"] += now - begun
+                begun = now
+                state = {"training": training.state_dict(), "measured": measured}
+                save(state, own)
+                if step in shared:
+                    save(state, self._shared(states, step))
 
-    def _pruning(self, trainer: L.Trainer, model: GPT) -> dict[str, Any]:
-        """Return when the ticket was drawn, what it keeps, and the bytes of the stages' state."""
-        if isinstance(self.arm, Settling):
-            return {"distances": self.arm.found(trainer)}
-        tickets = [c.ticket for c in trainer.callbacks if isinstance(c, EarlyBirdTicket)]
-        ticket = tickets[0] if tickets else None
-        measured: dict[str, Any] = {"stage_bytes": stage_bytes(model, ticket)}
-        if ticket is not None:
-            measured["draw_step"] = ticket.step
-            measured["densities"] = {
-                name: round(1 - pruned, 5) for name, pruned in ticket.layer_sparsity().items()
-            }
-        return measured
+    def _compare(self, training: Training, measured: dict[str, Any]) -> None:
+        """Measure the largest distance of new masks to those of the window, as the callback."""
+        rule = MaskRule(COMPARED, "saliency", floor=0.05)
+        masks = rule.masks(training.model, [training.optimizer])
+        window = measured["window"]
+        if len(window) == WINDOW - 1:
+            new = MaskBits(masks)
+            distances = [relative_distance(new, MaskBits(old), set(masks)) for old in window]
+            measured["distances"][training.step] = round(max(distances), 4)
+        measured["window"] = [*window, masks][1 - WINDOW :]
+
+    @property
+    def _shared_steps(self) -> list[int]:
+        """The optimizer steps up to which this arm is dense, and other arms are as well."""
+        begin = self.arm.begin if self.arm.changes else 1.0
+        steps = self.task.all_steps
+        return [round(share * steps) for share in SHARED if share <= begin]
+
+    def _shared(self, states: Path, step: int) -> Path:
+        """The file of the state of a dense run of this task, rate and seed."""
+        dense = Arm(
+            rate=self.arm.rate, weight_decay=self.arm.weight_decay, dropout=self.arm.dropout
+        )
+        return states / f"{digest(Job(self.task, dense, self.seed).settings)}-{step}.pt"
 
 
-def stage_bytes(model: GPT, ticket: Ticket | None) -> list[int]:
-    """Return the bytes of weights, indices, gradients and AdamW's moments of each stage.
+def digest(settings: Mapping[str, Any]) -> str:
+    """Return a name for a file, of settings."""
+    text = json.dumps(settings, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def save(state: Any, file: Path) -> None:
+    """Write a state so that the file is whole or absent."""
+    part = file.with_suffix(f".{os.getpid()}")
+    torch.save(state, part)
+    part.replace(file)
+
+
+def bytes_of_state(model: GPT, masks: Mapping[str, torch.Tensor] | None) -> int:
+    """Return the bytes of weights, indices, gradients and AdamW's moments.
 
     Args:
-        model: dense; its weights are stored sparse in the end if there is a ticket.
-        ticket: what is kept; None: everything.
+        model: dense; its weights are stored sparse in the end if there are masks.
+        masks: what is kept; None: everything.
     """
-    partition = partition_layers(model, "model", None, STAGES)
-    if ticket is not None:
-        sparsify(model, ticket.masks)
-    found = []
-    for part in partition.parts:
-        state = state_bytes(nn.ModuleList(partition.layers[index] for index in part))
-        found.append(4 * state.weights + state.indices)
-    return found
+    if masks is not None:
+        sparsify(model, dict(masks))
+    state = state_bytes(nn.ModuleList([model]))
+    return 4 * state.weights + state.indices

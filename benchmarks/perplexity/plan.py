@@ -1,22 +1,22 @@
-"""The jobs of the study: what chooses settings, what shows them on other seeds, and the tables."""
+"""The jobs of the study, what decides most first, and its tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from benchmarks.perplexity.arms import Dense, Pruned
-from benchmarks.perplexity.job import Arm, Job
+from benchmarks.perplexity.arms import Arm, once
+from benchmarks.perplexity.job import Job
 from benchmarks.perplexity.results import Results
-from benchmarks.perplexity.settling import Settling
-from benchmarks.perplexity.table import compare, settled
+from benchmarks.perplexity.table import Comparison, settled
 from benchmarks.perplexity.tasks import (
-    AS_LARGE,
-    AS_LARGE_PRUNED,
-    DEEP,
+    ENGLISH,
+    LARGE,
+    LARGER,
+    LIBRARY,
     LONG,
     MAIN,
-    QUICK,
+    REPEATED,
     SMALL,
     WIKI,
     Task,
@@ -26,147 +26,194 @@ from benchmarks.perplexity.tasks import (
 CHOOSING = (0, 1, 2)
 FRESH = (3, 4, 5)
 
-TICKET = Pruned()
-CONTROL = Dense(TICKET.factor, TICKET.draw_after)
-DENSE = Dense()
+DENSE = Arm(rate=6e-3)
+"""Dense at the best rate so far."""
 
-ANY = replace(TICKET, entries="random")
-SAME_RATE = replace(ANY, factor=1.0)
+GRADUAL = Arm(rate=6e-3, ratio=0.8, method="gradual", begin=0.25, end=0.9)
+"""The recipe."""
 
-MASKS: tuple[Arm, ...] = (replace(TICKET, masks="random"), replace(TICKET, masks="initial"))
-DRAWS: tuple[Arm, ...] = tuple(
-    replace(TICKET, draw_after=share, draw_by=share) for share in (0.0625, 0.125, 0.25, 0.375, 0.5)
+EARLY = replace(GRADUAL, begin=0.1)
+"""The recipe from a tenth of the run on, of which variants were tried."""
+
+
+def of(task: Task, *arms: Arm) -> tuple[tuple[Task, Arm], ...]:
+    """Return arms with their task."""
+    return tuple((task, arm) for arm in arms)
+
+
+def at_ratios(arm: Arm, *ratios: float) -> tuple[Arm, ...]:
+    return tuple(replace(arm, ratio=ratio) for ratio in ratios)
+
+
+def at_rates(*rates: float) -> tuple[Arm, ...]:
+    return tuple(Arm(rate=rate) for rate in rates)
+
+
+WAYS = (
+    GRADUAL,
+    EARLY,
+    replace(EARLY, score="slow"),
+    replace(EARLY, drop=0.3),
+    replace(EARLY, end=0.75),
+    replace(EARLY, end=0.75, factor=2.0),
+    replace(EARLY, end=0.75, power=0.7),
+    replace(EARLY, end=0.75, method="through"),
+    replace(GRADUAL, every=1 / 64),
+    replace(GRADUAL, floor=0.3),
+    replace(GRADUAL, decay=0.0),
+    replace(GRADUAL, distill=0.5),
+    replace(GRADUAL, score="magnitude"),
+    replace(GRADUAL, entries="random"),
+    replace(GRADUAL, scope="layer"),
+    replace(GRADUAL, method="rigl", drop=0.3),
+    replace(GRADUAL, method="set", drop=0.3),
 )
-RATIOS: tuple[Arm, ...] = tuple(
-    replace(arm, ratio=ratio) for ratio in (0.9, 0.5) for arm in (TICKET, ANY)
+"""Ways to prune 80 % step by step."""
+
+TIMES = (
+    replace(GRADUAL, begin=0.1, end=0.75),
+    replace(GRADUAL, begin=0.1, end=0.9),
+    GRADUAL,
+    replace(GRADUAL, begin=0.25, end=0.75),
+    replace(GRADUAL, begin=0.5, end=0.95),
+    *(once(0.8, at, 6e-3, factor=1.5) for at in (0.0625, 0.125, 0.25, 0.5, 0.75)),
+    *(once(0.8, 0.25, 6e-3, factor=factor, rewarm=warm) for factor, warm in ((1, 0), (2, 0.02))),
 )
+"""When to prune 80 %."""
 
-AT_A_QUARTER = replace(TICKET, draw_by=0.25)
-ENTRIES = ("random", "score", "magnitude", "even", "lots")
-FACTORS = (2.0, 1.5, 1.0)
-
-
-def choices(
-    entries: tuple[str, ...], floors: tuple[float, ...], factors: tuple[float, ...]
-) -> tuple[Arm, ...]:
-    """Return tickets by their entries, floor and rate, and the dense arms of these rates."""
-    tickets = (
-        replace(AT_A_QUARTER, entries=each, floor=floor, factor=factor)
-        for each in entries
-        for floor in floors
-        for factor in factors
-    )
-    return (*tickets, *(Dense(factor, TICKET.draw_after) for factor in factors))
-
-
-VARIANTS: tuple[Arm, ...] = (
-    replace(AT_A_QUARTER, floor=0.0),
-    replace(AT_A_QUARTER, floor=0.01),
-    replace(AT_A_QUARTER, factor=3.0),
-    replace(AT_A_QUARTER, entries="random", scope="erk"),
-    replace(AT_A_QUARTER, entries="random", floor=0.6),
-    replace(AT_A_QUARTER, entries="random", dense=("embedding",)),
+SMALLER = tuple(
+    pair
+    for width, depth in ((64, 1), (48, 1), (36, 2), (28, 4), (32, 1), (24, 2))
+    for pair in of(shaped(LIBRARY, width, depth), *at_rates(6e-3, 1.2e-2))
 )
-"""Variants of one setting or two, tried on seeds that report nothing else."""
-
-FLOORS: tuple[Arm, ...] = tuple(
-    replace(AT_A_QUARTER, entries=entries, floor=floor)
-    for entries in ("score", "random")
-    for floor in (0.0, 0.01, 0.05, 0.3)
-)
-
-
-def at_ratio(ratio: float) -> tuple[Arm, ...]:
-    """Return tickets that prune a fraction, by their entries."""
-    return tuple(
-        replace(AT_A_QUARTER, ratio=ratio, entries=entries) for entries in ("score", "random")
-    )
-
-
-METHODS: tuple[Arm, ...] = (
-    replace(TICKET, method="gradual", draw_after=0.125, draw_by=0.5),
-    replace(TICKET, method="set", draw_by=0.75),
-    replace(TICKET, method="rigl", draw_by=0.75),
-    replace(TICKET, pattern="4x1"),
-    replace(TICKET, pattern="2:4", ratio=0.5),
-)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A table: arms of a task on some seeds.
-
-    Attributes:
-        task: the task.
-        arms: the arms; dense ones that they are compared with among them.
-        seeds: of each arm.
-        key: by which number arms are compared: "validation" chooses, "test" reports.
-    """
-
-    task: Task
-    arms: tuple[Arm, ...]
-    seeds: tuple[int, ...]
-    key: str
-
+"""Dense networks of about the state of the tickets: 80 % the second to fourth, 90 % the last."""
 
 PHASES: dict[str, tuple[Comparison, ...]] = {
-    "choose": (
-        Comparison(SMALL, choices(ENTRIES, (0.05,), (2.0,)), CHOOSING, "validation"),
-        Comparison(MAIN, choices(ENTRIES[:3], (0.05,), FACTORS), CHOOSING[:1], "validation"),
-        Comparison(LONG, choices(ENTRIES[:2], (0.05,), FACTORS[:1]), CHOOSING[:1], "validation"),
-        Comparison(SMALL, choices(ENTRIES[:2], (0.05, 0.3), FACTORS), CHOOSING[:1], "validation"),
-        Comparison(SMALL, (DENSE, CONTROL, *VARIANTS), CHOOSING[:1], "validation"),
-    ),
-    "floors": tuple(
-        Comparison(task, (DENSE, CONTROL, *FLOORS), CHOOSING[:1], "validation")
-        for task in (SMALL, *DEEP)
-    ),
-    "bytes": (
-        *(Comparison(task, (DENSE, CONTROL), CHOOSING[:1], "validation") for task in AS_LARGE),
-        *(
-            Comparison(task, (CONTROL, *at_ratio(ratio)), CHOOSING[:1], "validation")
-            for task, ratio in {SMALL: TICKET.ratio, **AS_LARGE_PRUNED}.items()
+    "rates": (
+        Comparison(
+            "Dense, by its rate",
+            of(LIBRARY, DENSE, *at_rates(3e-3, 1.2e-2)),
+            CHOOSING[:1],
+            "validation",
         ),
     ),
-    "equal": (
-        Comparison(shaped(112, 1), (CONTROL,), FRESH, "test"),
-        Comparison(shaped(128, 2), (CONTROL, *at_ratio(0.61)), FRESH, "test"),
+    "report": (
+        Comparison(
+            "What pruning costs",
+            of(LIBRARY, DENSE, *at_ratios(GRADUAL, 0.8, 0.5, 0.9)),
+            FRESH,
+            "test",
+        ),
     ),
-    "methods": (Comparison(SMALL, (DENSE, CONTROL, *METHODS), CHOOSING, "validation"),),
-    "draw": (Comparison(QUICK, (DENSE, CONTROL, *DRAWS), (0, 1), "validation"),),
-    "show": (
-        Comparison(MAIN, (ANY, SAME_RATE, TICKET, DENSE, CONTROL), FRESH, "test"),
-        Comparison(SMALL, (ANY, TICKET, CONTROL, *MASKS[:1]), FRESH, "test"),
-        Comparison(WIKI, (ANY, TICKET, CONTROL), FRESH, "test"),
-        Comparison(SMALL, (ANY, TICKET, CONTROL, *RATIOS, *MASKS, DENSE), FRESH, "test"),
-        Comparison(LONG, (ANY, TICKET, CONTROL, DENSE), FRESH, "test"),
+    "ratios": (
+        Comparison(
+            "Ratios",
+            of(LIBRARY, DENSE, *at_ratios(GRADUAL, 0.5, 0.8, 0.9)),
+            CHOOSING[:1],
+            "validation",
+        ),
+    ),
+    "repeated": (
+        Comparison(
+            "Thirty-two epochs of little text",
+            of(
+                REPEATED,
+                *(replace(DENSE, dropout=dropout) for dropout in (0.0, 0.1, 0.3)),
+                *(
+                    replace(GRADUAL, ratio=ratio, dropout=dropout)
+                    for dropout in (0.0, 0.1, 0.3)
+                    for ratio in (0.5, 0.8)
+                ),
+                *(replace(DENSE, dropout=0.3, weight_decay=decay) for decay in (0.3, 1.0)),
+            ),
+            CHOOSING[:1],
+            "validation",
+        ),
+    ),
+    "times": (Comparison("When to prune", of(LIBRARY, DENSE, *TIMES), CHOOSING[:1], "validation"),),
+    "ways": (
+        Comparison("Ways to prune 80 %", of(LIBRARY, DENSE, *WAYS), CHOOSING[:1], "validation"),
+    ),
+    "bytes": (
+        Comparison(
+            "Dense networks of as few bytes",
+            of(LIBRARY, *at_ratios(GRADUAL, 0.8, 0.9)) + SMALLER,
+            CHOOSING[:1],
+            "validation",
+        ),
+    ),
+    "english": (
+        Comparison(
+            "English",
+            of(ENGLISH, DENSE, *at_ratios(GRADUAL, 0.8, 0.5, 0.9)),
+            FRESH,
+            "test",
+        ),
+    ),
+    "larger": (
+        Comparison(
+            ".8 M parameters, rates",
+            of(LARGER, *at_rates(3e-3, 6e-3), GRADUAL, replace(GRADUAL, rate=3e-3)),
+            CHOOSING[:1],
+            "validation",
+        ),
+        Comparison(
+            ".8 M parameters",
+            of(LARGER, *at_rates(3e-3), *at_ratios(replace(GRADUAL, rate=3e-3), 0.8, 0.5, 0.9)),
+            FRESH,
+            "test",
+        ),
+    ),
+    "large": (
+        Comparison(
+            "3 M parameters",
+            of(LARGE, Arm(rate=3e-3), replace(GRADUAL, rate=3e-3)),
+            FRESH[:1],
+            "test",
+        ),
     ),
 }
+"""By name, in the order of what decides most."""
 
-
-SETTLING = tuple(
-    Job(replace(QUICK, learning_rate=rate), Settling(), 0) for rate in (1.5e-3, 3e-3, 6e-3)
+SHORT = tuple(
+    Comparison(
+        task.name,
+        of(
+            task,
+            *([] if task is WIKI else [Arm()]),
+            Arm(factor=2.0),
+            *(
+                once(ratio, factor=2.0, entries=entries)
+                for ratio in ((0.8, 0.5, 0.9) if task is SMALL else (0.8,))
+                for entries in ("score", "random")
+            ),
+        ),
+        FRESH,
+        "test",
+    )
+    for task in (MAIN, SMALL, WIKI, LONG)
 )
+"""Tasks of .2 to 2 tokens a parameter; together they are one table."""
+
+HEAD = 2
+"""The lines above the rows of a table."""
 
 
 def jobs(phase: str) -> Iterator[Job]:
-    """Yield the jobs of a phase, table by table and seed by seed; some stand in two tables."""
-    if phase == "settle":
-        yield from SETTLING
-        return
-    for each in PHASES[phase]:
-        for seed in each.seeds:
-            for arm in each.arms:
-                yield Job(each.task, arm, seed)
+    """Yield the jobs of a phase; some stand in two tables."""
+    for comparison in PHASES[phase]:
+        yield from comparison.jobs
 
 
 def tables(results: Results) -> str:
     """Return all tables as far as their jobs were finished, in Markdown."""
+    lines = results.lines()
     blocks = []
-    for phase, comparisons in PHASES.items():
-        for each in comparisons:
-            rows = compare(results, each.task, each.arms, each.seeds, each.key)
-            title = f"{phase}: {each.task.name}, compared by {each.key} perplexity"
-            blocks.append("\n".join([title, "", *rows]))
-    blocks.append("\n".join(["settle: QUICK, settled at", "", *settled(results, SETTLING)]))
-    return "\n\n".join(blocks)
+    for each in (each for phase in PHASES.values() for each in phase):
+        rows = each.rows(lines)
+        if len(rows) > HEAD:
+            blocks.append("\n".join([f"{each.title} (by {each.key}):", "", *rows]))
+    short = [each.rows(lines) for each in SHORT]
+    joined = [*short[0][:HEAD], *(row for rows in short for row in rows[HEAD:])]
+    blocks.append("\n".join(["Far from the end of training (by test):", "", *joined]))
+    return "\n\n".join([*blocks, "\n".join(["When masks settle:", "", *settled(lines)])])

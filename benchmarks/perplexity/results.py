@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.perplexity.arms import Pruned
-from benchmarks.perplexity.job import Job
+from benchmarks.perplexity.job import Job, digest
 
 Line = dict[str, Any]
 
@@ -21,15 +21,12 @@ class Results:
 
     path: Path
 
-    def lines(self) -> list[Line]:
+    def lines(self) -> dict[Job, Line]:
+        """Return the line of each job that was finished."""
         if not self.path.exists():
-            return []
-        return [json.loads(line) for line in self.path.read_text().splitlines()]
-
-    def of(self, job: Job) -> Line | None:
-        """Return the line of a job, or None if it was not finished."""
-        wanted = job.settings
-        return next((x for x in self.lines() if {key: x[key] for key in wanted} == wanted), None)
+            return {}
+        lines = [json.loads(line) for line in self.path.read_text().splitlines()]
+        return {Job.of(line): line for line in lines}
 
     def add(self, job: Job, measured: Mapping[str, Any]) -> None:
         line = json.dumps({**job.settings, **measured}) + "\n"
@@ -39,27 +36,22 @@ class Results:
         finally:
             os.close(file)
 
-    def complete(self, jobs: Iterable[Job], english: Path | None = None) -> None:
+    def complete(self, jobs: Iterable[Job], states: Path, folder: Path | None = None) -> None:
         """Run the jobs that were not finished, and add the line of each as soon as it is.
+
+        Several processes may do so at once: a job that another one runs is left to it.
 
         Args:
             jobs: the jobs.
-            english: the folder of the English text, for tasks that need it.
+            states: where states of training are kept.
+            folder: of text, for tasks that need one.
         """
+        states.mkdir(parents=True, exist_ok=True)
         for job in jobs:
-            if self.of(job) is None:
-                self.add(job, job.run(english, self.densities(job)))
-
-    def densities(self, job: Job) -> dict[str, float]:
-        """Return the layer densities that a job with random masks takes from the ticket.
-
-        Raises:
-            ValueError: if the ticket's job was not finished.
-        """
-        if not isinstance(job.arm, Pruned) or job.arm.masks != "random":
-            return {}
-        line = self.of(replace(job, arm=replace(job.arm, masks="ticket")))
-        if line is None:
-            raise ValueError(f"Random masks need the ticket's densities; run its job first: {job}.")
-        densities: dict[str, float] = line["densities"]
-        return densities
+            with (states / f"{digest(job.settings)}.lock").open("w") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    continue
+                if job not in self.lines():
+                    self.add(job, job.run(folder, states))

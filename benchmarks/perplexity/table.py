@@ -1,14 +1,14 @@
-"""Tables of the results: means over seeds with their spread, and comparisons seed by seed."""
+"""Tables of the results: means over seeds with their spread, compared seed by seed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import mean, stdev
 
-from benchmarks.perplexity.arms import Dense, Pruned
-from benchmarks.perplexity.job import Arm, Job
-from benchmarks.perplexity.results import Line, Results
+from benchmarks.perplexity.arms import Arm
+from benchmarks.perplexity.job import Job
+from benchmarks.perplexity.results import Line
 from benchmarks.perplexity.tasks import Task
 
 
@@ -30,6 +30,61 @@ class Spread:
         return f"{self.mean:{pattern}} ± {self.deviation:{pattern.lstrip('+')}}"
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """A table: arms on some seeds, each of one or several tasks, against the first of them.
+
+    Attributes:
+        title: what is compared.
+        arms: the arms with their tasks; the first is what the others are compared with.
+        seeds: of each arm.
+        key: by which number arms are compared: "validation" chooses, "test" reports.
+    """
+
+    title: str
+    arms: tuple[tuple[Task, Arm], ...]
+    seeds: tuple[int, ...]
+    key: str
+
+    @property
+    def jobs(self) -> list[Job]:
+        """All jobs of the table, seed by seed."""
+        return [Job(task, arm, seed) for seed in self.seeds for task, arm in self.arms]
+
+    def rows(self, results: Mapping[Job, Line]) -> list[str]:
+        """Return the lines of a Markdown table, as far as the jobs were finished."""
+        columns = ["task", "arm", "seeds", "tokens a parameter", "validation", "test"]
+        columns += ["to the first", "state", "CPU seconds"]
+        rows = [f"| {' | '.join(columns)} |", f"| --- | --- | --- {'| --: ' * 6}|"]
+        first: dict[int, Line] = {}
+        for task, arm in self.arms:
+            found = {seed: results.get(Job(task, arm, seed)) for seed in self.seeds}
+            lines = {seed: line for seed, line in found.items() if line is not None}
+            first = first or lines
+            if lines:
+                rows.append(f"| {' | '.join(self._cells(task, arm, lines, first))} |")
+        return rows
+
+    def _cells(
+        self, task: Task, arm: Arm, lines: Mapping[int, Line], first: Mapping[int, Line]
+    ) -> list[str]:
+        def column(name: str, pattern: str) -> str:
+            return Spread.of([line[name] for line in lines.values()]).shown(pattern)
+
+        compared = against(lines, first, self.key)
+        return [
+            task.name,
+            arm.label,
+            seeds_shown(lines),
+            format(mean(line["tokens_a_parameter"] for line in lines.values()), ".3g"),
+            column("validation", ".3f"),
+            column("test", ".3f"),
+            "" if compared is None or lines == first else f"{compared.shown('+.1f')} %",
+            f"{mean(line['state_bytes'] for line in lines.values()) / 1e6:.2f} MB",
+            format(mean(line["seconds"] for line in lines.values()), ".0f"),
+        ]
+
+
 def against(lines: Mapping[int, Line], others: Mapping[int, Line], key: str) -> Spread | None:
     """Return by how many percent ``lines`` are above ``others``, over the seeds of both.
 
@@ -44,81 +99,21 @@ def against(lines: Mapping[int, Line], others: Mapping[int, Line], key: str) -> 
     return Spread.of([100 * (lines[seed][key] / others[seed][key] - 1) for seed in seeds])
 
 
-def finished(results: Results, task: Task, arm: Arm, seeds: Iterable[int]) -> dict[int, Line]:
-    """Return the lines of the seeds whose jobs were finished."""
-    found = {seed: results.of(Job(task, arm, seed)) for seed in seeds}
-    return {seed: line for seed, line in found.items() if line is not None}
+def seeds_shown(seeds: Collection[int]) -> str:
+    return " ".join(map(str, sorted(seeds)))
 
 
-def compare(
-    results: Results, task: Task, arms: Iterable[Arm], seeds: Sequence[int], key: str
-) -> list[str]:
-    """Return the lines of a Markdown table of arms, with ``key`` against dense and its control."""
-    columns = ["arm", "seeds", "validation", "test", "to dense", "to its control"]
-    columns += ["drawn at step", "stage 0 / 1"]
-    rows = [f"| {' | '.join(columns)} |", f"| --- | --- {'| --: ' * (len(columns) - 2)}|"]
-    dense = finished(results, task, Dense(), seeds)
-    for arm in arms:
-        lines = finished(results, task, arm, seeds)
-        if not lines:
-            continue
-        control = finished(results, task, control_of(arm), seeds)
-        compared = [against(lines, dense, key)]
-        compared += [None if isinstance(arm, Dense) else against(lines, control, key)]
-        cells = [label(arm), " ".join(map(str, lines))]
-        cells += [
-            Spread.of([line[column] for line in lines.values()]).shown(".2f")
-            for column in ("validation", "test")
-        ]
-        cells += ["" if each is None else f"{each.shown('+.1f')} %" for each in compared]
-        drawn = [str(line["draw_step"]) for line in lines.values() if line.get("draw_step")]
-        cells += [", ".join(dict.fromkeys(drawn)), stages(list(lines.values()))]
-        rows.append(f"| {' | '.join(cells)} |")
+def settled(results: Mapping[Job, Line], threshold: float = 0.5) -> list[str]:
+    """Return the lines of a table: when the masks of dense runs settle, as shares of the run.
+
+    Args:
+        results: the lines of the jobs.
+        threshold: the largest distance of masks that have settled.
+    """
+    rows = ["| task | arm | seed | settled at |", "| --- | --- | --: | --: |"]
+    for job, line in results.items():
+        near = [int(step) for step, d in line.get("distances", {}).items() if d < threshold]
+        if not job.arm.changes and near:
+            share = min(near) / job.task.all_steps
+            rows.append(f"| {job.task.name} | {job.arm.label} | {job.seed} | {share:.0%} |")
     return rows
-
-
-def settled(results: Results, jobs: Iterable[Job]) -> list[str]:
-    """Return the lines of a table: when masks are first closer than the default threshold."""
-    lines = [line for line in map(results.of, jobs) if line is not None]
-    rows = ["| learning rate | pruned | masks compared | below the threshold at | in the end |"]
-    rows += ["| --: | --: | --: | --: | --: |"]
-    for line in lines:
-        for name, distances in line["distances"].items():
-            ratio, count = float(name.split("/")[0]), int(name.split("/")[1])
-            near = (place for place, d in enumerate(distances) if d < Pruned().threshold)
-            first = next(near, None)
-            when = "never" if first is None else f"{share_of_run(line, first, count):.0%}"
-            cells = [f"{line['task']['learning_rate']:g}", f"{ratio:.0%}", f"{count} times", when]
-            rows.append(f"| {' | '.join([*cells, f'{distances[-1]:.2f}'])} |")
-    return rows
-
-
-def share_of_run(line: Line, place: int, count: int) -> float:
-    """Return when a distance was measured: the first one when the window was full."""
-    window: int = line["arm"]["window"]
-    return (place + window) / count
-
-
-def stages(lines: Sequence[Line]) -> str:
-    """Return the megabytes of the two stages' state, means over the seeds."""
-    sizes = zip(*(line["stage_bytes"] for line in lines), strict=True)
-    return " / ".join(f"{mean(size) / 1e6:.1f}" for size in sizes) + " MB"
-
-
-def control_of(arm: Arm) -> Dense:
-    """Return the dense arm with the learning rates of ``arm``."""
-    return Dense(arm.factor, arm.draw_after) if isinstance(arm, Pruned) else Dense()
-
-
-def label(arm: Arm) -> str:
-    """Return what an arm is, and where it differs from the ticket by default."""
-    if isinstance(arm, Dense):
-        return "dense" if arm == Dense() else f"dense, rate x {arm.factor:g} from {arm.after:g}"
-    standard = Pruned()
-    changed = {
-        field.name: getattr(arm, field.name)
-        for field in fields(arm)
-        if getattr(arm, field.name) != getattr(standard, field.name)
-    }
-    kind = changed.pop("masks", "ticket")
-    return ", ".join([kind, *(f"{name} {value}" for name, value in changed.items())])

@@ -6,36 +6,43 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import lightning as L
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lightning_axosparse.examples.gpt import GPT
-from lightning_axosparse.examples.text import EpochShuffle, TextDataModule, Windows, read_text
+from lightning_axosparse.examples.text import TextDataModule, Windows, read_text
 from lightning_axosparse.examples.text import text_files as files_of
 
-Text = Literal["example", "files", "english"]
+Text = Literal["example", "files", "folder"]
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What a network is trained on, chosen by and reported on, in windows."""
+
+    train: Windows
+    validation: Windows
+    test: Windows
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, on what and how long; AdamW, warm-up and cosine are the example GPT's.
+    """A network, a text and a length of training; AdamW, warm-up and cosine are the example GPT's.
 
     Attributes:
         name: of the task in tables.
         text: "example": the standard library, cut and ordered as by ``make train``; "files": the
-            same, one file in twenty for validation and another for test; "english": the first file
-            of a folder, its last twentieth for validation, and the second for test.
+            same, one file in twenty for validation and another for test; "folder": the files of a
+            folder, the last for test, a twentieth of the others' text for validation.
         width: of the residual stream.
         depth: transformer blocks.
         heads: of each block.
         context: bytes in a window.
         batch_size: windows in a batch.
-        epochs: epochs of ``steps`` steps.
+        epochs: epochs of ``steps`` steps; each begins a new order of the windows.
         steps: optimizer steps of an epoch.
-        learning_rate: after the warm-up.
         held_out: most windows for validation, and for test, evenly spread.
         clip: the norm that gradients are clipped to.
+        most_bytes: of the text that is trained on; None: all.
     """
 
     name: str
@@ -47,78 +54,76 @@ class Task:
     batch_size: int = 16
     epochs: int = 8
     steps: int = 64
-    learning_rate: float = 3e-3
     held_out: int = 1024
     clip: float = 1.0
+    most_bytes: int | None = None
 
     @property
     def all_steps(self) -> int:
         return self.epochs * self.steps
 
-    def model(self) -> GPT:
+    @property
+    def tokens(self) -> int:
+        """The bytes that the network sees in training."""
+        return self.all_steps * self.batch_size * self.context
+
+    def model(self, rate: float, weight_decay: float = 0.1, dropout: float = 0.0) -> GPT:
         return GPT(
             width=self.width,
             depth=self.depth,
             heads=self.heads,
             context=self.context,
-            learning_rate=self.learning_rate,
+            dropout=dropout,
+            learning_rate=rate,
+            weight_decay=weight_decay,
         )
 
-    def data(self, seed: int, english: Path | None) -> L.LightningDataModule:
-        """Return the text, in batches.
+    def texts(self, folder: Path | None) -> Texts:
+        """Read the text.
 
         Args:
-            seed: of the order of the training windows.
-            english: the folder of ``text="english"``.
+            folder: of ``text="folder"``.
         """
         if self.text == "example":
-            return TextDataModule(
-                context=self.context,
-                batch_size=self.batch_size,
-                max_held_out=self.held_out,
-                seed=seed,
+            data = TextDataModule(
+                context=self.context, batch_size=self.batch_size, max_held_out=self.held_out
             )
+            data.setup("fit")
+            return Texts(data.train, data.validation, data.test)
         if self.text == "files":
-            return SplitText(self, seed, *split_by_file(files_of(None)))
-        if english is None:
-            raise ValueError("The folder of the English text is missing: give --english FOLDER.")
-        return SplitText(self, seed, *split_by_folder(english))
+            train, validation, test = split_by_file(files_of(None))
+        elif folder is None:
+            raise ValueError(f"{self.name} trains on a folder of text: give --folder FOLDER.")
+        else:
+            train, validation, test = split_by_folder(folder)
+        return Texts(
+            Windows(train[: self.most_bytes], self.context),
+            Windows(validation, self.context, self.held_out),
+            Windows(test, self.context, self.held_out),
+        )
 
 
 MAIN = Task("MAIN", "example", width=192, depth=6, heads=6, held_out=256)
 SMALL = Task("SMALL", "files")
 LONG = Task("LONG", "files", steps=192)
-WIKI = Task("WIKI", "english")
-QUICK = Task("QUICK", "files", width=64, context=32, steps=32, held_out=512)
+WIKI = Task("WIKI", "folder")
 
-DEEP = tuple(replace(SMALL, name=f"DEEP {depth}", depth=depth) for depth in (6, 12))
-"""SMALL with more blocks."""
+SHORT = (MAIN, SMALL, LONG, WIKI)
+"""Tasks of .2 to .9 tokens a parameter, where a network has hardly begun to use its weights... """
+
+LIBRARY = Task("LIBRARY", "files", width=64, epochs=1, steps=4352)
+"""Twenty tokens a parameter: .22 M parameters, 4.5 M tokens, each seen once."""
+
+ENGLISH = Task("ENGLISH", "folder", width=64, epochs=4, steps=1088)
+LARGER = Task("LIBRARY .8M", "files", width=128, epochs=2, steps=8192)
+LARGE = Task("LIBRARY 3M", "files", width=256, heads=8, epochs=8, steps=8192)
+REPEATED = Task("REPEATED", "folder", width=64, epochs=32, steps=98, most_bytes=100_417)
+"""Much over little: 32 epochs of .1 MB, .46 of its bytes a parameter."""
 
 
-def shaped(width: int, depth: int, learning_rate: float = SMALL.learning_rate) -> Task:
-    """Return SMALL with another model and rate."""
-    name = f"SMALL {width}x{depth}, {learning_rate:g}"
-    return replace(SMALL, name=name, width=width, depth=depth, learning_rate=learning_rate)
-
-
-AS_LARGE = tuple(
-    shaped(width, depth, rate)
-    for width, depth in ((112, 1), (80, 2), (68, 3), (60, 4))
-    for rate in (3e-3, 6e-3)
-)
-"""Dense models whose state is as large as that of SMALL's ticket, 3 MB."""
-
-AS_LARGE_PRUNED = {
-    shaped(128, 2): 0.61,
-    shaped(128, 6): 0.866,
-    shaped(192, 2): 0.823,
-    shaped(192, 4): 0.911,
-}
-"""Models, and the fraction to prune that leaves them with as much."""
-
-TASKS = {
-    task.name: task for task in (MAIN, SMALL, LONG, WIKI, QUICK, *DEEP, *AS_LARGE, *AS_LARGE_PRUNED)
-}
+def shaped(task: Task, width: int, depth: int) -> Task:
+    """Return a task with a network of another shape."""
+    return replace(task, name=f"{task.name} {width}x{depth}", width=width, depth=depth)
 
 
 def split_by_file(files: list[Path]) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,33 +136,10 @@ def split_by_file(files: list[Path]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def split_by_folder(folder: Path) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the texts for training, validation and test from a folder's two files, by name."""
+    """Return the texts for training, validation and test from a folder's files, by name."""
     files = files_of(folder)
-    if len(files) != 2:
-        raise ValueError(f"'{folder}' must have two files, one to train on; it has {len(files)}.")
-    text, test = read_text(files[:1]), read_text(files[1:])
+    if len(files) < 2:
+        raise ValueError(f"'{folder}' has {len(files)} file, but the last of them is for test.")
+    text, test = read_text(files[:-1]), read_text(files[-1:])
     cut = len(text) * 19 // 20
     return text[:cut], text[cut:], test
-
-
-class SplitText(L.LightningDataModule):
-    """Texts for training, validation and test, uint8 each, in the batches of a task."""
-
-    def __init__(
-        self, task: Task, seed: int, train: Tensor, validation: Tensor, test: Tensor
-    ) -> None:
-        super().__init__()
-        self.batch_size, self.seed = task.batch_size, seed
-        self.train = Windows(train, task.context)
-        self.validation = Windows(validation, task.context, task.held_out)
-        self.test = Windows(test, task.context, task.held_out)
-
-    def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        order = EpochShuffle(len(self.train), self.seed)
-        return DataLoader(self.train, self.batch_size, sampler=order, drop_last=True)
-
-    def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        return DataLoader(self.validation, self.batch_size)
-
-    def test_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        return DataLoader(self.test, self.batch_size)

@@ -1,156 +1,265 @@
 from __future__ import annotations
 
-import inspect
 import json
 from dataclasses import replace
 
+import lightning as L
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
+from torch.utils.data import DataLoader
 
 from benchmarks.perplexity import plan
-from benchmarks.perplexity.arms import Dense, Pruned
+from benchmarks.perplexity.arms import Arm, once
 from benchmarks.perplexity.job import Job
-from benchmarks.perplexity.plots import plot_settling
+from benchmarks.perplexity.pruner import levelled
 from benchmarks.perplexity.results import Results
 from benchmarks.perplexity.searching import WINDOW, measure
-from benchmarks.perplexity.settling import Settling
-from benchmarks.perplexity.table import Spread, against, compare, label, settled
-from benchmarks.perplexity.tasks import MAIN, TASKS, Task, split_by_file
-from lightning_axosparse import EarlyBirdTicket
+from benchmarks.perplexity.table import Comparison, settled
+from benchmarks.perplexity.tasks import ENGLISH, LARGE, LARGER, LIBRARY, MAIN, Task, split_by_file
+from benchmarks.perplexity.training import Training
+from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, LearningRateFactor
 from lightning_axosparse.cli.train import configuration
+from lightning_axosparse.examples.text import EpochShuffle
 
-TINY = Task("TINY", "english", 16, 2, 2, 8, batch_size=2, epochs=2, steps=4, held_out=4)
+TINY = Task("TINY", "folder", 16, 2, 2, 8, batch_size=2, epochs=2, steps=16, held_out=4)
+CHANGING = {"begin": 0.25, "end": 0.75, "every": 1 / 8}
 
 
 @pytest.fixture
-def english(tmp_path):
-    folder = tmp_path / "texts"
-    folder.mkdir()
+def folder(tmp_path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
     for name in ("a.txt", "b.txt"):
-        (folder / name).write_text(f"In file {name} stands a text of some length. " * 40)
-    return folder
+        (texts / name).write_text(f"In file {name} stands a text of some length. " * 40)
+    return texts
 
 
-def test_finished_jobs_are_not_run_again(english, tmp_path):
-    results = Results(tmp_path / "results.jsonl")
-    ticket = Job(TINY, Pruned(draw_by=0.25), 0)
-    random = replace(ticket, arm=replace(ticket.arm, masks="random"))
-    with pytest.raises(ValueError, match="run its job first"):
-        results.complete([random], english)
-    results.complete([ticket, Job(TINY, Dense(2.0), 0)], english)
+def trained(arm, folder, seed=0):
+    training = Training(TINY, arm, seed, TINY.texts(folder))
+    while training.step < TINY.all_steps:
+        training.advance()
+    return training
+
+
+@pytest.mark.parametrize(
+    ("arm", "method", "factor"),
+    [
+        pytest.param(Arm(), None, 1.0, id="dense"),
+        pytest.param(once(0.8, factor=2.0), "early-bird", 2.0, id="once"),
+        pytest.param(Arm(ratio=0.8, method="gradual", **CHANGING), "gradual", 1.0, id="gradual"),
+        pytest.param(Arm(ratio=0.8, method="rigl", drop=0.3, **CHANGING), "rigl", 1.0, id="rigl"),
+        pytest.param(Arm(ratio=0.8, method="set", drop=0.3, **CHANGING), "set", 1.0, id="set"),
+    ],
+)
+def test_a_job_trains_as_the_callback_does(folder, arm, method, factor):
+    ours = trained(arm, folder)
+    L.seed_everything(0, verbose=False)
+    texts, model = TINY.texts(folder), TINY.model(arm.rate)
+    loader = DataLoader(
+        texts.train, TINY.batch_size, sampler=EpochShuffle(len(texts.train), 0), drop_last=True
+    )
+    callbacks = []
+    if method is not None:
+        callbacks.append(
+            EarlyBirdTicket(
+                arm.ratio,
+                method=method,
+                every=arm.every,
+                draw_after=arm.begin,
+                draw_by=arm.end,
+            )
+        )
+        callbacks.append(LearningRateFactor(factor))
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=TINY.epochs,
+        limit_train_batches=TINY.steps,
+        gradient_clip_val=TINY.clip,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        strategy=AxoSparseStrategy(g_inter=1, microbatches=1),
+        callbacks=callbacks,
+    )
+    trainer.fit(model, loader)
+    for name, weight in model.named_parameters():
+        mine = ours.model.get_parameter(name)
+        assert torch.equal(weight == 0, mine == 0), name
+        if name.endswith("queries_keys_values.bias"):
+            # Those of keys have no gradient but what rounding leaves, which AdamW makes large.
+            mine, weight = (each.view(3, -1)[::2] for each in (mine, weight))
+        torch.testing.assert_close(mine, weight, rtol=1e-4, atol=1e-5)
+    if arm.ratio:
+        ticket = callbacks[0].ticket.masks
+        assert all(torch.equal(ticket[n], mask) for n, mask in ours.pruner.masks.items())
+
+
+@pytest.mark.parametrize(
+    "arm",
+    [
+        Arm(dropout=0.1),
+        once(0.8, factor=2.0, rewarm=0.1, decay=0.0, distill=0.5),
+        Arm(ratio=0.8, method="through", factor=1.5, **CHANGING),
+        Arm(ratio=0.8, method="gradual", drop=0.3, **CHANGING),
+        once(0.8, power=0.5),
+    ],
+)
+def test_a_run_that_was_stopped_goes_on(folder, arm, tmp_path):
+    whole = trained(arm, folder)
+    for stop in (6, 16, 30):
+        first = Training(TINY, arm, 0, TINY.texts(folder))
+        while first.step < stop:
+            first.advance()
+        torch.save(first.state_dict(), tmp_path / "state.pt")
+        torch.manual_seed(7)
+        second = Training(TINY, arm, 0, TINY.texts(folder))
+        second.load_state_dict(torch.load(tmp_path / "state.pt"))
+        while second.step < TINY.all_steps:
+            second.advance()
+        for name, weight in whole.model.named_parameters():
+            assert torch.equal(weight, second.model.get_parameter(name)), (name, stop)
+
+
+def test_finished_jobs_are_not_run_again(folder, tmp_path):
+    results, states = Results(tmp_path / "results.jsonl"), tmp_path / "states"
+    ticket = Job(TINY, once(0.8), 0)
+    results.complete([ticket, Job(TINY, Arm(factor=2.0), 0)], states, folder)
     before = results.path.read_text()
     assert len(before.splitlines()) == 2
-
-    initial = replace(ticket, arm=replace(ticket.arm, masks="initial"))
-    shuffled = replace(ticket, arm=replace(ticket.arm, entries="random"))
-    settling = Job(TINY, Settling(ratios=(0.5,), intervals=(8,), window=2), 0)
-    results.complete([ticket, shuffled, random, initial, settling], english)
-    assert results.path.read_text().startswith(before)
-    lines = results.lines()
-    kinds = [line["arm"].get("masks", line["arm"]["kind"]) for line in lines]
-    assert kinds == ["ticket", "dense", "ticket", "random", "initial", "settling"]
-    assert len({line["test"] for line in lines[:-1]}) == 5  # five arms are five trainings
-    for line in lines:
-        assert 1 < line["validation"] < 1000
-        assert 1 < line["test"] < 1000
-        assert line["seconds"] > 0
-    drawn, dense, shuffled, chance, first, settled = lines
-    steps = [line["draw_step"] for line in (drawn, shuffled, chance, first)]
-    assert steps == [2, 2, None, None]
-    assert shuffled["densities"] == drawn["densities"]
-    assert chance["densities"] == drawn["densities"] != first["densities"]
-    assert all(
-        ours < 0.5 * theirs
-        for ours, theirs in zip(drawn["stage_bytes"], dense["stage_bytes"], strict=True)
+    results.complete([ticket, Job(TINY, Arm(), 0)], states, folder)
+    after = results.path.read_text()
+    assert after.startswith(before)
+    found, dense = results.lines()[ticket], results.lines()[Job(TINY, Arm(), 0)]
+    assert len(after.splitlines()) == 3
+    assert 1 < found["test"] < 1000
+    assert found["test"] != dense["test"]
+    assert found["state_bytes"] < 0.5 * dense["state_bytes"]
+    assert found["tokens_a_parameter"] == round(
+        512 / sum(p.numel() for p in TINY.model(1e-3).parameters()), 2
     )
-    assert list(settled["distances"]) == ["0.5/8"]
-    assert len(settled["distances"]["0.5/8"]) == 7
+    kept = {name: round(density, 2) for name, density in found["densities"].items()}
+    assert min(kept.values()) >= 0.01
+    assert len(dense["distances"]) == 28
 
 
-def test_an_interrupted_run_leaves_whole_lines(english, tmp_path, monkeypatch):
-    results = Results(tmp_path / "results.jsonl")
-    jobs = [Job(TINY, Dense(), 0), Job(TINY, Dense(3.0), 0)]
-    run = Job.run
-
-    def stopped(job, *args):
-        if job == jobs[1]:
-            raise KeyboardInterrupt
-        return run(job, *args)
-
-    monkeypatch.setattr(Job, "run", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        results.complete(jobs, english)
-    assert [json.loads(x)["seed"] for x in results.path.read_text().splitlines()] == [0]
-    monkeypatch.setattr(Job, "run", run)
-    results.complete(jobs, english)
-    assert [results.of(job) is not None for job in jobs] == [True, True]
-
-
-def test_arms_are_compared_seed_by_seed(tmp_path):
-    results = Results(tmp_path / "results.jsonl")
-    numbers = {
-        Dense(): {3: 10.0, 4: 20.0},
-        Dense(2.0): {3: 8.0, 4: 16.0},
-        Pruned(): {3: 11.0, 4: 20.0, 5: 99.0},
-    }
-    for arm, tests in numbers.items():
-        for seed, test in tests.items():
-            measured = {"validation": test + 1, "test": test, "stage_bytes": [2e6, 1e6]}
-            drawn = {"draw_step": 128 + seed} if isinstance(arm, Pruned) else {}
-            results.add(Job(TINY, arm, seed), {**measured, **drawn})
-    rows = compare(results, TINY, numbers, (3, 4, 5), "test")
-    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows[2:]]
-    stages = "2.0 / 1.0 MB"
-    dense, control, ticket = cells
-    assert dense[2:] == ["16.00 ± 7.07", "15.00 ± 7.07", "+0.0 ± 0.0 %", "", "", stages]
-    assert control[2:] == ["13.00 ± 5.66", "12.00 ± 5.66", "-20.0 ± 0.0 %", "", "", stages]
-    # 10 and 0 % above dense, 37.5 and 25 % above its control; seed 5 has neither.
-    assert ticket[:4] == ["ticket", "3 4 5", "44.33 ± 48.42", "43.33 ± 48.42"]
-    assert ticket[4:] == ["+5.0 ± 7.1 %", "+31.2 ± 8.8 %", "131, 132, 133", stages]
-
-
-def test_masks_have_settled_where_the_first_distance_is_below_the_threshold(tmp_path):
-    results = Results(tmp_path / "results.jsonl")
-    job = Job(TINY, Settling(ratios=(0.5, 0.8), intervals=(8,), window=3), 0)
-    never = replace(job, seed=1)
-    distances = {"0.5/8": [0.9, 0.7, 0.4, 0.6, 0.3, 0.2], "0.8/8": [0.9] * 6}
-    results.add(job, {"distances": distances})
-    rows = settled(results, [job, never])
-    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows[2:]]
-    # The first distance comes with the third of eight masks.
-    assert cells == [
-        ["0.003", "50%", "8 times", "62%", "0.20"],
-        ["0.003", "80%", "8 times", "never", "0.90"],
+def test_a_dense_beginning_is_shared(folder, tmp_path):
+    results, states = Results(tmp_path / "results.jsonl"), tmp_path / "states"
+    alone = Results(tmp_path / "alone.jsonl")
+    jobs = [Job(TINY, arm, 0) for arm in (Arm(), once(0.8), once(0.5, 0.5, factor=2.0))]
+    results.complete(jobs, states, folder)
+    for job in jobs:
+        alone.complete([job], tmp_path / str(hash(job)), folder)
+    keys = ("validation", "test", "densities")
+    assert [[results.lines()[job][key] for key in keys] for job in jobs] == [
+        [alone.lines()[job][key] for key in keys] for job in jobs
     ]
-    plot_settling(results, [job, never], tmp_path / "settling.png")
-    assert (tmp_path / "settling.png").read_bytes().startswith(b"\x89PNG")
+    seconds = [alone.lines()[job]["seconds"] for job in jobs]
+    assert all(second >= 0 for second in seconds)
 
 
-def test_searching_takes_a_bit_a_weight_and_mask():
-    found = {score: measure(64, 2, score) for score in ("magnitude", "saliency")}
-    for sizes in found.values():
-        assert sizes["window"] == WINDOW * sizes["entries"] // 8
-        assert sizes["peak"] >= 0
+def test_an_interrupted_job_leaves_its_state_and_whole_lines(folder, tmp_path, monkeypatch):
+    results, states = Results(tmp_path / "results.jsonl"), tmp_path / "states"
+    jobs = [Job(TINY, Arm(), 0), Job(TINY, once(0.8, factor=3.0), 0)]
+    advance = Training.advance
+
+    def stopped(training):
+        if training.arm.ratio and training.step == 20:
+            raise KeyboardInterrupt
+        advance(training)
+
+    monkeypatch.setattr(Training, "advance", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        results.complete(jobs, states, folder)
+    assert [json.loads(x)["seed"] for x in results.path.read_text().splitlines()] == [0]
+    steps = []
+    monkeypatch.setattr(Training, "advance", lambda t: (steps.append(t.step), advance(t)))
+    results.complete(jobs, states, folder)
+    assert steps == list(range(20, 32))
+    assert set(results.lines()) == set(jobs)
 
 
-def test_spreads_and_labels():
-    assert Spread.of([1.0, 3.0]) == Spread(2.0, 2**0.5)
-    assert Spread.of([2.0]).shown("+.1f") == "+2.0"
-    assert against({0: {"test": 1.0}}, {1: {"test": 1.0}}, "test") is None
-    assert label(Pruned(ratio=0.9, masks="random")) == "random, ratio 0.9"
+def test_settings_that_a_line_lacks_have_their_defaults():
+    job = Job(TINY, once(0.8, factor=2.0), 3)
+    line = json.loads(json.dumps(job.settings))
+    del line["arm"]["dropout"], line["arm"]["factor"]
+    assert Job.of(line) == replace(job, arm=once(0.8))
 
 
-def test_the_ticket_and_the_main_job_are_those_of_the_package():
-    signature = inspect.signature(EarlyBirdTicket.__init__).parameters
-    for name in ("floor", "every", "threshold", "draw_after", "draw_by"):
-        assert getattr(plan.TICKET, name) == signature[name].default
+def test_levelled_densities_keep_as_many_entries():
+    densities, sizes = {"a": 0.9, "b": 0.01}, {"a": 100, "b": 900}
+    same = levelled(densities, sizes, 1.0)
+    assert same == pytest.approx(densities)
+    closer = levelled(densities, sizes, 0.5)
+    assert sum(closer[n] * sizes[n] for n in sizes) == pytest.approx(99)
+    assert closer["a"] / closer["b"] == pytest.approx(90**0.5)
+    assert levelled(densities, sizes, 0.0) == pytest.approx({"a": 0.099, "b": 0.099})
+
+
+def test_arms_are_compared_seed_by_seed():
+    first, second = (TINY, Arm()), (TINY, once(0.8))
+    comparison = Comparison("Two arms", (first, second), (3, 4, 5), "test")
+    numbers = {first: {3: 10.0, 4: 20.0}, second: {3: 11.0, 4: 20.0, 5: 99.0}}
+    results = {
+        Job(*arm, seed): {
+            "validation": test + 1,
+            "test": test,
+            "tokens_a_parameter": 20.2,
+            "state_bytes": 2e6,
+            "seconds": 180,
+        }
+        for arm, tests in numbers.items()
+        for seed, test in tests.items()
+    }
+    rows = comparison.rows(results)
+    dense, ticket = ([cell.strip() for cell in row.split("|")[1:-1]] for row in rows[2:])
+    same = ["2.00 MB", "180"]
+    assert dense[2:] == ["3 4", "20.2", "16.000 ± 7.071", "15.000 ± 7.071", "", *same]
+    # 10 and 0 %; of seed 5 there is no dense run.
+    assert ticket[:3] == ["TINY", "80% once, 0.003, from 0.25", "3 4 5"]
+    assert ticket[5:] == ["43.333 ± 48.418", "+5.0 ± 7.1 %", *same]
+
+
+def test_masks_settle_where_the_first_distance_is_below_the_threshold():
+    settling, never = Job(TINY, Arm(), 0), Job(TINY, Arm(), 1)
+    results = {
+        settling: {"distances": {"8": 0.9, "16": 0.4, "24": 0.6}},
+        never: {"distances": {"8": 0.9}},
+        Job(TINY, once(0.8), 0): {"distances": {"4": 0.1}},
+    }
+    assert settled(results)[2:] == ["| TINY | dense, 0.003 | 0 | 50% |"]
+
+
+def test_labels_say_where_an_arm_differs():
+    assert Arm().label == "dense, 0.003"
+    assert Arm(factor=2.0).label == "dense, 0.003, from 0.25, factor 2"
+    assert once(0.8, entries="random").label == "80% once, 0.003, from 0.25, entries random"
+    gradual = Arm(6e-3, 0.9, "gradual", 0.1, 0.75, floor=0.3)
+    assert gradual.label == "90% gradual, 0.006, from 0.1, end 0.75, floor 0.3"
+    with pytest.raises(ValueError, match=r"Pruned once, at 0\.25, but the end is 0\.5"):
+        Arm(ratio=0.8, end=0.5)
+
+
+def test_what_reports_is_not_what_chooses():
+    assert not set(plan.CHOOSING) & set(plan.FRESH)
+    for phase, comparisons in plan.PHASES.items():
+        for each in comparisons:
+            assert set(each.seeds) <= set(plan.FRESH if each.key == "test" else plan.CHOOSING)
+            assert {job.task for job in plan.jobs(phase)} >= {job.task for job in each.jobs}
+
+
+def test_tasks_see_twenty_tokens_a_parameter():
+    for task in (LIBRARY, ENGLISH, LARGER, LARGE):
+        count = sum(p.numel() for p in task.model(1e-3).parameters())
+        assert 20 <= task.tokens / count < 21, task.name
+
+
+def test_the_short_tasks_main_job_is_that_of_the_package():
     with initialize_config_dir(str(configuration()), version_base="1.3"):
         config = compose("config")
-    for name in ("ratio", "floor", "every", "threshold", "draw_after", "draw_by"):
-        assert getattr(plan.SAME_RATE, name) == config.pruning[name]
-    assert plan.SAME_RATE.entries == config.pruning.entries
-    assert plan.SAME_RATE.factor == config.pruning.learning_rate_factor
     data = config.data
     assert (MAIN.context, MAIN.batch_size, MAIN.held_out) == (
         data.context,
@@ -162,7 +271,14 @@ def test_the_ticket_and_the_main_job_are_those_of_the_package():
         config.trainer.limit_train_batches,
     )
     assert MAIN.clip == config.trainer.gradient_clip_val
-    assert MAIN.model().hparams == instantiate(config.model).hparams
+    assert MAIN.model(Arm().rate).hparams == instantiate(config.model).hparams
+
+
+def test_searching_takes_a_bit_a_weight_and_mask():
+    found = {score: measure(64, 2, score) for score in ("magnitude", "saliency")}
+    for sizes in found.values():
+        assert sizes["window"] == WINDOW * sizes["entries"] // 8
+        assert sizes["peak"] >= 0
 
 
 def test_files_are_either_trained_on_or_held_out(tmp_path):
@@ -172,11 +288,3 @@ def test_files_are_either_trained_on_or_held_out(tmp_path):
     train, validation, test = (text.tolist() for text in split_by_file(files))
     assert sorted(train + validation + test) == list(range(40))
     assert (validation, test) == ([0, 20], [10, 30])
-
-
-def test_tables_have_the_arms_that_others_are_compared_with():
-    for phase, comparisons in plan.PHASES.items():
-        assert {job.task.name for job in plan.jobs(phase)} <= set(TASKS)
-        for each in comparisons:
-            assert plan.CONTROL in each.arms
-            assert set(each.seeds) <= set(plan.FRESH if each.key == "test" else plan.CHOOSING)

@@ -1,0 +1,198 @@
+"""Prunes a network while it trains in one process, as an arm says, with the package's functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from benchmarks.perplexity.arms import Arm
+from lightning_axosparse.examples.gpt import GPT
+from lightning_axosparse.pruning.bitmask import MaskBits
+from lightning_axosparse.pruning.mask_rule import MaskRule
+from lightning_axosparse.pruning.mask_schedule import (
+    MaskSchedule,
+    cosine_fraction,
+    cubic_ratio,
+)
+from lightning_axosparse.pruning.masked_weights import MaskedWeights
+from lightning_axosparse.pruning.regrowth import Growth, regrown
+from lightning_axosparse.pruning.scores import State
+
+Masks = dict[str, Tensor]
+
+SLOWER = 0.01
+"""The weight of a step in the average of squared gradients of ``score="slow"``."""
+
+GROWTH: dict[str, Growth] = {"set": "random", "rigl": "gradient", "gradual": "gradient"}
+
+
+class Pruner:
+    """Changes masks and rates of a dense network in training; pruned entries are zero.
+
+    Args:
+        arm: what is done when.
+        model: the network.
+        optimizer: AdamW.
+        steps: of the whole run.
+        seed: of entries that grow at random.
+
+    Attributes:
+        masks: those that hold; None before the first.
+        teacher: the dense network of the beginning, where the arm distills.
+        begin: optimizer steps before the first change.
+        end: optimizer steps before the draw.
+    """
+
+    def __init__(self, arm: Arm, model: GPT, optimizer: Optimizer, steps: int, seed: int) -> None:
+        self.arm, self.seed, self.steps = arm, seed, steps
+        self.begin = round(arm.begin * steps) if arm.changes else steps
+        self.end = round(arm.end * steps) if arm.changes else steps
+        self.masks: Masks | None = None
+        self.teacher: nn.Module | None = None
+        self._model, self._optimizer = model, optimizer
+        self._weights: MaskedWeights | None = None
+        self._rule = MaskRule(
+            arm.ratio,
+            slow if arm.score == "slow" else arm.score,
+            arm.entries,  # type: ignore[arg-type]
+            arm.scope,
+            arm.floor,
+        )
+        self._schedule = MaskSchedule(
+            self.begin, max(1, round(arm.every * steps)), max(self.end, self.begin + 1)
+        )
+
+    def begin_step(self, step: int) -> None:
+        """Change the masks if that is due before a forward pass, after so many steps."""
+        if not self.arm.ratio or not self.begin <= step <= self.end:
+            return
+        if step == self.begin and self.arm.distill:
+            self.teacher = deepcopy(self._model.model).requires_grad_(False).eval()
+        if step == self.end:
+            self._draw()
+        elif self._schedule.changes_after(step):
+            if self.arm.method in ("gradual", "through"):
+                progress = self._schedule.progress(step)
+                self._hold(self.chosen(cubic_ratio(self.arm.ratio, progress)), step)
+            elif self.masks is None:
+                self._hold(self.chosen(self.arm.ratio), step)
+
+    @contextmanager
+    def forward(self, step: int) -> Iterator[None]:
+        """Compute with the kept entries alone, where those under the mask train on too."""
+        if self.arm.method != "through" or not self.begin <= step < self.end:
+            yield
+            return
+        assert self.masks is not None
+        weights = [(self._model.get_parameter(name), mask) for name, mask in self.masks.items()]
+        dense = [weight.detach().clone() for weight, _ in weights]
+        with torch.no_grad():
+            for weight, mask in weights:
+                weight.mul_(mask)
+        yield
+        with torch.no_grad():
+            for (weight, _), values in zip(weights, dense, strict=True):
+                weight.copy_(values)
+
+    def on_gradients(self, step: int) -> None:
+        """Drop and regrow entries if that is due, then mask the gradients of this step."""
+        if self.arm.score == "slow" and self.begin <= step < self.end:
+            self._average_squares()
+        regrows = self.arm.method in ("set", "rigl") or self.arm.drop > 0
+        due = self.begin < step < self.end and self._schedule.changes_after(step)
+        if self.arm.ratio and regrows and due:
+            assert self.masks is not None
+            grown = regrown(
+                dict(self._model.named_parameters()),
+                MaskBits(self.masks),
+                cosine_fraction(self.arm.drop, self._schedule.progress(step)),
+                GROWTH[self.arm.method],
+                hash((self.seed, step)),
+            )
+            self._hold(grown, step)
+        if self._weights is not None:
+            self._weights.mask_gradients()
+
+    def _average_squares(self) -> None:
+        """Average squared gradients over more steps than AdamW, in its state."""
+        for name in self._rule.sizes(self._model):
+            weight = self._model.get_parameter(name)
+            state = self._optimizer.state[weight]
+            average = state.setdefault("slow", state["exp_avg_sq"].clone())
+            average.lerp_(weight.grad.square(), SLOWER)
+
+    def factor(self, step: int) -> float:
+        """Return what the learning rate of a step is multiplied by."""
+        if step < self.begin:
+            return 1.0
+        arm, schedule = self.arm, self._schedule
+        pruned = 1.0
+        if arm.method in ("gradual", "through"):
+            pruned = cubic_ratio(1.0, schedule.progress(step))
+        rewarm = round(arm.rewarm * self.steps)
+        warm = min(1.0, (step - self.end + 1) / rewarm) if rewarm and step >= self.end else 1.0
+        return (1 + (arm.factor - 1) * pruned) * warm
+
+    def chosen(self, ratio: float) -> Masks:
+        """Return the masks that keep the entries of highest score."""
+        rule = replace(self._rule, ratio=ratio)
+        masks = rule.masks(self._model, [self._optimizer])
+        if self.arm.power == 1 or ratio == 0:
+            return masks
+        densities = {name: float(mask.float().mean()) for name, mask in masks.items()}
+        sizes = {name: mask.numel() for name, mask in masks.items()}
+        scope = levelled(densities, sizes, self.arm.power)
+        return replace(rule, scope=scope).masks(self._model, [self._optimizer])
+
+    def _draw(self) -> None:
+        """Prune by the ticket, and train on with the weight decay of the arm."""
+        drawn = self.masks if self.arm.method in ("set", "rigl") else self.chosen(self.arm.ratio)
+        assert drawn is not None
+        self._hold(drawn, self.end)
+        if self.arm.decay is not None:
+            matrices, _ = self._optimizer.param_groups
+            matrices["weight_decay"] = self.arm.decay
+
+    def _hold(self, masks: Masks, step: int) -> None:
+        """Train under these masks from now on."""
+        self.masks = masks
+        if self.arm.method != "through" or step >= self.end:
+            weights = dict(self._model.named_parameters())
+            self._weights = MaskedWeights(weights, masks, [self._optimizer])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return masks and teacher; the optimizer's state has the weight decay."""
+        return {"masks": self.masks, "teacher": self.teacher and self.teacher.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
+        """Go on after so many steps."""
+        if state["masks"] is not None:
+            self._hold(state["masks"], step)
+        if state["teacher"] is not None:
+            self.teacher = deepcopy(self._model.model).requires_grad_(False).eval()
+            self.teacher.load_state_dict(state["teacher"])
+
+
+def slow(weight: Tensor, state: State) -> Tensor:
+    """Return saliency by an average of squared gradients over more steps than AdamW's."""
+    return weight.abs() * state.get("slow", state["exp_avg_sq"]).sqrt()
+
+
+def levelled(
+    densities: Mapping[str, float], sizes: Mapping[str, int], power: float
+) -> dict[str, float]:
+    """Return densities in proportion to a power of others, at most 1, that keep as many entries."""
+    wanted = sum(densities[name] * size for name, size in sizes.items())
+    low, high = 0.0, 1.0 / min(d**power for d in densities.values() if d > 0)
+    for _ in range(60):
+        factor = (low + high) / 2
+        kept = sum(min(1.0, factor * densities[n] ** power) * size for n, size in sizes.items())
+        low, high = (factor, high) if kept < wanted else (low, factor)
+    return {name: min(1.0, high * density**power) for name, density in densities.items()}
