@@ -70,7 +70,8 @@ def exists(file: str) -> None:
 def test_the_command_is_one(command: str) -> None:
     if "." in command.split()[:1]:
         return  # . .venv/bin/activate
-    program, *arguments = shlex.split(command, comments=True)
+    loop = re.fullmatch(r"for attempt in [\d ]+; do (.*) && break; done", command)
+    program, *arguments = shlex.split(loop[1] if loop else command, comments=True)
     match program:
         case "axosparse-train" | "axosparse-eval":
             if {"hydra/launcher=slurm", "hparams_search=optuna"} & set(arguments):
