@@ -34,7 +34,8 @@ def test_a_rank_has_the_last_word(name: str, said: str, tmp_path: Path) -> None:
             stderr=log,
             text=True,
         )
-    assert start.stdin is not None and start.stdout is not None
+    assert start.stdin is not None
+    assert start.stdout is not None
     mpiexec = Mpiexec(proxy=int(start.stdout.readline()))
     mpiexec.say_last("lost\n")
     start.stdin.close()
