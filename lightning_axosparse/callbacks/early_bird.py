@@ -292,10 +292,14 @@ class EarlyBirdTicket(TicketSearch):
                 has no end of which there are shares.
         """
         assert self.draw_by is not None
-        total = partial(total_steps, trainer)
-        times = self.draw_after or self.every, self.every, self.draw_by
+        total, first = partial(total_steps, trainer), self.draw_after or self.every
+        begin, every, end = (
+            Moment.of(when, total).count for when in (first, self.every, self.draw_by)
+        )
+        if type(first) is type(self.draw_by):  # In order, but a short run may round them alike.
+            begin = min(begin, end - 1)
         with misconfigured():
-            return MaskSchedule(*(Moment.of(when, total).count for when in times))
+            return MaskSchedule(begin, every, end)
 
     def _validate_schedule(self) -> None:
         """Check what can be seen of a schedule before the length of the run is known."""
