@@ -118,7 +118,7 @@ def test_lightning_cli(example: Path) -> None:
     every = [*warm_python(), "main.py"]
     options = ["--config", "config.yaml", *small.split()]
     drawn = run(example, [*every, "fit", *options])
-    assert "Early-bird ticket drawn" in drawn or list(example.glob("checkpoints/last.ckpt"))
+    assert "Ticket drawn" in drawn or list(example.glob("checkpoints/last.ckpt"))
     checkpoint = torch.load(example / "checkpoints" / "last.ckpt", weights_only=False)
     assert checkpoint["global_step"] == 6
     assert any(key.startswith("EarlyBirdTicket") for key in checkpoint["callbacks"])

@@ -13,16 +13,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.perplexity.arms import Arm
+from benchmarks.perplexity.masked_weights import MaskedWeights
+from benchmarks.perplexity.regrowth import Growth, cosine_fraction, regrown
 from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.pruning.bitmask import MaskBits
 from lightning_axosparse.pruning.mask_rule import MaskRule
-from lightning_axosparse.pruning.mask_schedule import (
-    MaskSchedule,
-    cosine_fraction,
-    cubic_ratio,
-)
-from lightning_axosparse.pruning.masked_weights import MaskedWeights
-from lightning_axosparse.pruning.regrowth import Growth, regrown
+from lightning_axosparse.pruning.mask_schedule import MaskSchedule, cubic_ratio
 from lightning_axosparse.pruning.scores import State
 
 Masks = dict[str, Tensor]

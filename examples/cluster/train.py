@@ -5,7 +5,7 @@ import os
 
 import lightning as L
 
-from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, LearningRateFactor
+from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.examples.text import TextDataModule
 
@@ -26,7 +26,7 @@ if __name__ == "__main__":
         num_nodes=int(os.environ.get("SLURM_NNODES", 1)),
         max_steps=options.steps,
         strategy=AxoSparseStrategy(g_inter=options.stages, save_distributed_checkpoint=True),
-        callbacks=[EarlyBirdTicket(0.8), LearningRateFactor(2)],
+        callbacks=[EarlyBirdTicket(0.8)],
     )
     heads = max(1, options.width // 64)
     model = GPT(width=options.width, depth=options.depth, heads=heads, context=128)

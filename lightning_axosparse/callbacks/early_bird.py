@@ -1,10 +1,9 @@
-"""The callback that finds an early-bird ticket while training and prunes the weights by it."""
+"""The callback that prunes while training: gradually, or at once by an early-bird ticket."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -15,23 +14,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_axosparse.callbacks.masked_training import (
-    MaskedMethod,
-    MaskedTraining,
-    agreed_masks,
-)
-from lightning_axosparse.callbacks.moments import (
-    WHEN,
-    Progress,
-    When,
-)
+from lightning_axosparse.callbacks.moments import WHEN, Moment, Progress, When, total_steps
 from lightning_axosparse.callbacks.ticket_search import TicketSearch, misconfigured
 from lightning_axosparse.callbacks.trainer_info import callbacks_of
-from lightning_axosparse.distributed.process_groups import all_gather
+from lightning_axosparse.distributed.process_groups import all_gather, broadcast_from_first
 from lightning_axosparse.pruning.bitmask import MaskBits
-from lightning_axosparse.pruning.densities import SCOPES, Scope, Share, kept_by_stage
+from lightning_axosparse.pruning.densities import SCOPES, Scope, kept_by_stage
 from lightning_axosparse.pruning.mask_distance import DISTANCES, Distance
 from lightning_axosparse.pruning.mask_rule import EntryChoice, MaskRule
+from lightning_axosparse.pruning.mask_schedule import MaskSchedule, cubic_ratio
 from lightning_axosparse.pruning.prunable import Prune, few
 from lightning_axosparse.pruning.scores import SCORES, Score
 from lightning_axosparse.pruning.ticket import Ticket
@@ -74,20 +65,24 @@ _STRATEGY_API = (
     "counted_parameters",
     "microbatches",
     "parameter_stages",
-    "on_gradients",
     "sparsify",
+    "use_freed_memory",
 )
+
+_LITTLE = 0.02
+"""A weight that keeps a smaller share of its entries is named when the ticket is drawn."""
 
 
 class EarlyBirdTicket(TicketSearch):
-    """Finds an early-bird ticket while training, then stores the pruned weights sparse.
+    """Prunes while training: the pruned weights are stored sparse from then on.
 
     At regular intervals the callback computes the masks that keep the entries of highest score,
-    over all stages of the pipeline, and compares them with earlier ones (You et al., ICLR 2020).
-    When the last ``window`` masks agree, it draws the ticket, once and identically on all ranks,
-    and the strategy replaces the pruned weights, their gradients and their optimizer state by the
-    kept entries (SAMO; Singh & Bhatele, IPDPS 2023). The largest distance to the window is logged
-    as ``mask_distance``.
+    over all stages of the pipeline, identically on all ranks. With ``method="gradual"`` it prunes
+    by each of them, a little more every time. With ``method="early-bird"`` it compares them with
+    earlier ones (You et al., ICLR 2020), logs the largest distance to the window as
+    ``mask_distance``, and prunes once, when the last ``window`` masks agree. Either way the
+    strategy replaces the pruned weights, their gradients and their optimizer state by the kept
+    entries (SAMO; Singh & Bhatele, IPDPS 2023), and the last masks are the ticket.
 
     ``every``, ``draw_after`` and ``draw_by`` are optimizer steps (an int), a share of the run (a
     float), or epochs (such as "3 epochs"). Masks that are due after the last batch of an epoch are
@@ -117,21 +112,20 @@ class EarlyBirdTicket(TicketSearch):
             "*.lora_*": False}``, or a function ``(name, parameter) -> bool``. By default all
             weights, embeddings and heads, no norms and biases
             (:func:`lightning_axosparse.pruning.prunable.prunable`).
-        method: "early-bird": masks are only compared until the ticket is drawn. The others train
-            dense weights of which pruned entries are zero, from ``draw_after`` on, change the masks
-            at intervals of ``every``, and draw them at ``draw_by``. "gradual" raises the pruning
-            ratio by a cubic schedule (Zhu & Gupta, 2017). "set" and "rigl" prune at once, then drop
-            the smallest kept entries of each weight, at first 30 % of them, later fewer, and let as
-            many others grow: at random (Mocanu et al., 2018), or those of the largest gradient
-            (Evci et al., ICML 2020).
-        every: how often masks are computed and compared. Masks change less over shorter intervals,
-            so it goes together with ``threshold``.
-        draw_after: draw not before this, even if the masks agree; None: as soon as they agree.
-        draw_by: draw at this time at the latest, even if the masks still change; None: only when
-            they agree.
-        distance: "relative": fraction of the kept weights that changed, divided by that of
-            independent random masks, so it means the same at every ratio; "overlap": not divided;
-            "hamming": fraction of all mask entries that changed, as in the paper.
+        method: "gradual": from ``draw_after`` to ``draw_by`` the pruning ratio rises by a cubic
+            schedule (Zhu & Gupta, 2017), at intervals of ``every``; what is pruned stays pruned.
+            "early-bird": nothing is pruned until the masks agree. The first costs less quality, the
+            second is sparse earlier (``docs/tickets.md``).
+        every: how often masks are computed. Masks change less over shorter intervals, so with
+            "early-bird" it goes together with ``threshold``.
+        draw_after: prune not before this, even if the masks agree; None: with "gradual" after
+            ``every``, with "early-bird" as soon as they agree.
+        draw_by: draw the ticket at this time, with "early-bird" at the latest; None: only when the
+            masks agree.
+        distance: how "early-bird" compares masks. "relative": fraction of the kept weights that
+            changed, divided by that of independent random masks, so it means the same at every
+            ratio; "overlap": not divided; "hamming": fraction of all mask entries that changed, as
+            in the paper.
         threshold: the ticket is drawn when the distance of the newest mask to every other mask of
             the window is smaller than this.
         window: number of masks that must agree, at least 2; the paper uses 5, one an epoch, with
@@ -155,7 +149,8 @@ class EarlyBirdTicket(TicketSearch):
         drawn_at: number of optimizer steps of this run before the draw; None if it has drawn none.
 
     Raises:
-        MisconfigurationException: if an argument is out of range.
+        MisconfigurationException: if an argument is out of range, or with "gradual" a time is given
+            in epochs, or ``draw_by`` does not come after ``draw_after``.
     """
 
     kind = Ticket
@@ -170,7 +165,7 @@ class EarlyBirdTicket(TicketSearch):
         scope=one_of(*SCOPES) | DENSITIES,
         floor=FRACTION,
         prune=PRUNED | FUNCTION | NONE,
-        method=one_of("early-bird", "gradual", "set", "rigl"),
+        method=one_of("gradual", "early-bird"),
         every=WHEN,
         draw_after=WHEN | NONE,
         draw_by=WHEN | NONE,
@@ -188,10 +183,10 @@ class EarlyBirdTicket(TicketSearch):
         scope: Scope = "global",
         floor: float = 0.05,
         prune: Prune | None = None,
-        method: Literal["early-bird"] | MaskedMethod = "early-bird",
+        method: Literal["gradual", "early-bird"] = "gradual",
         every: When = 1 / 32,
         draw_after: When | None = 0.25,
-        draw_by: When | None = 0.4,
+        draw_by: When | None = 0.9,
         distance: Distance = "relative",
         threshold: float = 0.5,
         window: int = 5,
@@ -210,17 +205,22 @@ class EarlyBirdTicket(TicketSearch):
                 floor,
                 dict(prune) if isinstance(prune, Mapping) else prune,
             )
-        self._masked = None
-        if method != "early-bird":
-            with misconfigured():
-                self._rule.validate_method(method)
-            self._masked = MaskedTraining(method, pruning_ratio, every, draw_after, draw_by)
-        self.distance = distance
+        self.method, self.distance = method, distance
         self.ticket: Ticket | None = (
             Ticket.load(ticket) if isinstance(ticket, str | os.PathLike) else ticket
         )
+        if method == "gradual" and self.ticket is None:
+            self._validate_schedule()
+        self._pruned: Ticket | None = None
+        """The masks by which weights are pruned so far; None before the first, and after the last.
+        """
         self._processor: Processor | None = None
         """The kind of processor for which products were chosen; None before weights are pruned."""
+
+    @property
+    def has_pruned(self) -> bool:
+        """Whether anything is pruned."""
+        return super().has_pruned or self._pruned is not None
 
     def validate_fit(self, trainer: Trainer) -> None:
         """Validate strategy, module and callbacks; the launcher calls this before it starts ranks.
@@ -258,30 +258,65 @@ class EarlyBirdTicket(TicketSearch):
             validate_elementwise_optimizers(optimizer)
         if self.ticket is not None:
             self._prune(trainer, self.ticket)
+            strategy: Any = trainer.strategy
+            strategy.use_freed_memory()
+        elif self._pruned is not None:
+            self._prune(trainer, self._pruned)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go on with a resumed run, and compare masks that were due before it stopped."""
-        if self._masked is not None and self.ticket is None:
-            self._masked.schedule(trainer)
-            self._masked.resume(trainer)
-        super().on_train_start(trainer, pl_module)
-
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Change the masks of dense weights."""
-        if self._masked is not None and self.ticket is None:
-            self._masked.begin_step(trainer, partial(self._masks, trainer, pl_module))
+    def _is_due(self, trainer: Trainer, before: Progress, now: Progress) -> bool:
+        if self.method == "early-bird":
+            return super()._is_due(trainer, before, now)
+        schedule = self._schedule(trainer)
+        steps = range(max(before.steps, schedule.begin) + 1, now.steps + 1)
+        return any(map(schedule.changes_after, steps))
 
     def _compare(
         self, trainer: Trainer, module: LightningModule, now: Progress, late: bool, on_step: bool
     ) -> None:
-        """Draw masks that a schedule changes at its end; compare others."""
-        if self._masked is None:
+        """Prune to the ratio of the schedule, or compare masks that may settle."""
+        if self.method == "early-bird":
             super()._compare(trainer, module, now, late, on_step)
         elif late:
-            masks = self._masked.final(partial(self._masks, trainer, module))
-            self._draw(trainer, module, masks)
+            self._draw(trainer, module, self._masks(trainer, module, self.pruning_ratio))
+        else:
+            ratio = cubic_ratio(self.pruning_ratio, self._schedule(trainer).progress(now.steps))
+            masks = self._masks(trainer, module, ratio)
+            self._pruned = self._ticket_of(trainer, module, masks, ratio)
+            self._prune(trainer, self._pruned)
+
+    def _schedule(self, trainer: Trainer) -> MaskSchedule:
+        """The optimizer steps of this run after which the ratio rises.
+
+        Raises:
+            MisconfigurationException: if the draw does not come after the first masks, or the run
+                has no end of which there are shares.
+        """
+        assert self.draw_by is not None
+        total, first = partial(total_steps, trainer), self.draw_after or self.every
+        begin, every, end = (
+            Moment.of(when, total).count for when in (first, self.every, self.draw_by)
+        )
+        if type(first) is type(self.draw_by):  # In order, but a short run may round them alike.
+            begin = min(begin, end - 1)
+        with misconfigured():
+            return MaskSchedule(begin, every, end)
+
+    def _validate_schedule(self) -> None:
+        """Check what can be seen of a schedule before the length of the run is known."""
+        for name in ("every", "draw_after", "draw_by"):
+            when = getattr(self, name)
+            if isinstance(when, str) or (when is None and name == "draw_by"):
+                raise MisconfigurationException(
+                    f"{name}={when!r} with method='gradual': give it as optimizer steps (an int) "
+                    "or a share of the run (a float), between which the pruning ratio rises; or "
+                    "set method='early-bird'." + see("tickets")
+                )
+        begin, end = self.draw_after or self.every, self.draw_by
+        if type(begin) is type(end) and begin >= end:  # type: ignore[operator]
+            raise MisconfigurationException(
+                f"draw_by={end} must come after draw_after={begin} (every={self.every}, if that is "
+                "None): with method='gradual' weights are pruned in between." + see("tickets")
+            )
 
     def _new_masks(
         self, trainer: Trainer, module: LightningModule
@@ -294,16 +329,14 @@ class EarlyBirdTicket(TicketSearch):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warn if no ticket was drawn."""
         self._looked = None
-        if self._masked is not None:
-            self._masked.release(trainer)
         if self.ticket is not None:
             return
         drawn = f"No ticket was drawn in {trainer.global_step} optimizer steps"
-        if self._masked is not None:
+        if self.method == "gradual":
+            ratio = 0.0 if self._pruned is None else self._pruned.pruning_ratio
             rank_zero_warn(
-                f"{drawn}: draw_by={self.draw_by} has not been reached. The weights are dense, "
-                "with zeros where the last masks pruned them. Set an earlier draw_by, or train "
-                "longer." + see("tickets")
+                f"{drawn}: draw_by={self.draw_by} has not been reached. {ratio:.0%} of the entries "
+                "are pruned. Set an earlier draw_by, or train longer." + see("tickets")
             )
             return
         rank_zero_warn(
@@ -314,8 +347,8 @@ class EarlyBirdTicket(TicketSearch):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ticket and the distances; :meth:`on_save_checkpoint` adds the rest."""
-        masked = None if self._masked is None else self._masked.state_dict()
-        return {**super().state_dict(), "processor": self._processor, "masked": masked}
+        pruned = None if self._pruned is None else self._pruned.state_dict()
+        return {**super().state_dict(), "processor": self._processor, "pruned": pruned}
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -330,8 +363,8 @@ class EarlyBirdTicket(TicketSearch):
     def _restore(self, state: Mapping[str, Any]) -> None:
         super()._restore(state)
         self._processor = state.get("processor")
-        if self._masked is not None and state["masked"] is not None:
-            self._masked.load_state_dict(state["masked"])
+        pruned = state.get("pruned")
+        self._pruned = None if pruned is None else Ticket.from_state_dict(pruned)
 
     def _masks(self, trainer: Trainer, module: LightningModule, ratio: float) -> MaskBits:
         """Compute the masks of the parameters that this rank counts."""
@@ -340,7 +373,7 @@ class EarlyBirdTicket(TicketSearch):
         weights = {n: p for n, p in strategy.held_parameters().items() if n in counted}
         stages = strategy.parameter_stages()
         return MaskBits(
-            replace(self._rule, ratio=ratio).masks(
+            self._rule.on_the_way(ratio).masks(
                 module, trainer.optimizers, weights, stages, strategy.inter_group
             )
         )
@@ -348,9 +381,36 @@ class EarlyBirdTicket(TicketSearch):
     def _draw(self, trainer: Trainer, module: LightningModule, masks: MaskBits) -> None:
         """Make the masks of the first replica the ticket of all ranks, and prune by it."""
         strategy: Any = trainer.strategy
-        self.ticket = Ticket(
-            agreed_masks(strategy, masks).only(self._rule.sizes(module)),
-            pruning_ratio=self.pruning_ratio,
+        self.ticket = self._ticket_of(trainer, module, masks, self.pruning_ratio)
+        self.drawn_at, self._pruned = trainer.global_step, None
+        self._window.clear()
+        stages = strategy.parameter_stages()
+        self._prune(trainer, self.ticket)
+        strategy.use_freed_memory()
+        rank_zero_info(f"Ticket drawn: {self.ticket}")
+        self._warn_of_emptied(self.ticket)
+        kept = {name: int(mask.sum()) for name, mask in self.ticket.masks.items()}
+        self._warn_of_imbalance(kept_by_stage(kept, stages))
+
+    def _ticket_of(
+        self, trainer: Trainer, module: LightningModule, masks: MaskBits, ratio: float
+    ) -> Ticket:
+        """The masks of all stages, as the first replica has them; collective.
+
+        Args:
+            trainer: the running Trainer.
+            module: the whole model.
+            masks: at least those of the parameters that this rank counts.
+            ratio: the fraction of entries that they prune.
+        """
+        strategy: Any = trainer.strategy
+        counted = strategy.counted_parameters()
+        part = masks.only(name for name in masks if name in counted)
+        part = broadcast_from_first(part, strategy.data_group)
+        everywhere = MaskBits.merged(all_gather(part, strategy.inter_group))
+        return Ticket(
+            everywhere.only(self._rule.sizes(module)),
+            pruning_ratio=ratio,
             score=self._rule.score_name,
             scope=self._rule.scope if isinstance(self._rule.scope, str) else "given",
             entries=self._rule.entries_name,
@@ -358,25 +418,15 @@ class EarlyBirdTicket(TicketSearch):
             distance=self.distance,
             distances=self.distances,
         )
-        self.drawn_at = trainer.global_step
-        self._window.clear()
-        if self._masked is not None:
-            self._masked.release(trainer)
-        stages = strategy.parameter_stages()
-        shares = self._rule.shares(module, stages)
-        self._prune(trainer, self.ticket)
-        rank_zero_info(f"Early-bird ticket drawn: {self.ticket}")
-        kept = {name: int(mask.sum()) for name, mask in self.ticket.masks.items()}
-        self._warn_of_floors(kept, shares)
-        self._warn_of_imbalance(kept_by_stage(kept, stages))
 
-    def _warn_of_floors(self, kept: Mapping[str, int], shares: Sequence[Share]) -> None:
-        low = [name for share in shares if len(share.sizes) > 1 for name in share.at_floor(kept)]
+    def _warn_of_emptied(self, ticket: Ticket) -> None:
+        share = min(_LITTLE, 1 - ticket.sparsity)
+        low = [name for name, gone in ticket.layer_sparsity().items() if 1 - gone < share]
         if low:
             rank_zero_warn(
-                f"The ticket keeps of {few(low)} no more than floor={self._rule.floor} asks for: "
-                "their other scores were too low. If these weights matter, set a higher floor, "
-                "another scope or score, or leave them dense with prune={'PATTERN': False}."
+                f"The ticket keeps less than {share:.1%} of {few(low)}: their scores were low "
+                "beside those of the others. If these weights matter, set a higher floor, another "
+                "scope or score, or leave them dense with prune={'PATTERN': False}."
                 + see("tickets")
             )
 

@@ -1,4 +1,4 @@
-"""Defines the two periods of a run: before and after the ticket is drawn."""
+"""Defines the periods of a run: before, between and after the first pruning and the draw."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from lightning.pytorch import Trainer
 from lightning_axosparse.callbacks.ticket_search import TicketSearch
 from lightning_axosparse.callbacks.trainer_info import callbacks_of
 
-Period = Literal["dense", "sparse"]
-"""What the model is: dense before a ticket was drawn, sparse or with fewer channels after it."""
+Period = Literal["dense", "pruning", "sparse"]
+"""What the model is: dense before anything is pruned, sparse or with fewer channels after the draw.
+"""
 
 
 def search_of(trainer: Trainer) -> TicketSearch | None:
@@ -21,4 +22,6 @@ def search_of(trainer: Trainer) -> TicketSearch | None:
 def period_of(trainer: Trainer) -> Period:
     """Return what the model is now."""
     search = search_of(trainer)
-    return "sparse" if search is not None and search.ticket is not None else "dense"
+    if search is None or not search.has_pruned:
+        return "dense"
+    return "pruning" if search.ticket is None else "sparse"

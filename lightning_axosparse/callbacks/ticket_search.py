@@ -59,6 +59,11 @@ class TicketSearch(Callback):
         self._looked: Progress | None = None
         """Up to where masks that were due have been compared; None outside of training."""
 
+    @property
+    def has_pruned(self) -> bool:
+        """Whether anything is pruned."""
+        return self.ticket is not None
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Validate the run on every rank, before any weight changes."""
         self.validate_fit(trainer)
@@ -131,9 +136,13 @@ class TicketSearch(Callback):
             return
         assert looked is not None
         late = self._reached(self.draw_by, trainer, now)
-        total = partial(total_steps, trainer)
-        if late or Moment.of(self.every, total).again_since(looked, now):
+        if late or self._is_due(trainer, looked, now):
             self._compare(trainer, module, now, late, on_step)
+
+    def _is_due(self, trainer: Trainer, before: Progress, now: Progress) -> bool:
+        """Whether masks are computed now, or were due since an earlier time."""
+        every = Moment.of(self.every, partial(total_steps, trainer))
+        return every.again_since(before, now)
 
     def _compare(
         self, trainer: Trainer, module: LightningModule, now: Progress, late: bool, on_step: bool

@@ -44,14 +44,6 @@ class Share:
         """Return how many entries of a weight are kept whatever their rank."""
         return int(self.floor * self.sizes[name].numel())
 
-    def at_floor(self, kept: Mapping[str, int]) -> list[str]:
-        """Return the weights that would keep still less without a floor, or keep nothing.
-
-        Args:
-            kept: name -> entries that are kept of each weight.
-        """
-        return [name for name in self.sizes if kept[name] <= self.least(name)]
-
 
 def shares(
     sizes: Mapping[str, Size],

@@ -23,6 +23,8 @@ from lightning_axosparse.pruning.scores import (
     has_second_moment,
 )
 from lightning_axosparse.pruning.selection import highest, kept_of
+from lightning_axosparse.sparse.layout import Layout
+from lightning_axosparse.sparse.parameters import layouts
 from lightning_axosparse.support.troubleshooting import see
 
 EntryChoice = Literal["score", "magnitude", "random"] | Score
@@ -55,20 +57,16 @@ class MaskRule:
     floor: float = 0.0
     prune: Prune | None = None
 
-    def validate_method(self, method: str) -> None:
-        """Check that masks of this rule can change as a method says.
+    def on_the_way(self, ratio: float) -> MaskRule:
+        """Return the rule while the pruning ratio rises to its own; given densities fall with it.
 
         Args:
-            method: "gradual", "set" or "rigl".
-
-        Raises:
-            ValueError: if they cannot.
+            ratio: what has been reached, at most its own.
         """
-        if method == "gradual" and isinstance(self.scope, Mapping):
-            raise ValueError(
-                "method='gradual' raises the pruning ratio step by step, which given densities "
-                "fix. Leave them out, or choose another method." + see("pruning")
-            )
+        scope, way = self.scope, ratio / self.ratio
+        if isinstance(scope, Mapping):
+            scope = {name: 1 - way * (1 - density) for name, density in scope.items()}
+        return replace(self, ratio=ratio, scope=scope)
 
     def sizes(self, module: nn.Module) -> dict[str, torch.Size]:
         """Return the weights that are pruned, with their shapes."""
@@ -150,24 +148,34 @@ class MaskRule:
             name: next((o.state[weight] for o in optimizers if weight in o.state), {})
             for name, weight in counted.items()
         }
-        scores = Scores(rule._score, counted, states)
+        stored = layouts(module)
+        scores = Scores(rule._score, counted, states, stored)
         masks = highest(scores, rule.shares(module, stages), group)
-        if rule.entries == "score":
-            return masks
-        sizes = rule.sizes(module)
-        alone = [Share({n: sizes[n]}, kept) for n, kept in kept_of(masks, sizes, group).items()]
-        return highest(rule._chosen_by(counted, states), alone, group)
+        if rule.entries != "score":
+            sizes = rule.sizes(module)
+            alone = [Share({n: sizes[n]}, kept) for n, kept in kept_of(masks, sizes, group).items()]
+            masks = highest(rule._chosen_by(counted, states, stored), alone, group)
+        for name in masks.keys() & stored.keys():
+            # Densities that fall are rounded, and may ask for one entry more than before.
+            masks[name] &= stored[name].mask()
+        return masks
 
     @property
     def _score(self) -> Score:
         return SCORES[self.score] if isinstance(self.score, str) else self.score
 
-    def _chosen_by(self, weights: Mapping[str, Tensor], states: Mapping[str, State]) -> Scores:
+    def _chosen_by(
+        self,
+        weights: Mapping[str, Tensor],
+        states: Mapping[str, State],
+        stored: Mapping[str, Layout],
+    ) -> Scores:
         """Return that by which the entries of each weight are chosen."""
         if self.entries == "random":
-            return Scores(by_chance, weights, {n: {"seed": crc32(n.encode())} for n in weights})
+            seeds = {name: {"seed": crc32(name.encode())} for name in weights}
+            return Scores(by_chance, weights, seeds, stored)
         entries = SCORES[self.entries] if isinstance(self.entries, str) else self.entries
-        return Scores(entries, weights, states)
+        return Scores(entries, weights, states, stored)
 
     @property
     def score_name(self) -> str:

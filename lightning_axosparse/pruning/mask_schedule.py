@@ -1,20 +1,19 @@
-"""Says when and how much masks change while dense weights train under them, before the draw."""
+"""Says when and how much the pruning ratio rises before the draw."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import cos, pi
 
 from lightning_axosparse.support.troubleshooting import see
 
 
 @dataclass(frozen=True)
 class MaskSchedule:
-    """The optimizer steps after which masks change: ``begin``, and every so many, before ``end``.
+    """The optimizer steps after which weights are pruned: ``begin``, and every so many more.
 
     Attributes:
-        begin: optimizer steps before the first masks.
-        every: optimizer steps from masks to the next ones.
+        begin: optimizer steps before the ratio begins to rise.
+        every: optimizer steps from one pruning to the next.
         end: optimizer steps before the draw.
 
     Raises:
@@ -29,11 +28,12 @@ class MaskSchedule:
         if self.begin >= self.end:
             raise ValueError(
                 f"draw_by, after {self.end} optimizer steps, must come after draw_after (every, if "
-                f"that is None), after {self.begin}: masks change in between." + see("tickets")
+                f"that is None), after {self.begin}: weights are pruned in between."
+                + see("tickets")
             )
 
     def changes_after(self, steps: int) -> bool:
-        """Return whether masks change after so many optimizer steps."""
+        """Return whether weights are pruned after so many optimizer steps, before the draw."""
         return self.begin <= steps < self.end and (steps - self.begin) % self.every == 0
 
     def progress(self, steps: int) -> float:
@@ -47,11 +47,3 @@ def cubic_ratio(ratio: float, progress: float) -> float:
     After Zhu & Gupta, *To prune, or not to prune* (2017, arXiv 1710.01878), from a ratio of 0.
     """
     return float(ratio * (1 - (1 - progress) ** 3))
-
-
-def cosine_fraction(fraction: float, progress: float) -> float:
-    """Return the fraction of the kept entries to drop: ``fraction`` at first, 0 at the end.
-
-    After Evci et al., *Rigging the Lottery* (ICML 2020, arXiv 1911.11134).
-    """
-    return fraction / 2 * (1 + cos(pi * progress))

@@ -50,15 +50,15 @@ def prunable(module: nn.Module, prune: Prune | None = None) -> dict[str, torch.S
         ValueError: if a key of the table is no kind and matches no parameter.
     """
     kinds = parameter_kinds(module)
-    parameters = dict(module.named_parameters())
+    owned = {entry.names[0]: entry for entry in owned_parameters(module)}
     if prune is None or isinstance(prune, Mapping):
         _validate(prune or {}, list(kinds))
         table = [*PRUNED_BY_DEFAULT.items(), *(prune or {}).items()]
         wanted = {name: _decide(table, name, kind) for name, kind in kinds.items()}
     else:
-        wanted = {name: bool(prune(name, parameters[name])) for name in kinds}
-    shapes = {entry.names[0]: entry.shape for entry in owned_parameters(module)}
-    return {name: shapes[name] for name, chosen in wanted.items() if chosen}
+        # A weight that is stored sparse is shown in its dense shape.
+        wanted = {name: bool(prune(name, getattr(*owned[name].owners[0]))) for name in kinds}
+    return {name: owned[name].shape for name, chosen in wanted.items() if chosen}
 
 
 def parameter_kinds(module: nn.Module) -> dict[str, ParameterKind]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_axosparse.sparse.elementwise import trial_copy
+from lightning_axosparse.sparse.layout import Layout
+from lightning_axosparse.sparse.optimizer_state import expand_state
 from lightning_axosparse.support.troubleshooting import see, without_link
 
 State = Mapping[str, Any]
@@ -58,16 +61,24 @@ SCORES: dict[str, Score] = {"magnitude": magnitude, "saliency": saliency}
 class Scores(Mapping[str, Tensor]):
     """The scores of weights by name, each computed whenever it is read: no copy is kept.
 
+    Entries that are pruned already have the lowest score of all.
+
     Args:
         score: computes them; the same each time it is called with the same tensors.
-        weights: name -> weight.
+        weights: name -> weight, or the kept values of one that is stored sparse.
         states: name -> the weight's optimizer state.
+        layouts: name -> the kept entries of each weight that is stored sparse.
     """
 
     def __init__(
-        self, score: Score, weights: Mapping[str, Tensor], states: Mapping[str, State]
+        self,
+        score: Score,
+        weights: Mapping[str, Tensor],
+        states: Mapping[str, State],
+        layouts: Mapping[str, Layout] = MappingProxyType({}),
     ) -> None:
         self._score, self._weights, self._states = score, weights, states
+        self._layouts = layouts
 
     def __getitem__(self, name: str) -> Tensor:
         """Return the scores of a weight, without a graph.
@@ -75,10 +86,13 @@ class Scores(Mapping[str, Tensor]):
         Raises:
             ValueError: if there are none, or none for each entry.
         """
-        weight = self._weights[name].detach()
+        weight, state = self._weights[name].detach(), self._states[name]
+        layout = self._layouts.get(name)
+        if layout is not None:
+            weight, state = layout.densify(weight), expand_state(state, layout)
         with torch.no_grad():
             try:
-                scores = self._score(weight, self._states[name])
+                scores = self._score(weight, state)
             except ValueError as error:
                 raise ValueError(
                     f"The weight '{name}' cannot be scored: {without_link(error)}." + see("pruning")
@@ -89,7 +103,10 @@ class Scores(Mapping[str, Tensor]):
                 f"The score function returned {found} for the weight '{name}'. It must return a "
                 f"tensor of the weight's shape, {tuple(weight.shape)}." + see("pruning")
             )
-        return scores
+        if layout is None:
+            return scores
+        wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        return wide.masked_fill(~layout.mask(), -torch.inf)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)

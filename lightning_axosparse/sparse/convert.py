@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -69,7 +70,8 @@ def sparsify(
             the wrapper, which then reduces only the kept entries.
         masks: parameter name, as in ``module.named_parameters()`` -> bool tensor of the
             parameter's shape, True where an entry is kept. A tied parameter may be given under
-            any of its names. A parameter already stored with this mask is not changed.
+            any of its names. Of a parameter that is stored sparse already, the mask may keep fewer
+            of the kept entries, as a ratio that rises does.
         optimizer: the optimizer that holds the parameters, if there is one; its state of them is
             compressed.
         index_format: how the positions of kept entries are stored: "coo", "segments" or "bitmap"
@@ -88,9 +90,9 @@ def sparsify(
     Raises:
         ValueError: for an argument of another type, ``compute="sparse"`` with the policy "samo",
             a policy, an index format, name, shape or
-            dtype that does not fit, a parameter or a mask on the meta device, a parameter that is
-            stored sparse with another mask, and optimizer state that is not elementwise. Nothing
-            has changed then.
+            dtype that does not fit, a parameter or a mask on the meta device, a mask that keeps
+            what is pruned already, and optimizer state that is not elementwise. Nothing has changed
+            then.
         MisconfigurationException: for an optimizer that updates a matrix otherwise than the vector
             of its entries. Nothing has changed then, either.
     """
@@ -124,6 +126,8 @@ def sparsify(
     for entry, layout in layouts.values():
         if entry.layout is None:
             _to_values(entry, layout, optimizer)
+        elif entry.layout.nnz > layout.nnz:
+            _to_fewer(entry, layout, optimizer)
         assert entry.form is not None
         entry.form.policy, entry.form.ways = policy, Ways(compute)
     renew_reducers(module)
@@ -176,10 +180,10 @@ def _checked_layout(
             + see("sparse-storage")
         )
     layout = layout_of(mask.to(parameter.device), index_format)
-    if present is not None and not present.same_entries(layout):
+    if present is not None and int(present.compress(layout.mask()).sum()) < layout.nnz:
         raise ValueError(
-            f"'{name}' is already stored sparse with another mask ({present.nnz} of "
-            f"{shape.numel()} entries kept). Call densify(module) first." + see("sparse-storage")
+            f"The mask of '{name}' keeps entries that are pruned already ({present.nnz} of "
+            f"{shape.numel()} are kept). Call densify(module) first." + see("sparse-storage")
         )
     return layout
 
@@ -195,6 +199,25 @@ def _to_values(entry: OwnedParameter, layout: Layout, optimizer: Optimizer | Non
         state.update(compress_state(state, layout, master))
     for owner, attribute in entry.owners:
         make_sparse(owner, attribute, layout, form)
+
+
+def _to_fewer(entry: OwnedParameter, layout: Layout, optimizer: Optimizer | None) -> None:
+    """Keep fewer of the entries that are kept."""
+    parameter, gradient, form = entry.parameter, entry.parameter.grad, entry.form
+    assert entry.layout is not None
+    assert form is not None
+    kept = entry.layout.compress(layout.mask())
+
+    def of_kept(values: Any) -> Any:
+        is_elementwise = isinstance(values, Tensor) and values.shape == kept.shape
+        return values[kept.to(values.device)] if is_elementwise else values
+
+    set_values(parameter, of_kept(parameter.detach()), of_kept(gradient))
+    if optimizer is not None and parameter in optimizer.state:
+        state = optimizer.state[parameter]
+        state.update({key: of_kept(value) for key, value in state.items()})
+    for owner, attribute in entry.owners:
+        make_sparse(owner, attribute, layout, DenseForm(form.dtype))
 
 
 def _to_dense(entry: OwnedParameter, optimizer: Optimizer | None) -> None:

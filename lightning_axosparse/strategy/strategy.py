@@ -292,8 +292,6 @@ class AxoSparseStrategy(MPIStrategy):
     strategy_name = "axosparse"
     learning_rate_factor: float = 1.0
     """What optimizer steps multiply the learning rates by; every run starts with 1."""
-    on_gradients: Callable[[], None] | None = None
-    """Called when the gradients of a step are there, before hooks and clipping; reset by a run."""
 
     @checked(
         MisconfigurationException,
@@ -592,7 +590,6 @@ class AxoSparseStrategy(MPIStrategy):
             self._undo.callback(whole.close)
             self._session = _Session(stage_module, whole, offload, None, tensors, folders)
         self.learning_rate_factor = 1.0
-        self.on_gradients = None
 
     def teardown(self) -> None:
         """Undo what setup changed; under ``mpiexec`` the module stays sharded."""
@@ -871,9 +868,6 @@ class AxoSparseStrategy(MPIStrategy):
         def timed_closure() -> Any:
             nonlocal closed
             result = closure()
-            if self.on_gradients is not None:
-                self._running.stage_module.await_gradients(self.held_parameters().values())
-                self.on_gradients()
             self._running.stage_module.remote_gradients.forget_norms()
             closed = time()
             return result
@@ -958,7 +952,6 @@ class AxoSparseStrategy(MPIStrategy):
             entry.form.ways = ways
         if optimizer is not None:
             restore_masters(optimizer, stored)
-        self._after_draw()
 
     def shrink(self, ticket: ChannelTicket) -> None:
         """Remove pruned channels from the layers of this rank, and from their optimizer state.
@@ -968,10 +961,10 @@ class AxoSparseStrategy(MPIStrategy):
         """
         ticket.apply(self._module, self.optimizers)
         self._running.stage_module.remote_gradients.follow()
-        self._after_draw()
+        self.use_freed_memory()
 
-    def _after_draw(self) -> None:
-        """Use the memory that pruning has freed."""
+    def use_freed_memory(self) -> None:
+        """Choose in-flight limit, schedule and grid again, as the last pruning has freed memory."""
         self._running.runner.measure_again()
         if self._running.regrid is not None:
             self._running.regrid.after_draw()

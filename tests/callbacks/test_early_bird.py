@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -13,6 +15,7 @@ from lightning_axosparse.callbacks.early_bird import EarlyBirdTicket
 from lightning_axosparse.callbacks.learning_rate_factor import LearningRateFactor
 from lightning_axosparse.pruning import Ticket
 from lightning_axosparse.sparse import sparsify
+from lightning_axosparse.sparse.parameters import layouts
 from tests.ranks import run_ranks
 
 
@@ -42,13 +45,12 @@ class PartialStrategy(SingleDeviceStrategy):
 
     microbatches = 1
     learning_rate_factor = 1.0
-    on_gradients = None
 
     def __init__(self, stages=1, stage=0, inter_group=None, data_group=None):
         super().__init__(torch.device("cpu"))
         self.stages, self.stage = stages, stage
         self.inter_group_, self.data_group_ = inter_group, data_group
-        self.swaps = 0
+        self.swaps = self.draws = 0
 
     @property
     def inter_group(self):
@@ -73,6 +75,9 @@ class PartialStrategy(SingleDeviceStrategy):
         optimizer = self.optimizers[0]
         sparsify(self.lightning_module, masks, optimizer, policy=policy, compute=ways.compute)
         self.swaps += 1
+
+    def use_freed_memory(self):
+        self.draws += 1
 
 
 def seeded_model(**settings):
@@ -119,7 +124,7 @@ def fit(
 
 def search(**settings):
     by_epochs = {"every": "1 epoch", "draw_after": None, "draw_by": None, "distance": "overlap"}
-    small = {"pruning_ratio": 0.5, "window": 3, "threshold": 0.1}
+    small = {"pruning_ratio": 0.5, "window": 3, "threshold": 0.1, "method": "early-bird"}
     return EarlyBirdTicket(**{**by_epochs, **small, **settings})
 
 
@@ -146,9 +151,10 @@ def shapes(model):
         ({"floor": 1.5}, "floor=1.5"),
         ({"ticket": {}}, "ticket={}"),
         ({"compute": "fast"}, "compute='fast'.*'sparse'.*'samo'"),
-        ({"method": "rigl", "draw_by": None}, "draw_by=None with method='rigl'.*share"),
-        ({"method": "set", "every": "1 epoch"}, "every='1 epoch' with method='set'"),
-        ({"method": "gradual", "scope": {"*": 0.2}}, "method='gradual' raises the pruning ratio"),
+        ({"method": "rigl"}, "method='rigl'.*gradual"),
+        ({"draw_by": None}, "draw_by=None with method='gradual'.*share"),
+        ({"every": "1 epoch"}, "every='1 epoch' with method='gradual'"),
+        ({"draw_after": 0.9, "draw_by": 0.5}, r"draw_by=0\.5 must come after draw_after=0\.9"),
     ],
 )
 def test_arguments_out_of_range_are_rejected(settings, message):
@@ -256,12 +262,41 @@ def test_an_epoch_at_whose_end_the_ticket_is_drawn_is_validated_dense():
         assert seen.validated == [True, False]
 
 
-def test_by_default_a_ticket_is_drawn_between_a_quarter_and_two_fifths_of_any_run():
+def test_by_default_a_run_of_any_length_prunes_from_a_quarter_to_nine_tenths_of_it():
     for ratio in (0.3, 0.98):
         for epochs in (5, 40):
-            callback = EarlyBirdTicket(ratio)
-            fit(callback, epochs, seeded_model(lr=0.1))
-            assert 0.25 <= callback.ticket.step / (4 * epochs) <= 0.4
+            callback, strategy = EarlyBirdTicket(ratio), PartialStrategy()
+            model, _ = fit(callback, epochs, seeded_model(lr=0.1), strategy)
+            assert callback.ticket.step == callback.drawn_at == round(0.9 * 4 * epochs)
+            assert callback.ticket.pruning_ratio == ratio
+            # As often as once a 32nd, or once a step.
+            assert strategy.swaps == (13 if epochs == 5 else 21)
+            assert strategy.draws == 1
+            kept = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() < 2)
+            assert kept < 300
+
+
+def test_the_ratio_rises_in_steps_and_nothing_pruned_comes_back():
+    kept = []
+
+    class Watcher(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            stored = {name: layout.mask() for name, layout in layouts(module).items()}
+            if stored and (not kept or any((stored[n] != kept[-1][n]).any() for n in stored)):
+                kept.append(stored)
+
+    callback = EarlyBirdTicket(0.5, every=4, draw_after=8, draw_by=24, scope={"model.4.*": 0.25})
+    fit(callback, 8, seeded_model(lr=0.1), callbacks=[Watcher()])
+    masks = [*kept, callback.ticket.masks]
+    assert len(kept) == 4  # after 12, 16 and 20 steps, and at the draw
+    for before, after in pairwise(masks):
+        for name, mask in after.items():
+            assert not (mask & ~before[name]).any()
+    entries = 6 * 16 + 16 * 8 + 8 * 2
+    counts = [sum(int(mask.sum()) for mask in each.values()) for each in kept]
+    expected = [entries * (1 - 0.5 * (1 - (1 - way / 4) ** 3)) for way in (1, 2, 3, 4)]
+    assert counts == pytest.approx(expected, abs=2)
+    assert int(callback.ticket.masks["model.4.weight"].sum()) == 4
 
 
 @pytest.mark.parametrize("when", ["every", "draw_after", "draw_by"])
@@ -328,14 +363,14 @@ def test_layer_scope_hamming_distance_and_exclusion():
     assert (callback.ticket.scope, callback.ticket.distance) == ("layer", "hamming")
 
 
-def test_weights_at_their_floor_are_named():
+def test_weights_that_keep_hardly_anything_are_named():
     model = seeded_model(lr=0.0)
     with torch.no_grad():
         model.model[3].weight.mul_(1e-3)
-    callback = search(floor=0.5, draw_by="1 epoch")
-    with pytest.warns(UserWarning, match=r"keeps of model\.3\.weight no more than floor=0\.5"):
+    callback = search(pruning_ratio=0.7, floor=0.03, draw_by="1 epoch")
+    with pytest.warns(UserWarning, match=r"keeps less than 2\.0% of model\.3\.weight: "):
         fit(callback, 1, model)
-    assert int(callback.ticket.masks["model.3.weight"].sum()) == 32
+    assert int(callback.ticket.masks["model.3.weight"].sum()) == 1
 
 
 @pytest.fixture
@@ -447,7 +482,7 @@ def test_a_checkpoint_with_another_ticket_is_rejected(ticket, tmp_path):
         (EarlyBirdTicket(prune={"no.such": False}), r"'no\.such'.*embedding.*model\.0\.weight"),
         (EarlyBirdTicket(prune={"*": False}), "nothing to prune"),
         (EarlyBirdTicket(scope={"no.such": 0.5}), r"'no\.such'.*model\.0\.weight"),
-        (EarlyBirdTicket(0.9, scope={"*": 0.5}), "densities in scope"),
+        (EarlyBirdTicket(0.9, method="early-bird", scope={"*": 0.5}), "densities in scope"),
         (EarlyBirdTicket(score="saliency"), "SGD does not estimate.*score='magnitude'"),
         (
             EarlyBirdTicket(ticket=Ticket({"x.weight": torch.ones(2, 2, dtype=bool)}, 0.5)),

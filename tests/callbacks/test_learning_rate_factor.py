@@ -74,7 +74,7 @@ def test_a_dense_run_has_the_rates_of_a_pruned_one(data):
     """A ticket that keeps all but one entry in a thousand changes next to nothing else."""
     control = fit(data, LearningRateFactor(3.0, 3))
     dense = fit(data)
-    ticket = EarlyBirdTicket(0.001, draw_by=3, threshold=1e-6)
+    ticket = EarlyBirdTicket(0.001, method="early-bird", draw_by=3, threshold=1e-6)
     nearly = fit(data, ticket, LearningRateFactor(3.0))
 
     def distance(one, other):

@@ -53,7 +53,7 @@ def train(folder: Path, keep: int, *plugins: Any, **options: Any) -> list[set[st
     late = Late(folder)
     is_late = bool(plugins) and "regrid" not in options
     write = late.write if is_late else folder_writer._Write.write
-    ticket = EarlyBirdTicket(0.6, every="1 epoch", draw_by="1 epochs")
+    ticket = EarlyBirdTicket(0.6, method="early-bird", every="1 epoch", draw_by="1 epochs")
     run = trainer(
         AxoSparseStrategy(**options, microbatches=2, save_distributed_checkpoint=True),
         1 if options.get("transport") == "loopback" else 2,

@@ -45,10 +45,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("saved")
     files = {name: folder / f"{name}.ckpt" for name in FORMS[:3]}
     files.update({name: folder / f"{name}.safetensors" for name in FORMS[3:]})
-    draw = EarlyBirdTicket(0.6, every="1 epoch", draw_by="1 epoch")
+    draw = EarlyBirdTicket(0.6, method="early-bird", every="1 epoch", draw_by="1 epoch")
     for form in ("compact", "checkpoint"):
         L.seed_everything(0, verbose=False)
-        draw = EarlyBirdTicket(0.6, every="1 epoch", draw_by="1 epoch")
+        draw = EarlyBirdTicket(0.6, method="early-bird", every="1 epoch", draw_by="1 epoch")
         plugins = [CompactCheckpointIO()] if form == "compact" else []
         run = trainer(
             AxoSparseStrategy(),

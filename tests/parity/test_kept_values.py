@@ -83,7 +83,9 @@ def train(
         return function(*args)
 
     L.seed_everything(0, verbose=False)
-    ticket = EarlyBirdTicket(0.8, every="1 epoch", draw_by=f"{DRAW} epochs", compute=compute)
+    ticket = EarlyBirdTicket(
+        0.8, method="early-bird", every="1 epoch", draw_by=f"{DRAW} epochs", compute=compute
+    )
     checkpoints = [] if folder is None else [ModelCheckpoint(folder, "{epoch}", save_top_k=-1)]
     run = trainer(
         strategy,
@@ -195,7 +197,9 @@ def train_mixed(
         ranks,
         max_epochs=EPOCHS,
         callbacks=[
-            EarlyBirdTicket(ratio, scope="layer", every="1 epoch", draw_by=f"{DRAW} epochs"),
+            EarlyBirdTicket(
+                ratio, method="early-bird", scope="layer", every="1 epoch", draw_by=f"{DRAW} epochs"
+            ),
             ModelCheckpoint(folder, "{epoch}", save_top_k=-1),
             LambdaCallback(on_train_end=note_ways),
         ],

@@ -259,7 +259,7 @@ def train_row(row: str, ranks: int, **more: Any) -> Record:
 
 def pruned(strategy: Any, ranks: int = 1) -> Record:
     """A run that goes on with shorter pipelines, or does not, once its weights are sparse."""
-    ticket = EarlyBirdTicket(0.5, every="1 epoch", draw_by="1 epoch")
+    ticket = EarlyBirdTicket(0.5, method="early-bird", every="1 epoch", draw_by="1 epoch")
     return train("padding", strategy, ranks, callbacks=[ticket], max_epochs=3)
 
 

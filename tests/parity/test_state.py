@@ -324,7 +324,12 @@ class Shared(Collecting):
 
 def shared(strategy: Any, ranks: int = 1) -> tuple[Any, ...]:
     """Draw a ticket after the first epoch, and train with one stage from then on."""
-    return train(Shared, strategy, ranks, EarlyBirdTicket(0.5, every="1 epoch", draw_by="1 epoch"))
+    return train(
+        Shared,
+        strategy,
+        ranks,
+        EarlyBirdTicket(0.5, method="early-bird", every="1 epoch", draw_by="1 epoch"),
+    )
 
 
 def on_two_ranks() -> dict[str, Any]:

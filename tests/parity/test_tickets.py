@@ -49,7 +49,9 @@ SEARCHES: dict[str, dict[str, Any]] = {
 
 def train(search: str, ranks: int, grid: dict[str, Any]) -> tuple[Record, Any]:
     L.seed_everything(0, verbose=False)
-    draw = EarlyBirdTicket(0.6, **{"draw_by": None, "threshold": 1e-6, **SEARCHES[search]})
+    draw = EarlyBirdTicket(
+        0.6, method="early-bird", **{"draw_by": None, "threshold": 1e-6, **SEARCHES[search]}
+    )
     strategy = AxoSparseStrategy(microbatches=2, **grid)
     rates = [LearningRateFactor(2.0)] if "doubled" in search else []
     run = trainer(strategy, ranks, callbacks=[draw, *rates], precision="64-true")
@@ -98,7 +100,7 @@ def on_stages(strategy: dict[str, Any], ranks: int) -> dict[str, Any]:
     drawn = {}
     for name, search in BALANCED.items():
         L.seed_everything(0, verbose=False)
-        draw = EarlyBirdTicket(0.6, **search, draw_by=4)
+        draw = EarlyBirdTicket(0.6, method="early-bird", **search, draw_by=4)
         run = trainer(AxoSparseStrategy(**strategy), ranks, callbacks=[draw], precision="64-true")
         fit(run, Net().double())
         drawn[name] = draw.ticket
@@ -143,7 +145,7 @@ class Plain(Net):
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_cannot_be_searched_is_refused_before_any_rank_starts(words: str) -> None:
     """Ranks would raise another error, RankFailedError."""
-    draw = EarlyBirdTicket(0.6, **REFUSED[words])
+    draw = EarlyBirdTicket(0.6, method="early-bird", **REFUSED[words])
     run = trainer(AxoSparseStrategy(g_inter=2), 2, callbacks=[draw])
     with pytest.raises(MisconfigurationException, match=words):
         fit(run, Plain())
@@ -170,7 +172,7 @@ def test_a_factor_of_two_is_the_run_whose_scheduler_doubles_its_rates() -> None:
     runs = []
     for doubled_at, factor in ((8, 1.0), (100, 2.0), (100, lambda step: 2.0)):
         L.seed_everything(0, verbose=False)
-        draw = EarlyBirdTicket(0.6, threshold=1e-6, draw_by=8)
+        draw = EarlyBirdTicket(0.6, method="early-bird", threshold=1e-6, draw_by=8)
         rates = LearningRateFactor(factor)
         run = trainer(AxoSparseStrategy(), callbacks=[draw, rates], precision="64-true")
         runs.append(fit(run, Scheduled(doubled_at).double()))

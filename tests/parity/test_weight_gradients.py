@@ -70,7 +70,9 @@ def train(row: str, arguments: dict[str, Any], **more: Any) -> tuple[Record, flo
     ranks, strategy, options = ROWS[row]
     options = {"max_epochs": 2, "limit_val_batches": 0, **options, **more}
     if options.pop("ticket", False):
-        options["callbacks"] = [EarlyBirdTicket(0.6, draw_after="1 epoch", draw_by="1 epoch")]
+        options["callbacks"] = [
+            EarlyBirdTicket(0.6, method="early-bird", draw_after="1 epoch", draw_by="1 epoch")
+        ]
     if options.get("precision") == "16-mixed":  # by its name, Lightning would take bf16-mixed
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         options["plugins"] = [MixedPrecision(options.pop("precision"), "cpu", scaler)]

@@ -65,8 +65,6 @@ def test_floors_never_keep_more_than_there_is(shapes, ratio, floor):
     assert all(share.least(name) <= size.numel() for name, size in share.sizes.items())
 
 
-def test_weights_at_their_floor_are_named():
+def test_a_floor_is_a_share_of_what_all_would_keep_alike():
     [share] = shares(SIZES, 0.8, "global", 0.1)
     assert [share.least(name) for name in SIZES] == [100, 4, 54]
-    assert share.at_floor({"a": 100, "b": 5, "c": 1475}) == ["a"]
-    assert Share(SIZES, 1580).at_floor({"a": 1580, "b": 0, "c": 0}) == ["b", "c"]

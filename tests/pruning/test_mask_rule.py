@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 from lightning_axosparse.pruning.mask_rule import MaskRule
+from lightning_axosparse.sparse import sparsify
 
 
 @pytest.fixture
@@ -128,3 +130,33 @@ def test_random_entries_stay_the_same_while_weights_change(square):
     assert kept(other)["0.weight"] > kept(masks)["0.weight"]
     assert not (masks["0.weight"] & ~other["0.weight"]).any()
     assert not (other["1.weight"] & ~masks["1.weight"]).any()
+
+
+@pytest.mark.parametrize("entries", ["score", "magnitude", "random"])
+@pytest.mark.parametrize("score", ["saliency", "magnitude", lambda weight, state: -weight])
+def test_weights_that_are_stored_sparse_lose_what_is_left(model, score, entries):
+    adam = trained(model, torch.optim.Adam)
+    first = MaskRule(0.4, "magnitude").masks(model, [adam])
+    masked = copy.deepcopy(model)
+    sparsify(model, first, adam)
+    rule = MaskRule(0.8, score, entries, floor=0.1)
+    seen = []
+    prune = replace(rule, prune=lambda name, weight: seen.append(weight.dim()) or weight.dim() > 1)
+    masks = prune.masks(model, [adam])
+    assert set(seen) == {1, 2}
+    assert sum(int(mask.sum()) for mask in masks.values()) == 16
+    for name, mask in masks.items():
+        assert mask.shape == masked.get_parameter(name).shape
+        assert not (mask & ~first[name]).any()
+    if score == "magnitude" and entries == "score":
+        with torch.no_grad():
+            for name, mask in first.items():
+                masked.get_parameter(name).mul_(mask)
+        expected = rule.masks(masked)
+        assert all(torch.equal(masks[name], expected[name]) for name in masks)
+
+
+def test_given_densities_fall_with_the_ratio():
+    rule = MaskRule(0.8, scope={"a": 0.5}).on_the_way(0.4)
+    assert (rule.ratio, rule.scope) == (0.4, {"a": 0.75})
+    assert MaskRule(0.8).on_the_way(0.2) == MaskRule(0.2)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lightning_axosparse.pruning.mask_schedule import MaskSchedule, cosine_fraction, cubic_ratio
+from lightning_axosparse.pruning.mask_schedule import MaskSchedule, cubic_ratio
 
 steps = st.integers(1, 500)
 
@@ -27,18 +27,15 @@ def test_it_ends_after_its_beginning(begin, end):
 
 
 @given(st.floats(0.01, 0.99), st.lists(st.floats(0, 1), min_size=2))
-def test_the_ratio_rises_and_the_dropped_fraction_falls(fraction, way):
+def test_the_ratio_rises(ratio, way):
     way.sort()
-    ratios = [cubic_ratio(fraction, at) for at in way]
-    dropped = [cosine_fraction(fraction, at) for at in way]
+    ratios = [cubic_ratio(ratio, at) for at in way]
     assert ratios == sorted(ratios)
-    assert dropped == sorted(dropped, reverse=True)
-    assert all(0 <= value <= fraction for value in (*ratios, *dropped))
+    assert all(0 <= each <= ratio for each in ratios)
 
 
-def test_the_formulas_of_the_papers():
-    """Zhu & Gupta, equation 1, with an initial ratio of 0; Evci et al., section 3 (2)."""
+def test_the_formula_of_the_paper():
+    """Zhu & Gupta, equation 1, with an initial ratio of 0."""
     assert [cubic_ratio(0.8, n / 4) for n in range(5)] == pytest.approx(
         [0, 0.8 * (1 - 27 / 64), 0.8 * (1 - 1 / 8), 0.8 * (1 - 1 / 64), 0.8]
     )
-    assert [cosine_fraction(0.3, n / 2) for n in range(3)] == pytest.approx([0.3, 0.15, 0])

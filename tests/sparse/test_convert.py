@@ -221,6 +221,42 @@ def test_wrong_masks_raise_and_change_nothing(model, masks):
 def test_another_mask_raises(model, masks):
     sparsify(model, masks)
     assert_raises(model, {"0.weight": ~masks["0.weight"]}, "'0.weight'.*already.*densify")
+    more = masks["0.weight"].clone()
+    more.view(-1)[more.view(-1).logical_not().nonzero()[0]] = True
+    assert_raises(model, {"0.weight": more}, "'0.weight'.*already.*densify")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("policy", ["sparse", "samo"])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+def test_fewer_of_the_kept_entries_may_be_kept(make, policy, dtype):
+    torch.manual_seed(0)
+    model = Tied().to(dtype)
+    once = copy.deepcopy(model)
+    first = {"head.weight": torch.rand(11, 8) < 0.7}
+    fewer = {"embedding.weight": first["head.weight"] & (torch.rand(11, 8) < 0.5)}
+
+    def step(net, optimizer):
+        optimizer.zero_grad()
+        net.head(net.embedding(torch.arange(11))).float().square().mean().backward()
+        optimizer.step()
+
+    optimizers = [make(net.parameters(), 0.1) for net in (model, once)]
+    for net, optimizer in zip((model, once), optimizers, strict=True):
+        sparsify(net, first, optimizer, policy=policy)
+        step(net, optimizer)
+    sparsify(model, fewer, optimizers[0], policy=policy)
+    [kept] = {int(mask.sum()) for mask in fewer.values()}
+    weight = dict(model.named_parameters())["embedding.weight"]
+    assert weight.shape == weight.grad.shape == (kept,)
+    assert all(value.shape in ((), (kept,)) for value in optimizers[0].state[weight].values())
+    # As if they had been pruned from what the first mask had made of them.
+    densify(once, optimizers[1])
+    sparsify(once, fewer, optimizers[1], policy=policy)
+    for _ in range(3 if dtype is torch.float32 else 1):  # to be dense rounds master weights
+        assert torch.equal(model.embedding.weight.dense(), once.embedding.weight.dense())
+        for net, optimizer in zip((model, once), optimizers, strict=True):
+            step(net, optimizer)
 
 
 def test_two_masks_of_one_tied_parameter_raise():

@@ -180,7 +180,7 @@ def test_fit_validate_test_and_predict_return_as_usual() -> None:
 @pytest.mark.usefixtures("warm_ranks")
 def test_a_ticket_comes_back_with_the_callback_and_the_module_dense() -> None:
     L.seed_everything(0, verbose=False)
-    ticket = EarlyBirdTicket(0.75, every="1 epoch", draw_by="2 epochs")
+    ticket = EarlyBirdTicket(0.75, method="early-bird", every="1 epoch", draw_by="2 epochs")
     run, module = trainer(AxoSparseStrategy(g_inter=2, regrid=1), 2, callbacks=[ticket]), Net()
     fit(run, module)
     assert isinstance(run.strategy, AxoSparseStrategy)
@@ -193,7 +193,7 @@ def test_a_ticket_comes_back_with_the_callback_and_the_module_dense() -> None:
         assert weight.shape == mask.shape
         assert torch.equal(weight != 0, mask)
     L.seed_everything(0, verbose=False)
-    alone = EarlyBirdTicket(0.75, every="1 epoch", draw_by="2 epochs")
+    alone = EarlyBirdTicket(0.75, method="early-bird", every="1 epoch", draw_by="2 epochs")
     other = Net()
     fit(trainer(AxoSparseStrategy(), callbacks=[alone]), other)
     assert alone.ticket == ticket.ticket
@@ -236,7 +236,11 @@ def test_layers_made_in_configure_model_are_dealt_pruned_and_brought_home() -> N
     for strategy, devices in ((AxoSparseStrategy(), 1), (AxoSparseStrategy(g_inter=2), 2)):
         L.seed_everything(0, verbose=False)
         ticket = EarlyBirdTicket(
-            0.75, every="1 epoch", draw_by="2 epochs", prune={"model.5.*": False}
+            0.75,
+            method="early-bird",
+            every="1 epoch",
+            draw_by="2 epochs",
+            prune={"model.5.*": False},
         )
         module = MadeLater()
         run = trainer(strategy, devices, callbacks=[ticket], precision="64-true")

@@ -400,7 +400,7 @@ def test_what_fits_is_taken_with_numpys_numbers_as_pythons(tmp_path: Path) -> No
         threshold=np.float64(0.1),
         window=np.int64(2),
         every=np.float64(0.25),
-        draw_by=np.int16(3),
+        draw_by=np.float32(0.5),
         scope={"head.*": np.float64(0.5)},
     )
     assert callback.pruning_ratio == pytest.approx(0.8)
@@ -416,7 +416,7 @@ def test_what_fits_is_taken_with_numpys_numbers_as_pythons(tmp_path: Path) -> No
 def test_numbers_of_any_size_are_taken_at_once() -> None:
     for value in (10**9, 2**31 - 1):
         AxoSparseStrategy(g_inter=value, microbatches=value, in_flight=value, recompute=value)
-        EarlyBirdTicket(window=value, every=value, draw_by=value)
+        EarlyBirdTicket(window=value, every=value, draw_after=value - 1, draw_by=value)
     with pytest.raises(MisconfigurationException, match=r"regrid=7 .*g_inter=1000000000"):
         AxoSparseStrategy(g_inter=10**9, regrid=7)
 

@@ -191,7 +191,7 @@ def test_a_run_does_not_resume_from_a_damaged_checkpoint(
     tmp_path: Path, plugins: list[Any]
 ) -> None:
     path = tmp_path / "a.ckpt"
-    draw = EarlyBirdTicket(0.6, every="1 epoch", draw_by="1 epoch")
+    draw = EarlyBirdTicket(0.6, method="early-bird", every="1 epoch", draw_by="1 epoch")
     run = trainer(
         AxoSparseStrategy(),
         callbacks=[draw, ModelCheckpoint(tmp_path, "a")],

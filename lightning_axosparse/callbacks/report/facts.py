@@ -90,13 +90,24 @@ _ACTIVITIES: tuple[Activity, ...] = (
 
 @dataclass
 class RankFacts:
-    """One rank's place in the grid, its work in each period, and the loss of each batch."""
+    """One rank's place in the grid, and what it has measured.
+
+    Attributes:
+        rank: its number.
+        stage: at the end of the run.
+        replica: likewise.
+        work: in each period.
+        losses: of each batch.
+        tokens: those of its batches in training while it was of the first stage; 0 if the batches
+            have no text.
+    """
 
     rank: int
     stage: int
     replica: int
     work: dict[Period, Work]
     losses: list[float]
+    tokens: float = 0
 
 
 @dataclass(frozen=True)
@@ -162,6 +173,11 @@ class RunFacts:
     parameters: int = 0
 
     @property
+    def tokens_a_parameter(self) -> float:
+        """The tokens of the training batches for each parameter; 0 if they have no text."""
+        return sum(rank.tokens for rank in self.ranks) / max(1, self.parameters)
+
+    @property
     def losses(self) -> list[float]:
         """The training loss of each batch, the mean over the replicas."""
         firsts = [rank.losses for rank in self.ranks if rank.stage == 0]
@@ -188,6 +204,7 @@ class RunFacts:
         """Write the facts and the quantities derived from them as JSON."""
         content = asdict(self)
         content["losses"] = self.losses
+        content["tokens_a_parameter"] = self.tokens_a_parameter
         for name, validation in (
             ("dense_at_draw", self.dense_validation),
             ("final", self.final_validation),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -32,6 +33,7 @@ from lightning_axosparse.pruning import ChannelTicket, Ticket
 from lightning_axosparse.sparse.state_size import state_bytes
 from lightning_axosparse.strategy.regrid.regrid import Regridded
 from lightning_axosparse.support.arguments import NONE, PATH, TEXT, checked
+from lightning_axosparse.support.torch_internals import tree_leaves
 from lightning_axosparse.support.trace import Activity, clock
 
 
@@ -44,6 +46,7 @@ class _Measurements:
     losses: list[Tensor] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     validations: list[ValidationLoss] = field(default_factory=list)
+    tokens: float = 0
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,9 @@ class TrainingReport(L.Callback):
         # Not read yet: on a GPU that would wait for the step to end.
         self._measured.losses.append(outputs["loss"].detach() * trainer.accumulate_grad_batches)
         self._measured.steps.append(trainer.global_step)
+        grid = grid_of(trainer)
+        if grid.stage == 0:
+            self._measured.tokens += _tokens(batch) / grid.replicas_per_batch
         if self._measured.recent.steps == trainer.log_every_n_steps:  # type: ignore[attr-defined]
             self._measured.recent.reduced_bytes = getattr(trainer.strategy, "reduced_bytes", 0)
             log_work(trainer, self._measured.recent)
@@ -180,7 +186,7 @@ class TrainingReport(L.Callback):
         grid = grid_of(trainer)
         measured = self._measured
         losses = [float(loss) for loss in measured.losses]
-        own = RankFacts(grid.rank, grid.stage, grid.replica, measured.work, losses)
+        own = RankFacts(grid.rank, grid.stage, grid.replica, measured.work, losses, measured.tokens)
         ranks = all_gather(own, dist.group.WORLD if dist.is_initialized() else None)
         self.facts = RunFacts(ranks, measured.steps, measured.validations)
         self.facts.regrid = _regridded(trainer)
@@ -224,6 +230,17 @@ class TrainingReport(L.Callback):
         (folder / "report.md").write_text(markdown(self.facts, names))
         (folder / "report.html").write_text(html(self.facts, figures, ticket))
         return names
+
+
+def _tokens(batch: Any) -> int:
+    """The tokens of a batch of text: the entries of its first integers of two dimensions."""
+    tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    first = next((tensor for tensor in tensors if tensor.dim() >= 2), None)
+    is_text = first is not None and first.dim() == 2 and first.dtype in _INTEGERS
+    return first.numel() if first is not None and is_text else 0
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def _regridded(trainer: L.Trainer) -> Regridded | None:

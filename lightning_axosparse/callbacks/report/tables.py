@@ -71,12 +71,13 @@ def sections(facts: RunFacts) -> list[Section]:
     """Return the sections of the report in order, without empty ones."""
     every = [
         _quality(facts),
+        _length(facts),
         _ticket(facts),
         _regrid(facts),
         _memory(facts),
         _in_flight(facts),
         _time(facts),
-        _sparsity(facts),
+        _kept(facts),
         _channels(facts),
     ]
     return [section for section in every if section.rows]
@@ -117,6 +118,19 @@ def _quality(facts: RunFacts) -> Section:
     return Section("Quality", ("text", "perplexity", "bits per byte", "loss"), units)
 
 
+_LONG = 20
+"""Tokens a parameter of runs in which the cost of pruning is measured (``docs/tickets.md``)."""
+
+
+def _length(facts: RunFacts) -> Section:
+    tokens = facts.tokens_a_parameter
+    rows = [("tokens a parameter", f"{tokens:.2g}" if tokens < 10 else f"{tokens:.0f}")]
+    if tokens < _LONG / 2:
+        meaning = f"nothing of quality, which takes {_LONG}: weights have hardly been used"
+        rows.append(("what that shows", meaning))
+    return Section("Length of the training", ("", "value"), rows if tokens else [])
+
+
 def _ticket(facts: RunFacts) -> Section:
     rows = [
         (f"mask distance after {step} optimizer steps", f"{distance:.4f}")
@@ -128,7 +142,7 @@ def _ticket(facts: RunFacts) -> Section:
         rows.append(("pruning ratio", f"{facts.draw.pruning_ratio:.2f}"))
     elif rows:
         rows.append(("drawn", "never"))
-    return Section("Early-bird ticket", ("", "value"), rows)
+    return Section("Ticket", ("", "value"), rows)
 
 
 def _regrid(facts: RunFacts) -> Section:
@@ -203,10 +217,10 @@ def _time(facts: RunFacts) -> Section:
     return Section("Where a step's time goes (ms)", ("rank", "weights", "step", *parts), rows)
 
 
-def _sparsity(facts: RunFacts) -> Section:
+def _kept(facts: RunFacts) -> Section:
     sparsity = facts.draw.sparsity if facts.draw else {}
-    rows = [(name, f"{100 * removed:.1f} %") for name, removed in sparsity.items()]
-    return Section("Sparsity of each weight", ("weight", "removed"), rows)
+    rows = [(name, f"{100 * (1 - removed):.1f} %") for name, removed in sparsity.items()]
+    return Section("What each weight keeps", ("weight", "kept"), rows)
 
 
 def _channels(facts: RunFacts) -> Section:

@@ -62,7 +62,9 @@ def run(data, folder, *callbacks, test=False, **options) -> tuple[GPT, TrainingR
 
 
 def test_one_rank_before_and_after_the_draw(data, tmp_path):
-    search = EarlyBirdTicket(pruning_ratio=0.75, window=2, every="1 epoch", draw_by="2 epochs")
+    search = EarlyBirdTicket(
+        pruning_ratio=0.75, method="early-bird", window=2, every="1 epoch", draw_by="2 epochs"
+    )
     model, report, losses = run(
         data,
         tmp_path,
@@ -111,6 +113,7 @@ def test_one_rank_before_and_after_the_draw(data, tmp_path):
     )
     assert Ticket.load(tmp_path / "ticket.pt") == search.ticket
 
+    assert facts.tokens_a_parameter == EPOCHS * BATCHES * 8 * 16 / entries
     result = RunResult.of(facts, {"seed": 0})
     assert result.parameters == entries
     assert result.density == pytest.approx(kept / pruned)
@@ -120,7 +123,9 @@ def test_one_rank_before_and_after_the_draw(data, tmp_path):
 
 @pytest.mark.usefixtures("warm_ranks")
 def test_two_replicas_reduce_the_kept_entries_alone(data, tmp_path):
-    search = EarlyBirdTicket(pruning_ratio=0.75, window=2, every="1 epoch", draw_by="1 epoch")
+    search = EarlyBirdTicket(
+        pruning_ratio=0.75, method="early-bird", window=2, every="1 epoch", draw_by="1 epoch"
+    )
     timeline = PipelineTimeline()
     logger = CSVLogger(tmp_path)
     options = {"devices": 2, "strategy": AxoSparseStrategy(), "logger": logger}

@@ -61,9 +61,9 @@ def test_time_of_each_rank_and_period(facts):
 
 
 def test_ticket_and_sparsity(facts):
-    assert ("mask distance after 2 optimizer steps", "0.0500") in rows(facts, "Early-bird")
-    assert ("drawn", "after 1 optimizer steps") in rows(facts, "Early-bird")
-    assert rows(facts, "Sparsity") == [("model.0.weight", "75.0 %"), ("model.1.weight", "85.0 %")]
+    assert ("mask distance after 2 optimizer steps", "0.0500") in rows(facts, "Ticket")
+    assert ("drawn", "after 1 optimizer steps") in rows(facts, "Ticket")
+    assert rows(facts, "What each") == [("model.0.weight", "25.0 %"), ("model.1.weight", "15.0 %")]
 
 
 def test_channels_and_accuracies_of_a_network_that_was_shrunk(facts):
@@ -82,7 +82,7 @@ def test_channels_and_accuracies_of_a_network_that_was_shrunk(facts):
         ("test, at the end", "92.5%", "1.5000"),
     ]
     titles = {section.title: section.columns for section in sections(facts)}
-    assert "Sparsity of each weight" not in titles
+    assert "What each weight keeps" not in titles
     memory = titles["Memory and traffic of each rank"]
     assert memory[-2:] == ("all channels", "kept channels")
 
@@ -96,11 +96,11 @@ def test_a_run_without_a_ticket_has_no_section_on_it(facts):
 
 def test_an_adopted_ticket_was_drawn_before(facts):
     facts.draw = TicketDraw(0.8, {"model.0.weight": 0.8}, 0.2)
-    assert ("drawn", "before this training") in rows(facts, "Early-bird")
+    assert ("drawn", "before this training") in rows(facts, "Ticket")
 
 
 def test_a_search_that_never_drew(facts):
-    assert rows(replace(facts, draw=None), "Early-bird")[-1] == ("drawn", "never")
+    assert rows(replace(facts, draw=None), "Ticket")[-1] == ("drawn", "never")
 
 
 def test_markdown_holds_every_section_as_a_table_and_every_picture(facts):
@@ -151,3 +151,14 @@ def test_a_move_to_shorter_pipelines_is_shown(facts):
         ("first epoch", "1", "3"),
         ("seconds of the move", "", "0.25"),
     ]
+
+
+def test_a_short_training_shows_nothing_of_quality(facts):
+    facts.parameters = 1000
+    assert not any(section.title.startswith("Length") for section in sections(facts))
+    facts.ranks[0].tokens, facts.ranks[2].tokens = 100, 90.5
+    [(_, tokens), (_, meaning)] = rows(facts, "Length")
+    assert tokens == "0.19"
+    assert meaning.startswith("nothing of quality")
+    facts.ranks[0].tokens = 20_000
+    assert rows(facts, "Length") == [("tokens a parameter", "20")]

@@ -26,7 +26,10 @@ SMALL = [
     *["trainer.enable_progress_bar=false", "trainer.enable_model_summary=false"],
     *["seed=0", "~callbacks.timeline", "~callbacks.checkpoint"],
 ]
-ALL = [*SMALL, "pruning.ratio=0.5,0.8", "arm=dense,ticket,control"]
+ALL = [
+    *[*SMALL, "pruning.ratio=0.5,0.8", "arm=dense,ticket,control"],
+    "pruning.learning_rate_factor=2",
+]
 STEPS = 8
 TICKETS = ["ticket-0.5-seed0", "ticket-0.8-seed0"]
 JOBS = ["control-0.5-seed0", "control-0.8-seed0", "dense-seed0", *TICKETS]

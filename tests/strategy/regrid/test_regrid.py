@@ -42,7 +42,11 @@ def grids_and_warnings() -> list[tuple[list[int], list[str]]]:
         callbacks = (
             []
             if epoch is None
-            else [EarlyBirdTicket(0.5, every="1 epoch", draw_by=f"{epoch} epochs")]
+            else [
+                EarlyBirdTicket(
+                    0.5, method="early-bird", every="1 epoch", draw_by=f"{epoch} epochs"
+                )
+            ]
         )
         run = trainer(AxoSparseStrategy(g_inter=2, regrid=1), 2, callbacks=callbacks)
         module = CountsStages()

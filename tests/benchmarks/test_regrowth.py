@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.perplexity.regrowth import cosine_fraction, regrown
 from lightning_axosparse.pruning.bitmask import MaskBits
-from lightning_axosparse.pruning.regrowth import regrown
 from tests.pruning.stages import make_parameters
 
 
@@ -79,3 +79,13 @@ def test_a_nan_weight_is_named():
     weights["b.weight"][0, 0] = torch.nan
     with pytest.raises(ValueError, match=r"NaN in b\.weight"):
         regrown(weights, masks, 0.3, "gradient", 0)
+
+
+@given(st.floats(0.01, 0.99), st.lists(st.floats(0, 1), min_size=2))
+def test_the_dropped_fraction_falls_as_in_the_paper(fraction, way):
+    """Evci et al., section 3 (2)."""
+    way.sort()
+    dropped = [cosine_fraction(fraction, at) for at in way]
+    assert dropped == sorted(dropped, reverse=True)
+    assert all(0 <= each <= fraction for each in dropped)
+    assert [cosine_fraction(0.3, n / 2) for n in range(3)] == pytest.approx([0.3, 0.15, 0])

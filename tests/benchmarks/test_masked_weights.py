@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_axosparse.pruning.masked_weights import MaskedWeights
+from benchmarks.perplexity.masked_weights import MaskedWeights
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
-"""Gradual pruning, SET and RigL on ranks: as on one process, and as the papers say."""
+"""Gradual pruning on ranks: as on one process, and as masked training in plain PyTorch."""
 
 from __future__ import annotations
 
-from math import cos, pi
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -18,34 +17,46 @@ from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 from tests.parity.cases import BATCH, BATCHES, EPOCHS, Net, Record, loader, recorded, trainer
 from tests.ranks import run_ranks
 
-RATIO, BEGIN, EVERY, END, CLIP, DROPPED = 0.6, 4, 3, 15, 0.5, 0.3
+RATIO, BEGIN, EVERY, END, CLIP = 0.6, 4, 3, 15, 0.5
 CHANGES = [7, 10, 13]
-METHODS = ["gradual", "set", "rigl"]
 
 
-def callback(method: str, **others: Any) -> EarlyBirdTicket:
+class Sizes(Callback):
+    """Counts what this rank keeps of weights, and of their optimizer state, after each step."""
+
+    def __init__(self) -> None:
+        self.kept: list[int] = []
+
+    def on_train_batch_end(self, run: L.Trainer, *args: Any) -> None:
+        state = run.optimizers[0].state
+        moments = sum(each["exp_avg"].numel() for each in state.values())
+        values = sum(parameter.numel() for parameter in state)
+        assert values == moments
+        self.kept.append(values)
+
+
+def callback(**others: Any) -> EarlyBirdTicket:
     times = {"draw_after": BEGIN, "every": EVERY, "draw_by": END}
     search: dict[str, Any] = {"score": "magnitude", "floor": 0.0, **times, **others}
-    return EarlyBirdTicket(RATIO, method=method, **search)
+    return EarlyBirdTicket(RATIO, method="gradual", **search)
 
 
 def train(
-    method: str,
     ranks: int,
     grid: dict[str, Any],
     epochs: int = EPOCHS,
     folder: Path | None = None,
     resumed: Path | None = None,
-) -> tuple[Record, EarlyBirdTicket]:
+) -> tuple[Record, EarlyBirdTicket, list[int]]:
     """Train on the same global batches on every grid."""
     L.seed_everything(0, verbose=False)
-    draw = callback(method)
+    draw, sizes = callback(), Sizes()
     saved = [] if folder is None else [ModelCheckpoint(folder, "stop", save_top_k=-1)]
     run = trainer(
         AxoSparseStrategy(microbatches=2, **grid),
         ranks,
         max_epochs=epochs,
-        callbacks=[draw, *saved],
+        callbacks=[draw, sizes, *saved],
         enable_checkpointing=folder is not None,
         precision="64-true",
         use_distributed_sampler=False,
@@ -57,28 +68,24 @@ def train(
     sampler = DistributedSampler(data.dataset, shuffle=False, **places)  # type: ignore[arg-type]
     part = DataLoader(data.dataset, BATCH // places["num_replicas"], sampler=sampler)
     run.fit(module, part, ckpt_path=resumed, weights_only=False)
-    return recorded(run, module), draw
+    return recorded(run, module), draw, sizes.kept
 
 
-def on_two_ranks(folder: Path) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for method in METHODS:
-        place = folder / method
-        train(method, 2, {"g_inter": 2}, 2, folder=place)
-        found[method] = {
-            "stages, resumed": train(method, 2, {"g_inter": 2}, resumed=place / "stop.ckpt"),
-            "replicas": train(method, 2, {"g_inter": 1}),
-        }
-    return found
+def on_two_ranks(folder: Path) -> dict[str, Any]:
+    train(2, {"g_inter": 2}, 2, folder=folder)
+    return {
+        "stages, resumed": train(2, {"g_inter": 2}, resumed=folder / "stop.ckpt"),
+        "replicas": train(2, {"g_inter": 1}),
+    }
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, tuple[Record, EarlyBirdTicket]]:
-    return {method: train(method, 1, {}) for method in METHODS}
+def alone() -> tuple[Record, EarlyBirdTicket, list[int]]:
+    return train(1, {})
 
 
-def assert_same(found: tuple[Record, Any], expected: tuple[Record, Any], case: str) -> None:
-    (record, draw), (through, drawn) = found, expected
+def assert_same(found: tuple[Any, ...], expected: tuple[Any, ...], case: str) -> None:
+    (record, draw, _), (through, drawn, _) = found, expected
     assert draw.ticket == drawn.ticket, case
     assert draw.ticket.step == END
     for name, weight in through.weights.items():
@@ -86,22 +93,25 @@ def assert_same(found: tuple[Record, Any], expected: tuple[Record, Any], case: s
 
 
 def test_ranks_replicas_and_resumed_runs_have_the_numbers_of_one_process(
-    alone: dict[str, Any], tmp_path: Path
+    alone: tuple[Any, ...], tmp_path: Path
 ) -> None:
-    for found in run_ranks(2, on_two_ranks, tmp_path):
-        for method, results in found.items():
-            for case, result in results.items():
-                assert_same(result, alone[method], f"{method}: {case}")
-            record, _ = results["stages, resumed"]
-            expected = alone[method][0].losses[-BATCHES:]
-            assert record.losses == pytest.approx(expected, abs=1e-12)
-    masks = [repr(draw.ticket.state_dict()["masks"]) for _, draw in alone.values()]
-    assert len(set(masks)) == len(masks)
+    for results in run_ranks(2, on_two_ranks, tmp_path):
+        for case, result in results.items():
+            assert_same(result, alone, case)
+        record, *_ = results["stages, resumed"]
+        expected = alone[0].losses[-BATCHES:]
+        assert record.losses == pytest.approx(expected, abs=1e-12)
 
 
-def test_an_offloaded_optimizer_and_a_loopback_have_them_too(alone: dict[str, Any]) -> None:
+def test_an_offloaded_optimizer_and_a_loopback_have_them_too(alone: tuple[Any, ...]) -> None:
     grid = {"g_inter": 2, "transport": "loopback", "offload_optimizer": True, "offload_bucket": 100}
-    assert_same(train("rigl", 1, grid), alone["rigl"], "offloaded")
+    assert_same(train(1, grid), alone, "offloaded")
+
+
+def test_weights_and_optimizer_state_shrink_each_time(alone: tuple[Any, ...]) -> None:
+    _, _, kept = alone
+    shrinks = [step for step in range(2, len(kept) + 1) if kept[step - 1] < kept[step - 2]]
+    assert shrinks == [*CHANGES, END]
 
 
 def largest(weights: dict[str, nn.Parameter], ratio: float) -> dict[str, Tensor]:
@@ -114,19 +124,7 @@ def largest(weights: dict[str, nn.Parameter], ratio: float) -> dict[str, Tensor]
     return {n: part.view_as(w) for (n, w), part in zip(weights.items(), parts, strict=True)}
 
 
-def rigged(weight: nn.Parameter, mask: Tensor, fraction: float) -> Tensor:
-    """Algorithm 1 of Evci et al. for one layer."""
-    count = int(fraction * int(mask.sum()))
-    alive = weight.detach().abs().masked_fill(~mask, torch.inf).reshape(-1)
-    new = mask.clone().reshape(-1)
-    new[alive.argsort()[:count]] = False
-    assert weight.grad is not None
-    candidates = weight.grad.abs().reshape(-1).masked_fill(new, -torch.inf)
-    new[candidates.argsort(descending=True)[:count]] = True
-    return new.view_as(mask)
-
-
-def reference(method: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def reference() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Train in plain PyTorch with masks to the end; return weights and the last masks."""
     L.seed_everything(0, verbose=False)
     net = Net(outer=True, tied=True).double()
@@ -146,16 +144,10 @@ def reference(method: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     for _ in range(EPOCHS):
         for x, y in loader(1):
             way = (step - BEGIN) / (END - BEGIN)
-            changes = step == BEGIN or step in CHANGES
-            if method == "gradual" and (changes or step == END):
+            if step in (*CHANGES, END):
                 prune(largest(weights, RATIO * (1 - (1 - way) ** 3)))
-            elif method == "rigl" and step == BEGIN:
-                prune(largest(weights, RATIO))
             optimizer.zero_grad()
             nn.functional.cross_entropy(net(x.double()), y).backward()
-            if method == "rigl" and step in CHANGES:
-                fraction = DROPPED / 2 * (1 + cos(pi * way))
-                prune({n: rigged(weights[n], mask, fraction) for n, mask in masks.items()})
             for name, mask in masks.items():
                 weights[name].grad.mul_(mask)  # type: ignore[union-attr]
             nn.utils.clip_grad_norm_(net.parameters(), CLIP)
@@ -165,10 +157,9 @@ def reference(method: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return {name: value.detach() for name, value in net.state_dict().items()}, masks
 
 
-@pytest.mark.parametrize("method", ["gradual", "rigl"])
-def test_the_numbers_are_those_of_the_papers_algorithm(method: str, alone: dict[str, Any]) -> None:
-    record, draw = alone[method]
-    weights, masks = reference(method)
+def test_the_numbers_are_those_of_masked_training(alone: tuple[Any, ...]) -> None:
+    record, draw, _ = alone
+    weights, masks = reference()
     for name, mask in masks.items():
         assert torch.equal(draw.ticket.masks[name], mask), name
     for name, weight in weights.items():
@@ -177,7 +168,7 @@ def test_the_numbers_are_those_of_the_papers_algorithm(method: str, alone: dict[
 
 def test_a_draw_before_the_first_masks_is_refused() -> None:
     with pytest.raises(MisconfigurationException, match=r"draw_by=15 .*draw_after=20"):
-        callback("rigl", draw_after=20)
-    run = trainer(AxoSparseStrategy(), callbacks=[callback("rigl", draw_after=0.9)])
+        callback(draw_after=20)
+    run = trainer(AxoSparseStrategy(), callbacks=[callback(draw_after=0.9)])
     with pytest.raises(MisconfigurationException, match=r"draw_by, after 15 .*draw_after"):
         run.fit(Net(), loader(1))

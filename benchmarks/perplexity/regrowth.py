@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import cos, pi
 from typing import Literal
 
 import torch
@@ -91,3 +92,11 @@ _GROWTH: dict[Growth, Score] = {"gradient": _gradient, "random": _random}
 
 def _alone(masks: MaskBits, kept: Mapping[str, int]) -> list[Share]:
     return [Share({name: masks.shapes[name]}, count) for name, count in kept.items()]
+
+
+def cosine_fraction(fraction: float, progress: float) -> float:
+    """Return the fraction of the kept entries to drop: ``fraction`` at first, 0 at the end.
+
+    After Evci et al., *Rigging the Lottery* (ICML 2020, arXiv 1911.11134).
+    """
+    return fraction / 2 * (1 + cos(pi * progress))
