@@ -96,6 +96,12 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
             CHOOSING[:1],
             "validation",
         ),
+        Comparison(
+            "The recipe, by its rate",
+            of(LIBRARY, GRADUAL, *(replace(GRADUAL, rate=rate) for rate in (3e-3, 1.2e-2))),
+            CHOOSING[:1],
+            "validation",
+        ),
     ),
     "report": (
         Comparison(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -163,3 +164,14 @@ def test_an_error_of_the_writing_thread_ends_the_run(
     with pytest.raises(OSError, match="no space left for it"):
         written_in_a_thread(tmp_path, Waits())
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_file_made_by_hand_may_have_empty_dicts_for_lists(tmp_path: Path) -> None:
+    L.seed_everything(0, verbose=False)
+    module, other = Net(), Net()
+    content = {"state_dict": other.state_dict(), "optimizer_states": {}, "lr_schedulers": {}}
+    archive.save({**content, "pytorch-lightning_version": "2.0.0"}, tmp_path / "a.ckpt")
+    run = trainer(AxoSparseStrategy(), max_epochs=1, limit_train_batches=0)
+    run.validate(module, loader(1), ckpt_path=tmp_path / "a.ckpt", verbose=False)
+    for name, value in other.state_dict().items():
+        assert torch.equal(module.state_dict()[name], value), name
