@@ -26,7 +26,7 @@ from lightning_axosparse.pipeline.crossing import Reads, Sent, SidePlace
 from lightning_axosparse.pipeline.derived_values import DerivedValues
 from lightning_axosparse.pipeline.nodes import OF_EVERY_MODULE, PLAIN
 from lightning_axosparse.pipeline.placeholder import Placeholder, Progress, filled, sendable
-from lightning_axosparse.support.torch_internals import tree_leaves, version_of
+from lightning_axosparse.support.torch_internals import never_compiled, tree_leaves, version_of
 from lightning_axosparse.support.troubleshooting import see
 
 _REGISTRIES = ("_forward_pre_hooks", "_forward_hooks")
@@ -170,7 +170,7 @@ class SideOutputs:
         self._before = self.layers[index].attributes()
 
     # Only a layer's own forward is to be compiled.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @never_compiled
     def end_layer(self, index: int) -> None:
         """Note what a layer of the stage has set."""
         layer = self.layers[index]

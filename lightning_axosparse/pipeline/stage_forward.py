@@ -36,7 +36,11 @@ from lightning_axosparse.pipeline.reductions import ReductionTracker
 from lightning_axosparse.pipeline.replaced_forward import ReplacedForward
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.side_outputs import SideOutputs, WatchedLayer
-from lightning_axosparse.support.torch_internals import backward_passes_by, plain_torch_functions
+from lightning_axosparse.support.torch_internals import (
+    backward_passes_by,
+    never_compiled,
+    plain_torch_functions,
+)
 from lightning_axosparse.support.troubleshooting import see
 
 
@@ -330,20 +334,20 @@ class PipelinedLayers:
 
 
 # Only a layer's own forward is to be compiled.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@never_compiled
 def _note_output(running: _Running, index: int, output: Any) -> None:
     """Note the output of a layer that this stage has computed, and what the layer has set."""
     running.side_outputs.end_layer(index)
     running.values.end_layer(index, output)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@never_compiled
 def _activation(running: _Running) -> Activation:
     """What a stage sends when the step calls the next stage's first layer."""
     return running.values.sent()._replace(side_outputs=running.side_outputs.to_send())
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@never_compiled
 def _replacement(
     running: _Running, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:

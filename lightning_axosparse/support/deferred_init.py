@@ -13,6 +13,7 @@ import gc
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -128,14 +129,15 @@ class DeferredInit(TorchDispatchMode):
         self._log: list[_Operation] = []
         self._writers: defaultdict[int, list[int]] = defaultdict(list)
         self._disguise = _Disguise(self)
+        self._disguised = ExitStack()
 
     def __enter__(self) -> DeferredInit:
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._disguise.__enter__()  # type: ignore[no-untyped-call]
+        self._disguised.enter_context(self._disguise)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._disguise.__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._disguised.close()
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def device_of(self, tensor: Tensor) -> torch.device | None:

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from lightning_axosparse.support.corrupt_file import CorruptFileError
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 tree_leaves = _pytree.tree_leaves
 tree_map = _pytree.tree_map
@@ -32,6 +35,26 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 plain_torch_functions = torch._C.DisableTorchFunctionSubclass
 """A context in which torch functions treat subclasses as plain tensors."""
+
+
+class OperatorMode(TorchDispatchMode):
+    """Observes the operators that run, those of higher-order operators too."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True, as otherwise torch.compile would never compile what runs here first."""
+        return True
+
+
+def never_compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Return a function that torch.compile leaves as it is, with all that it calls."""
+    uncompiled: Callable[_P, _R] = torch.compiler.disable(function)
+    return uncompiled
 
 
 def current_function_mode() -> TorchFunctionMode | None:
