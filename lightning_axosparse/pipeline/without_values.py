@@ -97,8 +97,8 @@ def without_values(
                 result, device = _moved(func, device, *standing[0], **standing[1])
             else:
                 result = func(*standing[0], **standing[1])
-        except Exception:  # It reads values, or does not know the meta device.
-            return None
+        except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+            return None  # It reads values, or does not know the meta device.
     arguments, changed, has_gradient = {}, [], False
     with plain_torch_functions():
         for tensor, meta in given.values():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -180,6 +181,22 @@ class Keyed(Dataset):
 )
 def test_batches_are_made_without_iterating(loader: Callable[[], Any], expected: Any) -> None:
     assert probed(loader()) == expected
+
+
+class Unknown(Exception):
+    """An exception of a user."""
+
+
+def needing_all(samples: list) -> Tensor:
+    if len(samples) != 8:
+        raise Unknown("for whole batches")
+    return torch.stack([sample[0] for sample in samples])
+
+
+def test_what_the_code_of_a_user_raises_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "lightning_axosparse"):
+        assert probed(data(8, collate_fn=needing_all)) == (False, None)
+    assert "for whole batches" in caplog.text
 
 
 class Transposing(Asks):
