@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import platform
 import secrets
 import weakref
 from collections import defaultdict, deque
@@ -26,6 +27,11 @@ from lightning_axosparse.support.troubleshooting import see
 Memory = NDArray[np.uint8]
 
 _PAGE = mmap.PAGESIZE
+
+
+def memory_is_ordered() -> bool:
+    """Whether another process sees a write to shared memory after all that came before it here."""
+    return platform.machine() in ("x86_64", "AMD64")
 
 
 class Address(NamedTuple):

@@ -21,6 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_axosparse.distributed.mpi.shared_memory import memory_is_ordered
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -121,7 +123,9 @@ def shares_memory(comm: MPI.Comm, peer: int) -> bool:
     """Whether this rank and rank ``peer`` can read each other's slots; called by both."""
     token = torch.frombuffer(bytearray(secrets.token_bytes(16)), dtype=torch.uint8)
     writer = SlotWriter()
-    mine = (writer.write(token), token) if hasattr(os, "memfd_create") else None
+    # A slot says that it is free, so its sender must not see that before the block has been read.
+    possible = hasattr(os, "memfd_create") and memory_is_ordered()
+    mine = (writer.write(token), token) if possible else None
     readable = _is_readable(comm.sendrecv(mine, peer, source=peer))
     return comm.sendrecv(readable, peer, source=peer) and readable
 
