@@ -256,8 +256,12 @@ def _undoing(item: Any) -> Iterator[Callable[[], object]]:
 
 
 def _restore_attributes(item: Any, attributes: dict[str, Any]) -> None:
-    vars(item).clear()
-    vars(item).update(attributes)
+    now = vars(item)  # Others may read it meanwhile, so what has not changed stays.
+    for name in now.keys() - attributes.keys():
+        del now[name]
+    for name, value in attributes.items():
+        if name not in now or now[name] is not value:
+            now[name] = value
 
 
 def _reachable(roots: Iterable[object]) -> list[object]:

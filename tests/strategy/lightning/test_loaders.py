@@ -251,6 +251,23 @@ def test_no_random_state_moves_and_no_worker_starts() -> None:
     assert loader._iterator is None
 
 
+class Watched(dict):
+    """Attributes that must never be gone."""
+
+    def clear(self) -> None:
+        raise AssertionError("another thread would find nothing")
+
+
+def test_attributes_that_did_not_change_are_not_touched() -> None:
+    dataset = Noisy()
+    vars(dataset)["path"] = "data"
+    dataset.__dict__ = Watched(vars(dataset))
+    names = list(vars(dataset))
+    assert probed(DataLoader(dataset, 2), Steps())[1] == [(2, 3), (3, 3)]
+    assert list(vars(dataset))[: len(names)] == names
+    assert dataset.path == "data"
+
+
 def drawn(dataset: Noisy) -> list[str]:
     """The states of the dataset's own generators."""
     first, others = dataset.numpy
