@@ -26,7 +26,12 @@ from lightning_axosparse.pipeline.crossing import Reads, Sent, SidePlace
 from lightning_axosparse.pipeline.derived_values import DerivedValues
 from lightning_axosparse.pipeline.nodes import OF_EVERY_MODULE, PLAIN
 from lightning_axosparse.pipeline.placeholder import Placeholder, Progress, filled, sendable
-from lightning_axosparse.support.torch_internals import never_compiled, tree_leaves, version_of
+from lightning_axosparse.support.torch_internals import (
+    is_compiled,
+    never_compiled,
+    tree_leaves,
+    version_of,
+)
 from lightning_axosparse.support.troubleshooting import see
 
 _REGISTRIES = ("_forward_pre_hooks", "_forward_hooks")
@@ -67,7 +72,7 @@ class WatchedLayer:
             for path, module in self.modules.items()
             if not isinstance(module, torch.jit.ScriptModule)
         }
-        self.compiled = hasattr(layer, "_orig_mod") or layer._compiled_call_impl is not None
+        self.compiled = is_compiled(layer)
         self._namespaces = [
             names for module in self.paths for names in (vars(module), module._buffers)
         ]

@@ -19,6 +19,7 @@ from lightning_axosparse.support.torch_internals import (
     plain_torch_functions,
     tree_leaves,
     tree_map_only,
+    version_of,
 )
 
 _SHOWING = (Tensor.__repr__, Tensor.__format__)
@@ -104,7 +105,7 @@ def without_values(
         for tensor, meta in given.values():
             arguments[id(meta)] = tensor
             has_gradient |= tensor.requires_grad
-            if meta._version:
+            if version_of(meta):
                 changed.append(tensor)
     has_gradient &= torch.is_grad_enabled()
 

@@ -216,8 +216,8 @@ def swap_values(tensor: Tensor, other: Tensor) -> None:
     torch._C._swap_tensor_impl(tensor, other)
 
 
-def replay_needs_generator(operator: Any) -> bool:
-    """Return whether the values that ``operator`` makes depend on a random generator."""
+def is_random(operator: Any) -> bool:
+    """Return whether ``operator`` draws random numbers."""
     return torch.Tag.nondeterministic_seeded in operator.tags
 
 
@@ -226,9 +226,15 @@ def makes_tensors(operator: Any) -> bool:
     return any("Tensor" in str(returned.type) for returned in operator._schema.returns)
 
 
-def takes_device(operator: Any) -> bool:
-    """Return whether ``operator`` is told on which device to make its result."""
-    return any(argument.name == "device" for argument in operator._schema.arguments)
+def name_of(operator: Any) -> str:
+    """Return the name of ``operator`` without its overload, such as ``aten::normal_``."""
+    name: str = operator._schema.name
+    return name
+
+
+def takes(operator: Any, argument: str) -> bool:
+    """Return whether ``operator`` has an argument of this name."""
+    return any(each.name == argument for each in operator._schema.arguments)
 
 
 class _DeferredStorage(torch.UntypedStorage):
@@ -261,11 +267,6 @@ def reduced_for_save(
     hooks: OrderedDict[str, Any] = OrderedDict()
     arguments = typed, 0, tuple(shape), stride, False, hooks
     return torch._utils._rebuild_tensor_v2, arguments
-
-
-def is_random(operator: Any) -> bool:
-    """Whether an operator draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in operator.tags
 
 
 def writes_beside(operator: Any) -> bool:
