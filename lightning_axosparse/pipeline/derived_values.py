@@ -32,8 +32,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.activation import Activation
-from lightning_axosparse.pipeline.crossing import Place, Reads, Sent, SidePlace, Value
+from lightning_axosparse.pipeline.crossing import Activation, Place, Reads, Sent, SidePlace, Value
 from lightning_axosparse.pipeline.nodes import attribute_tensors, nodes
 from lightning_axosparse.pipeline.pausable_mode import PausableMode
 from lightning_axosparse.pipeline.placeholder import (

@@ -21,8 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from lightning_axosparse.pipeline.activation import Appended, Attribute, HookCall, SideOutput
-from lightning_axosparse.pipeline.crossing import Reads, Sent, SidePlace
+from lightning_axosparse.pipeline.crossing import (
+    Appended,
+    Attribute,
+    HookCall,
+    Reads,
+    Sent,
+    SideOutput,
+    SidePlace,
+)
 from lightning_axosparse.pipeline.derived_values import DerivedValues
 from lightning_axosparse.pipeline.nodes import OF_EVERY_MODULE, PLAIN
 from lightning_axosparse.pipeline.placeholder import Placeholder, Progress, filled, sendable

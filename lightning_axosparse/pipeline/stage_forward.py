@@ -23,13 +23,11 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.activation import Activation
 from lightning_axosparse.pipeline.batch_state import IGNORED, StepState
 from lightning_axosparse.pipeline.checkpointing import ActivationCheckpointing, Segment
-from lightning_axosparse.pipeline.crossing import Reads, Sent
+from lightning_axosparse.pipeline.crossing import Activation, Reads, Sent, tensors
 from lightning_axosparse.pipeline.derived_values import DerivedValues
 from lightning_axosparse.pipeline.inner_backward import InnerBackward
-from lightning_axosparse.pipeline.message import tensors
 from lightning_axosparse.pipeline.pausable_mode import PausableMode, paused
 from lightning_axosparse.pipeline.placeholder import Progress, described
 from lightning_axosparse.pipeline.reductions import ReductionTracker
