@@ -130,14 +130,23 @@ def opened(address: Address) -> Memory:
     own = arena()
     if own is not None and own.address == address:
         return own.memory
-    file = os.open(address.path, os.O_RDWR)
-    try:
-        memory: Memory = np.frombuffer(mmap.mmap(file, 0), np.uint8)
-    finally:
-        os.close(file)
+    memory = mapped(address.path)
     if memory[:16].tobytes() != address.token:
         raise ValueError(f"The file at {address.path} is not the arena of another rank.")
     return memory
+
+
+def mapped(path: str) -> Memory:
+    """Map a whole file.
+
+    Raises:
+        OSError: if this process cannot open it.
+    """
+    file = os.open(path, os.O_RDWR)
+    try:
+        return np.frombuffer(mmap.mmap(file, 0), np.uint8)
+    finally:
+        os.close(file)
 
 
 class BlockPool:
