@@ -25,11 +25,11 @@ INSTALL = { test -x $(BIN)/pip || $(PYTHON) -m venv .venv; } && \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e
 
 .venv/installed: pyproject.toml constraints.txt
-	$(INSTALL) '.[mpich]'
+	$(INSTALL) '.[mpich,cli]'
 	touch $@
 
 .venv/checkable: pyproject.toml constraints.txt
-	$(INSTALL) '.[mpich,images,notebook,docs,dev]'
+	$(INSTALL) '.[mpich,cli,images,notebook,docs,dev]'
 	touch $@
 
 clean:

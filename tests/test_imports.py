@@ -1,10 +1,16 @@
-"""What ``import lightning_axosparse`` imports."""
+"""What ``import lightning_axosparse`` imports, and where private API of others is used."""
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
+from pathlib import Path
+
+import lightning as L
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from tests.ranks import PATIENCE
 
@@ -39,3 +45,74 @@ def test_what_few_runs_need_is_imported_where_it_is_used() -> None:
     assert not WHERE_USED & {name.partition(".")[0] for name in asked}
     others = {name.partition(".")[0] for name in loaded} - {"lightning_axosparse", "lightning"}
     assert others <= {"cloudpickle", "safetensors"}
+
+
+PACKAGE = Path(__file__).parents[1] / "lightning_axosparse"
+WRAPPERS = "support/torch_internals.py", "strategy/lightning/"
+NO_OTHER_WAY = {
+    # What a module holds, under names that state dicts and subclasses depend on.
+    "checkpoint/load.py": {"_buffers", "_parameters"},
+    "pipeline/module_state.py": {"_buffers", "_modules"},
+    "pipeline/nodes.py": {"_buffers"},
+    "pipeline/sharding.py": {"_buffers", "_parameters"},
+    "pipeline/side_outputs.py": {
+        *("_buffers", "_forward_hooks", "_forward_pre_hooks"),
+        *("_global_forward_hooks", "_global_forward_pre_hooks"),
+    },
+    "pruning/channels.py": {"_parameters"},
+    "sparse/linear.py": {"_parameters"},
+    "sparse/module.py": {"_flat_weights_names", "_init_flat_weights", "_parameters"},
+    "sparse/parameters.py": {"_parameters"},
+    # What torch and Lightning leave to subclasses.
+    "distributed/mpi/process_group.py": {"_register_backend", "_set_default_backend"},
+    "pipeline/batch_norms.py": {"_BatchNorm"},
+    "pipeline/placeholder.py": {"_make_subclass"},
+    "sparse/convolution.py": {"_conv_forward"},
+    "sparse/weight.py": {"_make_wrapper_subclass"},
+    "strategy/validation.py": {"_NormBase"},
+    # What a tensor holds, where the public name checks or warns.
+    "sparse/state_size.py": {"_indices", "_values"},
+    "strategy/launcher/pickling.py": {"_untyped_storage"},
+    # Python's.
+    "support/temporary_folder.py": {"_config"},
+}
+"""File -> the attributes of others that it uses; docs/architecture.md says the same."""
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """The names of functions, classes, variables and attributes that a module defines."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            of_self = isinstance(node, ast.Name) or ast.unparse(node.value) in ("self", "cls")
+            if of_self:
+                found.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return found
+
+
+def private_attributes(tree: ast.Module) -> set[str]:
+    """The private attributes that a module uses, but for what Python documents."""
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.endswith("_")
+        and node.attr not in ("_asdict", "_fields", "_make", "_replace")
+        and ast.unparse(node.value) not in ("os", "sys")
+    }
+
+
+def test_private_attributes_of_torch_and_lightning_are_used_where_the_docs_say() -> None:
+    paths = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
+    trees = {name: ast.parse(path.read_text()) for name, path in paths.items()}
+    of_others = {*dir(nn.Module()), *dir(Tensor), *dir(Optimizer), *dir(L.Trainer)}
+    own = set().union(*map(defined, trees.values())) - of_others
+    used = {
+        name: private_attributes(tree) - defined(tree) - own
+        for name, tree in trees.items()
+        if not name.startswith(WRAPPERS)
+    }
+    assert {name: names for name, names in used.items() if names} == NO_OTHER_WAY

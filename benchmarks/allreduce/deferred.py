@@ -16,7 +16,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal, get_args
@@ -48,7 +47,7 @@ class Starts(L.Callback):
         start = gradient_reducer._Bucket.pack_and_start
 
         def noted(bucket: Any, *arguments: Any) -> int:
-            began = time.time()
+            began = trace.now()
             size = start(bucket, *arguments)
             self._buckets.append((began, size))
             return size

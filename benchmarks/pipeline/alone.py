@@ -10,7 +10,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from lightning_axosparse.pipeline.message import Gradients
+from lightning_axosparse.pipeline.crossing import Gradients
 from lightning_axosparse.pipeline.schedule import Schedule
 from lightning_axosparse.planning.simulate import simulate
 from lightning_axosparse.support.trace import clock

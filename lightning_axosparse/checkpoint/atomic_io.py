@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-from fsspec.utils import get_protocol  # type: ignore[import-untyped]
+from fsspec.core import url_to_fs
+from fsspec.utils import get_protocol
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import nn

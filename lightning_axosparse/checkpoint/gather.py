@@ -72,7 +72,10 @@ def gather_remote_tensors(checkpoint: dict[str, Any], tensors: StageTensors) -> 
     found: dict[str, Any] = {}
     for part in tensors.gather(mine):
         found.update(part)
-    return tree_map_with_path(lambda path, leaf: found.get(path_name(path), leaf), checkpoint)  # type: ignore[no-any-return]
+    complete: dict[str, Any] = tree_map_with_path(
+        lambda path, leaf: found.get(path_name(path), leaf), checkpoint
+    )
+    return complete
 
 
 def local_model_state(state: Mapping[str, Any], split: Sharding, stages: range) -> dict[str, Any]:

@@ -45,7 +45,10 @@ def load_mapped(path: Path, weights_only: bool | None) -> dict[str, Any]:
     contents = torch.load(path, map_location="meta", weights_only=weights_only)
     if not (isinstance(contents, dict) and all(map(_is_plain, tree_leaves(contents)))):
         # Other objects may have tensors, which have to be there when they are unpickled.
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)  # type: ignore[no-any-return]
+        mapped: dict[str, Any] = torch.load(
+            path, map_location="cpu", mmap=True, weights_only=weights_only
+        )
+        return mapped
     file = _File(path)
     read = each_once(lambda tensor: file.tensor(tensor).clone())
     deferred = each_once(lambda tensor: _deferred(tensor, file, read))

@@ -7,8 +7,10 @@ in the place of each tensor.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from io import BytesIO
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,6 @@ import torch
 from torch import Tensor
 
 from lightning_axosparse.checkpoint import manifest
-from lightning_axosparse.checkpoint.other_folders import checkpoint_of
 from lightning_axosparse.checkpoint.shard_metadata import (
     Chunk,
     StoredTensor,
@@ -61,9 +62,53 @@ def deferred(contents: dict[str, Any], folder: Path) -> dict[str, Any]:
     with reading(folder):
         if "state_dict" not in contents:
             entries = {each.path: _deferred(folder, name, each) for name, each in found.items()}
-            return contents | checkpoint_of(entries)
+            return contents | _checkpoint_of(entries)
         whole: dict[str, Any] = tree_map(each_once(restored), contents, is_leaf=_is_record)
         return whole
+
+
+def _checkpoint_of(entries: Mapping[tuple[str | int, ...], Any]) -> dict[str, Any]:
+    """What another strategy has written, in the form of one process's checkpoint.
+
+    Lightning's ``ModelParallelStrategy`` and ``FSDPStrategy`` leave weights and optimizers out of
+    their table. They name the parameters of optimizers, which one process counts.
+
+    Args:
+        entries: by the keys that lead to it, each tensor or value in the folder.
+    """
+    tree = _nested(entries)
+    if "model" in tree:  # as FSDPStrategy calls it
+        tree.setdefault("state_dict", tree.pop("model"))
+    optimizers = []
+    for number in count():
+        if f"optimizer_{number}" not in tree:
+            break
+        optimizers.append(_counted(tree.pop(f"optimizer_{number}")))
+    return tree | ({"optimizer_states": optimizers} if optimizers else {})
+
+
+def _nested(entries: Mapping[tuple[str | int, ...], Any]) -> dict[Any, Any]:
+    tree: dict[Any, Any] = {}
+    for keys, value in entries.items():
+        inner = tree
+        for key in keys[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[keys[-1]] = value
+    return tree
+
+
+def _counted(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state with the numbers of parameters in the place of their names."""
+    groups = optimizer["param_groups"]
+    groups = [groups[number] for number in sorted(groups)] if isinstance(groups, dict) else groups
+    order = [name for group in groups for name in group["params"]]
+    number_of = {name: number for number, name in enumerate(order)}
+    return {
+        "state": {number_of[name]: state for name, state in optimizer.get("state", {}).items()},
+        "param_groups": [
+            {**group, "params": [number_of[name] for name in group["params"]]} for group in groups
+        ],
+    }
 
 
 def _deferred(folder: Path, name: str, each: StoredTensor | StoredValue) -> Any:

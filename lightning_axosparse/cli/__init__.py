@@ -2,3 +2,10 @@
 
 It may import from every subpackage.
 """
+
+from lightning_axosparse.support.extras import require_cli
+
+try:
+    require_cli("The command line")
+except ModuleNotFoundError as error:
+    raise SystemExit(str(error)) from error

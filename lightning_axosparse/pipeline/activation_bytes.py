@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_axosparse.support.torch_internals import TorchDispatchMode, storage_id, tree_leaves
+from lightning_axosparse.support.torch_internals import OperatorMode, storage_id, tree_leaves
 
 
 @contextmanager
@@ -49,18 +49,11 @@ def peak_bytes(device: torch.device) -> Iterator[Callable[[], int]]:
         yield lambda: new.peak
 
 
-class _NewStorages(TorchDispatchMode):
+class _NewStorages(OperatorMode):
     """Records the storages that operators allocate inside the context."""
 
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """True, as otherwise torch.compile would never compile what runs here first."""
-        return True
-
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
         self._given: dict[int, StorageWeakRef] = {}
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_axosparse.support.torch_internals import fake_mode, tree_map_only
+
+_log = logging.getLogger(__name__)
 
 CallOrder = Callable[[nn.Module, Mapping[str, str]], "list[str]"]
 """What :func:`order_of_example` does."""
@@ -70,10 +73,12 @@ def called_in_order(module: nn.Module, layers: Mapping[str, str], example: Examp
         there is not one call; an empty list where another one is not called once.
     """
     calls: list[str] = []
-    # The user's code may raise anything where it needs values.
-    with warnings.catch_warnings(), suppress(Exception):
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # What the copy warns of, the module will warn of.
-        _call(module, layers, example, calls)
+        try:
+            _call(module, layers, example, calls)
+        except Exception:  # The user's code may raise anything where it needs values.
+            _log.debug("A call without values ended after %d layers", len(calls), exc_info=True)
     times = Counter(calls)
     containers = {layers[name] for name in calls}
     wanted = [

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.batch_norms import Norm
 from lightning_axosparse.pipeline.replaced_forward import Forward, ReplacedForward
+from lightning_axosparse.support.torch_internals import never_compiled
 
 
 class DeferredNorms:
@@ -58,7 +59,7 @@ class DeferredNorms:
         self._norms.clear()
 
     # What it notes is no part of a layer that is compiled.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @never_compiled
     def _forward(self, name: str, norm: Norm, own: Forward, x: Tensor) -> Any:
         stage = self._running_stage()
         counts = f"{name}.".startswith(self._inside) or stage == self._last_stage

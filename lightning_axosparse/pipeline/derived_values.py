@@ -32,8 +32,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.activation import Activation
-from lightning_axosparse.pipeline.crossing import Place, Reads, Sent, SidePlace, Value
+from lightning_axosparse.pipeline.crossing import Activation, Place, Reads, Sent, SidePlace, Value
 from lightning_axosparse.pipeline.nodes import attribute_tensors, nodes
 from lightning_axosparse.pipeline.pausable_mode import PausableMode
 from lightning_axosparse.pipeline.placeholder import (
@@ -77,6 +76,11 @@ class _Made(NamedTuple):
 
 class _Alias(torch.autograd.Function):
     """A received tensor as the step gets it: it is no leaf, so that it may change in place."""
+
+    @classmethod
+    def of(cls, received: Tensor) -> Tensor:
+        alias: Tensor = cls.apply(received)  # type: ignore[no-untyped-call]
+        return alias
 
     @staticmethod
     def forward(ctx: Any, received: Tensor) -> Tensor:
@@ -198,7 +202,7 @@ class DerivedValues(PausableMode):
 
     def alias(self, received: Tensor, place: SidePlace) -> Tensor:
         """Return what the step gets for a tensor of a hook's or an attribute's."""
-        alias: Tensor = _Alias.apply(received)  # type: ignore[no-untyped-call]
+        alias = _Alias.of(received)
         if self.follows:
             self._track(alias, None, frozenset([place]), is_final=True)
         return alias
@@ -412,7 +416,7 @@ class DerivedValues(PausableMode):
                 source = computed_from(source) if self._results else source
                 tensor: Tensor = Placeholder.of(known, self._progress, source)
             else:
-                tensor = _Alias.apply(known)  # type: ignore[no-untyped-call]
+                tensor = _Alias.of(known)
                 if place in self._sent:
                     self._held[place] = tensor
             if self.follows:

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from lightning_axosparse.pipeline.activation import Activation
 from lightning_axosparse.pipeline.activation_bytes import peak_bytes
 from lightning_axosparse.pipeline.batch_norms import Norm
 from lightning_axosparse.pipeline.combination import Term
+from lightning_axosparse.pipeline.crossing import Activation
 from lightning_axosparse.pipeline.module_state import ModuleState, Place, write
 from lightning_axosparse.pipeline.stage_step import StageStep, loss_of
 from lightning_axosparse.pipeline.state_values import copied
 from lightning_axosparse.support.torch_internals import (
-    TorchDispatchMode,
+    OperatorMode,
     is_random,
     tree_leaves,
     tree_map_only,
@@ -162,7 +162,7 @@ def _with_state(state: ModuleState, layer: nn.Module) -> Iterator[None]:
         now.rewind()
 
 
-class RandomNumbers(TorchDispatchMode):
+class RandomNumbers(OperatorMode):
     """Gives micro-batches the random numbers that their samples have in the whole batch.
 
     The whole batch has to be computed first.
@@ -172,15 +172,8 @@ class RandomNumbers(TorchDispatchMode):
         is_unclear: whether they may belong to other samples.
     """
 
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """True, as otherwise torch.compile would never compile what runs here first."""
-        return True
-
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.problem: str | None = None
         self.is_unclear = False
         self._whole: list[Tensor] = []

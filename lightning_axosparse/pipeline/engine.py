@@ -9,10 +9,9 @@ from typing import Any, Protocol, cast
 
 from lightning_axosparse.distributed.backoff import BackOff
 from lightning_axosparse.distributed.rank_status import this_rank
-from lightning_axosparse.pipeline.crossing import Crossing, Probe
+from lightning_axosparse.pipeline.crossing import Crossing, Gradients, Probe, tensors
 from lightning_axosparse.pipeline.dry_run import DryRun, DryStep, Recomputed, Rehearsal
 from lightning_axosparse.pipeline.in_flight import InFlightLimit
-from lightning_axosparse.pipeline.message import Gradients, tensors
 from lightning_axosparse.pipeline.p2p import Link
 from lightning_axosparse.pipeline.reductions import ReductionTracker
 from lightning_axosparse.pipeline.rng import PipelineRNG

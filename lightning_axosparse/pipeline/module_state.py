@@ -36,7 +36,7 @@ from lightning_axosparse.pipeline.state_values import (
     same,
 )
 from lightning_axosparse.support.torch_internals import (
-    TorchDispatchMode,
+    OperatorMode,
     mutated_arguments,
     storage_id,
 )
@@ -164,7 +164,7 @@ class _Owner:
     attributes: dict[str, _Attribute] = field(default_factory=dict)
 
 
-class Writes(TorchDispatchMode):
+class Writes(OperatorMode):
     """Notes which memory operators are about to write to, whatever they write.
 
     Args:
@@ -174,15 +174,8 @@ class Writes(TorchDispatchMode):
         storages: the numbers of the storages.
     """
 
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """True, as otherwise torch.compile would never compile what runs here first."""
-        return True
-
     def __init__(self, note: Callable[[int], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._note = note
         self.storages: set[int] = set()
 

@@ -8,7 +8,7 @@ the parameter is. What needs a value raises one error, which says where the valu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -98,11 +98,13 @@ class RemoteTensor(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteTensor:
         meta = torch.empty(self.shape, dtype=self.dtype, device="meta")
-        copied: Any = self.of(meta, self.origin, self.near).requires_grad_(self.requires_grad)
+        copied = self.of(meta, self.origin, self.near)
+        copied.requires_grad_(self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
-            copied = torch.nn.Parameter(copied, self.requires_grad)
+            # A parameter of a subclass of Tensor has that class.
+            copied = cast(RemoteTensor, torch.nn.Parameter(copied, self.requires_grad))
         memo[id(self)] = copied
-        return copied  # type: ignore[no-any-return]
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError(_MESSAGE.format(name=self.origin))
@@ -148,12 +150,12 @@ def _moved(func: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: An
     device = likes[0].near if likes else device
     if not isinstance(tensor, RemoteTensor):
         return tensor.to(device, dtype, copy=copies)
-    converted: Any = tensor.type(dtype or tensor.dtype)
+    converted = tensor.type(dtype or tensor.dtype)
     if device in (None, tensor.near) and not copies:
-        return converted  # type: ignore[no-any-return]
-    converted = converted.clone() if converted is tensor else converted
-    converted.near = device or tensor.near
-    return converted  # type: ignore[no-any-return]
+        return converted
+    moved = cast(RemoteTensor, converted.clone() if converted is tensor else converted)
+    moved.near = device or tensor.near
+    return moved
 
 
 def _changes_in_place(func: Callable[..., Any]) -> bool:

@@ -21,12 +21,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from lightning_axosparse.pipeline.activation import Appended, Attribute, HookCall, SideOutput
-from lightning_axosparse.pipeline.crossing import Reads, Sent, SidePlace
+from lightning_axosparse.pipeline.crossing import (
+    Appended,
+    Attribute,
+    HookCall,
+    Reads,
+    Sent,
+    SideOutput,
+    SidePlace,
+)
 from lightning_axosparse.pipeline.derived_values import DerivedValues
 from lightning_axosparse.pipeline.nodes import OF_EVERY_MODULE, PLAIN
 from lightning_axosparse.pipeline.placeholder import Placeholder, Progress, filled, sendable
-from lightning_axosparse.support.torch_internals import tree_leaves, version_of
+from lightning_axosparse.support.torch_internals import (
+    is_compiled,
+    never_compiled,
+    tree_leaves,
+    version_of,
+)
 from lightning_axosparse.support.troubleshooting import see
 
 _REGISTRIES = ("_forward_pre_hooks", "_forward_hooks")
@@ -67,7 +79,7 @@ class WatchedLayer:
             for path, module in self.modules.items()
             if not isinstance(module, torch.jit.ScriptModule)
         }
-        self.compiled = hasattr(layer, "_orig_mod") or layer._compiled_call_impl is not None
+        self.compiled = is_compiled(layer)
         self._namespaces = [
             names for module in self.paths for names in (vars(module), module._buffers)
         ]
@@ -170,7 +182,7 @@ class SideOutputs:
         self._before = self.layers[index].attributes()
 
     # Only a layer's own forward is to be compiled.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @never_compiled
     def end_layer(self, index: int) -> None:
         """Note what a layer of the stage has set."""
         layer = self.layers[index]

@@ -23,20 +23,22 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.activation import Activation
 from lightning_axosparse.pipeline.batch_state import IGNORED, StepState
 from lightning_axosparse.pipeline.checkpointing import ActivationCheckpointing, Segment
-from lightning_axosparse.pipeline.crossing import Reads, Sent
+from lightning_axosparse.pipeline.crossing import Activation, Reads, Sent, tensors
 from lightning_axosparse.pipeline.derived_values import DerivedValues
 from lightning_axosparse.pipeline.inner_backward import InnerBackward
-from lightning_axosparse.pipeline.message import tensors
 from lightning_axosparse.pipeline.pausable_mode import PausableMode, paused
 from lightning_axosparse.pipeline.placeholder import Progress, described
 from lightning_axosparse.pipeline.reductions import ReductionTracker
 from lightning_axosparse.pipeline.replaced_forward import ReplacedForward
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.side_outputs import SideOutputs, WatchedLayer
-from lightning_axosparse.support.torch_internals import backward_passes_by, plain_torch_functions
+from lightning_axosparse.support.torch_internals import (
+    backward_passes_by,
+    never_compiled,
+    plain_torch_functions,
+)
 from lightning_axosparse.support.troubleshooting import see
 
 
@@ -330,20 +332,20 @@ class PipelinedLayers:
 
 
 # Only a layer's own forward is to be compiled.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@never_compiled
 def _note_output(running: _Running, index: int, output: Any) -> None:
     """Note the output of a layer that this stage has computed, and what the layer has set."""
     running.side_outputs.end_layer(index)
     running.values.end_layer(index, output)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@never_compiled
 def _activation(running: _Running) -> Activation:
     """What a stage sends when the step calls the next stage's first layer."""
     return running.values.sent()._replace(side_outputs=running.side_outputs.to_send())
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@never_compiled
 def _replacement(
     running: _Running, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:

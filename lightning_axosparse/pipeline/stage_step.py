@@ -12,13 +12,18 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.activation import Activation
 from lightning_axosparse.pipeline.batch_fingerprint import BatchFingerprint
 from lightning_axosparse.pipeline.batch_norms import statistics_explained
-from lightning_axosparse.pipeline.crossing import Crossing, Reads, Sent
+from lightning_axosparse.pipeline.crossing import (
+    Activation,
+    Crossing,
+    Gradients,
+    Reads,
+    Sent,
+    tensors,
+)
 from lightning_axosparse.pipeline.in_flight import InFlightLimit
 from lightning_axosparse.pipeline.loss_weights import LossWeights
-from lightning_axosparse.pipeline.message import Gradients, tensors
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.outputs import Scalar
 from lightning_axosparse.pipeline.placeholder import Progress

@@ -166,7 +166,8 @@ def same(one: Any, other: Any, depth: int = 0) -> bool:
         return depth < _DEEPEST and _same_entries(one, other, depth + 1)
     try:
         return bool(one == other) or bool(one != one and other != other)
-    except Exception:  # Whatever a user's comparison raises.
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+        # They cannot be compared, or have no truth, as arrays and tables of other libraries.
         return False
 
 

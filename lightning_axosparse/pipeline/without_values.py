@@ -19,6 +19,7 @@ from lightning_axosparse.support.torch_internals import (
     plain_torch_functions,
     tree_leaves,
     tree_map_only,
+    version_of,
 )
 
 _SHOWING = (Tensor.__repr__, Tensor.__format__)
@@ -97,14 +98,14 @@ def without_values(
                 result, device = _moved(func, device, *standing[0], **standing[1])
             else:
                 result = func(*standing[0], **standing[1])
-        except Exception:  # It reads values, or does not know the meta device.
-            return None
+        except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+            return None  # It reads values, or does not know the meta device.
     arguments, changed, has_gradient = {}, [], False
     with plain_torch_functions():
         for tensor, meta in given.values():
             arguments[id(meta)] = tensor
             has_gradient |= tensor.requires_grad
-            if meta._version:
+            if version_of(meta):
                 changed.append(tensor)
     has_gradient &= torch.is_grad_enabled()
 

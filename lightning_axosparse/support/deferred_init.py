@@ -13,6 +13,7 @@ import gc
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,12 +24,13 @@ from torch.overrides import TorchFunctionMode
 from lightning_axosparse.support.torch_internals import (
     TorchDispatchMode,
     hooked,
+    is_random,
     makes_tensors,
     mutated_arguments,
-    replay_needs_generator,
+    name_of,
     storage_id,
     swap_values,
-    takes_device,
+    takes,
     tree_leaves,
     tree_map,
     version_of,
@@ -128,14 +130,15 @@ class DeferredInit(TorchDispatchMode):
         self._log: list[_Operation] = []
         self._writers: defaultdict[int, list[int]] = defaultdict(list)
         self._disguise = _Disguise(self)
+        self._disguised = ExitStack()
 
     def __enter__(self) -> DeferredInit:
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._disguise.__enter__()  # type: ignore[no-untyped-call]
+        self._disguised.enter_context(self._disguise)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._disguise.__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._disguised.close()
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def device_of(self, tensor: Tensor) -> torch.device | None:
@@ -181,13 +184,13 @@ class DeferredInit(TorchDispatchMode):
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         devices = [device for device in map(self.device_of, tensors) if device is not None]
-        to_meta = takes_device(operator) and _is_meta(kwargs.get("device"))
-        if not (devices or to_meta) and (tensors or not takes_device(operator)):
+        to_meta = takes(operator, "device") and _is_meta(kwargs.get("device"))
+        if not (devices or to_meta) and (tensors or not takes(operator, "device")):
             return operator(*args, **kwargs)
         device = torch.device(kwargs.get("device") or (devices[0] if devices else "cpu"))
         if device == _META and self._disguise.asked_for_meta:
             return operator(*args, **kwargs)
-        if operator._schema.name == _EMPTY and 0 in args[0]:
+        if name_of(operator) == _EMPTY and 0 in args[0]:
             # It has no values, and may be set to memory that has, as torch.load does.
             return operator(*args, **kwargs)
         if device == _META:  # torch took it from a deferred tensor
@@ -219,9 +222,9 @@ class DeferredInit(TorchDispatchMode):
             return leaf.to(_META) if deferred else leaf
 
         args, kwargs = tree_map(on_meta, (args, kwargs))
-        if takes_device(operator):
+        if takes(operator, "device"):
             kwargs = {**kwargs, "device": _META, "pin_memory": None}
-            if not any(a.name == "pin_memory" for a in operator._schema.arguments):
+            if not takes(operator, "pin_memory"):
                 del kwargs["pin_memory"]
         return operator(*args, **kwargs)
 
@@ -236,13 +239,13 @@ class DeferredInit(TorchDispatchMode):
     ) -> None:
         """Record an operator that has run on the meta device, unless it only made views."""
         made = [self._new_place(leaf, device) for leaf in tree_leaves(result)]
-        changed = [] if operator._schema.name == _REFER else mutated
+        changed = [] if name_of(operator) == _REFER else mutated
         written = {storage_id(tensor.untyped_storage()) for tensor in changed}
         written |= {place.storage for place in made if place is not None}
         if not written:
             return
         drawn = None
-        if replay_needs_generator(operator):
+        if is_random(operator):
             generator = _generator(args, kwargs, device)
             drawn = generator, generator.get_state()
             self._draw(operator, args, kwargs, mutated, device)
@@ -275,7 +278,7 @@ class DeferredInit(TorchDispatchMode):
         device: torch.device,
     ) -> None:
         """Draw the random numbers that an operator draws, and forget them."""
-        filled = {id(tensor) for tensor in mutated if operator._schema.name in _FILL}
+        filled = {id(tensor) for tensor in mutated if name_of(operator) in _FILL}
 
         def argument(leaf: Any) -> Any:
             return _Place.of(leaf).empty(device) if id(leaf) in filled else self._with_values(leaf)

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from lightning_axosparse.support.corrupt_file import CorruptFileError
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 tree_leaves = _pytree.tree_leaves
 tree_map = _pytree.tree_map
@@ -32,6 +35,26 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 plain_torch_functions = torch._C.DisableTorchFunctionSubclass
 """A context in which torch functions treat subclasses as plain tensors."""
+
+
+class OperatorMode(TorchDispatchMode):
+    """Observes the operators that run, those of higher-order operators too."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True, as otherwise torch.compile would never compile what runs here first."""
+        return True
+
+
+def never_compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Return a function that torch.compile leaves as it is, with all that it calls."""
+    uncompiled: Callable[_P, _R] = torch.compiler.disable(function)
+    return uncompiled
 
 
 def current_function_mode() -> TorchFunctionMode | None:
@@ -193,8 +216,8 @@ def swap_values(tensor: Tensor, other: Tensor) -> None:
     torch._C._swap_tensor_impl(tensor, other)
 
 
-def replay_needs_generator(operator: Any) -> bool:
-    """Return whether the values that ``operator`` makes depend on a random generator."""
+def is_random(operator: Any) -> bool:
+    """Return whether ``operator`` draws random numbers."""
     return torch.Tag.nondeterministic_seeded in operator.tags
 
 
@@ -203,9 +226,15 @@ def makes_tensors(operator: Any) -> bool:
     return any("Tensor" in str(returned.type) for returned in operator._schema.returns)
 
 
-def takes_device(operator: Any) -> bool:
-    """Return whether ``operator`` is told on which device to make its result."""
-    return any(argument.name == "device" for argument in operator._schema.arguments)
+def name_of(operator: Any) -> str:
+    """Return the name of ``operator`` without its overload, such as ``aten::normal_``."""
+    name: str = operator._schema.name
+    return name
+
+
+def takes(operator: Any, argument: str) -> bool:
+    """Return whether ``operator`` has an argument of this name."""
+    return any(each.name == argument for each in operator._schema.arguments)
 
 
 class _DeferredStorage(torch.UntypedStorage):
@@ -238,11 +267,6 @@ def reduced_for_save(
     hooks: OrderedDict[str, Any] = OrderedDict()
     arguments = typed, 0, tuple(shape), stride, False, hooks
     return torch._utils._rebuild_tensor_v2, arguments
-
-
-def is_random(operator: Any) -> bool:
-    """Whether an operator draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in operator.tags
 
 
 def writes_beside(operator: Any) -> bool:

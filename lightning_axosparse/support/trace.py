@@ -1,4 +1,8 @@
-"""Measures the time of each activity of this rank, as totals and as recorded spans."""
+"""Measures the time of each activity of this rank, as totals and as recorded spans.
+
+Times are monotonic: corrections of the host's clock do not change how long something took. They are
+aligned with that clock once, so that spans of several ranks can be shown together.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 from typing import Literal
 
 Activity = Literal[
@@ -23,7 +28,7 @@ Activity = Literal[
 
 @dataclass(frozen=True)
 class Span:
-    """One activity on one stage, from ``start`` to ``end`` (seconds of this host's wall clock)."""
+    """One activity on one stage, from ``start`` to ``end`` (as of :func:`now`)."""
 
     activity: Activity
     start: float
@@ -32,8 +37,21 @@ class Span:
     microbatch: int | None
 
 
+_EPOCH = time.time() - time.perf_counter()
+
+
+def now() -> float:
+    """Return the seconds since 1970 by this host's clock, without its corrections since the start.
+
+    All processes of a host that start between two corrections agree.
+    """
+    return _EPOCH + time.perf_counter()
+
+
 class Clock:
     """Sums the seconds of each activity and, while recording, keeps every span.
+
+    Threads of a backward pass may add at the same time.
 
     ``densify`` and ``compress`` are parts of ``forward`` and ``backward``, and of their totals.
     """
@@ -41,17 +59,18 @@ class Clock:
     def __init__(self) -> None:
         self.totals: dict[Activity, float] = defaultdict(float)
         self._spans: list[Span] | None = None
+        self._lock = Lock()
 
     @contextmanager
     def span(
         self, activity: Activity, stage: int = 0, microbatch: int | None = None
     ) -> Iterator[None]:
         """Add the time inside the context to ``activity``."""
-        start = time.time()
+        start = now()
         try:
             yield
         finally:
-            self.add(activity, start, time.time(), stage, microbatch)
+            self.add(activity, start, now(), stage, microbatch)
 
     def add(
         self,
@@ -61,20 +80,23 @@ class Clock:
         stage: int = 0,
         microbatch: int | None = None,
     ) -> None:
-        """Add the time from ``start`` to ``end`` (``time.time()``) to ``activity``."""
-        self.totals[activity] += end - start
-        if self._spans is not None:
-            self._spans.append(Span(activity, start, end, stage, microbatch))
+        """Add the time from ``start`` to ``end`` (:func:`now`) to ``activity``."""
+        with self._lock:
+            self.totals[activity] += end - start
+            if self._spans is not None:
+                self._spans.append(Span(activity, start, end, stage, microbatch))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Count nothing inside the context."""
-        totals, spans = self.totals, self._spans
-        self.totals, self._spans = defaultdict(float), None
+        with self._lock:
+            totals, spans = self.totals, self._spans
+            self.totals, self._spans = defaultdict(float), None
         try:
             yield
         finally:
-            self.totals, self._spans = totals, spans
+            with self._lock:
+                self.totals, self._spans = totals, spans
 
     def record(self) -> None:
         """Keep every span from now on, until :meth:`recorded` is called."""
@@ -82,7 +104,8 @@ class Clock:
 
     def recorded(self) -> list[Span]:
         """Stop recording and return the spans kept since :meth:`record`."""
-        spans, self._spans = self._spans or [], None
+        with self._lock:
+            spans, self._spans = self._spans or [], None
         return spans
 
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from lightning_axosparse.pipeline.activation import Activation
-from lightning_axosparse.pipeline.message import tensors
+from lightning_axosparse.pipeline.crossing import Activation, tensors
 from lightning_axosparse.pipeline.microbatch import split
 from lightning_axosparse.pipeline.p2p import LoopbackLink
 from tests.pipeline.test_engine import evaluate, evaluation, learned, pipeline, train

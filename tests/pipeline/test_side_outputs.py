@@ -13,11 +13,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from lightning_axosparse.pipeline.activation import Activation
+from lightning_axosparse.pipeline.crossing import Activation, tensors
 from lightning_axosparse.pipeline.engine import Pipeline
-from lightning_axosparse.pipeline.message import encode, tensors
 from lightning_axosparse.pipeline.microbatch import split
-from lightning_axosparse.pipeline.p2p import LoopbackLink
+from lightning_axosparse.pipeline.p2p import LoopbackLink, encode
 from tests.pipeline.test_engine import evaluate, learned, pipeline, train
 
 WIDTH, LAYERS = 6, 4

@@ -41,6 +41,7 @@ WITHOUT_LINK = {
     ("cli/plan.py", "argparse.ArgumentTypeError("): "argparse adds how the command is used",
     ("cli/sweep/hydra_callback.py", "SystemExit(1)"): "the table that was printed",
     # They pass on a message, which has a link if it is one of this package.
+    ("cli/__init__.py", "SystemExit(str(error))"): "",
     ("callbacks/ticket_search.py", "MisconfigurationException(str(error))"): "",
     ("cli/evaluate.py", "SystemExit(f'axosparse-eval: {message(error)}')"): "",
     ("cli/train.py", "SystemExit(f'axosparse-train: {message(error)}')"): "",

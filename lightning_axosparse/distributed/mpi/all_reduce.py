@@ -10,7 +10,6 @@ many tensors it has published, reduced and gathered. The ranks need no other syn
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -28,12 +27,10 @@ from lightning_axosparse.distributed.mpi.shared_memory import (
     BlockPool,
     Memory,
     arena,
+    memory_is_ordered,
     opened,
 )
 from lightning_axosparse.distributed.mpi.work import PROGRESS_ENGINES, MPIWork
-
-# A counter says that data have been written, so other ranks must not see it before the data.
-_STORES_IN_ORDER = ("x86_64", "AMD64")
 
 # Sums of 16-bit numbers are rounded once, at the end.
 _SUMMED_AS = {
@@ -183,7 +180,8 @@ class _NodeWork(MPIWork):
 
 def node_all_reduce(comm: MPI.Intracomm) -> NodeAllReduce | None:
     """Connect the ranks of ``comm``, all of which call it; None if they share no memory."""
-    own = arena() if platform.machine() in _STORES_IN_ORDER else None
+    # A counter says that data have been written, so other ranks must not see it before the data.
+    own = arena() if memory_is_ordered() else None
     block = None if own is None else own.block(8 * (_OFFSETS + MAX_PENDING)).zero_()
     mine = None if own is None or block is None else (own.address, own.offset(block))
     members = _members(comm.allgather(mine))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import platform
 import secrets
 import weakref
 from collections import defaultdict, deque
@@ -26,6 +27,11 @@ from lightning_axosparse.support.troubleshooting import see
 Memory = NDArray[np.uint8]
 
 _PAGE = mmap.PAGESIZE
+
+
+def memory_is_ordered() -> bool:
+    """Whether another process sees a write to shared memory after all that came before it here."""
+    return platform.machine() in ("x86_64", "AMD64")
 
 
 class Address(NamedTuple):
@@ -124,14 +130,23 @@ def opened(address: Address) -> Memory:
     own = arena()
     if own is not None and own.address == address:
         return own.memory
-    file = os.open(address.path, os.O_RDWR)
-    try:
-        memory: Memory = np.frombuffer(mmap.mmap(file, 0), np.uint8)
-    finally:
-        os.close(file)
+    memory = mapped(address.path)
     if memory[:16].tobytes() != address.token:
         raise ValueError(f"The file at {address.path} is not the arena of another rank.")
     return memory
+
+
+def mapped(path: str) -> Memory:
+    """Map a whole file.
+
+    Raises:
+        OSError: if this process cannot open it.
+    """
+    file = os.open(path, os.O_RDWR)
+    try:
+        return np.frombuffer(mmap.mmap(file, 0), np.uint8)
+    finally:
+        os.close(file)
 
 
 class BlockPool:

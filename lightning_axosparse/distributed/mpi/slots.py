@@ -18,14 +18,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
+
+from lightning_axosparse.distributed.mpi.shared_memory import (
+    Memory,
+    mapped,
+    memory_is_ordered,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 _HEADER_BYTES = 64  # the first says whether the slot is in use; the others align the block
-_Memory = NDArray[np.uint8]
 
 
 class SlotAddress(NamedTuple):
@@ -47,7 +51,7 @@ class _Slot:
         self._file = os.memfd_create("axosparse")
         weakref.finalize(self, os.close, self._file)
         self._path = f"/proc/{os.getpid()}/fd/{self._file}"
-        self._memory: _Memory = np.zeros(_HEADER_BYTES, np.uint8)
+        self._memory: Memory = np.zeros(_HEADER_BYTES, np.uint8)
 
     @property
     def free(self) -> bool:
@@ -57,7 +61,7 @@ class _Slot:
         end = _HEADER_BYTES + block.numel()
         if end > self._memory.size:
             os.ftruncate(self._file, end)
-            self._memory = _mapped(self._file)
+            self._memory = np.frombuffer(mmap.mmap(self._file, 0), np.uint8)
         torch.from_numpy(self._memory[_HEADER_BYTES:end]).copy_(block)
         self._memory[0] = True
         return SlotAddress(self._path, block.numel())
@@ -82,7 +86,7 @@ class SlotReader:
     """The slots of another rank, as this rank reads them."""
 
     def __init__(self) -> None:
-        self._memory: dict[str, _Memory] = {}
+        self._memory: dict[str, Memory] = {}
 
     def read(self, address: SlotAddress) -> Tensor:
         """The block in its slot, which is free when no tensor uses the block any more.
@@ -92,36 +96,26 @@ class SlotReader:
         """
         memory = self._memory.get(address.path)
         if memory is None or memory.size < _HEADER_BYTES + address.size:
-            memory = self._memory[address.path] = _opened(address.path)
+            memory = self._memory[address.path] = mapped(address.path)
         block = memory[_HEADER_BYTES : _HEADER_BYTES + address.size]
         # A tensor made from an array refers to the array as long as its storage is in use.
         weakref.finalize(block, _set_free, memory, os.getpid()).atexit = False
         return torch.from_numpy(block)
 
 
-def _set_free(memory: _Memory, reader: int) -> None:
+def _set_free(memory: Memory, reader: int) -> None:
     # In a forked process, such as a worker of a DataLoader, only a copy of the tensor is gone.
     if os.getpid() == reader:
         memory[0] = False
-
-
-def _mapped(file: int) -> _Memory:
-    return np.frombuffer(mmap.mmap(file, 0), np.uint8)
-
-
-def _opened(path: str) -> _Memory:
-    file = os.open(path, os.O_RDWR)
-    try:
-        return _mapped(file)
-    finally:
-        os.close(file)
 
 
 def shares_memory(comm: MPI.Comm, peer: int) -> bool:
     """Whether this rank and rank ``peer`` can read each other's slots; called by both."""
     token = torch.frombuffer(bytearray(secrets.token_bytes(16)), dtype=torch.uint8)
     writer = SlotWriter()
-    mine = (writer.write(token), token) if hasattr(os, "memfd_create") else None
+    # A slot says that it is free, so its sender must not see that before the block has been read.
+    possible = hasattr(os, "memfd_create") and memory_is_ordered()
+    mine = (writer.write(token), token) if possible else None
     readable = _is_readable(comm.sendrecv(mine, peer, source=peer))
     return comm.sendrecv(readable, peer, source=peer) and readable
 

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 
 from lightning_axosparse.distributed.mpi.environment import all_arrive
 from lightning_axosparse.distributed.rank_status import blocked, this_rank
-from lightning_axosparse.strategy.lightning.hooks import RankLocalCallback, overrides
+from lightning_axosparse.strategy.lightning.hooks import RankLocalCallback, callbacks_of, overrides
 
 _PATIENCE = 5.0
 """Seconds for which a rank that has failed waits for the others, if a callback may save."""
@@ -39,7 +39,7 @@ def save_together(trainer: pl.Trainer, exception: BaseException) -> None:
         trainer: of the run that has failed on this rank.
         exception: what this rank has raised.
     """
-    callbacks = [each for each in vars(trainer)["callbacks"] if _acts_on_exceptions(each)]
+    callbacks = [each for each in callbacks_of(trainer) if _acts_on_exceptions(each)]
     position = (trainer.global_step, trainer.current_epoch, trainer.fit_loop.batch_idx)
     if not callbacks or not all_arrive(position, _PATIENCE):
         return

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_axosparse.pipeline.remote_gradients import RemoteGradients
-from lightning_axosparse.strategy.lightning.hooks import RankLocalCallback, overrides
+from lightning_axosparse.strategy.lightning.hooks import RankLocalCallback, callbacks_of, overrides
 
 _MODULE_HOOKS = (
     "on_after_backward",
@@ -88,10 +88,7 @@ def gradients_are_seen(trainer: pl.Trainer) -> bool:
         or not trainer.lightning_module.automatic_optimization
         or getattr(trainer.precision_plugin, "scaler", None) is not None
         or overrides(trainer.lightning_module, *_MODULE_HOOKS)
-        or any(
-            overrides(callback, *_CALLBACK_HOOKS)
-            for callback in trainer.callbacks  # type: ignore[attr-defined]
-        )
+        or any(overrides(callback, *_CALLBACK_HOOKS) for callback in callbacks_of(trainer))
     )
 
 
@@ -102,10 +99,7 @@ def clearing_is_seen(trainer: pl.Trainer) -> bool:
     """
     return (
         overrides(trainer.lightning_module, *_CLEARING_HOOKS)
-        or any(
-            overrides(callback, "on_before_zero_grad")
-            for callback in trainer.callbacks  # type: ignore[attr-defined]
-        )
+        or any(overrides(callback, "on_before_zero_grad") for callback in callbacks_of(trainer))
         or any(type(each).zero_grad is not Optimizer.zero_grad for each in trainer.optimizers)
     )
 
@@ -121,7 +115,7 @@ class GradientNorms(RankLocalCallback):
     def __init__(self, trainer: pl.Trainer, gradients: RemoteGradients) -> None:
         self._gradients = gradients
         module = trainer.lightning_module
-        owners = (module, *trainer.callbacks)  # type: ignore[attr-defined]
+        owners = (module, *callbacks_of(trainer))
         self._after_backward = any(overrides(each, "on_after_backward") for each in owners)
         self._before_step = overrides(module, "configure_gradient_clipping") or any(
             overrides(each, "on_before_optimizer_step") for each in owners

@@ -23,15 +23,19 @@ class RankLocalCallback(Callback):
     @contextmanager
     def added_to(self, trainer: Trainer) -> Iterator[None]:
         """Add this callback to the Trainer's inside the context."""
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         # First, since the hooks of the others may contain collectives, or read what this one knows.
-        callbacks.insert(0, self)
+        callbacks_of(trainer).insert(0, self)
         try:
             yield
         finally:
-            callbacks = trainer.callbacks  # type: ignore[attr-defined]
-            if self in callbacks:  # A hook may have replaced the list.
-                callbacks.remove(self)
+            if self in callbacks_of(trainer):  # A hook may have replaced the list.
+                callbacks_of(trainer).remove(self)
+
+
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    """The Trainer's own list of its callbacks, an attribute that it sets without declaring it."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks
 
 
 def trainer_of(module: LightningModule) -> Trainer | None:
@@ -51,6 +55,5 @@ def checkpoint_hooks(trainer: Trainer, hook: str) -> bool:
         trainer: the Trainer.
         hook: one that is given the whole checkpoint.
     """
-    callbacks = vars(trainer)["callbacks"]
-    users = [each for each in callbacks if not type(each).__module__.startswith(_KNOWN)]
+    users = [each for each in callbacks_of(trainer) if not type(each).__module__.startswith(_KNOWN)]
     return any(overrides(each, hook) for each in (trainer.lightning_module, *users))

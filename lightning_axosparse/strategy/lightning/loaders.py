@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
@@ -25,6 +26,8 @@ from torch.utils.data import DataLoader, default_collate
 
 from lightning_axosparse.pipeline.call_order import Example
 from lightning_axosparse.strategy.lightning.hooks import overrides
+
+_log = logging.getLogger(__name__)
 
 _TRANSFER_HOOKS = (
     "on_before_batch_transfer",
@@ -97,24 +100,29 @@ def first_step(trainer: pl.Trainer) -> Example | None:
     loop: Any = trainer._active_loop
     if loop is None or loop._data_source.instance is None:
         return None
-    with isolate_rng(), _unchanged([loop._data_source.instance]), suppress(Exception):
-        loaders = loop._data_source.dataloader()
-        if not isinstance(loaders, CombinedLoader):
-            loaders = CombinedLoader(
-                loaders, "max_size_cycle" if trainer.training else "sequential"
-            )
-        origin = _of(trainer, loaders, 0)
-        batches = sample_batches(trainer, origin, [_FEW])
-        if batches is None:
-            first = origin.combine([_first_batch(loader) for loader in origin.loaders])
-            batches = [_transferred(trainer, first, 0)]
-        name = _STEPS[origin.name]
-        step = getattr(trainer.lightning_module, name)
-        numbers = int(is_param_in_hook_signature(step, "batch_idx", min_args=2))
-        if loaders._mode == "sequential" and len(loaders.flattened) > 1:
-            numbers = 2
-        return Example(name, (batches[0], *[0] * numbers))
-    return None
+    with isolate_rng(), _unchanged([loop._data_source.instance]):
+        try:
+            return _step_of(trainer, loop._data_source.dataloader())
+        except Exception:  # of the user's code, as in `sample_batches`
+            _log.debug("No first step could be made", exc_info=True)
+            return None
+
+
+def _step_of(trainer: pl.Trainer, loaders: Any) -> Example:
+    """The step on a few samples of what a hook has returned for the running loop."""
+    if not isinstance(loaders, CombinedLoader):
+        loaders = CombinedLoader(loaders, "max_size_cycle" if trainer.training else "sequential")
+    origin = _of(trainer, loaders, 0)
+    batches = sample_batches(trainer, origin, [_FEW])
+    if batches is None:
+        first = origin.combine([_first_batch(loader) for loader in origin.loaders])
+        batches = [_transferred(trainer, first, 0)]
+    name = _STEPS[origin.name]
+    step = getattr(trainer.lightning_module, name)
+    numbers = int(is_param_in_hook_signature(step, "batch_idx", min_args=2))
+    if loaders._mode == "sequential" and len(loaders.flattened) > 1:
+        numbers = 2
+    return Example(name, (batches[0], *[0] * numbers))
 
 
 def _of(trainer: pl.Trainer, combined: Any, index: int) -> Source:
@@ -159,6 +167,7 @@ def sample_batches(trainer: pl.Trainer, origin: Source, counts: Sequence[int]) -
             return [_transferred(trainer, batch, origin.index) for batch in batches]
         except Exception:
             # A collate function may need samples that differ. Real batches show its errors.
+            _log.debug("No batches of one sample could be made", exc_info=True)
             return None
 
 
@@ -247,8 +256,12 @@ def _undoing(item: Any) -> Iterator[Callable[[], object]]:
 
 
 def _restore_attributes(item: Any, attributes: dict[str, Any]) -> None:
-    vars(item).clear()
-    vars(item).update(attributes)
+    now = vars(item)  # Others may read it meanwhile, so what has not changed stays.
+    for name in now.keys() - attributes.keys():
+        del now[name]
+    for name, value in attributes.items():
+        if name not in now or now[name] is not value:
+            now[name] = value
 
 
 def _reachable(roots: Iterable[object]) -> list[object]:

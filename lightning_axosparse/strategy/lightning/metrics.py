@@ -263,7 +263,7 @@ class PipelinedMetrics:
                 # asks for the value of the batch.
                 try:
                     return local_compute(*args, **kwargs)
-                except Exception:
+                except (ArithmeticError, LookupError, RuntimeError, ValueError):
                     return torch.tensor(torch.nan, device=metric.device)
             if self._local:
                 return local_compute(*args, **kwargs)

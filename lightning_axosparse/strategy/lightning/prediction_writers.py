@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
+from lightning_axosparse.strategy.lightning.hooks import callbacks_of
 from lightning_axosparse.support.patched import patched
 
 _WRITING = ("write_on_batch_end", "write_on_epoch_end")
@@ -18,8 +19,7 @@ _WRITING = ("write_on_batch_end", "write_on_epoch_end")
 @contextmanager
 def without_writing(trainer: Trainer) -> Iterator[None]:
     """Let prediction writers write nothing inside the context; their other hooks are called."""
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    writers = [each for each in callbacks if isinstance(each, BasePredictionWriter)]
+    writers = [each for each in callbacks_of(trainer) if isinstance(each, BasePredictionWriter)]
     with ExitStack() as stack:
         for writer, name in product(writers, _WRITING):
             stack.enter_context(patched(writer, name, _write_nothing))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ThroughputMonitor
 
+from lightning_axosparse.strategy.lightning.hooks import callbacks_of
+
 
 def count_replicas(trainer: pl.Trainer, replicas: int) -> None:
     """Let the monitors of a Trainer know how many ranks are given different batches.
@@ -16,7 +18,7 @@ def count_replicas(trainer: pl.Trainer, replicas: int) -> None:
         trainer: the Trainer, whose ``setup`` hooks were called.
         replicas: the data-parallel size.
     """
-    for callback in vars(trainer)["callbacks"]:
+    for callback in callbacks_of(trainer):
         if isinstance(callback, ThroughputMonitor):
             of_device = callback.available_flops
             of_replica = of_device and of_device * (trainer.world_size // replicas)

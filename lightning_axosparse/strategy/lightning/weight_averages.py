@@ -7,13 +7,14 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_axosparse.strategy.lightning.hooks import callbacks_of
+
 
 def weight_averages(trainer: pl.Trainer) -> list[nn.Module]:
     """The averages of all callbacks that have one, with the names of the module's tensors."""
-    callbacks = vars(trainer)["callbacks"]
     averages = [
         callback._average_model
-        for callback in callbacks
+        for callback in callbacks_of(trainer)
         if isinstance(callback, StochasticWeightAveraging | WeightAveraging)
     ]
     return [

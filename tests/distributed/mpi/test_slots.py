@@ -1,11 +1,14 @@
 import os
+import platform
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_axosparse.distributed.mpi.slots import SlotReader, SlotWriter
+from lightning_axosparse.distributed.mpi.slots import SlotReader, SlotWriter, shares_memory
 
 
 def block(size: int, value: int) -> Tensor:
@@ -64,3 +67,18 @@ def test_a_forked_process_frees_nothing() -> None:
     os.waitpid(child, 0)
     assert writer.write(block(100, 2)).path != address.path
     assert torch.equal(arrived, block(100, 1))
+
+
+class Itself:
+    """A communicator in which each rank is its own peer."""
+
+    def sendrecv(self, value: Any, peer: int, source: int) -> Any:
+        return value
+
+
+@pytest.mark.parametrize(("machine", "shares"), [("x86_64", True), ("aarch64", False)])
+def test_slots_are_used_where_writes_are_seen_in_order(
+    machine: str, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    assert shares_memory(Itself(), 0) == shares  # type: ignore[arg-type]

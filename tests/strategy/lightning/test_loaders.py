@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -182,6 +183,22 @@ def test_batches_are_made_without_iterating(loader: Callable[[], Any], expected:
     assert probed(loader()) == expected
 
 
+class Unknown(Exception):
+    """An exception of a user."""
+
+
+def needing_all(samples: list) -> Tensor:
+    if len(samples) != 8:
+        raise Unknown("for whole batches")
+    return torch.stack([sample[0] for sample in samples])
+
+
+def test_what_the_code_of_a_user_raises_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "lightning_axosparse"):
+        assert probed(data(8, collate_fn=needing_all)) == (False, None)
+    assert "for whole batches" in caplog.text
+
+
 class Transposing(Asks):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return [batch[0].T]
@@ -232,6 +249,23 @@ def test_no_random_state_moves_and_no_worker_starts() -> None:
     assert torch.equal(seeds[0], offset.get_state())
     assert torch.equal(seeds[1], shuffled.get_state())
     assert loader._iterator is None
+
+
+class Watched(dict):
+    """Attributes that must never be gone."""
+
+    def clear(self) -> None:
+        raise AssertionError("another thread would find nothing")
+
+
+def test_attributes_that_did_not_change_are_not_touched() -> None:
+    dataset = Noisy()
+    vars(dataset)["path"] = "data"
+    dataset.__dict__ = Watched(vars(dataset))
+    names = list(vars(dataset))
+    assert probed(DataLoader(dataset, 2), Steps())[1] == [(2, 3), (3, 3)]
+    assert list(vars(dataset))[: len(names)] == names
+    assert dataset.path == "data"
 
 
 def drawn(dataset: Noisy) -> list[str]:

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
-from lightning_axosparse.pipeline.message import decode, encode, relink, tensors
+from lightning_axosparse.pipeline.crossing import tensors
+from lightning_axosparse.pipeline.p2p import decode, encode, relink
 
 CPU = torch.device("cpu")
 
