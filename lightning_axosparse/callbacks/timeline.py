@@ -24,6 +24,7 @@ from lightning_axosparse.callbacks.period import Period, period_of
 from lightning_axosparse.callbacks.trainer_info import folder_of, grid_of
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.support.arguments import INDEX, NONE, PATH, checked
+from lightning_axosparse.support.extras import require_cli
 from lightning_axosparse.support.trace import clock
 from lightning_axosparse.support.troubleshooting import see
 
@@ -45,6 +46,7 @@ class PipelineTimeline(L.Callback):
 
     Raises:
         MisconfigurationException: if an argument is out of range.
+        ModuleNotFoundError: if the extra ``cli`` is not installed, which draws the chart.
     """
 
     @checked(MisconfigurationException, batch_idx=INDEX, epoch=INDEX | NONE, folder=PATH | NONE)
@@ -54,6 +56,7 @@ class PipelineTimeline(L.Callback):
         epoch: int | None = None,
         folder: str | os.PathLike[str] | None = None,
     ) -> None:
+        require_cli("PipelineTimeline")
         self.batch_idx = batch_idx
         self.epoch = epoch
         self.folder = None if folder is None else Path(folder)
