@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -13,9 +13,7 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor, nn
 
-from lightning_axosparse.distributed.gradient_reducer import GradientReducer
 from lightning_axosparse.distributed.process_groups import gather
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.pipeline.batch_fingerprint import BatchFingerprint, fingerprint
@@ -35,111 +33,21 @@ from lightning_axosparse.pipeline.stage_step import (
     StageStep,
     TrainingBatch,
 )
+from lightning_axosparse.strategy.batch_gradients import BatchGradients
 from lightning_axosparse.strategy.batch_splitting import BatchSplitter
-from lightning_axosparse.strategy.lightning.gradients import (
-    StashedGradients,
-    gradients_are_seen,
-    starts_accumulation,
-)
+from lightning_axosparse.strategy.lightning.gradients import StashedGradients, gradients_are_seen
 from lightning_axosparse.strategy.lightning.loaders import source
 from lightning_axosparse.strategy.lightning.logging import LoggedValue
 from lightning_axosparse.strategy.lightning.loop_check import position
-from lightning_axosparse.strategy.lightning.precision import scale_loss, tolerance_of
+from lightning_axosparse.strategy.lightning.precision import tolerance_of
 from lightning_axosparse.strategy.lightning.sampling import broadcast_seed
 from lightning_axosparse.strategy.open_pipeline import OpenPipeline
 from lightning_axosparse.strategy.stage_module import StageModule
-from lightning_axosparse.strategy.step_check import (
-    StepCheck,
-    StepRules,
-    signature_of,
-    without_trace,
-)
+from lightning_axosparse.strategy.step_check import StepCheck, without_trace
+from lightning_axosparse.strategy.step_comparison import StepRules, signature_of
 
 _MOST_COMPARISONS = 8
 """Batches of a loader that are compared, where a step computes its values in ever new ways."""
-
-
-class BatchGradients:
-    """The gradients of one batch, from the losses of its micro-batches to their all-reduce.
-
-    Args:
-        trainer: the running Trainer.
-        module: the user's module.
-        precision: the pipeline's precision plugin.
-        reducer: averages gradients over replicas; None to keep them local.
-        stashed: the gradients of earlier batches.
-        hooks: those of the user's parameters.
-    """
-
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        precision: Precision,
-        reducer: GradientReducer | None,
-        stashed: StashedGradients,
-        hooks: GradientHooks,
-    ) -> None:
-        self._trainer, self._module, self._precision = trainer, module, precision
-        self._reducer, self._stashed, self._hooks = reducer, stashed, hooks
-        self._factor = 1.0
-
-    def differentiate(self, loss: Tensor) -> None:
-        """Differentiate the weighted loss of a micro-batch as Lightning would."""
-        loss = loss / self._trainer.accumulate_grad_batches
-        self._module.backward(scale_loss(self._precision, loss))
-
-    def begin_last(self, factor: float, deferred: Collection[nn.Parameter] = ()) -> None:
-        """From now on, all-reduce gradients as soon as they are final.
-
-        Args:
-            factor: what the gradients of the whole batch are to be multiplied by.
-            deferred: parameters whose gradients are final only when :meth:`mark_final` says so.
-        """
-        self._factor = factor
-        if self._reducer is not None:
-            hooked = self._hooks.parameters
-            self._reducer.arm(factor, self._earlier, deferred, hooked)
-
-    @property
-    def _earlier(self) -> MutableMapping[nn.Parameter, Tensor | None] | None:
-        """The gradients of earlier batches, unless `zero_grad` is going to clear them."""
-        return None if starts_accumulation(self._trainer) else self._stashed.earlier
-
-    def mark_final(self, parameter: nn.Parameter) -> None:
-        """All-reduce with the gradient of this parameter, which was deferred."""
-        if self._reducer is not None and parameter not in self._hooks.parameters:
-            self._reducer.mark_final(parameter)
-
-    def call_hooks(self, sharing: dict[nn.Parameter, Any]) -> None:
-        """Let the user's hooks see the gradients of the batch.
-
-        Args:
-            sharing: the parameters with hooks, and the ranks that have each a part of the gradient.
-        """
-        for parameter, group in reversed(sharing.items()):  # about the order of backward passes
-            if parameter.grad is not None and self._factor != 1:
-                parameter.grad.mul_(self._factor)
-            self._hooks.call(parameter, self._earlier or {}, group)
-
-    def finish(self, parameters: Collection[nn.Parameter], waits: bool) -> None:
-        """All-reduce the other gradients, and rescale those of this rank alone.
-
-        Args:
-            parameters: those of this rank.
-            waits: whether to wait for the all-reduces.
-        """
-        reducer = self._reducer
-        if reducer is not None:
-            reducer.start_rest()
-            if waits:
-                reducer.wait_for(parameters)
-        if self._factor != 1:
-            hooked = self._hooks.parameters
-            for parameter in parameters:
-                reduced = reducer is not None and parameter in reducer.parameters
-                if parameter.grad is not None and not reduced and parameter not in hooked:
-                    parameter.grad.mul_(self._factor)
 
 
 class StepRunner:
