@@ -122,13 +122,6 @@ class Sharding:
                     if isinstance(tensor, RemoteTensor):
                         tensors[key] = copy.deepcopy(tensor, memo)
 
-    def unshard(self) -> None:
-        """Put the replaced tensors back, on CPU, uninitialised."""
-        for original, meta in self.put_back().items():
-            if original.shape != meta.shape:
-                original.data = torch.empty_like(meta, device="cpu")
-        self._local = self.all_stages
-
     def put_back(self) -> dict[Tensor, Tensor]:
         """Put the replaced tensors back, freed as they are; return the meta tensor of each."""
         metas: dict[Tensor, Tensor] = {}

@@ -50,7 +50,7 @@ class StepLog(Protocol):
 
 
 class LossBackward(Protocol):
-    """Differentiates the losses of a batch: ``strategy.train_step.BatchGradients``."""
+    """Differentiates the losses of a batch: ``strategy.batch_gradients.BatchGradients``."""
 
     def differentiate(self, loss: Tensor) -> None:
         """Differentiate the weighted loss of a micro-batch."""

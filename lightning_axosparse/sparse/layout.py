@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from copy import copy
 from dataclasses import dataclass, fields
@@ -17,7 +16,7 @@ from typing_extensions import Self
 
 from lightning_axosparse.sparse.kernels import Blocks, Index, fused_kernels
 from lightning_axosparse.sparse.kernels import reference as reference_kernels
-from lightning_axosparse.support.trace import clock
+from lightning_axosparse.support.trace import clock, now
 from lightning_axosparse.support.troubleshooting import see
 
 INT32_ENTRIES = 2**31
@@ -182,14 +181,14 @@ class Layout(ABC):
             values: the kept entries in the tile, shape ``(tile.nnz,)``, any dtype.
             out: where to write, shape ``(tile.numel,)``, contiguous, dtype of ``values``.
         """
-        start = time.time()
+        start = now()
         index = self.index_in(tile)
         fused = self._fused_kernels(index, out)
         if fused is None:
             reference_kernels.densify(self.positions_in(tile), values, out)
         else:
             fused.densify(index, self.blocks_in(tile), values, out)
-        clock.add("densify", start, time.time())
+        clock.add("densify", start, now())
 
     def compress_tile(self, tile: Tile, dense: Tensor, out: Tensor) -> None:
         """Read the kept entries of one tile of a dense tensor.
@@ -199,14 +198,14 @@ class Layout(ABC):
             dense: the tile, shape ``(tile.numel,)``, contiguous, any dtype.
             out: where to write them, shape ``(tile.nnz,)``, contiguous, dtype of ``dense``.
         """
-        start = time.time()
+        start = now()
         index = self.index_in(tile)
         fused = self._fused_kernels(index, out)
         if fused is None:
             reference_kernels.compress(self.positions_in(tile), dense, out)
         else:
             fused.compress(index, self.blocks_in(tile), dense, out)
-        clock.add("compress", start, time.time())
+        clock.add("compress", start, now())
 
     def _fused_kernels(self, index: Index, tensor: Tensor) -> ModuleType | None:
         # They count within a block in 32 bits.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 from lightning.pytorch import LightningModule
@@ -14,36 +13,25 @@ from lightning_axosparse.planning.cost import default_cluster, layer_costs
 from lightning_axosparse.planning.grid_comparison import GridComparison, compare_grids
 from lightning_axosparse.planning.memory_model import DENSE
 from lightning_axosparse.planning.search import Workload
+from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
 from lightning_axosparse.support.available_memory import free_bytes
 
 
-def choose_grid(
-    ranks: MPIStrategy,
-    module: LightningModule,
-    pipeline: str | Sequence[str] | None,
-    microbatches: int | None,
-    in_flight: int | None,
-    recompute: bool,
-    balance: Literal["time", "parameters"],
-) -> GridComparison:
+def choose_grid(config: Config, ranks: MPIStrategy, module: LightningModule) -> GridComparison:
     """Choose the grid before ranks start; where they run already, the first rank chooses for all.
 
     Args:
+        config: the strategy's arguments.
         ranks: the strategy, with its devices and number of nodes.
         module: the user's module, whole and on CPU.
-        pipeline: where the layers are, as for ``find_layers``.
-        microbatches: of a replica's batch; None for the default.
-        in_flight: the in-flight limit; None for what memory allows.
-        recompute: whether layers are recomputed in the backward pass.
-        balance: what stages have the same amount of.
 
     Raises:
         MisconfigurationException: if there is no container, or no grid that fits.
     """
 
     def decide() -> GridComparison:
-        partition = partition_layers(module, pipeline, None, stages=1)
+        partition = partition_layers(module, config.pipeline, None, stages=1)
         devices = len(ranks.parallel_devices or ())
         device = ranks.root_device
         free = free_bytes(device, ranks.ranks_on_device)
@@ -54,7 +42,11 @@ def choose_grid(
         else:
             profiles = profile_example(module, partition, ranks.precision_plugin, device)
         costs = layer_costs(module, partition.layers, profiles)
+        recompute = config.recompute is not None
+        balance: Literal["time", "parameters"] = (
+            "time" if config.balance == "time" else "parameters"
+        )
         workload = Workload(costs, cluster, 0, DENSE, recompute=recompute, balance=balance)
-        return compare_grids(workload, microbatches, in_flight)
+        return compare_grids(workload, config.microbatches, config.in_flight)
 
     return from_first_rank(decide)

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 
+from lightning_axosparse.sparse.parameters import sparse_parameters
+from lightning_axosparse.strategy.sharded_module import in_parts
 from lightning_axosparse.support.deferred_init import DeferredInit
+from lightning_axosparse.support.deferred_tensor import all_made
 from lightning_axosparse.support.torch_internals import swap_values
 from lightning_axosparse.support.troubleshooting import see
 
@@ -147,6 +150,28 @@ def values_held(
 
     tensors = module.state_dict(keep_vars=True)
     return {name: held(value, tensors.get(name)) for name, value in state.items()}
+
+
+def load_values(
+    module: nn.Module,
+    state: Mapping[str, Any],
+    strict: bool,
+    others: Iterable[Tensor] = (),
+) -> None:
+    """Load what a module holds of a state, one tensor at a time.
+
+    Args:
+        module: the module.
+        state: of the whole module; its tensors may be deferred.
+        strict: as for ``load_state_dict``.
+        others: tensors that keep the values they have.
+    """
+    with in_parts(module):
+        held = values_held(state, module, others)
+    # A sparse layer makes its weight dense when its turn has come.
+    stored = sparse_parameters(module)
+    made = {n: value if n in stored else all_made(value) for n, value in held.items()}
+    module.load_state_dict(made, strict=strict)
 
 
 def validate_values(tensors: Iterable[tuple[str, Tensor]], stage: int) -> None:

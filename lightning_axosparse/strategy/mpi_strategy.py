@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import ReduceOp
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -43,12 +41,9 @@ class MPIStrategy(ParallelStrategy):
         ranks_per_replica: ranks that make up a replica.
         timeout: seconds that a rank waits for others at a time before it ends the job.
         restarts: how many times a call begins again that has lost a rank.
-        accelerator: Lightning's, as are the following.
-        parallel_devices: devices of this node's ranks.
         cluster_environment: what Lightning asks about the cluster, such as how Slurm requeues jobs;
             None asks MPI. The ranks are those of the MPI job in both cases.
-        checkpoint_io: reads and writes checkpoint files.
-        precision_plugin: numeric precision.
+        plugins: the other arguments of Lightning's strategies.
 
     Raises:
         MisconfigurationException: if this is one of several processes that MPI does not connect.
@@ -59,24 +54,16 @@ class MPIStrategy(ParallelStrategy):
         ranks_per_replica: int,
         timeout: float,
         restarts: int = 0,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
+        **plugins: Any,
     ) -> None:
         environment.check_connected()
         self._job = environment.MPIJobEnvironment()
-        super().__init__(
-            accelerator,
-            parallel_devices,
-            cluster_environment or self._job,
-            checkpoint_io,
-            precision_plugin,
-        )
+        super().__init__(cluster_environment=cluster_environment or self._job, **plugins)
         self._ranks_per_replica = ranks_per_replica
         self._timeout, self._restarts = timeout, restarts
-        self._num_nodes = 1
+        self.num_nodes = 1
+        """Number of nodes, as given to the Trainer, which sets it."""
         self._groups: ProcessGroups | None = None
         # What setup changes registers here how it is undone; teardown closes it.
         self._undo = ExitStack()
@@ -90,15 +77,6 @@ class MPIStrategy(ParallelStrategy):
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of nodes, as given to the Trainer."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
 
     @property
     def world_size(self) -> int:

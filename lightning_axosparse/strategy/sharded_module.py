@@ -88,12 +88,15 @@ def bring(module: nn.Module, wanted: Collection[str]) -> list[str]:
 
 @contextmanager
 def summoned(module: nn.Module, on_this_rank: bool) -> Iterator[None]:
-    """Have all of a sharded module inside the context; collective over the job.
+    """Have all of a module inside the context; where it is left sharded, collective over the job.
 
     Args:
         module: the module.
         on_this_rank: whether this rank gets all of it; the others only send.
     """
+    if not is_left_sharded(module):
+        yield
+        return
     tensors = dict(chain(module.named_parameters(), module.named_buffers()))
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     brought = bring(module, tensors if on_this_rank else ())

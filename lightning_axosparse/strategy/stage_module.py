@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,8 @@ from lightning_axosparse.sparse import densify
 from lightning_axosparse.sparse.parameter_state import forget
 from lightning_axosparse.sparse.parameters import owners, sparse_parameters
 from lightning_axosparse.sparse.scratch import scratch
+from lightning_axosparse.strategy.config import Config
+from lightning_axosparse.strategy.construction import validate_values
 from lightning_axosparse.strategy.lightning.device import move_module
 from lightning_axosparse.strategy.sharded_module import bring, is_left_sharded, leave_sharded, take
 from lightning_axosparse.strategy.validation import validate_parameters_known
@@ -39,17 +41,16 @@ class StageModule:
     is collective over the job.
 
     Args:
+        config: the strategy's arguments.
         module: the user's module, whole.
         partition: which layers each stage computes.
         groups: the process groups of the job's grid.
         stages: the stages of this rank: one, or all with the loopback transport.
         device: device of this rank.
-        recompute: activation checkpointing of the layers; None for none.
-        splits_backward: whether weight gradients may be made apart from backward passes.
-        defers_norms: whether BatchNorms update their running statistics once a batch.
 
     Attributes:
         grid: the grid of ranks.
+        partition: which layers each stage computes.
         sharding: which tensors each stage keeps.
         layers: the partitioned layers.
         split: the layers whose weight gradients may be made apart from backward passes.
@@ -60,21 +61,23 @@ class StageModule:
 
     def __init__(
         self,
+        config: Config,
         module: LightningModule,
         partition: Partition,
         groups: ProcessGroups,
         stages: range,
         device: torch.device,
-        recompute: ActivationCheckpointing | None,
-        splits_backward: bool,
-        defers_norms: bool = False,
     ) -> None:
         self.module, self.stages, self.device = module, stages, device
+        self.partition = partition
         self.groups, self.grid = groups, groups.grid
         self.sharding = Sharding(module, partition.names, partition.parts, device)
-        self._recompute, self._splits_backward = recompute, splits_backward
+        self._recompute: ActivationCheckpointing | None = None
+        if config.recompute is not None:
+            self._recompute = ActivationCheckpointing(config.recompute, device)
+        self._splits_backward = config.schedules(module, device).splits_backward
         self.split = SplitLayers(module)
-        self._defers_norms = defers_norms
+        self._defers_norms = config.defers_norms
         self.norms: DeferredNorms | None = None
         self._example_input = module.example_input_array
         self._freed: dict[Tensor, Tensor] = {}
@@ -101,25 +104,20 @@ class StageModule:
         """Whether this rank runs all stages."""
         return len(self.stages) > self.last_stage
 
-    def bring(self) -> None:
-        """Get what this rank's stages need of a module that the last run has left sharded.
-
-        Collective over the job.
-        """
-        if is_left_sharded(self.module):
-            kept, _ = self.sharding.split(self.stages)
-            bring(self.module, kept)
-            take(self.module)
-
     def shard(self, optimizers: Sequence[Optimizer]) -> None:
         """Drop the tensors of other stages from the module and its optimizers; collective.
 
-        What is kept moves to the device, with the values that the first replica has.
+        What is kept moves to the device, with the values that the first replica has. Where the last
+        run has left the module sharded, other ranks send it.
 
         Args:
             optimizers: those that train the module.
         """
         names = self.sharding.names
+        if is_left_sharded(self.module):
+            bring(self.module, self.sharding.split(self.stages)[0])
+            take(self.module)
+        validate_values(self.sharding.split(self.stages)[0].items(), self.grid.stage)
         self._optimizers = optimizers
         if not self.is_whole:
             validate_parameters_known(optimizers, names)
@@ -148,23 +146,17 @@ class StageModule:
         with following_parameters(self.module, self._optimizers):
             yield
         self.groups, self.grid = groups, groups.grid
-        self.stages = range(self.grid.stage, self.grid.stage + 1)
+        self.stages, self.partition = range(self.grid.stage, self.grid.stage + 1), partition
         groups.create_shared(self._shared_by_stages())
         self.layers = self._pipelined_layers(partition)
         self._attach()
 
     def unshard(self) -> None:
-        """Gather the whole module on the CPU of every rank, dense; collective over the job.
-
-        The optimizers have all parameters again, and the state of those that this rank kept.
-        """
+        """Undo all of :meth:`shard`, where this rank has all stages; the module becomes dense."""
         self._detach()
         densify(self.module, self._optimizers[0] if self._optimizers else None)
         scratch.clear()
-        with following_parameters(self.module, self._optimizers):
-            self.sharding.unshard()
         self.module.cpu()
-        self._gather_from_stages()
 
     def end_run(self) -> None:
         """Undo all of :meth:`shard` but that tensors of other stages are freed."""
@@ -174,14 +166,20 @@ class StageModule:
         scratch.clear()
         self.share_outer_buffers(self.module)
 
+    @torch.no_grad()
     def share_outer_buffers(self, module: nn.Module) -> None:
         """Give every stage the last one's buffers outside the layers; collective over a pipeline.
 
         Args:
             module: the module of this object, or a copy of it.
         """
-        buffers = dict(module.named_buffers())
-        self._share_buffers({n: b for n, b in buffers.items() if self.sharding.stage_of(n) is None})
+        outer = {n: b for n, b in module.named_buffers() if self.sharding.stage_of(n) is None}
+        for stage, source in enumerate(self.grid.pipeline(self.grid.replica)):
+            own = {n: b for n, b in outer.items() if self.sharding.source_of(n) == stage}
+            if own:
+                for name, value in self.groups.broadcast_along_pipeline(own, stage).items():
+                    if self.grid.rank != source:
+                        outer[name].set_(value)  # type: ignore[call-overload]
 
     @torch.no_grad()
     def broadcast_buffers(self) -> None:
@@ -284,7 +282,10 @@ class StageModule:
         if self._splits_backward:
             self.split.install()
         if self._defers_norms:
-            self.norms = self._deferred_norms()
+            layers = self.layers
+            self.norms = DeferredNorms(
+                self.module, layers.names, lambda: layers.running_stage, self.stages[-1]
+            )
             self.norms.install()
         self.layers.install(self.stages)
         # Lightning's model summary would send it through layers of other stages.
@@ -309,12 +310,6 @@ class StageModule:
             self.norms.uninstall()
         self.split.uninstall()
         self.module.example_input_array = self._example_input
-
-    def _deferred_norms(self) -> DeferredNorms:
-        layers = self.layers
-        return DeferredNorms(
-            self.module, layers.names, lambda: layers.running_stage, self.stages[-1]
-        )
 
     def _shared_by_stages(self) -> set[frozenset[int]]:
         """The sets of stages that keep the same parameters."""
@@ -361,29 +356,6 @@ class StageModule:
                 source = self.grid.ranks_holding(stages)[0]
                 dist.broadcast(parameter.data, src=source, group=group)
         self.broadcast_buffers()
-
-    def _gather_from_stages(self) -> None:
-        """Fill in the parameters and buffers of the other stages of this pipeline."""
-        if self.groups.inter is None:
-            return
-        ranks = self.grid.pipeline(self.grid.replica)
-        with torch.no_grad():
-            for name, parameter in self.module.named_parameters():
-                source = ranks[min(self.sharding.holders_of(name))]
-                dist.broadcast(parameter.data, src=source, group=self.groups.inter)
-        self._share_buffers(dict(self.module.named_buffers()))
-
-    @torch.no_grad()
-    def _share_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        """Give the other stages of this pipeline these buffers of the stage that counts."""
-        for stage, source in enumerate(self.grid.pipeline(self.grid.replica)):
-            own = {
-                n: buffer for n, buffer in buffers.items() if self.sharding.source_of(n) == stage
-            }
-            if own:
-                for name, value in self.groups.broadcast_along_pipeline(own, stage).items():
-                    if self.grid.rank != source:
-                        buffers[name].set_(value)  # type: ignore[call-overload]
 
 
 def _on_cpu(tensor: Tensor | None) -> Tensor | None:

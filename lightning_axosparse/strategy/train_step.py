@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -13,133 +13,43 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor, nn
 
-from lightning_axosparse.distributed.gradient_reducer import GradientReducer
 from lightning_axosparse.distributed.process_groups import gather
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.pipeline.batch_fingerprint import BatchFingerprint, fingerprint
+from lightning_axosparse.pipeline.batch_norms import fewest_samples
 from lightning_axosparse.pipeline.batch_state import Sent
 from lightning_axosparse.pipeline.combination import Term
 from lightning_axosparse.pipeline.crossing import Crossing
 from lightning_axosparse.pipeline.gradient_hooks import GradientHooks
-from lightning_axosparse.pipeline.in_flight import InFlightLimit
-from lightning_axosparse.pipeline.loss_weights import LossRule, LossWeights, weigh_by
+from lightning_axosparse.pipeline.in_flight import InFlightLimit, InFlightRule
+from lightning_axosparse.pipeline.loss_weights import LossWeights, weigh_by
 from lightning_axosparse.pipeline.microbatch import MicroBatch, of_replica
 from lightning_axosparse.pipeline.module_state import ModuleState, Place
 from lightning_axosparse.pipeline.outputs import loss_alone, merge, with_loss
 from lightning_axosparse.pipeline.rng import PipelineRNG
-from lightning_axosparse.pipeline.schedule_choice import ScheduleRule
 from lightning_axosparse.pipeline.stage_step import (
     Batch,
     StageStep,
     TrainingBatch,
 )
+from lightning_axosparse.strategy.batch_gradients import BatchGradients
 from lightning_axosparse.strategy.batch_splitting import BatchSplitter
-from lightning_axosparse.strategy.lightning.gradients import (
-    StashedGradients,
-    gradients_are_seen,
-    starts_accumulation,
-)
+from lightning_axosparse.strategy.config import Config
+from lightning_axosparse.strategy.lightning.gradients import StashedGradients, gradients_are_seen
 from lightning_axosparse.strategy.lightning.loaders import source
 from lightning_axosparse.strategy.lightning.logging import LoggedValue
 from lightning_axosparse.strategy.lightning.loop_check import position
-from lightning_axosparse.strategy.lightning.precision import scale_loss, tolerance_of
+from lightning_axosparse.strategy.lightning.precision import tolerance_of
 from lightning_axosparse.strategy.lightning.sampling import broadcast_seed
 from lightning_axosparse.strategy.open_pipeline import OpenPipeline
 from lightning_axosparse.strategy.stage_module import StageModule
-from lightning_axosparse.strategy.step_check import (
-    StepCheck,
-    StepRules,
-    signature_of,
-    without_trace,
-)
+from lightning_axosparse.strategy.step_check import StepCheck, without_trace
+from lightning_axosparse.strategy.step_comparison import StepRules, signature_of
+from lightning_axosparse.strategy.whole_step import StepContext
 
 _MOST_COMPARISONS = 8
 """Batches of a loader that are compared, where a step computes its values in ever new ways."""
-
-
-class BatchGradients:
-    """The gradients of one batch, from the losses of its micro-batches to their all-reduce.
-
-    Args:
-        trainer: the running Trainer.
-        module: the user's module.
-        precision: the pipeline's precision plugin.
-        reducer: averages gradients over replicas; None to keep them local.
-        stashed: the gradients of earlier batches.
-        hooks: those of the user's parameters.
-    """
-
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        precision: Precision,
-        reducer: GradientReducer | None,
-        stashed: StashedGradients,
-        hooks: GradientHooks,
-    ) -> None:
-        self._trainer, self._module, self._precision = trainer, module, precision
-        self._reducer, self._stashed, self._hooks = reducer, stashed, hooks
-        self._factor = 1.0
-
-    def differentiate(self, loss: Tensor) -> None:
-        """Differentiate the weighted loss of a micro-batch as Lightning would."""
-        loss = loss / self._trainer.accumulate_grad_batches
-        self._module.backward(scale_loss(self._precision, loss))
-
-    def begin_last(self, factor: float, deferred: Collection[nn.Parameter] = ()) -> None:
-        """From now on, all-reduce gradients as soon as they are final.
-
-        Args:
-            factor: what the gradients of the whole batch are to be multiplied by.
-            deferred: parameters whose gradients are final only when :meth:`mark_final` says so.
-        """
-        self._factor = factor
-        if self._reducer is not None:
-            hooked = self._hooks.parameters
-            self._reducer.arm(factor, self._earlier, deferred, hooked)
-
-    @property
-    def _earlier(self) -> MutableMapping[nn.Parameter, Tensor | None] | None:
-        """The gradients of earlier batches, unless `zero_grad` is going to clear them."""
-        return None if starts_accumulation(self._trainer) else self._stashed.earlier
-
-    def mark_final(self, parameter: nn.Parameter) -> None:
-        """All-reduce with the gradient of this parameter, which was deferred."""
-        if self._reducer is not None and parameter not in self._hooks.parameters:
-            self._reducer.mark_final(parameter)
-
-    def call_hooks(self, sharing: dict[nn.Parameter, Any]) -> None:
-        """Let the user's hooks see the gradients of the batch.
-
-        Args:
-            sharing: the parameters with hooks, and the ranks that have each a part of the gradient.
-        """
-        for parameter, group in reversed(sharing.items()):  # about the order of backward passes
-            if parameter.grad is not None and self._factor != 1:
-                parameter.grad.mul_(self._factor)
-            self._hooks.call(parameter, self._earlier or {}, group)
-
-    def finish(self, parameters: Collection[nn.Parameter], waits: bool) -> None:
-        """All-reduce the other gradients, and rescale those of this rank alone.
-
-        Args:
-            parameters: those of this rank.
-            waits: whether to wait for the all-reduces.
-        """
-        reducer = self._reducer
-        if reducer is not None:
-            reducer.start_rest()
-            if waits:
-                reducer.wait_for(parameters)
-        if self._factor != 1:
-            hooked = self._hooks.parameters
-            for parameter in parameters:
-                reduced = reducer is not None and parameter in reducer.parameters
-                if parameter.grad is not None and not reduced and parameter not in hooked:
-                    parameter.grad.mul_(self._factor)
 
 
 class StepRunner:
@@ -148,63 +58,54 @@ class StepRunner:
     Creating it is collective over the job.
 
     Args:
+        config: the strategy's arguments.
         trainer: the running Trainer.
         precision: the pipeline's precision plugin.
-        schedules: chooses the class of the training schedule.
-        splitter: splits batches into micro-batches.
-        rule: how the losses of micro-batches make up that of the batch.
-        compares: whether each loader's first batch is compared with its micro-batches.
-        free: returns the bytes that this rank may still take.
-        sends_outputs: whether every rank gets what steps return; else the last stage does, and the
-            others get the loss.
+        in_flight: the in-flight limit of a grid, and the memory that is free.
         steps_in_parts: whether the optimizer waits for each part of the gradients before it uses
             it, by :meth:`StageModule.await_gradients`.
         stage_module: the part of the module on this rank.
-        limit: most micro-batches that a stage may hold.
     """
 
     def __init__(
         self,
+        config: Config,
         trainer: pl.Trainer,
         precision: Precision,
-        schedules: ScheduleRule,
-        splitter: BatchSplitter,
-        rule: LossRule,
-        compares: bool,
-        free: Callable[[], int],
-        sends_outputs: bool,
+        in_flight: InFlightRule,
         steps_in_parts: bool,
         stage_module: StageModule,
-        limit: InFlightLimit,
     ) -> None:
-        self._trainer, self._precision = trainer, precision
-        self._schedules, self._splitter, self._rule = schedules, splitter, rule
-        self._sends_outputs = sends_outputs
+        module, device = stage_module.module, stage_module.device
+        fewest = fewest_samples(module) if config.microbatches is None else 1
+        self._trainer, self._precision, self._in_flight = trainer, precision, in_flight
+        self._schedules, self._rule = config.schedules(module, device), config.loss_rule
+        self._splitter = BatchSplitter(trainer, config.parts, config.split_batch, fewest)
+        self._sends_outputs = config.step_outputs == "all"
         self._warned: set[str] = set()
         self._crossings: dict[tuple[object, int], Crossing] = {}
         self._stashed = StashedGradients(trainer)
-        self._compares, self._free = compares, free
+        self._compares = config.check_first_batch
         self._rules: dict[tuple[object, int], StepRules] = {}
         self._signatures: dict[tuple[object, int], list[Any]] = {}
         self._late: set[Place] = set()
         self._waits = not steps_in_parts or gradients_are_seen(trainer)
         _agree_on_seed(stage_module)
-        stages = stage_module.last_stage + 1
-        self._rng = PipelineRNG(torch.initial_seed(), stages, stage_module.device)
-        self._open = self._opened(stage_module, limit)
+        self._rng = PipelineRNG(torch.initial_seed(), config.stages, device)
+        self._open = self._opened(stage_module)
 
-    def open(self, stage_module: StageModule, limit: InFlightLimit) -> None:
+    def open(self, stage_module: StageModule) -> None:
         """Run the next steps on another grid of ranks; to be called after :meth:`close`.
 
         Args:
             stage_module: the part of the module on this rank.
-            limit: most micro-batches that a stage may hold.
         """
         _agree_on_seed(stage_module)
         self._crossings.clear()
-        self._open = self._opened(stage_module, limit)
+        self._open = self._opened(stage_module)
 
-    def _opened(self, stage_module: StageModule, limit: InFlightLimit) -> OpenPipeline:
+    def _opened(self, stage_module: StageModule) -> OpenPipeline:
+        limit = self._in_flight.limit(stage_module.last_stage + 1, stage_module.groups)
         return OpenPipeline(
             stage_module, limit, self._schedules, self._precision, self._rng, self._give_gradients
         )
@@ -234,8 +135,15 @@ class StepRunner:
         collect = partial(stage_module.groups.all_gather_from_stage, stage=stage_module.last_stage)
         return self._open.metrics.states_shared(collect)
 
-    def train(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``training_step`` forward and backward.
+    def train(
+        self,
+        user_step: Callable[..., Any],
+        precision: StepContext,
+        batch: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the module's ``training_step`` forward and backward; arguments as for the others.
 
         Returns:
             What it returned for the batch; before the last stage its loss.
@@ -244,15 +152,7 @@ class StepRunner:
         with this_rank().step(*position(self._trainer)):
             microbatches = self._splitter.split_to_train(batch, args, stage_module.groups)
             microbatches = self._weighted(microbatches)
-            step = self._batch(
-                stage_module.module.training_step,
-                self._precision.train_step_context,
-                batch,
-                args,
-                kwargs,
-                microbatches,
-            )
-            step = self._with_crossing(step)
+            step = self._batch(user_step, precision, batch, args, kwargs, microbatches)
             rules = self._rules_of(step, batch, microbatches, trains=True)
             reducer = stage_module.step_reducer
             parameters = stage_module.sharding.held().values()
@@ -277,14 +177,13 @@ class StepRunner:
                 gradients.finish(parameters, self._waits)
             if stage_module.norms is not None:
                 stage_module.norms.update(stage_module.groups.data)
-            is_new = self._is_new(step, last, weights.terms)
             compare = partial(self._check, step, batch, microbatches, trains=True)
-            return self._combine(last, microbatches, step.fingerprint, rules, is_new, compare)
+            return self._combine(step, last, microbatches, rules, weights.terms, compare)
 
     def evaluate(
         self,
         user_step: Callable[..., Any],
-        precision: Callable[[], AbstractContextManager[None]],
+        precision: StepContext,
         batch: Any,
         *args: Any,
         **kwargs: Any,
@@ -306,15 +205,13 @@ class StepRunner:
             microbatches = self._splitter.split_to_evaluate(batch, args, run.stage_module.groups)
             microbatches = self._weighted(microbatches)
             step = self._batch(user_step, precision, batch, args, kwargs, microbatches)
-            step = self._with_crossing(step)
             rules = self._rules_of(step, batch, microbatches, trains=False)
             run.state.begin_batch(rules.state, step.microbatches)
             explained = self._splitter.explained(args, batch)
             with run.metrics.batch(len(microbatches)), explained:
                 last = run.pipeline.evaluate(step)
-            is_new = self._is_new(step, last, ())
             compare = partial(self._check, step, batch, microbatches, trains=False)
-            return self._combine(last, microbatches, step.fingerprint, rules, is_new, compare)
+            return self._combine(step, last, microbatches, rules, (), compare)
 
     def _rules_of(
         self, step: Batch, batch: Any, microbatches: Sequence[MicroBatch], trains: bool
@@ -332,7 +229,7 @@ class StepRunner:
         is_shared = len(microbatches) != len(step.microbatches)
         if self._compares and not is_shared:
             tolerance = tolerance_of(self._precision, self._open.stage_module.device)
-            check = StepCheck(self._open, self._free, tolerance, self._rule, self._warned)
+            check = StepCheck(self._open, self._in_flight.free, tolerance, self._rule, self._warned)
             if len(microbatches) > 1:
                 rules = check.rules(step, batch, microbatches, trains, used)
             elif not self._open.stage_module.is_whole:
@@ -386,7 +283,7 @@ class StepRunner:
     def _batch(
         self,
         user_step: Callable[..., Any],
-        precision: Callable[[], AbstractContextManager[None]],
+        precision: StepContext,
         batch: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -394,7 +291,7 @@ class StepRunner:
     ) -> Batch:
         """What the stages of this rank need to run a step on a batch."""
         run = self._open
-        return Batch(
+        step = Batch(
             step=user_step,
             args=args,
             kwargs=kwargs,
@@ -405,6 +302,7 @@ class StepRunner:
             prints=run.prints.microbatch,
             weights_given=self._rule.weight is not None,
         )
+        return self._with_crossing(step)
 
     def _loss_weights(
         self, own: Sequence[MicroBatch], microbatches: Sequence[MicroBatch], rules: StepRules
@@ -438,32 +336,33 @@ class StepRunner:
 
     def _combine(
         self,
+        step: Batch,
         last: StageStep | None,
         microbatches: Sequence[MicroBatch],
-        fingerprint: BatchFingerprint,
         rules: StepRules,
-        is_new: bool,
+        losses: Sequence[Term],
         compare: Callable[[], StepRules],
     ) -> Any:
         """Combine what the last stage's micro-batches returned and logged, for every stage.
 
         Args:
-            last: the last stage's step, on the ranks that run it.
+            step: the step that has run on the batch.
+            last: the last stage's, on the ranks that run it.
             microbatches: those of the whole batch.
-            fingerprint: of the batch.
             rules: how values of micro-batches combine.
-            is_new: whether the last stage wants the batch compared.
-            compare: compares it; collective over the pipeline.
+            losses: those of the micro-batches; none in evaluation.
+            compare: compares the batch; collective over the pipeline.
 
         Returns:
             What the step returned for the batch, or its loss.
         """
         run, stage_module = self._open, self._open.stage_module
         sends_all = self._sends_outputs or self._trainer.predicting
+        is_new = self._is_new(step, last, losses)
         result: tuple[Any, Any, Any, bool, list[Sent], list[str]] = None, None, None, False, [], []
         if last is not None:
             returned = last.outputs if sends_all else list(map(loss_alone, last.outputs))
-            outputs = self._gathered(returned, microbatches, fingerprint)
+            outputs = self._gathered(returned, microbatches, step.fingerprint)
             if outputs:
                 output = merged(outputs, microbatches, 1.0)
                 logged = run.log.combine(run.metrics.batch_value, rules.logged)

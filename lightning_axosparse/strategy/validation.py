@@ -1,4 +1,4 @@
-"""Validates the arguments, module, callbacks, optimizers and ranks of a run.
+"""Validates the module, callbacks, optimizers and ranks of a run.
 
 Every error says what to do instead. Lightning itself raises, before any rank is started, for a
 module or Trainer of the ``pytorch_lightning`` package and for a module compiled as a whole; and for
@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
@@ -28,104 +29,39 @@ from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_path
-from lightning_axosparse.distributed.grid import divisors
-from lightning_axosparse.pipeline.schedule import SCHEDULES, WeightGradients
+from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.lightning.checkpoint_io import (
     reading_files,
     writes_in_background,
 )
 from lightning_axosparse.strategy.lightning.hooks import overrides
+from lightning_axosparse.strategy.offload import validate_bucketwise_optimizers
 from lightning_axosparse.support.troubleshooting import see
 
-# The strategy's arguments
+# A run
 
 
-def validate_arguments(
-    g_inter: int | Literal["auto"],
-    in_flight: int | None,
-    schedule: str,
-    transport: str,
-    balance: str | Sequence[int],
-    regrid: int | Literal["auto"] | None,
-) -> None:
-    """Check that arguments of the strategy, each valid by itself, go together.
+def validate_run(config: Config, trainer: Trainer, io: CheckpointIO) -> None:
+    """Check that the module and the callbacks of a run can do without a process that has it all.
+
+    Args:
+        config: the strategy's arguments.
+        trainer: the Trainer, with its module.
+        io: reads and writes checkpoint files.
 
     Raises:
-        MisconfigurationException: with the values, and what to give instead.
+        MisconfigurationException: for what cannot.
     """
-    if g_inter == "auto" and transport == "loopback":
-        raise MisconfigurationException(
-            "g_inter='auto' divides the ranks that there are into stages and replicas, but with "
-            "transport='loopback' all stages share one. Give g_inter a number." + see("grid")
-        )
-    if g_inter == "auto" and not isinstance(balance, str):
-        raise MisconfigurationException(
-            f"balance={list(balance)} gives the layers of {len(balance)} stages: say "
-            f"g_inter={len(balance)} instead of 'auto', or leave balance out." + see("grid")
-        )
-    if not isinstance(balance, str) and len(balance) != g_inter:
-        raise MisconfigurationException(
-            f"balance={list(balance)} gives the layers of {len(balance)} stages, but there are "
-            f"g_inter={g_inter}. Give one number of layers a stage." + see("grid")
-        )
-    if in_flight is not None and schedule != "message-driven":
-        raise MisconfigurationException(
-            f"in_flight={in_flight} belongs to schedule='message-driven'; {schedule!r} has its own "
-            "fixed limit. Leave one of them out." + see("grid")
-        )
-    if regrid is not None and transport == "loopback":
-        raise MisconfigurationException(
-            f"regrid={regrid!r} moves layers between ranks, but transport='loopback' runs all "
-            "stages in one process. Leave regrid out." + see("grid")
-        )
-    if regrid == "auto" and (in_flight is not None or schedule != "message-driven"):
-        raise MisconfigurationException(
-            "regrid='auto' needs the bytes of a micro-batch, which are measured for "
-            "schedule='message-driven' with in_flight=None alone. Leave these two as they are by "
-            "default, or give regrid a number of stages." + see("grid")
-        )
-    if g_inter != "auto":
-        validate_regrid_stages(regrid, g_inter)
-
-
-def validate_weight_gradients(
-    weight_gradients: WeightGradients | None, schedule: str, recompute: int | str | None
-) -> None:
-    """Check that weight gradients can be made when the arguments say.
-
-    Raises:
-        MisconfigurationException: with the values, and what to give instead.
-    """
-    if weight_gradients is not None and weight_gradients not in SCHEDULES[schedule]:
-        others = [name for name, kinds in SCHEDULES.items() if weight_gradients in kinds]
-        raise MisconfigurationException(
-            f"schedule={schedule!r} makes weight gradients {' or '.join(SCHEDULES[schedule])}, not "
-            f"{weight_gradients!r}: choose a schedule from {others}, or leave weight_gradients out."
-            + see("grid")
-        )
-    defers = weight_gradients or next(iter(SCHEDULES[schedule]))
-    if defers != "together" and recompute is not None:
-        given = f"schedule={schedule!r}" if weight_gradients is None else f"{weight_gradients=}"
-        raise MisconfigurationException(
-            f"{given} keeps the inputs of layers for longer than recompute={recompute!r}, which "
-            "computes them again for their backward pass alone. Leave one of them out."
-            + see("grid")
-        )
-
-
-def validate_regrid_stages(regrid: int | Literal["auto"] | None, g_inter: int) -> None:
-    """Check that pipelines of ``g_inter`` stages can be shortened to ``regrid`` stages.
-
-    Raises:
-        MisconfigurationException: with the numbers that are possible.
-    """
-    if isinstance(regrid, int) and (g_inter % regrid or regrid == g_inter):
-        shorter = divisors(g_inter)[:-1]
-        choice = f"Choose from {shorter}, or 'auto'" if shorter else "Leave regrid out"
-        raise MisconfigurationException(
-            f"regrid={regrid} is no proper divisor of g_inter={g_inter}, so the ranks of a "
-            f"pipeline cannot form pipelines of so many stages. {choice}." + see("grid")
-        )
+    module = trainer.lightning_module
+    if trainer.state.fn == TrainerFn.FITTING:
+        if config.pipelines:
+            validate_module(module)
+        if config.defers_gradients:
+            validate_split_module(module)
+    if config.stages > 1 and config.transport != "loopback":
+        validate_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+    if config.save_distributed_checkpoint:
+        validate_default_checkpoint_io(io)
 
 
 # The module
@@ -234,26 +170,22 @@ def validate_regrid_module(module: nn.Module) -> None:
 # Callbacks
 
 
-def validate_callbacks(callbacks: Sequence[Callback], transport: str = "mpi") -> None:
+def validate_callbacks(callbacks: Sequence[Callback]) -> None:
     """Check that no callback needs the whole module on every rank.
-
-    Args:
-        callbacks: those of a run with several stages.
-        transport: "loopback" where one process has all stages.
 
     Raises:
         MisconfigurationException: naming the callback and what to use instead.
     """
     for callback in callbacks:
         name = type(callback).__name__
-        if isinstance(callback, ModelPruning) and transport != "loopback":
+        if isinstance(callback, ModelPruning):
             raise MisconfigurationException(
                 f"{name} masks weights of the whole module in one process, but each rank has only"
                 " those of its stage. Use lightning_axosparse.EarlyBirdTicket(pruning_ratio=...),"
                 " which ranks all stages' weights together and stores what is kept."
                 + see("callbacks")
             )
-        if isinstance(callback, BatchSizeFinder) and transport != "loopback":
+        if isinstance(callback, BatchSizeFinder):
             raise MisconfigurationException(
                 f"{name} tries batch sizes until the memory of one process is full, which Lightning"
                 " does not support on several ranks. Find the batch size by measuring: it is the"
@@ -312,19 +244,19 @@ def optimizers_before_setup(module: LightningModule) -> list[Optimizer]:
     return found
 
 
-def validate_optimizers(optimizers: Sequence[Optimizer], pipelines: bool, g_data: int) -> None:
+def validate_optimizers(config: Config, optimizers: Sequence[Optimizer], g_data: int) -> None:
     """Check that the ranks can step the optimizers, each its own parameters.
 
     Args:
+        config: the strategy's arguments.
         optimizers: what ``configure_optimizers`` returned.
-        pipelines: whether steps run on micro-batches or on several stages.
         g_data: number of replicas.
 
     Raises:
         MisconfigurationException: if there are several in a pipeline, or one calls its closure
-            again.
+            again, or cannot be offloaded as wanted.
     """
-    if len(optimizers) > 1 and pipelines:
+    if len(optimizers) > 1 and config.pipelines:
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         raise MisconfigurationException(
             f"`configure_optimizers` returned {len(optimizers)} optimizers ({names}), which takes"
@@ -335,7 +267,7 @@ def validate_optimizers(optimizers: Sequence[Optimizer], pipelines: bool, g_data
             + see("optimizers")
         )
     for optimizer in optimizers:
-        if isinstance(optimizer, LBFGS) and (pipelines or g_data > 1):
+        if isinstance(optimizer, LBFGS) and (config.pipelines or g_data > 1):
             raise MisconfigurationException(
                 f"`configure_optimizers` returned {type(optimizer).__name__}, which calls the"
                 " closure as often as the loss and the gradients of all parameters want, but each"
@@ -343,6 +275,10 @@ def validate_optimizers(optimizers: Sequence[Optimizer], pipelines: bool, g_data
                 " optimizer that takes one step a batch, such as AdamW or SGD, or train on one"
                 " rank with g_inter=1 and microbatches=1." + see("optimizers")
             )
+    if config.offload_optimizer:
+        validate_one_optimizer(optimizers, "offload_optimizer")
+        for optimizer in optimizers:
+            validate_bucketwise_optimizers(optimizer)
 
 
 def validate_one_optimizer(optimizers: Sequence[Optimizer], feature: str) -> None:

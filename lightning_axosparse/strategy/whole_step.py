@@ -20,6 +20,9 @@ from lightning_axosparse.strategy.lightning.precision import (
 from lightning_axosparse.strategy.stage_module import StageModule
 from lightning_axosparse.support.trace import clock
 
+StepContext = Callable[[], AbstractContextManager[None]]
+"""Makes the context of a step, such as ``Precision.train_step_context``."""
+
 
 class WholeStepRunner:
     """Runs steps as Lightning does on one device, and averages gradients over replicas.
@@ -52,21 +55,14 @@ class WholeStepRunner:
         """Give the precision plugin its own backward pass back."""
         restore_precision(self._precision)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``training_step``, whose loss Lightning differentiates."""
-        step = self._stage_module.module.training_step
-        return self.evaluate(step, self._precision.train_step_context, *args, **kwargs)
-
     def evaluate(
-        self,
-        user_step: Callable[..., Any],
-        precision: Callable[[], AbstractContextManager[None]],
-        *args: Any,
-        **kwargs: Any,
+        self, user_step: Callable[..., Any], precision: StepContext, *args: Any, **kwargs: Any
     ) -> Any:
         """Run a step of the module in the context that ``precision`` makes."""
         with this_rank().step(*position(self._trainer)), clock.span("forward"), precision():
             return user_step(*args, **kwargs)
+
+    train = evaluate  # Lightning differentiates the loss.
 
     @contextmanager
     def _differentiates(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.process_groups import ProcessGroups
 from lightning_axosparse.pipeline.partition import partition_layers
@@ -16,7 +17,7 @@ from lightning_axosparse.strategy.stage_module import StageModule
 from tests.parity.cases import Net
 from tests.ranks import run_ranks
 
-CPU = torch.device("cpu")
+CPU, CONFIG = torch.device("cpu"), AxoSparseStrategy(g_inter=2).config
 SHARED = {"scale", "temperature", "model.2.weight"}
 HELD = {
     2: [
@@ -61,7 +62,7 @@ def shard_reshard_unshard() -> dict[str, Any]:
     old = Grid(2, 2, rank)
     partition = partition_layers(module, "model", [3, 3], 2)
     groups = ProcessGroups(old)
-    stages = StageModule(module, partition, groups, range(rank, rank + 1), CPU, None, True)
+    stages = StageModule(CONFIG, module, partition, groups, range(rank, rank + 1), CPU)
 
     def note() -> dict[str, Any]:
         held = stages.sharding.held()

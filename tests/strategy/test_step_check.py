@@ -110,7 +110,7 @@ def test_what_cannot_be_compared_is_said_with_the_reason(
 def test_a_batch_that_does_not_fit_is_not_compared(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_axosparse.strategy.strategy.free_bytes", lambda *_: 100)
+    monkeypatch.setattr("lightning_axosparse.strategy.states.free_bytes", lambda *_: 100)
     with caplog.at_level("INFO"):
         fit(REFUSED["standardized"])
     assert any("would not fit into memory" in message for message in caplog.messages)

@@ -35,50 +35,6 @@ from tests.parity.cases import trainer as net_trainer
 from tests.strategy.lightning.harness import CutStrategy, alone
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"g_inter": 4, "regrid": 3}, r"regrid=3 .*g_inter=4.*\[1, 2\]"),
-        ({"g_inter": 4, "regrid": 4}, r"regrid=4 .*\[1, 2\]"),
-        ({"g_inter": 1, "regrid": 1}, r"regrid=1 .*Leave regrid out"),
-        ({"g_inter": 4, "regrid": "some"}, r"regrid='some' must be"),
-        ({"g_inter": 4, "regrid": True}, r"regrid=True must be.*'auto'"),
-        ({"g_inter": 4, "regrid": 2.0}, r"regrid=2.0 must be"),
-        ({"g_inter": "auto", "regrid": -1}, r"regrid=-1 must be"),
-        ({"g_inter": 2, "regrid": 1, "transport": "loopback"}, "one process"),
-        ({"g_inter": 2, "regrid": "auto", "in_flight": 2}, "in_flight=None"),
-        ({"g_inter": 2, "regrid": "auto", "schedule": "gpipe"}, "message-driven"),
-    ],
-)
-def test_arguments_of_a_regrid(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(MisconfigurationException, match=message):
-        AxoSparseStrategy(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"weight_gradients": "later"}, "weight_gradients='later' must be"),
-        (
-            {"weight_gradients": "deferred", "schedule": "1f1b"},
-            "makes weight gradients together, not 'deferred'.*zb-h1",
-        ),
-        (
-            {"weight_gradients": "cooldown", "schedule": "zb-h1"},
-            r"not 'cooldown'.*'message-driven'",
-        ),
-        ({"weight_gradients": "together", "schedule": "zb-h1"}, "schedule='zb-h1'.*not 'together'"),
-        ({"weight_gradients": "deferred", "recompute": 2}, "'deferred' keeps.*recompute=2"),
-        ({"weight_gradients": "cooldown", "recompute": 2}, "'cooldown' keeps.*recompute=2"),
-        ({"schedule": "zb-h1", "recompute": "sqrt"}, "schedule='zb-h1' keeps.*recompute='sqrt'"),
-        ({"schedule": "zb-h1", "in_flight": 3}, "in_flight=3 belongs"),
-    ],
-)
-def test_arguments_of_weight_gradients(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(MisconfigurationException, match=message):
-        AxoSparseStrategy(g_inter=2, **options)
-
-
 class OwnBackward(Net):
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
@@ -154,7 +110,10 @@ def test_callbacks(callback: Callback, instead: str) -> None:
 
 
 def test_callbacks_where_one_process_has_all_stages() -> None:
-    validate_callbacks([BatchSizeFinder(), ModelPruning("l1_unstructured")], "loopback")
+    strategy = AxoSparseStrategy(g_inter=2, transport="loopback")
+    run = net_trainer(strategy, callbacks=[BatchSizeFinder(), ModelPruning("l1_unstructured")])
+    strategy.connect(Net())
+    strategy.validate_fit(run)
 
 
 def test_averages_of_a_module_that_is_left_sharded() -> None:
@@ -165,14 +124,15 @@ def test_averages_of_a_module_that_is_left_sharded() -> None:
 
 def test_optimizers() -> None:
     parameters = [nn.Parameter(torch.zeros(1))]
-    validate_optimizers([], pipelines=True, g_data=2)
-    validate_optimizers([AdamW(parameters)], pipelines=True, g_data=2)
+    whole, pipelined = (AxoSparseStrategy(microbatches=number).config for number in (1, 2))
+    validate_optimizers(pipelined, [], g_data=2)
+    validate_optimizers(pipelined, [AdamW(parameters)], g_data=2)
     with pytest.raises(MisconfigurationException, match=r"2 optimizers \(AdamW, AdamW\)"):
-        validate_optimizers([AdamW(parameters), AdamW(parameters)], pipelines=True, g_data=1)
-    for pipelines, g_data in ((True, 1), (False, 2)):
+        validate_optimizers(pipelined, [AdamW(parameters), AdamW(parameters)], g_data=1)
+    for config, g_data in ((pipelined, 1), (whole, 2)):
         with pytest.raises(MisconfigurationException, match="LBFGS"):
-            validate_optimizers([LBFGS(parameters)], pipelines, g_data)
-    validate_optimizers([LBFGS(parameters), AdamW(parameters)], pipelines=False, g_data=1)
+            validate_optimizers(config, [LBFGS(parameters)], g_data)
+    validate_optimizers(whole, [LBFGS(parameters), AdamW(parameters)], g_data=1)
 
 
 @pytest.mark.parametrize(("devices", "nodes", "job"), [(4, 1, 1), (4, 1, 4), (4, 2, 8), (1, 1, 1)])

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.process_groups import ProcessGroups, all_gather
 from lightning_axosparse.pipeline.in_flight import InFlightRule
-from lightning_axosparse.pipeline.partition import Partition
 from lightning_axosparse.strategy.regrid.fewest_stages import fewest_stages, measure_memory
 from lightning_axosparse.strategy.regrid.transfer import Transfer
 from lightning_axosparse.strategy.stage_module import StageModule
@@ -75,23 +74,21 @@ class Regrid:
 
     Args:
         stages: number of stages after the move; "auto" for the fewest that fit into memory.
-        partition: the layers of the present stages.
         stage_module: the part of the module on this rank.
         runner: runs its steps.
-        rule: the in-flight limit of the next pipelines.
+        rule: the memory that is free.
         microbatches: micro-batches that a batch is cut into.
     """
 
     def __init__(
         self,
         stages: int | Literal["auto"],
-        partition: Partition,
         stage_module: StageModule,
         runner: StepRunner,
         rule: InFlightRule,
         microbatches: int,
     ) -> None:
-        self._stages, self._partition, self._microbatches = stages, partition, microbatches
+        self._stages, self._microbatches = stages, microbatches
         self._stage_module, self._runner, self._rule = stage_module, runner, rule
         self._phase: Literal["no ticket", "due", "over"] = "no ticket"
 
@@ -127,17 +124,18 @@ class Regrid:
     def _fewest_stages(self, optimizers: Sequence[Optimizer]) -> int | None:
         activations = self._runner.limit.kept
         own = measure_memory(self._stage_module, optimizers, activations, self._rule.free())
-        return fewest_stages(self._partition, all_gather(own, self._stage_module.groups.world))
+        return fewest_stages(
+            self._stage_module.partition, all_gather(own, self._stage_module.groups.world)
+        )
 
     def _move(self, stages: int, epoch: int, optimizers: Sequence[Optimizer]) -> Regridded:
         began, module = time(), self._stage_module
         old, new = module.grid, module.grid.shortened(stages)
-        partition = self._partition.with_stages(stages)
+        partition = module.partition.with_stages(stages)
         self._runner.close()
-        groups = ProcessGroups(new)
-        with module.reshard(partition, groups):
+        with module.reshard(partition, ProcessGroups(new)):
             Transfer(module.sharding, old, new, optimizers, module.device).run(partition.parts)
-        self._runner.open(module, self._rule.limit(stages, groups))
+        self._runner.open(module)
         moved = Regridded(old, new, epoch, time() - began, self._microbatches)
         rank_zero_info(str(moved))
         return moved

@@ -1,0 +1,184 @@
+"""Saves and loads the parts of a module, and of its optimizers, that each stage has.
+
+A checkpoint is dense, as one process writes it: one file, or a folder with a file of each stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from lightning.fabric.plugins import CheckpointIO
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
+from lightning_axosparse.checkpoint.folder_writer import FolderWriter
+from lightning_axosparse.checkpoint.gather import (
+    gather_model_state,
+    gather_optimizer_state,
+    gather_remote_tensors,
+    local_model_state,
+    local_optimizer_state,
+)
+from lightning_axosparse.checkpoint.stage_tensors import StageTensors
+from lightning_axosparse.sparse.optimizer_state import restore_masters
+from lightning_axosparse.sparse.parameters import sparse_parameters
+from lightning_axosparse.strategy.config import Config
+from lightning_axosparse.strategy.construction import load_values
+from lightning_axosparse.strategy.launcher.restarts import note_checkpoint
+from lightning_axosparse.strategy.lightning.device import move_optimizers
+from lightning_axosparse.strategy.lightning.hooks import checkpoint_hooks
+from lightning_axosparse.strategy.lightning.weight_averages import weight_averages
+from lightning_axosparse.strategy.offload import OptimizerOffload
+from lightning_axosparse.strategy.sharded_module import in_parts
+from lightning_axosparse.strategy.stage_module import StageModule
+from lightning_axosparse.strategy.validation import validate_local
+from lightning_axosparse.support.deferred_tensor import all_made
+from lightning_axosparse.support.torch_internals import tree_map_only
+
+
+class StageCheckpoints:
+    """The checkpoints of a module of which each rank has the tensors of its stages.
+
+    Args:
+        config: the strategy's arguments.
+        stage_module: the part of the module on this rank.
+        in_background: whether folders are written while training goes on.
+        metrics_shared: makes a context in which every rank has the metrics' states that count.
+        offload: keeps the optimizer's state on the host; None if the device keeps it.
+
+    Attributes:
+        folders: writes them where checkpoints are folders.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        stage_module: StageModule,
+        in_background: bool = False,
+        metrics_shared: Callable[[], AbstractContextManager[None]] = nullcontext,
+        offload: OptimizerOffload | None = None,
+    ) -> None:
+        self._stage_module, self._offload = stage_module, offload
+        self._metrics_shared = metrics_shared
+        self._as_folders = config.save_distributed_checkpoint
+        self._in_parts = config.stages > 1 or self._as_folders
+        # A regrid changes the groups.
+        self._tensors = StageTensors(lambda: stage_module.groups.inter)
+        self.folders = FolderWriter(self._tensors, in_background)
+
+    @property
+    def _is_ordinary(self) -> bool:
+        """Whether this rank has the module as one process has it: all of it, and dense."""
+        return not (self._in_parts or sparse_parameters(self._stage_module.module))
+
+    def model_state(self) -> dict[str, Any]:
+        """The whole module's state on the first rank, an empty dict on others; collective."""
+        stage_module = self._stage_module
+        module, grid = stage_module.module, stage_module.grid
+        if grid.data_rank > 0:
+            return {}
+        if self._is_ordinary:
+            return module.state_dict()
+        with self._metrics_shared(), in_parts(module):
+            if grid.replica > 0:
+                return {}
+            for average in weight_averages(module.trainer):
+                stage_module.share_outer_buffers(average)
+            return self._for_hooks(
+                gather_model_state(stage_module.sharding, stage_module.stages, self._tensors)
+            )
+
+    def optimizer_state(
+        self, optimizer: Optimizer, ordinary: Callable[[Optimizer], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """The whole optimizer's state on the first rank, an empty dict on others; collective.
+
+        Args:
+            optimizer: the optimizer.
+            ordinary: returns the state where this rank has all of it.
+        """
+        stage_module = self._stage_module
+        if stage_module.grid.replica > 0:
+            return {}
+        if self._is_ordinary:
+            return ordinary(optimizer)
+        return self._for_hooks(
+            gather_optimizer_state(
+                optimizer,
+                stage_module.group_names(optimizer),
+                stage_module.sharding.held(),
+                sparse_parameters(stage_module.module),
+                self._tensors,
+            )
+        )
+
+    def save(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any, io: CheckpointIO
+    ) -> None:
+        """Write a checkpoint; collective over the stages of the first replica.
+
+        Args:
+            checkpoint: as Lightning has put it together on this rank.
+            path: the file or folder.
+            storage_options: the user's, for ``io``.
+            io: writes files.
+        """
+        tensors = self._tensors
+        if self._stage_module.grid.replica > 0:
+            return
+        note_checkpoint(path, checkpoint, self._stage_module.module.trainer)
+        checkpoint = gather_remote_tensors(checkpoint, tensors)
+        if self._as_folders:
+            self.folders.save(checkpoint, validate_local(path, storage_options))
+        elif tensors.is_first:
+            if not isinstance(io, AtomicCheckpointIO):
+                checkpoint = all_made(checkpoint)
+            io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+            tensors.end()
+        else:
+            tensors.serve()
+
+    def _for_hooks(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A part of a checkpoint, whole on the first rank if a hook of the user reads it."""
+        if not checkpoint_hooks(self._stage_module.module.trainer, "on_save_checkpoint"):
+            return state
+        if not self._tensors.is_first:
+            self._tensors.serve()
+            return state
+        state = all_made(state)
+        self._tensors.end()
+        return state
+
+    def load_model(self, state: Mapping[str, Any], strict: bool) -> None:
+        """Load this rank's part of a whole module's state while the module is sharded."""
+        stage_module = self._stage_module
+        if not self._is_ordinary:
+            state = local_model_state(state, stage_module.sharding, stage_module.stages)
+            strict = False
+        load_values(stage_module.module, state, strict)
+
+    def load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Load this rank's part of a whole optimizer's state."""
+        stage_module, offload = self._stage_module, self._offload
+        if offload is None and self._is_ordinary:
+            load_whole_optimizer(optimizer, state, stage_module.device)
+            return
+        sparse = sparse_parameters(stage_module.module)
+        groups, held = stage_module.group_names(optimizer), stage_module.sharding.held()
+        local = local_optimizer_state(state, groups, held, sparse)
+        if offload is None:
+            optimizer.load_state_dict(local)
+            move_optimizers([optimizer], stage_module.device)
+        else:
+            offload.load_state_dict(local)
+        restore_masters(optimizer, sparse.values())
+
+
+def load_whole_optimizer(optimizer: Optimizer, state: Mapping[str, Any], device: Any) -> None:
+    """Load the state of an optimizer that is all on this rank."""
+    # A copy, as the state would keep a mapped file.
+    optimizer.load_state_dict(tree_map_only(Tensor, Tensor.clone, dict(state)))
+    move_optimizers([optimizer], device)

@@ -1,0 +1,163 @@
+"""The arguments of the strategy, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+
+from lightning_axosparse.distributed.grid import divisors
+from lightning_axosparse.pipeline.loss_weights import LossRule, MicrobatchLoss, MicrobatchWeight
+from lightning_axosparse.pipeline.schedule import SCHEDULES, WeightGradients
+from lightning_axosparse.pipeline.schedule_choice import ScheduleRule
+from lightning_axosparse.planning.grid_comparison import default_microbatches
+from lightning_axosparse.strategy.lightning.hooks import overrides
+from lightning_axosparse.support.troubleshooting import see
+
+
+@dataclass(frozen=True)
+class Config:
+    """The arguments of ``AxoSparseStrategy``, whose docstring explains them.
+
+    Raises:
+        MisconfigurationException: if arguments, each valid by itself, do not go together.
+    """
+
+    g_inter: int | Literal["auto"]
+    microbatches: int | None
+    pipeline: str | Sequence[str] | None
+    balance: Literal["parameters", "time"] | Sequence[int]
+    in_flight: int | None
+    schedule: str
+    weight_gradients: WeightGradients | None
+    batch_norm: Literal["micro-batch", "deferred"]
+    transport: Literal["mpi", "loopback"]
+    split_batch: Callable[[Any, int], list[Any]] | None
+    microbatch_loss: MicrobatchLoss
+    microbatch_weight: MicrobatchWeight | None
+    check_first_batch: bool
+    step_outputs: Literal["last", "all"]
+    save_distributed_checkpoint: bool
+    recompute: int | Literal["sqrt"] | None
+    offload_optimizer: bool
+    offload_bucket: int
+    regrid: int | Literal["auto"] | None
+
+    def __post_init__(self) -> None:
+        """Check what must go together."""
+        self._check_grid()
+        self._check_schedule()
+        self._check_regrid()
+
+    @property
+    def stages(self) -> int:
+        """Stages per replica; 1 as long as "auto" is not decided."""
+        return 1 if self.g_inter == "auto" else self.g_inter
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches per batch and replica."""
+        return self.microbatches or default_microbatches(self.stages)
+
+    @property
+    def defers_norms(self) -> bool:
+        """Whether running statistics are updated once a batch."""
+        return self.batch_norm == "deferred"
+
+    @property
+    def defers_gradients(self) -> bool:
+        """Whether the user asked for weight gradients that are made apart."""
+        return ScheduleRule(self.schedule, self.weight_gradients, may_defer=False).defers
+
+    @property
+    def pipelines(self) -> bool:
+        """Whether there are stages or micro-batches, or layers that are computed again."""
+        split = self.stages > 1 or self.parts > 1 or self.defers_norms
+        return split or self.recompute is not None or self.defers_gradients
+
+    @property
+    def loss_rule(self) -> LossRule:
+        """How the losses of micro-batches make up that of the batch."""
+        return LossRule(self.microbatch_loss, self.microbatch_weight)
+
+    def schedules(self, module: LightningModule, device: torch.device) -> ScheduleRule:
+        """How the training schedule is chosen.
+
+        Args:
+            module: the user's module.
+            device: device of this rank.
+        """
+        may_defer = (
+            self.stages > 1
+            and self.recompute is None
+            and self.transport == "mpi"
+            and device.type == "cpu"
+            and not overrides(module, "backward")
+        )
+        return ScheduleRule(self.schedule, self.weight_gradients, may_defer)
+
+    def _check_grid(self) -> None:
+        g_inter, balance = self.g_inter, self.balance
+        if g_inter == "auto" and self.transport == "loopback":
+            raise MisconfigurationException(
+                "g_inter='auto' divides the ranks that there are into stages and replicas, but "
+                "with transport='loopback' all stages share one. Give g_inter a number."
+                + see("grid")
+            )
+        if g_inter == "auto" and not isinstance(balance, str):
+            raise MisconfigurationException(
+                f"balance={list(balance)} gives the layers of {len(balance)} stages: say "
+                f"g_inter={len(balance)} instead of 'auto', or leave balance out." + see("grid")
+            )
+        if not isinstance(balance, str) and len(balance) != g_inter:
+            raise MisconfigurationException(
+                f"balance={list(balance)} gives the layers of {len(balance)} stages, but there "
+                f"are g_inter={g_inter}. Give one number of layers a stage." + see("grid")
+            )
+
+    def _check_schedule(self) -> None:
+        schedule, asked = self.schedule, self.weight_gradients
+        if self.in_flight is not None and schedule != "message-driven":
+            raise MisconfigurationException(
+                f"in_flight={self.in_flight} belongs to schedule='message-driven'; {schedule!r} "
+                "has its own fixed limit. Leave one of them out." + see("grid")
+            )
+        if asked is not None and asked not in SCHEDULES[schedule]:
+            others = [name for name, kinds in SCHEDULES.items() if asked in kinds]
+            raise MisconfigurationException(
+                f"schedule={schedule!r} makes weight gradients "
+                f"{' or '.join(SCHEDULES[schedule])}, not {asked!r}: choose a schedule from "
+                f"{others}, or leave weight_gradients out." + see("grid")
+            )
+        if self.defers_gradients and self.recompute is not None:
+            given = f"schedule={schedule!r}" if asked is None else f"weight_gradients={asked!r}"
+            raise MisconfigurationException(
+                f"{given} keeps the inputs of layers for longer than "
+                f"recompute={self.recompute!r}, which computes them again for their backward pass "
+                "alone. Leave one of them out." + see("grid")
+            )
+
+    def _check_regrid(self) -> None:
+        regrid, stages = self.regrid, self.stages
+        if regrid is not None and self.transport == "loopback":
+            raise MisconfigurationException(
+                f"regrid={regrid!r} moves layers between ranks, but transport='loopback' runs all "
+                "stages in one process. Leave regrid out." + see("grid")
+            )
+        if regrid == "auto" and (self.in_flight is not None or self.schedule != "message-driven"):
+            raise MisconfigurationException(
+                "regrid='auto' needs the bytes of a micro-batch, which are measured for "
+                "schedule='message-driven' with in_flight=None alone. Leave these two as they are "
+                "by default, or give regrid a number of stages." + see("grid")
+            )
+        is_number = isinstance(regrid, int) and self.g_inter != "auto"
+        if is_number and regrid not in (shorter := divisors(stages)[:-1]):
+            choice = f"Choose from {shorter}, or 'auto'" if shorter else "Leave regrid out"
+            raise MisconfigurationException(
+                f"regrid={regrid} is no proper divisor of g_inter={stages}, so the ranks of a "
+                f"pipeline cannot form pipelines of so many stages. {choice}." + see("grid")
+            )

@@ -1,0 +1,400 @@
+"""Lightning's hooks on a module whose layers are partitioned over the stages of a grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_axosparse.checkpoint.atomic_io import (
+    clear_unfinished_checkpoints,
+    local_path,
+    validated,
+)
+from lightning_axosparse.distributed.rank_status import this_rank
+from lightning_axosparse.pipeline.partition import UnknownOrderError
+from lightning_axosparse.pruning.channel_ticket import ChannelTicket
+from lightning_axosparse.sparse.optimizer_state import dense_shapes
+from lightning_axosparse.strategy.auto_grid import choose_grid
+from lightning_axosparse.strategy.checkpoints import load_whole_optimizer
+from lightning_axosparse.strategy.config import Config
+from lightning_axosparse.strategy.construction import made_without, parameters_on_meta
+from lightning_axosparse.strategy.launcher.launcher import MPILauncher
+from lightning_axosparse.strategy.learning_rate import scaled_rates
+from lightning_axosparse.strategy.lightning.checkpoint_io import reading_files
+from lightning_axosparse.strategy.lightning.hooks import checkpoint_hooks, trainer_of
+from lightning_axosparse.strategy.lightning.loading import files_mapped
+from lightning_axosparse.strategy.lightning.weight_averages import weight_averages
+from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
+from lightning_axosparse.strategy.partitioner import Partitioner
+from lightning_axosparse.strategy.regrid.regrid import Regridded
+from lightning_axosparse.strategy.sharded_module import is_left_sharded
+from lightning_axosparse.strategy.stage_module import StageModule
+from lightning_axosparse.strategy.states import AtRest, LeftSharded, Running
+from lightning_axosparse.strategy.validation import (
+    advise_on_batch_norm,
+    optimizers_before_setup,
+    unless_made_later,
+    validate_copied_whole,
+    validate_layers_exist,
+    validate_optimizers,
+    validate_run,
+)
+from lightning_axosparse.support.corrupt_file import restoring
+from lightning_axosparse.support.deferred_tensor import all_made
+from lightning_axosparse.support.trace import clock, now
+from lightning_axosparse.support.troubleshooting import see
+
+
+class PipelineStrategy(MPIStrategy):
+    """A strategy whose ranks each compute some layers of the module, and keep their tensors.
+
+    What a hook does depends on what the strategy has of the module, which is one of
+    :mod:`lightning_axosparse.strategy.states`.
+
+    Args:
+        config: the arguments that say how.
+        timeout: as for :class:`MPIStrategy`, as are the others.
+        restarts: how many times a call begins again that has lost a rank.
+        plugins: Lightning's.
+    """
+
+    learning_rate_factor: float = 1.0
+    """What optimizer steps multiply the learning rates by; every run starts with 1."""
+
+    def __init__(self, config: Config, timeout: float, restarts: int = 0, **plugins: Any) -> None:
+        ranks_per_replica = config.stages if config.transport == "mpi" else 1
+        super().__init__(ranks_per_replica, timeout, restarts, **plugins)
+        self.config = config
+        self._state: AtRest | Running | LeftSharded = AtRest()
+        self._keeps_sharded = False
+        self.regridded: Regridded | None = None
+        """The move to shorter pipelines in the last fit, if there was one."""
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _layers(self) -> Partitioner:
+        return Partitioner(self.config, self, self._module)
+
+    # Before any rank is started
+
+    def validate_fit(self, trainer: pl.Trainer) -> None:
+        """Check that the module, its layers and the callbacks can run in a pipeline.
+
+        Raises:
+            MisconfigurationException: for a module or callback that cannot.
+        """
+        self._validate_run(trainer)
+        # The ranks have loaders, whose batches show the order of the layers.
+        with unless_made_later(self._module), suppress(UnknownOrderError):
+            self._layers.partition()
+
+    def connect(self, model: pl.LightningModule) -> None:
+        """Take the module, and choose the number of stages if it is "auto"."""
+        if self.config.g_inter == "auto":
+            stages = 1
+            if self._ranks > 1:
+                validate_layers_exist(model)
+                decision = choose_grid(self.config, self, model)
+                rank_zero_info(str(decision))
+                stages = decision.g_inter
+            self.config = replace(self.config, g_inter=stages)
+            self._ranks_per_replica = stages
+        super().connect(model)
+
+    def _validate_run(self, trainer: pl.Trainer) -> None:
+        """Check what does not depend on the layers."""
+        self.connect(self._module)
+        validate_run(self.config, trainer, self.checkpoint_io)
+        if trainer.state.fn == TrainerFn.FITTING and self.launcher is not None:
+            optimizers = optimizers_before_setup(self._module)
+            validate_optimizers(self.config, optimizers, self.grid.g_data)
+
+    # Construction: no rank has the whole model
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """With ``empty_init``, make parameters without memory, until a checkpoint is loaded.
+
+        ``load_from_checkpoint`` in the context maps the file, which is read where weights are used.
+        """
+        with super().tensor_init_context(empty_init):
+            if not empty_init:
+                yield
+                return
+            with files_mapped() as is_mapped, parameters_on_meta(is_mapped):
+                yield
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Make what ``configure_model`` makes for this rank's stage alone, as one process would."""
+        layers = self._layers
+        if layers.are_divided and not layers.are_measured:
+            with made_without(lambda: layers.split()[1].values(), layers.make_sparse):
+                yield
+        else:
+            yield
+
+    # From setup to teardown
+
+    def setup_environment(self) -> None:
+        """Connect this rank to the others, if the module is in a state in which callbacks copy it.
+
+        Raises:
+            MisconfigurationException: for averages of a module that a run has left sharded.
+        """
+        if is_left_sharded(self._module):
+            validate_copied_whole(self._module.trainer.callbacks)  # type: ignore[attr-defined]
+        super().setup_environment()
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Shard the module over the stages, after its optimizers were configured for all of it."""
+        assert self.accelerator is not None
+        assert self._groups is not None
+        self._state = AtRest()
+        self._validate_run(trainer)
+        self.accelerator.setup(trainer)
+        self.precision_plugin.convert_module(self._module)
+        layers, optimizers = self._layers, list[Optimizer]()
+        partition = layers.partition()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._configure_optimizers(trainer)
+            advise_on_batch_norm(self._module, self.config.parts, self.config.defers_norms)
+            # Those of an earlier fit may belong to another module.
+            optimizers = self.optimizers
+        partition = layers.balanced(partition)
+        stage_module = StageModule(
+            self.config, self._module, partition, self._groups, layers.stages, self.root_device
+        )
+        stage_module.shard(optimizers)
+        self._undo.callback(self._end_run, stage_module)
+        self._state = Running(self.config, self, stage_module, optimizers, self._undo)
+        self.learning_rate_factor = 1.0
+
+    def _configure_optimizers(self, trainer: pl.Trainer) -> None:
+        """Call ``configure_optimizers``, to which sparse weights show their dense shape."""
+        if self.is_global_zero:
+            clear_unfinished_checkpoints(trainer)
+        self.regridded = None
+        with dense_shapes(self._module) as made:
+            self.setup_optimizers(trainer)
+            made += self.optimizers
+        validate_optimizers(self.config, self.optimizers, self.grid.g_data)
+
+    def model_to_device(self) -> None:
+        """Do nothing: sharding moves what this rank keeps."""
+
+    def teardown(self) -> None:
+        """Undo what setup changed; under ``mpiexec`` the module stays sharded."""
+        module = self.lightning_module
+        if isinstance(self._state, Running):
+            self._state = AtRest()
+        if module is not None and is_left_sharded(module):
+            # This run has ended before it took the module, which Lightning moves to the CPU.
+            self._lightning_module = None
+        super().teardown()
+        self._lightning_module = module
+        if isinstance(self._state, LeftSharded):
+            self._state.stage_module.leave_sharded()
+
+    def _end_run(self, stage_module: StageModule) -> None:
+        """Leave the module sharded, or whole where this rank has all of it."""
+        if self._keeps_sharded or not stage_module.is_whole:
+            stage_module.end_run()
+            self._state = LeftSharded(self.config, stage_module)
+        else:
+            stage_module.unshard()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the run: a callback that holds the Trainer may be pickled."""
+        return {**super().__getstate__(), "_state": AtRest()}
+
+    # Steps
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Move to shorter pipelines at the first batch of an epoch, once a ticket was drawn."""
+        run = self._state.run
+        if run.regrid is None or batch_idx > 0:
+            return
+        run.checkpoints.folders.wait()  # for the stages of the grid before
+        regridded = run.regrid.begin_epoch(self._module.trainer.current_epoch, self.optimizers)
+        if regridded is not None:
+            self.regridded, self._groups = regridded, run.stage_module.groups
+            this_rank().place_in(self.grid)
+
+    def on_validation_start(self) -> None:
+        """Evaluate the model that a checkpoint would hold: that with the first replica's buffers.
+
+        Running statistics differ between replicas, as each sees its own batches. Lightning's ddp
+        broadcasts them before every forward pass; training does not read them.
+        """
+        self._state.run.stage_module.broadcast_buffers()
+
+    def on_train_end(self) -> None:
+        """Warn if ``regrid`` had no effect, because no ticket was drawn."""
+        regrid = self._state.run.regrid
+        if regrid is not None:
+            regrid.warn_without_draw()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``training_step`` forward and backward on every micro-batch of a batch."""
+        context = self.precision_plugin.train_step_context
+        return self._state.runner.train(self._module.training_step, context, *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``validation_step`` forward."""
+        context = self.precision_plugin.val_step_context
+        return self._state.runner.evaluate(self._module.validation_step, context, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``test_step`` forward."""
+        context = self.precision_plugin.test_step_context
+        return self._state.runner.evaluate(self._module.test_step, context, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``predict_step`` forward; every stage returns the last stage's predictions."""
+        context = self.precision_plugin.predict_step_context
+        return self._state.runner.evaluate(self._module.predict_step, context, *args, **kwargs)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step the optimizer with its scaled rates, and time the step without the closure."""
+        if not isinstance(self._state, Running):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        stage_module, closed = self._state.stage_module, now()
+
+        def timed_closure() -> Any:
+            nonlocal closed
+            result = closure()
+            stage_module.remote_gradients.forget_norms()
+            closed = now()
+            return result
+
+        with scaled_rates(optimizer, self.learning_rate_factor):
+            result = super().optimizer_step(optimizer, timed_closure, model, **kwargs)
+        clock.add("optimizer", closed, now(), stage_module.grid.stage)
+        return result
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Do without the all-reduce of gradients while Lightning accumulates them."""
+        with self._state.run.stage_module.gradients_kept_local():
+            yield
+
+    # Checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole module's state on the first rank, an empty dict on others; collective.
+
+        Larger tensors are deferred until :meth:`save_checkpoint` writes them, unless a hook reads
+        the checkpoint before.
+        """
+        checkpoints = self._state.checkpoints
+        return self._module.state_dict() if checkpoints is None else checkpoints.model_state()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole optimizer's state on the first rank, an empty dict on others; collective.
+
+        Larger tensors are deferred, as in :meth:`lightning_module_state_dict`.
+        """
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        checkpoints = self._state.checkpoints
+        if checkpoints is None:
+            return optimizer.state_dict()
+        return checkpoints.optimizer_state(optimizer, super().optimizer_state)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Write a checkpoint; collective over the stages of the first replica.
+
+        A process whose ranks have failed writes nothing, as what they trained is not there.
+        """
+        checkpoints = self._state.checkpoints
+        if isinstance(self._launcher, MPILauncher) and self._launcher.ranks_failed:
+            rank_zero_warn(
+                f"'{filepath}' was not written by the process that has started the ranks: they "
+                "have failed, and here the module has the weights from before. If all fail at the "
+                "same point, they write it themselves." + see("files")
+            )
+        elif checkpoints is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        else:
+            checkpoints.save(checkpoint, filepath, storage_options, self.checkpoint_io)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, but not before the one that may take its place is written."""
+        remove = partial(super().remove_checkpoint, filepath)
+        checkpoints = self._state.checkpoints
+        if checkpoints is None:
+            remove()
+        else:
+            checkpoints.folders.when_written(remove)
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint; collective over the job when a run starts.
+
+        Tensors of a local file or folder are deferred then, until a stage needs them, or mapped
+        into memory where a hook reads the checkpoint.
+        """
+        files, local = reading_files(self.checkpoint_io), local_path(checkpoint_path)
+        if not (self._is_starting and files is not None and local is not None and local.exists()):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        if self.local_rank == 0:
+            files.verify(local)
+        self.barrier()
+        checkpoint = validated(files.load_deferred(local, weights_only), local, self._module)
+        trainer = self._module.trainer
+        is_read = checkpoint_hooks(trainer, "on_load_checkpoint") or weight_averages(trainer)
+        if self._layers.are_divided and not is_read:
+            return checkpoint
+        whole: dict[str, Any] = all_made(checkpoint)
+        return whole
+
+    @property
+    def _is_starting(self) -> bool:
+        """Whether the Trainer prepares a run, on all ranks."""
+        trainer = None if self.lightning_module is None else trainer_of(self.lightning_module)
+        runs = trainer is not None and trainer.state.status == TrainerStatus.RUNNING
+        return runs and not isinstance(self._state, Running)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load this rank's part of a whole module's state, after removing the same channels."""
+        ticket = ChannelTicket.in_checkpoint(checkpoint)
+        if ticket is not None:
+            ticket.apply(self._module)
+        if isinstance(self._state, Running):
+            self._state.checkpoints.load_model(checkpoint["state_dict"], strict)
+        else:
+            self._layers.load(checkpoint["state_dict"], strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load this rank's part of the whole optimizers' states."""
+        # A checkpoint may have no states of optimizers, as for Lightning's strategies.
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            with restoring("the optimizers"):
+                if isinstance(self._state, Running):
+                    self._state.checkpoints.load_optimizer(optimizer, state)
+                else:
+                    load_whole_optimizer(optimizer, state, self.root_device)

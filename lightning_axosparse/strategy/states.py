@@ -1,0 +1,198 @@
+"""The states of a strategy: at rest, running, or with a module that a run has left sharded.
+
+Each answers what the strategy asks about its module; what a state does not have raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NoReturn
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
+
+from lightning_axosparse.pipeline.in_flight import InFlightRule
+from lightning_axosparse.strategy.checkpoints import StageCheckpoints
+from lightning_axosparse.strategy.config import Config
+from lightning_axosparse.strategy.lightning.checkpoint_io import writes_in_background
+from lightning_axosparse.strategy.lightning.device import move_optimizers
+from lightning_axosparse.strategy.lightning.exceptions import JobEnd
+from lightning_axosparse.strategy.lightning.finetuning import parameters_told_apart_by_identity
+from lightning_axosparse.strategy.lightning.gradients import GradientNorms
+from lightning_axosparse.strategy.lightning.loop_check import LoopCheck
+from lightning_axosparse.strategy.lightning.prediction_writers import without_writing
+from lightning_axosparse.strategy.lightning.signals import acting_together
+from lightning_axosparse.strategy.lightning.throughput import count_replicas
+from lightning_axosparse.strategy.lightning.timed_validation import validating_together
+from lightning_axosparse.strategy.lightning.weight_averages import weight_averages
+from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
+from lightning_axosparse.strategy.offload import OptimizerOffload
+from lightning_axosparse.strategy.regrid.regrid import Regrid
+from lightning_axosparse.strategy.stage_module import StageModule
+from lightning_axosparse.strategy.train_step import StepRunner
+from lightning_axosparse.strategy.whole_step import StepContext, WholeStepRunner
+from lightning_axosparse.support.available_memory import free_bytes
+from lightning_axosparse.support.troubleshooting import see
+
+
+class _NotRunning:
+    """A state without a run."""
+
+    @property
+    def run(self) -> NoReturn:
+        """What runs: asking for it raises."""
+        raise RuntimeError(
+            "AxoSparseStrategy holds a module only while the Trainer runs."
+            + see("values-between-layers")
+        )
+
+
+class AtRest(_NotRunning):
+    """This rank has the module whole: steps and checkpoints are Lightning's own."""
+
+    checkpoints = None
+
+    @property
+    def stage_module(self) -> StageModule:
+        """The part of the module on this rank: there is none."""
+        return self.run
+
+    @property
+    def runner(self) -> AtRest:
+        """What runs the module's steps."""
+        return self
+
+    def evaluate(
+        self, user_step: Callable[..., Any], precision: StepContext, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a step of the module in the context that ``precision`` makes."""
+        with precision():
+            return user_step(*args, **kwargs)
+
+    train = evaluate
+
+
+class LeftSharded(_NotRunning):
+    """A run has ended, and this rank has kept the tensors of its stages.
+
+    Args:
+        config: the strategy's arguments.
+        stage_module: the part of the module on this rank.
+    """
+
+    def __init__(self, config: Config, stage_module: StageModule) -> None:
+        self.stage_module = stage_module
+        self.checkpoints = StageCheckpoints(config, stage_module)
+
+    @property
+    def runner(self) -> AtRest:
+        """What runs the module's steps: there is nothing."""
+        return self.run
+
+
+class Running:
+    """What a strategy has from ``setup`` to ``teardown``; creating it is collective over the job.
+
+    Args:
+        config: the strategy's arguments.
+        strategy: the strategy, with its precision and devices.
+        stage_module: the part of the module on this rank.
+        optimizers: those that train it.
+        undo: what a run changes registers here how it is undone.
+
+    Attributes:
+        stage_module: the part of the module on this rank.
+        runner: runs the module's steps.
+        regrid: moves to shorter pipelines; None if that was not asked for.
+        checkpoints: saves and loads the module and its optimizers.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        strategy: MPIStrategy,
+        stage_module: StageModule,
+        optimizers: Sequence[Optimizer],
+        undo: ExitStack,
+    ) -> None:
+        self.stage_module = stage_module
+        trainer, precision = stage_module.module.trainer, strategy.precision_plugin
+        offload = _placed(config, optimizers, stage_module, undo)
+        strategy.setup_precision_plugin()
+        self._tie_to(trainer, undo)
+        self.runner: StepRunner | WholeStepRunner
+        self.regrid: Regrid | None = None
+        steps_in_parts = offload is not None
+        if config.pipelines:
+            free = partial(free_bytes, stage_module.device, strategy.ranks_on_device)
+            rule = InFlightRule(
+                config.in_flight,
+                config.schedule,
+                stage_module.device,
+                free,
+                lambda: trainer.global_step,
+            )
+            self.runner = runner = StepRunner(
+                config, trainer, precision, rule, steps_in_parts, stage_module
+            )
+            if config.regrid is not None and trainer.state.fn == TrainerFn.FITTING:
+                self.regrid = Regrid(config.regrid, stage_module, runner, rule, config.parts)
+        else:
+            self.runner = WholeStepRunner(trainer, precision, steps_in_parts, stage_module)
+        self.checkpoints = StageCheckpoints(
+            config,
+            stage_module,
+            writes_in_background(strategy.checkpoint_io),
+            self.runner.metric_states_shared,
+            offload,
+        )
+        undo.callback(self.checkpoints.folders.wait)
+        undo.callback(self.runner.close)
+
+    @property
+    def run(self) -> Running:
+        """What runs."""
+        return self
+
+    def _tie_to(self, trainer: pl.Trainer, undo: ExitStack) -> None:
+        """Let the Trainer and its callbacks do with a part of the module what they do with all."""
+        stage_module, grid = self.stage_module, self.stage_module.grid
+        if grid.world_size > 1:  # The ranks compare their positions in loops, and act together.
+            undo.enter_context(LoopCheck(stage_module.groups).added_to(trainer))
+            undo.enter_context(JobEnd().added_to(trainer))
+            undo.enter_context(validating_together(trainer))
+            undo.enter_context(acting_together(trainer))
+        count_replicas(trainer, grid.data_size)
+        for average in weight_averages(trainer):
+            stage_module.sharding.shard_copy(average)
+        if not stage_module.is_whole:
+            undo.enter_context(parameters_told_apart_by_identity())
+        if grid.rank != grid.same_batch_ranks[0]:
+            undo.enter_context(without_writing(trainer))
+        if stage_module.groups.inter is not None:
+            norms = GradientNorms(trainer, stage_module.remote_gradients)
+            undo.enter_context(norms.added_to(trainer))
+
+    def after_draw(self) -> None:
+        """Use the memory that pruning has freed."""
+        self.runner.measure_again()
+        if self.regrid is not None:
+            self.regrid.after_draw()
+
+
+def _placed(
+    config: Config, optimizers: Sequence[Optimizer], stage_module: StageModule, undo: ExitStack
+) -> OptimizerOffload | None:
+    """Move the optimizers' state to the device, or offload it to the host."""
+    device = stage_module.device
+    if not config.offload_optimizer:
+        move_optimizers(optimizers, device)
+    elif optimizers:
+        bucket, wait = config.offload_bucket, stage_module.await_gradients
+        offload = OptimizerOffload(optimizers[0], bucket, device, wait)
+        undo.callback(offload.remove)
+        return offload
+    return None

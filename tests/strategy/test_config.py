@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_axosparse import AxoSparseStrategy
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"g_inter": 4, "regrid": 3}, r"regrid=3 .*g_inter=4.*\[1, 2\]"),
+        ({"g_inter": 4, "regrid": 4}, r"regrid=4 .*\[1, 2\]"),
+        ({"g_inter": 1, "regrid": 1}, r"regrid=1 .*Leave regrid out"),
+        ({"g_inter": 4, "regrid": "some"}, r"regrid='some' must be"),
+        ({"g_inter": 4, "regrid": True}, r"regrid=True must be.*'auto'"),
+        ({"g_inter": 4, "regrid": 2.0}, r"regrid=2.0 must be"),
+        ({"g_inter": "auto", "regrid": -1}, r"regrid=-1 must be"),
+        ({"g_inter": 2, "regrid": 1, "transport": "loopback"}, "one process"),
+        ({"g_inter": 2, "regrid": "auto", "in_flight": 2}, "in_flight=None"),
+        ({"g_inter": 2, "regrid": "auto", "schedule": "gpipe"}, "message-driven"),
+    ],
+)
+def test_arguments_of_a_regrid(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        AxoSparseStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weight_gradients": "later"}, "weight_gradients='later' must be"),
+        (
+            {"weight_gradients": "deferred", "schedule": "1f1b"},
+            "makes weight gradients together, not 'deferred'.*zb-h1",
+        ),
+        (
+            {"weight_gradients": "cooldown", "schedule": "zb-h1"},
+            r"not 'cooldown'.*'message-driven'",
+        ),
+        ({"weight_gradients": "together", "schedule": "zb-h1"}, "schedule='zb-h1'.*not 'together'"),
+        ({"weight_gradients": "deferred", "recompute": 2}, "'deferred' keeps.*recompute=2"),
+        ({"weight_gradients": "cooldown", "recompute": 2}, "'cooldown' keeps.*recompute=2"),
+        ({"schedule": "zb-h1", "recompute": "sqrt"}, "schedule='zb-h1' keeps.*recompute='sqrt'"),
+        ({"schedule": "zb-h1", "in_flight": 3}, "in_flight=3 belongs"),
+    ],
+)
+def test_arguments_of_weight_gradients(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        AxoSparseStrategy(g_inter=2, **options)
