@@ -9,23 +9,16 @@ of the last stage, and is sent to the other stages with the gradients of the las
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
-import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.pipeline.combination import Leaf, Rule, Shape, Term, own_rule, shares
-from lightning_axosparse.pipeline.microbatch import MicroBatch
-from lightning_axosparse.support.troubleshooting import see
+from lightning_axosparse.pipeline.microbatch import MicroBatch, MicrobatchWeight
 
 MicrobatchLoss = Literal["auto", "mean", "sum"]
-MicrobatchWeight = str | Callable[[Any], float]
-
-_IGNORED = -100
-"""The label that losses of torch and of Hugging Face ignore by default."""
 
 
 class LossRule(NamedTuple):
@@ -33,7 +26,8 @@ class LossRule(NamedTuple):
 
     Attributes:
         loss: as for :class:`LossWeights`.
-        weight: as for :func:`weigh_by`; None where there is no such rule.
+        weight: as for :func:`lightning_axosparse.pipeline.microbatch.weigh_by`; None where there is
+            no such rule.
     """
 
     loss: MicrobatchLoss = "auto"
@@ -186,62 +180,3 @@ def _counts(terms: Sequence[Term], sizes: Sequence[float]) -> list[float]:
         leaf.count if leaf.kind == "mean" else 0.0 if leaf.is_empty else entries * size
         for leaf, size in zip(leaves, sizes, strict=True)
     ]
-
-
-def weigh_by(rule: MicrobatchWeight, microbatches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Weigh micro-batches by a user's rule.
-
-    Args:
-        rule: a function of a part of the batch that returns its weight; or the name of an entry of
-            the batch: the weight is the number of integers that are not -100, or the sum of other
-            values.
-        microbatches: the micro-batches of a whole batch.
-
-    Returns:
-        The micro-batches with weights that add up to one; as they were, if all weigh nothing.
-
-    Raises:
-        MisconfigurationException: if the rule gives no number, or a negative one.
-    """
-    weights = [_weight_by(rule, part.batch) for part in microbatches]
-    total = sum(weights)
-    if not total:
-        return list(microbatches)
-    return [
-        part._replace(weight=weight / total)
-        for part, weight in zip(microbatches, weights, strict=True)
-    ]
-
-
-def _weight_by(rule: MicrobatchWeight, batch: Any) -> float:
-    weight = _count(_entry(batch, rule)) if isinstance(rule, str) else rule(batch)
-    try:
-        number = float(weight)
-    except (TypeError, ValueError, RuntimeError):
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise MisconfigurationException(
-            f"microbatch_weight={rule!r} gave {weight!r} for a micro-batch. It has to be a finite "
-            "number, at least 0: what the loss of this part of the batch was divided by."
-            + see("losses")
-        )
-    return number
-
-
-def _entry(batch: Any, name: str) -> Any:
-    if isinstance(batch, Mapping) and name in batch:
-        return batch[name]
-    if not isinstance(batch, Mapping) and hasattr(batch, name):
-        return getattr(batch, name)
-    there = list(batch) if isinstance(batch, Mapping) else type(batch).__name__
-    raise MisconfigurationException(
-        f"microbatch_weight={name!r} names no entry of the batch ({there}). Name one, or give a "
-        "function of a part of the batch." + see("losses")
-    )
-
-
-def _count(entry: Any) -> float:
-    values = torch.as_tensor(entry)
-    if values.dtype is torch.bool or values.is_floating_point():
-        return float(values.double().sum())
-    return float((values != _IGNORED).sum())

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_axosparse.pipeline.module_state import Place
 from lightning_axosparse.pipeline.state_rules import Seen
+from lightning_axosparse.pipeline.state_values import MISSING
 from lightning_axosparse.support.troubleshooting import see
 
 _HOOKS = (
@@ -74,6 +75,8 @@ def new_number(place: Place, rule: str) -> str:
 
 def _brief(value: Any) -> str:
     """A number itself; of anything else what it is."""
+    if value is MISSING:
+        return "nothing"
     if isinstance(value, (Tensor, np.ndarray)):
         if value.ndim:
             return f"{type(value).__name__.lower()} of shape {tuple(value.shape)}"

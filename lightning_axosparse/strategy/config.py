@@ -11,7 +11,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 
 from lightning_axosparse.distributed.grid import divisors
-from lightning_axosparse.pipeline.loss_weights import LossRule, MicrobatchLoss, MicrobatchWeight
+from lightning_axosparse.pipeline.loss_weights import LossRule, MicrobatchLoss
+from lightning_axosparse.pipeline.microbatch import MicrobatchWeight
 from lightning_axosparse.pipeline.schedule import SCHEDULES, WeightGradients
 from lightning_axosparse.pipeline.schedule_choice import ScheduleRule
 from lightning_axosparse.planning.grid_comparison import default_microbatches

@@ -15,7 +15,8 @@ from lightning_axosparse.pipeline.in_flight import InFlightLimit
 from lightning_axosparse.pipeline.reductions import ReductionTracker
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.schedule_choice import ScheduleRule
-from lightning_axosparse.strategy.lightning.logging import MicrobatchLog, sync_advice_silenced
+from lightning_axosparse.strategy.lightning.loggers import sync_advice_silenced
+from lightning_axosparse.strategy.lightning.logging import MicrobatchLog
 from lightning_axosparse.strategy.lightning.metrics import PipelinedMetrics
 from lightning_axosparse.strategy.lightning.precision import (
     pipeline_precision,

@@ -14,7 +14,8 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.loss_weights import MicrobatchLoss, MicrobatchWeight
+from lightning_axosparse.pipeline.loss_weights import MicrobatchLoss
+from lightning_axosparse.pipeline.microbatch import MicrobatchWeight
 from lightning_axosparse.pipeline.schedule import SCHEDULES, WeightGradients
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.sparse import sparsify

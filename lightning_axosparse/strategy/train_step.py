@@ -23,8 +23,8 @@ from lightning_axosparse.pipeline.combination import Term
 from lightning_axosparse.pipeline.crossing import Crossing
 from lightning_axosparse.pipeline.gradient_hooks import GradientHooks
 from lightning_axosparse.pipeline.in_flight import InFlightLimit, InFlightRule
-from lightning_axosparse.pipeline.loss_weights import LossWeights, weigh_by
-from lightning_axosparse.pipeline.microbatch import MicroBatch, of_replica
+from lightning_axosparse.pipeline.loss_weights import LossWeights
+from lightning_axosparse.pipeline.microbatch import MicroBatch, of_replica, weigh_by
 from lightning_axosparse.pipeline.module_state import ModuleState, Place
 from lightning_axosparse.pipeline.outputs import loss_alone, merge, with_loss
 from lightning_axosparse.pipeline.rng import PipelineRNG

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,11 +7,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_axosparse.distributed.mpi.backend import init_process_group
 from lightning_axosparse.pipeline.combination import Call, Leaf, Term
-from lightning_axosparse.pipeline.loss_weights import LossWeights, weigh_by
+from lightning_axosparse.pipeline.loss_weights import LossWeights
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from tests.ranks import run_ranks
 
@@ -118,38 +116,3 @@ def test_replicas_that_share_a_batch_agree_on_its_denominator() -> None:
     counts = [[7.0, 2.0], [0.0, 4.0]]
     for own, final in zip(counts, run_ranks(2, weights_of_replica, counts), strict=True):
         assert final == pytest.approx([count / 13 for count in own])
-
-
-LABELS = torch.tensor([[1, -100], [0, 3]])
-
-
-@pytest.mark.parametrize(
-    ("rule", "batches", "expected"),
-    [
-        ("y", [{"y": LABELS}, {"y": LABELS[:1]}], [0.75, 0.25]),
-        ("y", [{"y": LABELS > 0}, {"y": LABELS == 3}], [2 / 3, 1 / 3]),
-        ("y", [{"y": torch.tensor([0.5])}, {"y": torch.tensor([1.5])}], [0.25, 0.75]),
-        ("y", [SimpleNamespace(y=LABELS), SimpleNamespace(y=LABELS)], [0.5, 0.5]),
-        ("y", [{"y": LABELS[:0]}, {"y": LABELS[:0]}], [0.75, 0.25]),
-        (lambda batch: (batch >= 0).sum(), [LABELS, LABELS[:1]], [0.75, 0.25]),
-    ],
-)
-def test_rules_of_users(rule: Any, batches: list[Any], expected: list[float]) -> None:
-    given = [part._replace(batch=b) for part, b in zip(parts([3, 1]), batches, strict=True)]
-    assert [part.weight for part in weigh_by(rule, given)] == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("rule", "words"),
-    [
-        ("labels", r"names no entry of the batch \(\['y'\]\)"),
-        (lambda batch: -1, "gave -1"),
-        (lambda batch: None, "gave None"),
-        (lambda batch: float("nan"), "gave nan"),
-        (lambda batch: torch.ones(2), "gave tensor"),
-    ],
-)
-def test_rules_that_give_no_weight_are_refused(rule: Any, words: str) -> None:
-    given = [part._replace(batch={"y": LABELS}) for part in parts([3, 1])]
-    with pytest.raises(MisconfigurationException, match=words):
-        weigh_by(rule, given)

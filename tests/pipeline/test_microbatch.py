@@ -1,10 +1,12 @@
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_axosparse.pipeline.batch_layout import BatchLayout
@@ -15,6 +17,7 @@ from lightning_axosparse.pipeline.microbatch import (
     samples,
     split,
     weigh,
+    weigh_by,
 )
 from lightning_axosparse.pipeline.outputs import merge
 
@@ -116,3 +119,39 @@ def test_replicas_divide_the_micro_batches_evenly(count: int, shares: int) -> No
     each = [of_replica(parts, index, shares) for index in range(shares)]
     assert [part.number for own in each for part in own] == list(range(count))
     assert max(map(len, each)) - min(map(len, each)) <= 1
+
+
+PARTS = [MicroBatch(None, 3, 0.75), MicroBatch(None, 1, 0.25, 1)]
+LABELS = torch.tensor([[1, -100], [0, 3]])
+
+
+@pytest.mark.parametrize(
+    ("rule", "batches", "expected"),
+    [
+        ("y", [{"y": LABELS}, {"y": LABELS[:1]}], [0.75, 0.25]),
+        ("y", [{"y": LABELS > 0}, {"y": LABELS == 3}], [2 / 3, 1 / 3]),
+        ("y", [{"y": torch.tensor([0.5])}, {"y": torch.tensor([1.5])}], [0.25, 0.75]),
+        ("y", [SimpleNamespace(y=LABELS), SimpleNamespace(y=LABELS)], [0.5, 0.5]),
+        ("y", [{"y": LABELS[:0]}, {"y": LABELS[:0]}], [0.75, 0.25]),
+        (lambda batch: (batch >= 0).sum(), [LABELS, LABELS[:1]], [0.75, 0.25]),
+    ],
+)
+def test_rules_of_users(rule: Any, batches: list[Any], expected: list[float]) -> None:
+    given = [part._replace(batch=b) for part, b in zip(PARTS, batches, strict=True)]
+    assert [part.weight for part in weigh_by(rule, given)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ("labels", r"names no entry of the batch \(\['y'\]\)"),
+        (lambda batch: -1, "gave -1"),
+        (lambda batch: None, "gave None"),
+        (lambda batch: float("nan"), "gave nan"),
+        (lambda batch: torch.ones(2), "gave tensor"),
+    ],
+)
+def test_rules_that_give_no_weight_are_refused(rule: Any, words: str) -> None:
+    given = [part._replace(batch={"y": LABELS}) for part in PARTS]
+    with pytest.raises(MisconfigurationException, match=words):
+        weigh_by(rule, given)

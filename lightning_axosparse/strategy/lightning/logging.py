@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,7 +11,6 @@ from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _get_default_dtype,
@@ -35,26 +33,6 @@ _LOG_SIGNATURE = inspect.signature(LightningModule.log)
 
 LogKey = tuple[str, int]
 """A name, and how often it was logged before in the same step, plus one."""
-
-
-@contextmanager
-def sync_advice_silenced() -> Iterator[None]:
-    """Silence Lightning's advice to use ``sync_dist=True``, where there is one data-parallel rank.
-
-    Lightning takes the stages of a pipeline, which log the same values, for replicas.
-    """
-    before = list(warnings.filters)
-    warnings.filterwarnings(
-        "ignore",
-        message=r"It is recommended to use `self\.log\(.*sync_dist=True",
-        category=PossibleUserWarning,
-    )
-    ours = [entry for entry in warnings.filters if entry not in before]
-    try:
-        yield
-    finally:
-        # Not `catch_warnings`, which would drop the filters that the user's hooks have added.
-        warnings.filters[:] = [entry for entry in warnings.filters if entry not in ours]  # type: ignore[index]
 
 
 @dataclass(frozen=True)
