@@ -15,6 +15,11 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_axosparse.callbacks.moments import WHEN, Moment, Progress, When, total_steps
+from lightning_axosparse.callbacks.pruning_strategy import (
+    PruningStrategy,
+    can_prune,
+    strategy_of,
+)
 from lightning_axosparse.callbacks.ticket_search import TicketSearch, misconfigured
 from lightning_axosparse.callbacks.trainer_info import callbacks_of
 from lightning_axosparse.distributed.process_groups import all_gather, broadcast_from_first
@@ -57,17 +62,6 @@ from lightning_axosparse.support.arguments import (
     whole,
 )
 from lightning_axosparse.support.troubleshooting import see
-
-_STRATEGY_API = (
-    "inter_group",
-    "data_group",
-    "held_parameters",
-    "counted_parameters",
-    "microbatches",
-    "parameter_stages",
-    "sparsify",
-    "use_freed_memory",
-)
 
 _LITTLE = 0.02
 """A weight that keeps a smaller share of its entries is named when the ticket is drawn."""
@@ -233,8 +227,7 @@ class EarlyBirdTicket(TicketSearch):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         validate_beside_pruning(callbacks_of(trainer, Callback))
-        missing = [name for name in _STRATEGY_API if not hasattr(type(trainer.strategy), name)]
-        if missing:
+        if not can_prune(trainer):
             raise MisconfigurationException(
                 "EarlyBirdTicket needs strategy='axosparse' (AxoSparseStrategy); "
                 f"{type(trainer.strategy).__name__} cannot store weights sparse." + see("tickets")
@@ -258,7 +251,7 @@ class EarlyBirdTicket(TicketSearch):
             validate_elementwise_optimizers(optimizer)
         if self.ticket is not None:
             self._prune(trainer, self.ticket)
-            strategy: Any = trainer.strategy
+            strategy = strategy_of(trainer)
             strategy.use_freed_memory()
         elif self._pruned is not None:
             self._prune(trainer, self._pruned)
@@ -321,7 +314,7 @@ class EarlyBirdTicket(TicketSearch):
     def _new_masks(
         self, trainer: Trainer, module: LightningModule
     ) -> tuple[MaskBits, float | None]:
-        strategy: Any = trainer.strategy
+        strategy = strategy_of(trainer)
         masks = self._masks(trainer, module, self.pruning_ratio)
         counted = strategy.counted_parameters()
         return masks, self._window.add(masks, counted, strategy.inter_group, strategy.data_group)
@@ -355,7 +348,7 @@ class EarlyBirdTicket(TicketSearch):
     ) -> None:
         """Gather the masks of all stages into the state of the first one."""
         if self.ticket is None:
-            strategy: Any = trainer.strategy
+            strategy = strategy_of(trainer)
             checkpoint["callbacks"][self.state_key]["window"] = self._window.gather_state(
                 strategy.counted_parameters(), strategy.inter_group
             )
@@ -368,7 +361,7 @@ class EarlyBirdTicket(TicketSearch):
 
     def _masks(self, trainer: Trainer, module: LightningModule, ratio: float) -> MaskBits:
         """Compute the masks of the parameters that this rank counts."""
-        strategy: Any = trainer.strategy
+        strategy = strategy_of(trainer)
         counted = strategy.counted_parameters()
         weights = {n: p for n, p in strategy.held_parameters().items() if n in counted}
         stages = strategy.parameter_stages()
@@ -380,7 +373,7 @@ class EarlyBirdTicket(TicketSearch):
 
     def _draw(self, trainer: Trainer, module: LightningModule, masks: MaskBits) -> None:
         """Make the masks of the first replica the ticket of all ranks, and prune by it."""
-        strategy: Any = trainer.strategy
+        strategy = strategy_of(trainer)
         self.ticket = self._ticket_of(trainer, module, masks, self.pruning_ratio)
         self.drawn_at, self._pruned = trainer.global_step, None
         self._window.clear()
@@ -403,7 +396,7 @@ class EarlyBirdTicket(TicketSearch):
             masks: at least those of the parameters that this rank counts.
             ratio: the fraction of entries that they prune.
         """
-        strategy: Any = trainer.strategy
+        strategy = strategy_of(trainer)
         counted = strategy.counted_parameters()
         part = masks.only(name for name in masks if name in counted)
         part = broadcast_from_first(part, strategy.data_group)
@@ -441,7 +434,7 @@ class EarlyBirdTicket(TicketSearch):
             )
 
     def _prune(self, trainer: Trainer, ticket: Ticket) -> None:
-        strategy: Any = trainer.strategy
+        strategy = strategy_of(trainer)
         self._processor = _agreed_processor(strategy, self._processor)
         ways = Ways("auto" if self.compute == "samo" else self.compute, self._processor)
         policy = self._policy(trainer, ticket, ways)
@@ -450,7 +443,7 @@ class EarlyBirdTicket(TicketSearch):
     def _policy(self, trainer: Trainer, ticket: Ticket, ways: Ways) -> Policy:
         if self.compute != "auto":
             return "samo" if self.compute == "samo" else "sparse"
-        strategy: Any = trainer.strategy
+        strategy = strategy_of(trainer)
         sixteen_bit = str(trainer.precision).startswith(("16", "bf16"))
         passes = strategy.microbatches * trainer.accumulate_grad_batches
         few = 1 - ticket.sparsity <= min(most_kept(ways, torch.bfloat16).values())
@@ -465,7 +458,7 @@ class EarlyBirdTicket(TicketSearch):
                 self._rule.shares(module)
 
 
-def _agreed_processor(strategy: Any, recorded: Processor | None) -> Processor:
+def _agreed_processor(strategy: PruningStrategy, recorded: Processor | None) -> Processor:
     """Return the kind of processor for which all ranks choose how products run; collective.
 
     Args:

@@ -18,6 +18,7 @@ from lightning_axosparse.callbacks.moments import (
     WHEN,
     When,
 )
+from lightning_axosparse.callbacks.pruning_strategy import can_prune, strategy_of
 from lightning_axosparse.callbacks.ticket_search import TicketSearch, misconfigured
 from lightning_axosparse.callbacks.trainer_info import callbacks_of
 from lightning_axosparse.distributed.process_groups import all_gather, broadcast_from_first
@@ -41,7 +42,6 @@ from lightning_axosparse.support.arguments import (
 )
 from lightning_axosparse.support.troubleshooting import see
 
-_STRATEGY_API = ("inter_group", "data_group", "held_parameters", "counted_parameters", "shrink")
 _KEEP_OTHER_WEIGHTS = (
     EarlyBirdTicket,
     ModelPruning,
@@ -145,7 +145,7 @@ class EarlyBirdChannels(TicketSearch):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         _validate_callbacks(callbacks_of(trainer, Callback))
-        if not all(hasattr(type(trainer.strategy), name) for name in _STRATEGY_API):
+        if not can_prune(trainer):
             raise MisconfigurationException(
                 "EarlyBirdChannels needs strategy='axosparse' (AxoSparseStrategy); "
                 f"{type(trainer.strategy).__name__} cannot remove channels." + see("channels")
@@ -213,21 +213,19 @@ class EarlyBirdChannels(TicketSearch):
         rank_zero_info(f"Early-bird ticket of channels drawn: {ticket}")
 
     def _shrink(self, trainer: Trainer, ticket: ChannelTicket) -> None:
-        strategy: Any = trainer.strategy
-        strategy.shrink(ticket)
+        strategy_of(trainer).shrink(ticket)
 
     def _scales(self, trainer: Trainer) -> dict[str, Tensor]:
         """The scales of removable channels on this rank, by BatchNorm."""
         assert self._channels is not None
-        strategy: Any = trainer.strategy
-        held: dict[str, Tensor] = strategy.held_parameters()
+        held = strategy_of(trainer).held_parameters()
         weights = ((name, f"{name}.weight") for name in self._channels.scales)
         return {name: held[weight] for name, weight in weights if weight in held}
 
     def _masks(self, trainer: Trainer) -> MaskBits:
         """Compute the masks of all channels, on every rank from the first replica's scales."""
         assert self._channels is not None
-        strategy: Any = trainer.strategy
+        strategy = strategy_of(trainer)
         mine = {name: scale.detach().cpu() for name, scale in self._scales(trainer).items()}
         found: dict[str, Tensor] = {}
         for part in all_gather(mine, strategy.inter_group):

@@ -20,6 +20,7 @@ from lightning_axosparse.callbacks.moments import (
     validate_end,
 )
 from lightning_axosparse.callbacks.period import search_of
+from lightning_axosparse.callbacks.pruning_strategy import can_prune, strategy_of
 from lightning_axosparse.support.arguments import FUNCTION, POSITIVE, checked, one_of
 from lightning_axosparse.support.corrupt_file import restoring
 from lightning_axosparse.support.troubleshooting import see
@@ -67,7 +68,7 @@ class LearningRateFactor(Callback):
         """
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        if not hasattr(type(trainer.strategy), "learning_rate_factor"):
+        if not can_prune(trainer):
             raise MisconfigurationException(
                 "LearningRateFactor needs strategy='axosparse' (AxoSparseStrategy); "
                 f"{type(trainer.strategy).__name__} does not multiply learning rates."
@@ -96,8 +97,7 @@ class LearningRateFactor(Callback):
             return
         steps = trainer.global_step - began
         factor = self.factor(steps) if callable(self.factor) else self.factor
-        strategy: Any = trainer.strategy
-        strategy.learning_rate_factor = factor
+        strategy_of(trainer).learning_rate_factor = factor
         pl_module.log("learning_rate_factor", factor, on_step=True, on_epoch=False)
 
     def _began(self, trainer: Trainer) -> int | None:

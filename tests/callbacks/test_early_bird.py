@@ -76,6 +76,9 @@ class PartialStrategy(SingleDeviceStrategy):
         sparsify(self.lightning_module, masks, optimizer, policy=policy, compute=ways.compute)
         self.swaps += 1
 
+    def shrink(self, ticket):
+        ticket.apply(self.lightning_module, self.optimizers)
+
     def use_freed_memory(self):
         self.draws += 1
 
