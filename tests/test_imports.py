@@ -73,8 +73,6 @@ NO_OTHER_WAY = {
     # What a tensor holds, where the public name checks or warns.
     "sparse/state_size.py": {"_indices", "_values"},
     "strategy/launcher/pickling.py": {"_untyped_storage"},
-    # Python's.
-    "support/temporary_folder.py": {"_config"},
 }
 """File -> the attributes of others that it uses; docs/architecture.md says the same."""
 

@@ -28,6 +28,7 @@ from lightning_axosparse.pipeline.state_values import (
     MISSING,
     copied,
     entries,
+    is_collection,
     is_long,
     is_object,
     is_readable,
@@ -347,7 +348,7 @@ def _held(value: Any) -> Iterator[tuple[Step, Any]]:
     if isinstance(value, nn.Module) or is_object(value):
         for name, each in _attributes(value):
             yield (".", name), each
-    elif isinstance(value, (list, tuple, deque, Mapping)) and not is_long(value):
+    elif is_collection(value) and not is_long(value):
         for key, each in entries(value).items():
             yield _step(key), each
 
@@ -386,9 +387,9 @@ def _contents(value: Any, clones: Mapping[int, Any]) -> Iterator[tuple[Any, Any]
         seen.add(id(each))
         if isinstance(each, (Tensor, np.ndarray)):
             yield each, clones.get(id(each), each)
-        elif isinstance(each, (list, set, deque, MutableMapping)):
+        elif is_collection(each) and isinstance(each, (list, set, deque, MutableMapping)):
             yield each, copy.copy(each)
-        if isinstance(each, (list, tuple, deque, Mapping)) and not is_long(each):
+        if is_collection(each) and not is_long(each):
             waiting.extend(entries(each).values())
 
 

@@ -41,6 +41,7 @@ _LIBRARIES = (sys.stdlib_module_names - {"__main__", "argparse", "collections", 
     "lightning_fabric",
     "lightning_utilities",
     "numpy",
+    "omegaconf",
     "pandas",
     "pytorch_lightning",
     "torch",
@@ -72,6 +73,15 @@ def of_library(kind: type) -> bool:
     return kind.__module__.partition(".")[0] in _LIBRARIES
 
 
+def is_collection(value: Any) -> bool:
+    """Whether a value is a collection whose entries a step may change.
+
+    Those of OmegaConf, which Hydra makes, are configurations: they may be read-only, and have
+    entries without values.
+    """
+    return isinstance(value, _COLLECTIONS) and type(value).__module__.split(".")[0] != "omegaconf"
+
+
 def is_long(value: Any) -> bool:
     """Whether a collection is too long to look at what its entries hold."""
     return len(value) > _LONGEST
@@ -83,7 +93,7 @@ def entries(value: Any) -> dict[Key, Any]:
         return children(list(value))
     if is_object(value):
         return {Key(name, f".{name}"): each for name, each in vars(value).items()}
-    return children(value) if isinstance(value, _COLLECTIONS) else {}
+    return children(value) if is_collection(value) else {}
 
 
 def with_entries(value: Any, changed: Mapping[Key, Any]) -> Any:
@@ -123,10 +133,10 @@ def copied(
         if id(value) not in clones:
             clones[id(value)] = _clone(value)
         return clones[id(value)]
-    is_collection = isinstance(value, _COLLECTIONS)
-    if depth >= _DEEPEST or not (is_collection or (objects and is_object(value))):
+    of_entries = is_collection(value)
+    if depth >= _DEEPEST or not (of_entries or (objects and is_object(value))):
         return value
-    if isinstance(value, set) or (is_collection and is_long(value)):
+    if isinstance(value, set) or (of_entries and is_long(value)):
         return copy.copy(value)
     made = {key: copied(each, clones, objects, depth + 1) for key, each in entries(value).items()}
     if isinstance(value, tuple) and all(map(operator.is_, made.values(), value)):
@@ -144,7 +154,7 @@ def detached(value: Any, depth: int = 0) -> Any:
     """The value without the graphs of its tensors."""
     if isinstance(value, Tensor):
         return value.detach() if value.requires_grad else value
-    if depth >= _DEEPEST or not isinstance(value, _COLLECTIONS) or is_long(value):
+    if depth >= _DEEPEST or not is_collection(value) or is_long(value):
         return value
     held = entries(value)
     made = {key: detached(each, depth + 1) for key, each in held.items()}
@@ -162,7 +172,7 @@ def same(one: Any, other: Any, depth: int = 0) -> bool:
         return False
     if isinstance(one, np.ndarray):
         return _same_arrays(one, other)
-    if isinstance(one, _COLLECTIONS) or is_object(one):
+    if is_collection(one) or is_object(one):
         return depth < _DEEPEST and _same_entries(one, other, depth + 1)
     try:
         return bool(one == other) or bool(one != one and other != other)
@@ -258,7 +268,7 @@ def size_of(value: Any, depth: int = 0) -> float:
         return len(value)
     if value is None or isinstance(value, (int, float, complex, np.generic, Missing)):
         return 16
-    if depth >= _DEEPEST or not isinstance(value, _COLLECTIONS) or is_object(value):
+    if depth >= _DEEPEST or not is_collection(value) or is_object(value):
         return inf
     if isinstance(value, set):
         return sum(size_of(each, depth + 1) for each in value)

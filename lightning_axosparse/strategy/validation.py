@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ def validate_run(config: Config, trainer: Trainer, io: CheckpointIO) -> None:
         MisconfigurationException: for what cannot.
     """
     module = trainer.lightning_module
+    if config.pipelines:
+        validate_steps(module, trainer.state.fn)
     if trainer.state.fn == TrainerFn.FITTING:
         if config.pipelines:
             validate_module(module)
@@ -82,6 +85,30 @@ def validate_module(module: LightningModule) -> None:
             "leave `automatic_optimization` alone; or train with g_inter=1 and microbatches=1, "
             "where replicas optimize by hand as with Lightning's ddp." + see("steps")
         )
+
+
+_STEPS: Mapping[Any, Sequence[str]] = {
+    TrainerFn.FITTING: ("training_step", "validation_step"),
+    TrainerFn.VALIDATING: ("validation_step",),
+    TrainerFn.TESTING: ("test_step",),
+    TrainerFn.PREDICTING: ("predict_step",),
+}
+
+
+def validate_steps(module: LightningModule, fn: TrainerFn | None) -> None:
+    """Check that the steps of a run take batches, which a pipeline cuts.
+
+    Raises:
+        MisconfigurationException: if one takes batches from an iterator by itself.
+    """
+    for name in _STEPS.get(fn, ()):
+        if "dataloader_iter" in signature(getattr(module, name)).parameters:
+            raise MisconfigurationException(
+                f"`{name}(self, dataloader_iter)` of {type(module).__name__} takes batches from an "
+                "iterator, but in a pipeline each stage runs the step, for each micro-batch: they "
+                "would train on different ones. Take `batch, batch_idx` instead; or use g_inter=1 "
+                "and microbatches=1." + see("steps")
+            )
 
 
 def validate_split_module(module: LightningModule) -> None:

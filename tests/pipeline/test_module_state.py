@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
@@ -148,6 +149,18 @@ def test_what_a_step_changes_is_named_and_put_back() -> None:
     others = {key for key in before if not key.startswith("metric")}
     assert all(torch.equal(before[key], after[key]) for key in others)
     assert module.metric.compute() == 1.0
+
+
+def test_a_configuration_of_hydra_is_left_as_it_is() -> None:
+    config = OmegaConf.create({"layers": [1, 2], "rate": "???", "inner": {"a": 1}})
+    OmegaConf.set_struct(config, True)
+    module = nn.Linear(2, 2)
+    module.config, module.held = config, [config]
+    state = ModuleState(module)
+    module.count = 1
+    assert state.rewind() == {Place((), "count"): 1}
+    assert module.config is module.held[0] is config
+    assert config.layers == [1, 2]
 
 
 def test_names_lead_back_to_the_values() -> None:

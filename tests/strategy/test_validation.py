@@ -29,7 +29,7 @@ from lightning_axosparse.strategy.validation import (
     validate_world_size,
 )
 from lightning_axosparse.support.trace import clock
-from tests.parity.cases import Net
+from tests.parity.cases import Net, loader
 from tests.parity.cases import fit as fit_net
 from tests.parity.cases import trainer as net_trainer
 from tests.strategy.lightning.harness import CutStrategy, alone
@@ -45,6 +45,20 @@ def test_a_module_that_overrides_backward_cannot_defer(options: dict[str, Any]) 
     strategy = AxoSparseStrategy(g_inter=2, transport="loopback", **options)
     with pytest.raises(MisconfigurationException, match="OwnBackward overrides `backward`"):
         fit_net(net_trainer(strategy), OwnBackward())
+
+
+class Fetches(Net):
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:
+        (x, y), _, _ = next(dataloader_iter)
+        return torch.nn.functional.cross_entropy(self(x), y)
+
+
+def test_a_step_that_fetches_its_batches_is_refused_in_a_pipeline() -> None:
+    grid: dict[str, Any] = {"g_inter": 2, "transport": "loopback"}
+    with pytest.raises(MisconfigurationException, match=r"training_step.*of Fetches takes batches"):
+        fit_net(net_trainer(AxoSparseStrategy(**grid)), Fetches())
+    fit_net(net_trainer(AxoSparseStrategy(microbatches=1), max_epochs=1), Fetches())
+    net_trainer(AxoSparseStrategy(**grid)).validate(Fetches(), loader(1), verbose=False)
 
 
 @pytest.mark.parametrize(

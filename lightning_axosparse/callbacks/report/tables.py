@@ -101,7 +101,7 @@ def against_control(result: RunResult, control: RunResult) -> Section:
 def _quality(facts: RunFacts) -> Section:
     found: dict[str, tuple[float, float | None]] = {}
     for data, validation in (
-        ("validation, dense, at the draw", facts.dense_validation),
+        ("validation, dense, before pruning", facts.dense_validation),
         ("validation, at the end", facts.final_validation),
     ):
         if validation is not None:

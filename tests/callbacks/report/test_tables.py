@@ -27,7 +27,12 @@ def rows(facts: RunFacts, title: str) -> list[tuple[str, ...]]:
 
 def test_quality_is_dense_at_the_draw_then_final_then_test(facts):
     assert rows(facts, "Quality") == [
-        ("validation, dense, at the draw", f"{math.e**2:.3f}", f"{2 / math.log(2):.3f}", "2.0000"),
+        (
+            "validation, dense, before pruning",
+            f"{math.e**2:.3f}",
+            f"{2 / math.log(2):.3f}",
+            "2.0000",
+        ),
         ("validation, at the end", f"{math.e:.3f}", f"{1 / math.log(2):.3f}", "1.0000"),
         ("test, at the end", f"{math.e**1.5:.3f}", f"{1.5 / math.log(2):.3f}", "1.5000"),
     ]
@@ -77,7 +82,7 @@ def test_channels_and_accuracies_of_a_network_that_was_shrunk(facts):
         ("all", "20", "15"),
     ]
     assert rows(facts, "Quality") == [
-        ("validation, dense, at the draw", "90.0%", "2.0000"),
+        ("validation, dense, before pruning", "90.0%", "2.0000"),
         ("validation, at the end", "95.0%", "1.0000"),
         ("test, at the end", "92.5%", "1.5000"),
     ]
