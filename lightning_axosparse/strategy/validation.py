@@ -102,7 +102,8 @@ def validate_steps(module: LightningModule, fn: TrainerFn | None) -> None:
         MisconfigurationException: if one takes batches from an iterator by itself.
     """
     for name in _STEPS.get(fn, ()):
-        if "dataloader_iter" in signature(getattr(module, name)).parameters:
+        step = getattr(module, name)  # None switches an evaluation off
+        if step is not None and "dataloader_iter" in signature(step).parameters:
             raise MisconfigurationException(
                 f"`{name}(self, dataloader_iter)` of {type(module).__name__} takes batches from an "
                 "iterator, but in a pipeline each stage runs the step, for each micro-batch: they "

@@ -59,6 +59,9 @@ def test_a_step_that_fetches_its_batches_is_refused_in_a_pipeline() -> None:
         fit_net(net_trainer(AxoSparseStrategy(**grid)), Fetches())
     fit_net(net_trainer(AxoSparseStrategy(microbatches=1), max_epochs=1), Fetches())
     net_trainer(AxoSparseStrategy(**grid)).validate(Fetches(), loader(1), verbose=False)
+    module = Net()
+    module.validation_step = None  # type: ignore[assignment]
+    fit_net(net_trainer(AxoSparseStrategy(**grid), max_epochs=1), module)
 
 
 @pytest.mark.parametrize(
