@@ -124,13 +124,13 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
             "Thirty-two epochs of little text",
             of(
                 REPEATED,
-                *(replace(DENSE, dropout=dropout) for dropout in (0.0, 0.1, 0.3)),
+                *(Arm(rate=6e-3, dropout=dropout) for dropout in (0.0, 0.1, 0.3)),
                 *(
                     replace(GRADUAL, ratio=ratio, dropout=dropout)
                     for dropout in (0.0, 0.1, 0.3)
                     for ratio in (0.5, 0.8)
                 ),
-                *(replace(DENSE, dropout=0.3, weight_decay=decay) for decay in (0.3, 1.0)),
+                *(Arm(rate=6e-3, dropout=0.3, weight_decay=decay) for decay in (0.3, 1.0)),
             ),
             CHOOSING[:1],
             "validation",
