@@ -177,9 +177,8 @@ def test_a_command_of_the_package_runs(command: str, folder: Path) -> None:
         assert evaluate(composed("eval", [*gpt, *arguments, *few]))
         assert (folder / "out" / METRICS).exists()
         return
-    drawn = ["pruning.draw_by=1", "pruning.draw_after=null", "pruning.every=1"]
     few = [*HERE.split(), "trainer.max_epochs=1", "sample.length=2", "folder=out"]
-    train(composed("config", [*SMALL.split(), *gpt, *drawn, *arguments, *few]))
+    train(composed("config", [*SMALL.split(), *gpt, *arguments, *few]))
     assert (folder / "out" / RESULT).exists()
 
 

@@ -108,6 +108,7 @@ class Prune(L.Callback):
         if trainer.current_epoch == 1:
             held = trainer.strategy.held_parameters()
             trainer.strategy.sparsify({n: p > -0.05 for n, p in held.items() if p.dim() > 1})
+            trainer.strategy.use_freed_memory()
 
     def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
         strategy = trainer.strategy
@@ -128,11 +129,11 @@ def train(
 ) -> tuple[Record, list[tuple[int, int]]]:
     """Train with what ``free`` says is free before, and after, the pruning."""
     from lightning_axosparse import AxoSparseStrategy
-    from lightning_axosparse.strategy import strategy
+    from lightning_axosparse.strategy import states
 
     L.seed_everything(0, verbose=False)
     module, prune = SlowEnd(), Prune()
-    strategy.free_bytes = lambda device, replicas_per_batch: int(free(bool(layouts(module))))
+    states.free_bytes = lambda device, replicas_per_batch: int(free(bool(layouts(module))))
     grid = AxoSparseStrategy(g_inter=2, microbatches=8, **options)
     return fit(trainer(grid, ranks, callbacks=[prune], max_epochs=2), module), prune.noted
 
@@ -157,9 +158,9 @@ def test_peaks_follow_memory_and_numbers_do_not(
     if transport == "mpi":
         results = run_ranks(2, train_cases, list(CASES), 2)
     else:
-        from lightning_axosparse.strategy import strategy
+        from lightning_axosparse.strategy import states
 
-        monkeypatch.setattr(strategy, "free_bytes", strategy.free_bytes)
+        monkeypatch.setattr(states, "free_bytes", states.free_bytes)
         results = [train_cases(["no memory", "freed by pruning"], 1, transport="loopback")]
     first = results[0]
     for runs in results:
