@@ -285,7 +285,7 @@ class EarlyBirdTicket(TicketSearch):
                 has no end of which there are shares.
         """
         assert self.draw_by is not None
-        total, first = partial(total_steps, trainer), self.draw_after or self.every
+        total, first = partial(total_steps, trainer), self._first
         begin, every, end = (
             Moment.of(when, total).count for when in (first, self.every, self.draw_by)
         )
@@ -293,6 +293,11 @@ class EarlyBirdTicket(TicketSearch):
             begin = min(begin, end - 1)
         with misconfigured():
             return MaskSchedule(begin, every, end)
+
+    @property
+    def _first(self) -> When:
+        """When the ratio begins to rise."""
+        return self.draw_after or self.every
 
     def _validate_schedule(self) -> None:
         """Check what can be seen of a schedule before the length of the run is known."""
@@ -304,7 +309,7 @@ class EarlyBirdTicket(TicketSearch):
                     "or a share of the run (a float), between which the pruning ratio rises; or "
                     "set method='early-bird'." + see("tickets")
                 )
-        begin, end = self.draw_after or self.every, self.draw_by
+        begin, end = self._first, self.draw_by
         if type(begin) is type(end) and begin >= end:  # type: ignore[operator]
             raise MisconfigurationException(
                 f"draw_by={end} must come after draw_after={begin} (every={self.every}, if that is "

@@ -8,6 +8,7 @@ from typing import TypeVar
 import lightning as L
 
 from lightning_axosparse.distributed.grid import Grid
+from lightning_axosparse.strategy.lightning.hooks import callbacks_of as all_callbacks
 
 C = TypeVar("C", bound=L.Callback)
 
@@ -20,9 +21,7 @@ def grid_of(trainer: L.Trainer) -> Grid:
 
 def callbacks_of(trainer: L.Trainer, kind: type[C]) -> list[C]:
     """Return the trainer's callbacks of one class."""
-    # Trainer sets the attribute without declaring it.
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return [callback for callback in callbacks if isinstance(callback, kind)]
+    return [callback for callback in all_callbacks(trainer) if isinstance(callback, kind)]
 
 
 def folder_of(trainer: L.Trainer, folder: Path | None) -> Path:

@@ -312,7 +312,7 @@ def test_a_batch_is_the_same_on_every_grid():
 
 def test_the_control_is_shown_beside_the_ticket_whose_rates_it_has(tmp_path):
     config = configured("folder=here", f"control={tmp_path}")
-    drawn = replace(RunResult.of(make_facts(), settings_of(config)), steps=512, draw_step=128)
+    drawn = replace(RunResult.of(make_facts(), settings_of(config)), steps=512, draw_step=461)
     assert control_of(config, drawn) is None
 
     def written(*overrides):
@@ -323,7 +323,7 @@ def test_the_control_is_shown_beside_the_ticket_whose_rates_it_has(tmp_path):
 
     control = written("arm=control", "callbacks.timeline.batch_idx=2")
     assert control_of(config, drawn) == control
-    assert control_of(config, replace(drawn, draw_step=130)) is None
+    assert control_of(config, replace(drawn, draw_step=460)) is None
     assert control_of(config, control) is None
     for other in ("seed=1", "pruning.learning_rate_factor=3", "model.width=96"):
         written("arm=control", other)
