@@ -1,7 +1,7 @@
 """Message-driven pipeline parallelism and early-bird sparse training for PyTorch Lightning."""
 
 # ruff: noqa: E402
-from lightning_axosparse.distributed.mpi.slurm import announce_unmanaged_tasks
+from lightning_axosparse.distributed.mpi.start.slurm import announce_unmanaged_tasks
 
 announce_unmanaged_tasks()  # before the imports that take long
 
@@ -16,8 +16,8 @@ from lightning_axosparse.checkpoint.load import load_sparse
 from lightning_axosparse.checkpoint.safetensors import save_safetensors
 from lightning_axosparse.pruning import ChannelTicket, Ticket
 from lightning_axosparse.sparse import densify, sparsify
+from lightning_axosparse.strategy.compat.fabric import register_refusal
 from lightning_axosparse.strategy.launcher.launcher import RankFailedError
-from lightning_axosparse.strategy.lightning.fabric import register_refusal
 from lightning_axosparse.strategy.strategy import AxoSparseStrategy
 from lightning_axosparse.support.corrupt_file import CorruptFileError
 

@@ -48,30 +48,30 @@ def test_what_few_runs_need_is_imported_where_it_is_used() -> None:
 
 
 PACKAGE = Path(__file__).parents[1] / "lightning_axosparse"
-WRAPPERS = "support/torch_internals.py", "strategy/lightning/"
+WRAPPERS = "support/torch_internals.py", "strategy/compat/"
 NO_OTHER_WAY = {
     # What a module holds, under names that state dicts and subclasses depend on.
     "checkpoint/load.py": {"_buffers", "_parameters"},
-    "pipeline/module_state.py": {"_buffers", "_modules"},
-    "pipeline/nodes.py": {"_buffers"},
-    "pipeline/sharding.py": {"_buffers", "_parameters"},
-    "pipeline/side_outputs.py": {
+    "pipeline/state/module_state.py": {"_buffers", "_modules"},
+    "pipeline/crossing/nodes.py": {"_buffers"},
+    "pipeline/shard/sharding.py": {"_buffers", "_parameters"},
+    "pipeline/crossing/side_outputs.py": {
         *("_buffers", "_forward_hooks", "_forward_pre_hooks"),
         *("_global_forward_hooks", "_global_forward_pre_hooks"),
     },
-    "pruning/channels.py": {"_parameters"},
-    "sparse/linear.py": {"_parameters"},
-    "sparse/module.py": {"_flat_weights_names", "_init_flat_weights", "_parameters"},
-    "sparse/parameters.py": {"_parameters"},
+    "pruning/channels/channels.py": {"_parameters"},
+    "sparse/ops/linear.py": {"_parameters"},
+    "sparse/module/sparse_module.py": {"_flat_weights_names", "_init_flat_weights", "_parameters"},
+    "sparse/module/parameters.py": {"_parameters"},
     # What torch and Lightning leave to subclasses.
     "distributed/mpi/process_group.py": {"_register_backend", "_set_default_backend"},
     "pipeline/batch_norms.py": {"_BatchNorm"},
-    "pipeline/placeholder.py": {"_make_subclass"},
-    "sparse/convolution.py": {"_conv_forward"},
-    "sparse/weight.py": {"_make_wrapper_subclass"},
+    "pipeline/crossing/placeholder.py": {"_make_subclass"},
+    "sparse/ops/convolution.py": {"_conv_forward"},
+    "sparse/store/weight.py": {"_make_wrapper_subclass"},
     "strategy/validation.py": {"_NormBase"},
     # What a tensor holds, where the public name checks or warns.
-    "sparse/state_size.py": {"_indices", "_values"},
+    "sparse/module/state_size.py": {"_indices", "_values"},
     "strategy/launcher/pickling.py": {"_untyped_storage"},
 }
 """File -> the attributes of others that it uses; docs/architecture.md says the same."""

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_axosparse.sparse.formats import BitmapLayout
-from lightning_axosparse.sparse.layout import block_rows
+from lightning_axosparse.sparse.store.formats import BitmapLayout
+from lightning_axosparse.sparse.store.layout import block_rows
 
 
 class Cut(NamedTuple):

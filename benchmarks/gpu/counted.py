@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.gpu.step import SHAPES, TINY, Shape, Training, masks, recompute
 from lightning_axosparse import sparsify
-from lightning_axosparse.sparse import layout
-from lightning_axosparse.sparse.parameters import layouts
-from lightning_axosparse.sparse.scratch import scratch
+from lightning_axosparse.sparse.module.parameters import layouts
+from lightning_axosparse.sparse.store import layout
+from lightning_axosparse.sparse.store.scratch import scratch
 
 CPU = torch.device("cpu")
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.timing import median_seconds
-from lightning_axosparse.sparse.formats import FORMATS, layout_of
 from lightning_axosparse.sparse.kernels import reference
-from lightning_axosparse.sparse.layout import Layout
+from lightning_axosparse.sparse.store.formats import FORMATS, layout_of
+from lightning_axosparse.sparse.store.layout import Layout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

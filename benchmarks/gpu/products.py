@@ -27,8 +27,8 @@ from torch.nn import functional as F
 from benchmarks.gpu import bitmap_product
 from benchmarks.gpu.bitmap_product import Cut
 from benchmarks.gpu.timing import median_seconds
-from lightning_axosparse.sparse import panels
-from lightning_axosparse.sparse.formats import BitmapLayout
+from lightning_axosparse.sparse.cpu import panels
+from lightning_axosparse.sparse.store.formats import BitmapLayout
 
 
 @dataclass

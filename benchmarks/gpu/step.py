@@ -28,8 +28,8 @@ from benchmarks.gpu.timing import median_seconds
 from lightning_axosparse import sparsify
 from lightning_axosparse.examples.gpt import GPT, Block
 from lightning_axosparse.pruning.prunable import prunable
-from lightning_axosparse.sparse.materialize import POLICIES, Policy
-from lightning_axosparse.sparse.state_size import state_bytes
+from lightning_axosparse.sparse.module.state_size import state_bytes
+from lightning_axosparse.sparse.store.materialize import POLICIES, Policy
 
 
 @dataclass(frozen=True)

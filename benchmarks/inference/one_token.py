@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.overhead.interleaved import median_seconds
-from lightning_axosparse.sparse import kept_products, panels
-from lightning_axosparse.sparse.formats import layout_of
-from lightning_axosparse.sparse.layout import Layout
+from lightning_axosparse.sparse.cpu import panels
+from lightning_axosparse.sparse.cpu import products as kept_products
+from lightning_axosparse.sparse.store.formats import layout_of
+from lightning_axosparse.sparse.store.layout import Layout
 
 READ = 2**28
 """Bytes of all dense weights that trials take in turn."""

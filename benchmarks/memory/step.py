@@ -29,7 +29,7 @@ from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.pruning.bitmask import MaskBits
 from lightning_axosparse.pruning.densities import Scope
 from lightning_axosparse.pruning.mask_rule import MaskRule
-from lightning_axosparse.sparse.state_size import state_bytes
+from lightning_axosparse.sparse.module.state_size import state_bytes
 
 VARIANTS = (
     "dense",

@@ -4,7 +4,7 @@
 
 One thread, float32, random masks; the layers are those of ResNet-18 and ResNet-50. Prints a
 Markdown table: the dense layer's time for a forward and a backward pass, and the ratios to it of
-the two ways to run a pruned one, between which ``sparse/kept_convolutions.py`` chooses.
+the two ways to run a pruned one, between which ``sparse/cpu/convolutions.py`` chooses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from benchmarks.overhead.interleaved import median_seconds
 from benchmarks.overhead.step import forward_backward
 from lightning_axosparse import sparsify
-from lightning_axosparse.sparse.ways import Compute
+from lightning_axosparse.sparse.backend import Compute
 
 LAYERS = {  # images, channels, outputs, kernel, stride, height and width
     "3x3, 64 channels": (4, 64, 64, 3, 1, 56),

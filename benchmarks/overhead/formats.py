@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.overhead.interleaved import median_seconds
-from lightning_axosparse.sparse.formats import FORMATS, layout_of
-from lightning_axosparse.sparse.layout import Layout
+from lightning_axosparse.sparse.store.formats import FORMATS, layout_of
+from lightning_axosparse.sparse.store.layout import Layout
 
 
 def densify(layout: Layout, values: Tensor, tile: Tensor) -> Callable[[], None]:

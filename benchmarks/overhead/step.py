@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from benchmarks.overhead.interleaved import median_seconds
 from lightning_axosparse import sparsify
 from lightning_axosparse.examples.gpt import Block
-from lightning_axosparse.sparse.ways import COMPUTES, Compute
+from lightning_axosparse.sparse.backend import COMPUTES, Compute
 
 SEQUENCE = 512
 

@@ -39,15 +39,15 @@ from lightning_axosparse.distributed.mpi.connect import connect_stages
 from lightning_axosparse.distributed.mpi.staging import HostStaging
 from lightning_axosparse.examples.gpt import Block
 from lightning_axosparse.pipeline import engine
+from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
+from lightning_axosparse.pipeline.backward.weight_gradients import WeightGradientQueue
+from lightning_axosparse.pipeline.crossing.p2p import ChannelLink, Link
 from lightning_axosparse.pipeline.engine import StageRun
-from lightning_axosparse.pipeline.p2p import ChannelLink, Link
-from lightning_axosparse.pipeline.schedule import (
+from lightning_axosparse.pipeline.order.schedule import (
     SCHEDULES,
     CooldownFilling,
     Schedule,
 )
-from lightning_axosparse.pipeline.split_layers import SplitLayers
-from lightning_axosparse.pipeline.weight_gradients import WeightGradientQueue
 
 WIDTH, HEADS, BLOCKS, MICROBATCHES = 256, 8, 8, 8
 

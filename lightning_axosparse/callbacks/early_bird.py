@@ -14,7 +14,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_axosparse.callbacks.moments import WHEN, Moment, Progress, When, total_steps
 from lightning_axosparse.callbacks.pruning_strategy import (
     PruningStrategy,
     can_prune,
@@ -22,6 +21,7 @@ from lightning_axosparse.callbacks.pruning_strategy import (
 )
 from lightning_axosparse.callbacks.ticket_search import TicketSearch, misconfigured
 from lightning_axosparse.callbacks.trainer_info import callbacks_of
+from lightning_axosparse.callbacks.triggers import WHEN, Moment, Progress, When, total_steps
 from lightning_axosparse.distributed.process_groups import all_gather, broadcast_from_first
 from lightning_axosparse.pruning.bitmask import MaskBits
 from lightning_axosparse.pruning.densities import SCOPES, Scope, kept_by_stage
@@ -31,10 +31,7 @@ from lightning_axosparse.pruning.mask_schedule import MaskSchedule, cubic_ratio
 from lightning_axosparse.pruning.prunable import Prune, few
 from lightning_axosparse.pruning.scores import SCORES, Score
 from lightning_axosparse.pruning.ticket import Ticket
-from lightning_axosparse.sparse.elementwise import validate_elementwise_optimizers
-from lightning_axosparse.sparse.kept_products import most_kept
-from lightning_axosparse.sparse.materialize import Policy, best_policy
-from lightning_axosparse.sparse.ways import (
+from lightning_axosparse.sparse.backend import (
     COMPUTES,
     Compute,
     Processor,
@@ -42,6 +39,9 @@ from lightning_axosparse.sparse.ways import (
     most_cautious,
     this_processor,
 )
+from lightning_axosparse.sparse.cpu.products import most_kept
+from lightning_axosparse.sparse.module.elementwise import validate_elementwise_optimizers
+from lightning_axosparse.sparse.store.materialize import Policy, best_policy
 from lightning_axosparse.strategy.validation import (
     optimizers_before_setup,
     unless_made_later,

@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_axosparse.callbacks.early_bird import EarlyBirdTicket
-from lightning_axosparse.callbacks.moments import (
-    WHEN,
-    When,
-)
 from lightning_axosparse.callbacks.pruning_strategy import can_prune, strategy_of
 from lightning_axosparse.callbacks.ticket_search import TicketSearch, misconfigured
 from lightning_axosparse.callbacks.trainer_info import callbacks_of
+from lightning_axosparse.callbacks.triggers import (
+    WHEN,
+    When,
+)
 from lightning_axosparse.distributed.process_groups import all_gather, broadcast_from_first
 from lightning_axosparse.pruning.bitmask import MaskBits
-from lightning_axosparse.pruning.channel_ticket import RATIO, ChannelTicket, channel_masks
-from lightning_axosparse.pruning.channels import Channels, find_channels
-from lightning_axosparse.pruning.layer_channels import validate_channelwise_optimizer
+from lightning_axosparse.pruning.channels.channels import Channels, find_channels
+from lightning_axosparse.pruning.channels.layers import validate_channelwise_optimizer
+from lightning_axosparse.pruning.channels.ticket import RATIO, ChannelTicket, channel_masks
 from lightning_axosparse.pruning.mask_distance import DISTANCES, Distance
 from lightning_axosparse.strategy.validation import optimizers_before_setup, unless_made_later
 from lightning_axosparse.support.arguments import (
@@ -61,7 +61,7 @@ class EarlyBirdChannels(TicketSearch):
     between stages shrink, and training goes on. The parameters stay the same objects.
 
     Which channels can be removed is found by tracing the network
-    (:mod:`lightning_axosparse.pruning.channels`); what stays whole is printed, with the reason. The
+    (:mod:`lightning_axosparse.pruning.channels.channels`); what stays whole is printed, with the reason. The
     largest distance to the window is logged as ``mask_distance``. ``every``, ``draw_after`` and
     ``draw_by`` are optimizer steps (an int), a share of the run (a float), or epochs ("3 epochs").
 

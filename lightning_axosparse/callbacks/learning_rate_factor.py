@@ -11,7 +11,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_axosparse.callbacks.moments import (
+from lightning_axosparse.callbacks.period import search_of
+from lightning_axosparse.callbacks.pruning_strategy import can_prune, strategy_of
+from lightning_axosparse.callbacks.triggers import (
     WHEN,
     Moment,
     Progress,
@@ -19,8 +21,6 @@ from lightning_axosparse.callbacks.moments import (
     total_steps,
     validate_end,
 )
-from lightning_axosparse.callbacks.period import search_of
-from lightning_axosparse.callbacks.pruning_strategy import can_prune, strategy_of
 from lightning_axosparse.support.arguments import FUNCTION, POSITIVE, checked, one_of
 from lightning_axosparse.support.corrupt_file import restoring
 from lightning_axosparse.support.troubleshooting import see

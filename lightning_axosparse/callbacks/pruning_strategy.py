@@ -10,10 +10,10 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
-from lightning_axosparse.pruning.channel_ticket import ChannelTicket
+from lightning_axosparse.pruning.channels.ticket import ChannelTicket
 from lightning_axosparse.pruning.densities import Stages
-from lightning_axosparse.sparse.materialize import Policy
-from lightning_axosparse.sparse.ways import Ways
+from lightning_axosparse.sparse.backend import Ways
+from lightning_axosparse.sparse.store.materialize import Policy
 
 
 class PruningStrategy(Protocol):

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_axosparse.callbacks.moments import Moment, Progress, When, total_steps, validate_end
+from lightning_axosparse.callbacks.triggers import Moment, Progress, When, total_steps, validate_end
 from lightning_axosparse.pruning.bitmask import MaskBits
-from lightning_axosparse.pruning.channel_ticket import ChannelTicket
+from lightning_axosparse.pruning.channels.ticket import ChannelTicket
 from lightning_axosparse.pruning.mask_distance import Distance
 from lightning_axosparse.pruning.mask_window import MaskWindow
 from lightning_axosparse.pruning.ticket import Ticket

@@ -8,7 +8,7 @@ from typing import TypeVar
 import lightning as L
 
 from lightning_axosparse.distributed.grid import Grid
-from lightning_axosparse.strategy.lightning.hooks import callbacks_of as all_callbacks
+from lightning_axosparse.strategy.compat.hooks import callbacks_of as all_callbacks
 
 C = TypeVar("C", bound=L.Callback)
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_axosparse.checkpoint.stage_tensors import StageTensors
-from lightning_axosparse.pipeline.remote_tensor import RemoteTensor
-from lightning_axosparse.pipeline.sharding import Sharding
-from lightning_axosparse.sparse.layout import Layout
-from lightning_axosparse.sparse.optimizer_state import compress_state, with_master
-from lightning_axosparse.sparse.parameters import OwnedParameter, owned_parameters
-from lightning_axosparse.sparse.weight import SparseWeight
-from lightning_axosparse.support.deferred_tensor import DeferredTensor, all_made
+from lightning_axosparse.checkpoint.folder.stage_tensors import StageTensors
+from lightning_axosparse.pipeline.shard.remote_tensor import RemoteTensor
+from lightning_axosparse.pipeline.shard.sharding import Sharding
+from lightning_axosparse.sparse.module.optimizer_state import compress_state, with_master
+from lightning_axosparse.sparse.module.parameters import OwnedParameter, owned_parameters
+from lightning_axosparse.sparse.store.layout import Layout
+from lightning_axosparse.sparse.store.weight import SparseWeight
+from lightning_axosparse.support.files.deferred_tensor import DeferredTensor, all_made
 from lightning_axosparse.support.torch_internals import (
     path_name,
     tree_leaves_with_path,

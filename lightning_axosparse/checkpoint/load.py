@@ -18,20 +18,20 @@ from lightning_axosparse.checkpoint.safetensors import SafetensorsState
 from lightning_axosparse.checkpoint.sparse_encoding import EncodedTensor
 from lightning_axosparse.pruning.bitmask import MaskBits
 from lightning_axosparse.pruning.ticket import Ticket
-from lightning_axosparse.sparse.convert import load_loops_of, renew_reducers
-from lightning_axosparse.sparse.formats import layout_of
-from lightning_axosparse.sparse.layout import Layout
-from lightning_axosparse.sparse.materialize import DenseForm, master_dtype
-from lightning_axosparse.sparse.module import make_sparse
-from lightning_axosparse.sparse.parameters import (
+from lightning_axosparse.sparse.module.convert import load_loops_of, renew_reducers
+from lightning_axosparse.sparse.module.parameters import (
     OwnedParameter,
     owned_parameters,
     set_values,
     validate_made,
 )
-from lightning_axosparse.sparse.weight import SparseWeight
-from lightning_axosparse.support import archive
+from lightning_axosparse.sparse.module.sparse_module import make_sparse
+from lightning_axosparse.sparse.store.formats import layout_of
+from lightning_axosparse.sparse.store.layout import Layout
+from lightning_axosparse.sparse.store.materialize import DenseForm, master_dtype
+from lightning_axosparse.sparse.store.weight import SparseWeight
 from lightning_axosparse.support.arguments import MODULE, NONE, PATH, PATTERNS, checked, instance_of
+from lightning_axosparse.support.files import archive
 from lightning_axosparse.support.corrupt_file import reading
 from lightning_axosparse.support.troubleshooting import see
 

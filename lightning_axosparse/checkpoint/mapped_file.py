@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_axosparse.support.corrupt_file import CorruptFileError
-from lightning_axosparse.support.deferred_tensor import DeferredTensor, each_once
+from lightning_axosparse.support.files.deferred_tensor import DeferredTensor, each_once
 from lightning_axosparse.support.torch_internals import (
     checkpoint_offset,
     tree_leaves,

@@ -14,12 +14,12 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from lightning_axosparse.checkpoint.sparse_encoding import EncodedTensor
-from lightning_axosparse.sparse.weight import SparseWeight
+from lightning_axosparse.sparse.store.weight import SparseWeight
 from lightning_axosparse.support.arguments import BOOL, MODULE, PATH, checked
-from lightning_axosparse.support.atomic_file import replacing
-from lightning_axosparse.support.checksum import of_file
+from lightning_axosparse.support.files.atomic_file import replacing
+from lightning_axosparse.support.files.checksum import of_file
 from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
-from lightning_axosparse.support.stored_shape import stored_shape
+from lightning_axosparse.support.files.stored_shape import stored_shape
 from lightning_axosparse.support.troubleshooting import see
 
 _KEY = "lightning_axosparse.sparse/2"

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_axosparse.sparse.formats import layout_of
-from lightning_axosparse.sparse.weight import SparseWeight
-from lightning_axosparse.support.checksum import verified, with_checksum
+from lightning_axosparse.sparse.store.formats import layout_of
+from lightning_axosparse.sparse.store.weight import SparseWeight
+from lightning_axosparse.support.files.checksum import verified, with_checksum
 from lightning_axosparse.support.corrupt_file import CorruptFileError
-from lightning_axosparse.support.stored_shape import stored_shape
+from lightning_axosparse.support.files.stored_shape import stored_shape
 
 _ESCAPE = 255
 """A byte of distance that means this many pruned entries and no kept entry after them."""

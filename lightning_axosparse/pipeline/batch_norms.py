@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_axosparse.pipeline.microbatch import MicroBatch
+from lightning_axosparse.pipeline.batch.microbatch import MicroBatch
 from lightning_axosparse.support.troubleshooting import see
 
 Norm = nn.modules.batchnorm._BatchNorm

@@ -21,11 +21,11 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_axosparse.pipeline.activation_bytes import peak_bytes
 from lightning_axosparse.pipeline.batch_norms import Norm
-from lightning_axosparse.pipeline.combination import Term
-from lightning_axosparse.pipeline.crossing import Activation
-from lightning_axosparse.pipeline.module_state import ModuleState, Place, write
+from lightning_axosparse.pipeline.crossing.values import Activation
+from lightning_axosparse.pipeline.loss.combination import Term
 from lightning_axosparse.pipeline.stage_step import StageStep, loss_of
-from lightning_axosparse.pipeline.state_values import copied
+from lightning_axosparse.pipeline.state.module_state import ModuleState, Place, write
+from lightning_axosparse.pipeline.state.values import copied
 from lightning_axosparse.support.torch_internals import (
     OperatorMode,
     is_random,

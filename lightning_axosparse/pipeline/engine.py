@@ -9,15 +9,15 @@ from typing import Any, Protocol, cast
 
 from lightning_axosparse.distributed.backoff import BackOff
 from lightning_axosparse.distributed.rank_status import this_rank
-from lightning_axosparse.pipeline.crossing import Crossing, Gradients, Probe, tensors
+from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
+from lightning_axosparse.pipeline.crossing.p2p import Link
+from lightning_axosparse.pipeline.crossing.values import Crossing, Gradients, Probe, tensors
 from lightning_axosparse.pipeline.dry_run import DryRun, DryStep, Recomputed, Rehearsal
-from lightning_axosparse.pipeline.in_flight import InFlightLimit
-from lightning_axosparse.pipeline.p2p import Link
-from lightning_axosparse.pipeline.reductions import ReductionTracker
+from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
+from lightning_axosparse.pipeline.order.choice import ScheduleChoice
+from lightning_axosparse.pipeline.order.in_flight import InFlightLimit
+from lightning_axosparse.pipeline.order.schedule import ForwardOnly, Op, Schedule
 from lightning_axosparse.pipeline.rng import PipelineRNG
-from lightning_axosparse.pipeline.schedule import ForwardOnly, Op, Schedule
-from lightning_axosparse.pipeline.schedule_choice import ScheduleChoice
-from lightning_axosparse.pipeline.split_layers import SplitLayers
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.pipeline.stage_step import (
     Batch,

@@ -23,17 +23,17 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.batch_state import IGNORED, StepState
-from lightning_axosparse.pipeline.checkpointing import ActivationCheckpointing, Segment
-from lightning_axosparse.pipeline.crossing import Activation, Reads, Sent, tensors
-from lightning_axosparse.pipeline.derived_values import DerivedValues
-from lightning_axosparse.pipeline.inner_backward import InnerBackward
+from lightning_axosparse.pipeline.backward.inner_backward import InnerBackward
+from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpointing, Segment
+from lightning_axosparse.pipeline.crossing.placeholder import Progress, described
+from lightning_axosparse.pipeline.crossing.side_outputs import SideOutputs, WatchedLayer
+from lightning_axosparse.pipeline.crossing.skip_tensors import DerivedValues
+from lightning_axosparse.pipeline.crossing.values import Activation, Reads, Sent, tensors
 from lightning_axosparse.pipeline.pausable_mode import PausableMode, paused
-from lightning_axosparse.pipeline.placeholder import Progress, described
-from lightning_axosparse.pipeline.reductions import ReductionTracker
+from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
 from lightning_axosparse.pipeline.replaced_forward import ReplacedForward
 from lightning_axosparse.pipeline.rng import PipelineRNG
-from lightning_axosparse.pipeline.side_outputs import SideOutputs, WatchedLayer
+from lightning_axosparse.pipeline.state.batch_state import IGNORED, StepState
 from lightning_axosparse.support.torch_internals import (
     backward_passes_by,
     never_compiled,

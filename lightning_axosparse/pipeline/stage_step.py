@@ -12,9 +12,14 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.batch_fingerprint import BatchFingerprint
+from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
+from lightning_axosparse.pipeline.backward.weight_gradients import WeightGradientQueue
+from lightning_axosparse.pipeline.batch.fingerprint import BatchFingerprint
+from lightning_axosparse.pipeline.batch.microbatch import MicroBatch
+from lightning_axosparse.pipeline.loss.outputs import Scalar
 from lightning_axosparse.pipeline.batch_norms import statistics_explained
-from lightning_axosparse.pipeline.crossing import (
+from lightning_axosparse.pipeline.crossing.placeholder import Progress
+from lightning_axosparse.pipeline.crossing.values import (
     Activation,
     Crossing,
     Gradients,
@@ -22,23 +27,18 @@ from lightning_axosparse.pipeline.crossing import (
     Sent,
     tensors,
 )
-from lightning_axosparse.pipeline.in_flight import InFlightLimit
-from lightning_axosparse.pipeline.loss_weights import LossWeights
-from lightning_axosparse.pipeline.microbatch import MicroBatch
-from lightning_axosparse.pipeline.outputs import Scalar
-from lightning_axosparse.pipeline.placeholder import Progress
-from lightning_axosparse.pipeline.reductions import ReductionTracker
+from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
+from lightning_axosparse.pipeline.loss.weights import LossWeights
+from lightning_axosparse.pipeline.order.in_flight import InFlightLimit
 from lightning_axosparse.pipeline.rng import PipelineRNG
-from lightning_axosparse.pipeline.split_layers import SplitLayers
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers, StageEdge, Visit
-from lightning_axosparse.pipeline.weight_gradients import WeightGradientQueue
 from lightning_axosparse.support.troubleshooting import see
 
 _NOTHING = Activation()
 
 
 class StepLog(Protocol):
-    """Records what a step logs: ``strategy.lightning.logging.MicrobatchLog``."""
+    """Records what a step logs: ``strategy.compat.logging.logging.MicrobatchLog``."""
 
     def microbatch(self, size: int, weight: float | None = None, /) -> AbstractContextManager[None]:
         """Record inside the context what is logged for a micro-batch.
@@ -50,7 +50,7 @@ class StepLog(Protocol):
 
 
 class LossBackward(Protocol):
-    """Differentiates the losses of a batch: ``strategy.batch_gradients.BatchGradients``."""
+    """Differentiates the losses of a batch: ``strategy.step.batch_gradients.BatchGradients``."""
 
     def differentiate(self, loss: Tensor) -> None:
         """Differentiate the weighted loss of a micro-batch."""

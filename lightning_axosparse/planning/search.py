@@ -10,8 +10,8 @@ from typing import Literal
 import numpy as np
 
 from lightning_axosparse.distributed.grid import divisors
-from lightning_axosparse.pipeline.partition import balance
-from lightning_axosparse.pipeline.schedule import SCHEDULES, WeightGradients
+from lightning_axosparse.pipeline.order.schedule import SCHEDULES, WeightGradients
+from lightning_axosparse.pipeline.shard.partition import balance
 from lightning_axosparse.planning.cost import Cluster, LayerCosts
 from lightning_axosparse.planning.memory_model import Storage
 from lightning_axosparse.planning.simulate import Seconds, Simulation, ring_all_reduce, simulate

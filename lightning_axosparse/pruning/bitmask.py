@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_axosparse.support.arguments import validate_mask
-from lightning_axosparse.support.checksum import verified, with_checksum
+from lightning_axosparse.support.files.checksum import verified, with_checksum
 from lightning_axosparse.support.corrupt_file import CorruptFileError
-from lightning_axosparse.support.stored_shape import stored_shape
+from lightning_axosparse.support.files.stored_shape import stored_shape
 
 
 class MaskBits(Mapping[str, Tensor]):

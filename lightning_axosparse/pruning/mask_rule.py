@@ -23,8 +23,8 @@ from lightning_axosparse.pruning.scores import (
     has_second_moment,
 )
 from lightning_axosparse.pruning.selection import highest, kept_of
-from lightning_axosparse.sparse.layout import Layout
-from lightning_axosparse.sparse.parameters import layouts
+from lightning_axosparse.sparse.module.parameters import layouts
+from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.support.troubleshooting import see
 
 EntryChoice = Literal["score", "magnitude", "random"] | Score

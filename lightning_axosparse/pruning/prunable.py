@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from lightning_axosparse.sparse.parameters import Owner, owned_parameters
+from lightning_axosparse.sparse.module.parameters import Owner, owned_parameters
 from lightning_axosparse.support.troubleshooting import see
 
 ParameterKind = Literal["weight", "embedding", "head", "norm", "bias", "other"]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_axosparse.sparse.elementwise import trial_copy
-from lightning_axosparse.sparse.layout import Layout
-from lightning_axosparse.sparse.optimizer_state import expand_state
+from lightning_axosparse.sparse.module.elementwise import trial_copy
+from lightning_axosparse.sparse.module.optimizer_state import expand_state
+from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.support.troubleshooting import see, without_link
 
 State = Mapping[str, Any]

@@ -14,7 +14,7 @@ from lightning_axosparse.pruning.mask_distance import overlap_distance
 from lightning_axosparse.pruning.mask_rule import MaskRule
 from lightning_axosparse.pruning.prunable import Prune, few
 from lightning_axosparse.pruning.ticket_file import TicketFile
-from lightning_axosparse.sparse.parameters import layouts
+from lightning_axosparse.sparse.module.parameters import layouts
 from lightning_axosparse.support.arguments import (
     DISTANCES,
     FRACTION,

@@ -3,6 +3,6 @@
 It may import from support and distributed.
 """
 
-from lightning_axosparse.sparse.convert import densify, sparsify
+from lightning_axosparse.sparse.module.convert import densify, sparsify
 
 __all__ = ["densify", "sparsify"]

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
-from lightning_axosparse.checkpoint.folder_writer import FolderWriter
+from lightning_axosparse.checkpoint.folder.stage_tensors import StageTensors
+from lightning_axosparse.checkpoint.folder.writer import FolderWriter
 from lightning_axosparse.checkpoint.gather import (
     gather_model_state,
     gather_optimizer_state,
@@ -22,20 +23,19 @@ from lightning_axosparse.checkpoint.gather import (
     local_model_state,
     local_optimizer_state,
 )
-from lightning_axosparse.checkpoint.stage_tensors import StageTensors
-from lightning_axosparse.sparse.optimizer_state import restore_masters
-from lightning_axosparse.sparse.parameters import sparse_parameters
+from lightning_axosparse.sparse.module.optimizer_state import restore_masters
+from lightning_axosparse.sparse.module.parameters import sparse_parameters
+from lightning_axosparse.strategy.compat.device import move_optimizers
+from lightning_axosparse.strategy.compat.hooks import checkpoint_hooks
+from lightning_axosparse.strategy.compat.weight_averages import weight_averages
 from lightning_axosparse.strategy.config import Config
-from lightning_axosparse.strategy.construction import load_values
 from lightning_axosparse.strategy.launcher.restarts import note_checkpoint
-from lightning_axosparse.strategy.lightning.device import move_optimizers
-from lightning_axosparse.strategy.lightning.hooks import checkpoint_hooks
-from lightning_axosparse.strategy.lightning.weight_averages import weight_averages
 from lightning_axosparse.strategy.offload import OptimizerOffload
-from lightning_axosparse.strategy.sharded_module import in_parts
-from lightning_axosparse.strategy.stage_module import StageModule
+from lightning_axosparse.strategy.stages.construction import load_values
+from lightning_axosparse.strategy.stages.sharded_module import in_parts
+from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.strategy.validation import validate_local
-from lightning_axosparse.support.deferred_tensor import all_made
+from lightning_axosparse.support.files.deferred_tensor import all_made
 from lightning_axosparse.support.torch_internals import tree_map_only
 
 

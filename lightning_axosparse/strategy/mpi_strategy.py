@@ -15,17 +15,17 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_axosparse.distributed.grid import Grid
-from lightning_axosparse.distributed.mpi import environment
+from lightning_axosparse.distributed.mpi.start import environment
 from lightning_axosparse.distributed.process_groups import ProcessGroups
 from lightning_axosparse.distributed.rank_status import blocked, mark_finished, this_rank
+from lightning_axosparse.strategy.compat import collectives
+from lightning_axosparse.strategy.compat.checkpoint_io import with_atomic_files
+from lightning_axosparse.strategy.compat.sampling import process_dataloader
+from lightning_axosparse.strategy.compat.signals import cause_of
 from lightning_axosparse.strategy.launcher.launcher import MPILauncher
-from lightning_axosparse.strategy.lightning import collectives
-from lightning_axosparse.strategy.lightning.checkpoint_io import with_atomic_files
-from lightning_axosparse.strategy.lightning.sampling import process_dataloader
-from lightning_axosparse.strategy.lightning.signals import cause_of
 from lightning_axosparse.strategy.validation import validate_local_rank, validate_world_size
-from lightning_axosparse.support.release_memory import map_larger_blocks
-from lightning_axosparse.support.temporary_folder import keep_sockets_in
+from lightning_axosparse.support.files.temporary_folder import keep_sockets_in
+from lightning_axosparse.support.memory.release import map_larger_blocks
 from lightning_axosparse.support.troubleshooting import see
 
 T = TypeVar("T")

@@ -26,10 +26,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_axosparse.pipeline.param_groups import closure_called
-from lightning_axosparse.sparse.elementwise import trial_copy
-from lightning_axosparse.sparse.materialize import master_dtype
-from lightning_axosparse.sparse.optimizer_state import MASTER, master_values
+from lightning_axosparse.pipeline.shard.param_groups import closure_called
+from lightning_axosparse.sparse.module.elementwise import trial_copy
+from lightning_axosparse.sparse.module.optimizer_state import MASTER, master_values
+from lightning_axosparse.sparse.store.materialize import master_dtype
 from lightning_axosparse.support.troubleshooting import see, without_link
 
 T = TypeVar("T")

@@ -21,24 +21,24 @@ from lightning_axosparse.checkpoint.atomic_io import (
     validated,
 )
 from lightning_axosparse.distributed.rank_status import this_rank
-from lightning_axosparse.pipeline.partition import UnknownOrderError
-from lightning_axosparse.pruning.channel_ticket import ChannelTicket
-from lightning_axosparse.sparse.optimizer_state import dense_shapes
-from lightning_axosparse.strategy.auto_grid import choose_grid
+from lightning_axosparse.pipeline.shard.partition import UnknownOrderError
+from lightning_axosparse.pruning.channels.ticket import ChannelTicket
+from lightning_axosparse.sparse.module.optimizer_state import dense_shapes
 from lightning_axosparse.strategy.checkpoints import load_whole_optimizer
+from lightning_axosparse.strategy.compat.checkpoint_io import reading_files
+from lightning_axosparse.strategy.compat.hooks import checkpoint_hooks, trainer_of
+from lightning_axosparse.strategy.compat.loading import files_mapped
+from lightning_axosparse.strategy.compat.weight_averages import weight_averages
 from lightning_axosparse.strategy.config import Config
-from lightning_axosparse.strategy.construction import made_without, parameters_on_meta
 from lightning_axosparse.strategy.launcher.launcher import MPILauncher
 from lightning_axosparse.strategy.learning_rate import scaled_rates
-from lightning_axosparse.strategy.lightning.checkpoint_io import reading_files
-from lightning_axosparse.strategy.lightning.hooks import checkpoint_hooks, trainer_of
-from lightning_axosparse.strategy.lightning.loading import files_mapped
-from lightning_axosparse.strategy.lightning.weight_averages import weight_averages
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
-from lightning_axosparse.strategy.partitioner import Partitioner
 from lightning_axosparse.strategy.regrid.regrid import Regridded
-from lightning_axosparse.strategy.sharded_module import is_left_sharded
-from lightning_axosparse.strategy.stage_module import StageModule
+from lightning_axosparse.strategy.stages.auto_grid import choose_grid
+from lightning_axosparse.strategy.stages.construction import made_without, parameters_on_meta
+from lightning_axosparse.strategy.stages.partitioner import Partitioner
+from lightning_axosparse.strategy.stages.sharded_module import is_left_sharded
+from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.strategy.states import AtRest, LeftSharded, Running
 from lightning_axosparse.strategy.validation import (
     advise_on_batch_norm,
@@ -50,7 +50,7 @@ from lightning_axosparse.strategy.validation import (
     validate_run,
 )
 from lightning_axosparse.support.corrupt_file import restoring
-from lightning_axosparse.support.deferred_tensor import all_made
+from lightning_axosparse.support.files.deferred_tensor import all_made
 from lightning_axosparse.support.trace import clock, now
 from lightning_axosparse.support.troubleshooting import see
 

@@ -14,27 +14,27 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from lightning_axosparse.pipeline.in_flight import InFlightRule
+from lightning_axosparse.pipeline.order.in_flight import InFlightRule
 from lightning_axosparse.strategy.checkpoints import StageCheckpoints
+from lightning_axosparse.strategy.compat.checkpoint_io import writes_in_background
+from lightning_axosparse.strategy.compat.device import move_optimizers
+from lightning_axosparse.strategy.compat.exceptions import JobEnd
+from lightning_axosparse.strategy.compat.finetuning import parameters_told_apart_by_identity
+from lightning_axosparse.strategy.compat.gradients import GradientNorms
+from lightning_axosparse.strategy.compat.loop_check import LoopCheck
+from lightning_axosparse.strategy.compat.prediction_writers import without_writing
+from lightning_axosparse.strategy.compat.signals import acting_together
+from lightning_axosparse.strategy.compat.throughput import count_replicas
+from lightning_axosparse.strategy.compat.timed_validation import validating_together
+from lightning_axosparse.strategy.compat.weight_averages import weight_averages
 from lightning_axosparse.strategy.config import Config
-from lightning_axosparse.strategy.lightning.checkpoint_io import writes_in_background
-from lightning_axosparse.strategy.lightning.device import move_optimizers
-from lightning_axosparse.strategy.lightning.exceptions import JobEnd
-from lightning_axosparse.strategy.lightning.finetuning import parameters_told_apart_by_identity
-from lightning_axosparse.strategy.lightning.gradients import GradientNorms
-from lightning_axosparse.strategy.lightning.loop_check import LoopCheck
-from lightning_axosparse.strategy.lightning.prediction_writers import without_writing
-from lightning_axosparse.strategy.lightning.signals import acting_together
-from lightning_axosparse.strategy.lightning.throughput import count_replicas
-from lightning_axosparse.strategy.lightning.timed_validation import validating_together
-from lightning_axosparse.strategy.lightning.weight_averages import weight_averages
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
 from lightning_axosparse.strategy.offload import OptimizerOffload
 from lightning_axosparse.strategy.regrid.regrid import Regrid
-from lightning_axosparse.strategy.stage_module import StageModule
-from lightning_axosparse.strategy.train_step import StepRunner
-from lightning_axosparse.strategy.whole_step import StepContext, WholeStepRunner
-from lightning_axosparse.support.available_memory import free_bytes
+from lightning_axosparse.strategy.stages.stage_module import StageModule
+from lightning_axosparse.strategy.step.train_step import StepRunner
+from lightning_axosparse.strategy.step.whole_step import StepContext, WholeStepRunner
+from lightning_axosparse.support.memory.available import free_bytes
 from lightning_axosparse.support.troubleshooting import see
 
 

@@ -51,7 +51,7 @@ def without_link(error: BaseException) -> str:
 @cache
 def page() -> str:
     """Return the page's address in the published documentation, if that has one; else its path."""
-    # Imported here, because `distributed.mpi.slurm` has to speak before slow imports.
+    # Imported here, because `distributed.mpi.start.slurm` has to speak before slow imports.
     from importlib.metadata import PackageNotFoundError, metadata
 
     try:

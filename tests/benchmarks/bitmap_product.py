@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from benchmarks.gpu.bitmap_product import Cut, times_transposed
-from lightning_axosparse.sparse.formats import BitmapLayout
+from lightning_axosparse.sparse.store.formats import BitmapLayout
 
 
 @settings(max_examples=8, deadline=None)

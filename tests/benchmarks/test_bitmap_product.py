@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_axosparse.sparse.formats import BitmapLayout
+from lightning_axosparse.sparse.store.formats import BitmapLayout
 
 triton = pytest.importorskip("triton")
 

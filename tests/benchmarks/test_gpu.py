@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import counted, kernels, step, training
-from lightning_axosparse.sparse import layout
+from lightning_axosparse.sparse.store import layout
 
 
 def table(main, monkeypatch, capsys, *arguments):

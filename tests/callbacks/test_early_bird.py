@@ -15,7 +15,7 @@ from lightning_axosparse.callbacks.early_bird import EarlyBirdTicket
 from lightning_axosparse.callbacks.learning_rate_factor import LearningRateFactor
 from lightning_axosparse.pruning import Ticket
 from lightning_axosparse.sparse import sparsify
-from lightning_axosparse.sparse.parameters import layouts
+from lightning_axosparse.sparse.module.parameters import layouts
 from tests.ranks import run_ranks
 
 

@@ -8,7 +8,7 @@ from lightning_axosparse import CompactCheckpointIO
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.checkpoint.compact_io import compacted, expanded
 from lightning_axosparse.checkpoint.sparse_encoding import EncodedTensor
-from lightning_axosparse.support.deferred_tensor import DeferredTensor, all_made
+from lightning_axosparse.support.files.deferred_tensor import DeferredTensor, all_made
 
 
 def mostly_zeros() -> torch.Tensor:

@@ -25,9 +25,9 @@ from lightning_axosparse import (
     save_safetensors,
 )
 from lightning_axosparse.checkpoint.compact_io import compacted, expanded
-from lightning_axosparse.sparse.parameters import layouts
-from lightning_axosparse.sparse.scratch import scratch
-from lightning_axosparse.support.deferred_tensor import all_made
+from lightning_axosparse.sparse.module.parameters import layouts
+from lightning_axosparse.sparse.store.scratch import scratch
+from lightning_axosparse.support.files.deferred_tensor import all_made
 from tests.parity.cases import EPOCHS, Net, Record, fit, loader, trainer
 from tests.ranks import run_ranks
 from tests.sparse.masking import apply_masks, sparse_and_dense

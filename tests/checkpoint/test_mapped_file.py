@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_axosparse.checkpoint.mapped_file import load_mapped
-from lightning_axosparse.support import archive
-from lightning_axosparse.support.deferred_tensor import DeferredTensor, all_made
+from lightning_axosparse.support.files import archive
+from lightning_axosparse.support.files.deferred_tensor import DeferredTensor, all_made
 
 
 class Holder:

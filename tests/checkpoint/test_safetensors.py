@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_axosparse import densify, save_safetensors
 from lightning_axosparse.checkpoint.safetensors import SafetensorsState
-from lightning_axosparse.sparse.weight import SparseWeight
+from lightning_axosparse.sparse.store.weight import SparseWeight
 from tests.sparse.masking import random_masks, sparse_and_dense
 
 

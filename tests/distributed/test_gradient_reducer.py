@@ -22,7 +22,7 @@ KINDS = ("dense", "unused layer", "sparse")
 
 def reduce_on_ranks() -> dict[str, Any]:
     """All kinds in one job, as starting ranks takes longer than reducing."""
-    from lightning_axosparse.distributed.mpi import all_reduce
+    from lightning_axosparse.distributed.mpi.node import all_reduce
 
     smallest, found = all_reduce.MIN_BYTES, {}
     for kind in KINDS:

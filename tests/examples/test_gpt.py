@@ -9,7 +9,7 @@ import torch
 from lightning_axosparse import load_sparse, save_safetensors, sparsify
 from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.examples.text import TextDataModule
-from lightning_axosparse.sparse.layout import Layout
+from lightning_axosparse.sparse.store.layout import Layout
 
 TINY = {"width": 32, "depth": 2, "heads": 2, "context": 16}
 

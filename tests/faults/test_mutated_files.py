@@ -32,11 +32,11 @@ from lightning_axosparse import (
     load_sparse,
     save_safetensors,
 )
-from lightning_axosparse.checkpoint import manifest
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, validated
-from lightning_axosparse.checkpoint.folder_writer import FolderWriter
-from lightning_axosparse.checkpoint.stage_tensors import StageTensors
-from lightning_axosparse.support.deferred_tensor import DeferredTensor, all_made
+from lightning_axosparse.checkpoint.folder import manifest
+from lightning_axosparse.checkpoint.folder.stage_tensors import StageTensors
+from lightning_axosparse.checkpoint.folder.writer import FolderWriter
+from lightning_axosparse.support.files.deferred_tensor import DeferredTensor, all_made
 from tests.sparse.masking import apply_masks
 from tests.support.test_corrupt_file import EDITS
 

@@ -16,8 +16,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
 from lightning_axosparse import AxoSparseStrategy
-from lightning_axosparse.pipeline.partition import find_layers
-from lightning_axosparse.strategy.lightning.hooks import overrides
+from lightning_axosparse.pipeline.shard.partition import find_layers
+from lightning_axosparse.strategy.compat.hooks import overrides
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ from transformers import (
 )
 
 from lightning_axosparse import AxoSparseStrategy
-from lightning_axosparse.pipeline.crossing import Probe
+from lightning_axosparse.pipeline.crossing.p2p import LoopbackLink, encode
+from lightning_axosparse.pipeline.crossing.values import Probe
 from lightning_axosparse.pipeline.engine import Pipeline
-from lightning_axosparse.pipeline.p2p import LoopbackLink, encode
 from tests.parity.cases import Record, difference, recorded, trainer
 from tests.parity.networks import in_float64
 from tests.ranks import run_ranks

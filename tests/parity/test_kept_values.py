@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 from lightning_axosparse.callbacks import early_bird
-from lightning_axosparse.sparse import kept_products
-from lightning_axosparse.sparse.materialize import Policy
-from lightning_axosparse.sparse.parameters import sparse_parameters
-from lightning_axosparse.sparse.ways import Processor, Ways
+from lightning_axosparse.sparse.cpu import products as kept_products
+from lightning_axosparse.sparse.backend import Processor, Ways
+from lightning_axosparse.sparse.module.parameters import sparse_parameters
+from lightning_axosparse.sparse.store.materialize import Policy
 from tests.parity.cases import CLASSES, FEATURES, Net, Record, difference, fit, trainer
 from tests.ranks import run_ranks
 

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
-from lightning_axosparse.sparse.optimizer_state import MASTER
+from lightning_axosparse.sparse.module.optimizer_state import MASTER
 from tests.parity.cases import Net, Record, loader, trainer, whole_state
 from tests.ranks import run_ranks
 

@@ -10,21 +10,21 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.batch_fingerprint import BatchFingerprint
-from lightning_axosparse.pipeline.checkpointing import ActivationCheckpointing
-from lightning_axosparse.pipeline.crossing import Crossing
+from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpointing
+from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
+from lightning_axosparse.pipeline.batch.fingerprint import BatchFingerprint
+from lightning_axosparse.pipeline.batch.microbatch import split
+from lightning_axosparse.pipeline.loss.outputs import merge
+from lightning_axosparse.pipeline.crossing.p2p import LoopbackLink
+from lightning_axosparse.pipeline.crossing.values import Crossing
 from lightning_axosparse.pipeline.engine import Pipeline
-from lightning_axosparse.pipeline.in_flight import FixedInFlightLimit
-from lightning_axosparse.pipeline.loss_weights import LossWeights
-from lightning_axosparse.pipeline.microbatch import split
-from lightning_axosparse.pipeline.outputs import merge
-from lightning_axosparse.pipeline.p2p import LoopbackLink
-from lightning_axosparse.pipeline.partition import balance
-from lightning_axosparse.pipeline.reductions import ReductionTracker
+from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
+from lightning_axosparse.pipeline.loss.weights import LossWeights
+from lightning_axosparse.pipeline.order.choice import GivenSchedule
+from lightning_axosparse.pipeline.order.in_flight import FixedInFlightLimit
+from lightning_axosparse.pipeline.order.schedule import SCHEDULES
 from lightning_axosparse.pipeline.rng import PipelineRNG
-from lightning_axosparse.pipeline.schedule import SCHEDULES
-from lightning_axosparse.pipeline.schedule_choice import GivenSchedule
-from lightning_axosparse.pipeline.split_layers import SplitLayers
+from lightning_axosparse.pipeline.shard.partition import balance
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.pipeline.stage_step import Batch, TrainingBatch
 

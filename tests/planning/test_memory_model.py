@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_axosparse.planning.memory_model import DENSE, SPARSE, Storage
 from lightning_axosparse.sparse import sparsify
-from lightning_axosparse.sparse.state_size import state_bytes
+from lightning_axosparse.sparse.module.state_size import state_bytes
 
 SIZE, LAYERS = 512, 2
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_axosparse.sparse import layout as layout_module
-from lightning_axosparse.sparse.formats import layout_of
 from lightning_axosparse.sparse.kernels import fused, reference
+from lightning_axosparse.sparse.store import layout as layout_module
+from lightning_axosparse.sparse.store.formats import layout_of
 
 
 @pytest.mark.parametrize("index_format", ["coo", "bitmap"])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_axosparse.sparse import sparsify
-from lightning_axosparse.sparse.ways import Compute
+from lightning_axosparse.sparse.backend import Compute
 
 
 def random_masks(module: nn.Module, kept: float = 0.3) -> dict[str, Tensor]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_axosparse.sparse.formats import layout_of
 from lightning_axosparse.sparse.kernels import reference
+from lightning_axosparse.sparse.store.formats import layout_of
 from lightning_axosparse.support.trace import clock
 
 ROOT = Path(__file__).parents[2]

@@ -13,9 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from lightning_axosparse.sparse import torch_functions
-from lightning_axosparse.sparse.layout import Layout
-from lightning_axosparse.sparse.scratch import scratch
+from lightning_axosparse.sparse.ops import torch_functions
+from lightning_axosparse.sparse.store.layout import Layout
+from lightning_axosparse.sparse.store.scratch import scratch
 from tests.sparse.masking import kept, random_masks, sparse_and_dense
 
 

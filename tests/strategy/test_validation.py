@@ -32,7 +32,7 @@ from lightning_axosparse.support.trace import clock
 from tests.parity.cases import Net, loader
 from tests.parity.cases import fit as fit_net
 from tests.parity.cases import trainer as net_trainer
-from tests.strategy.lightning.harness import CutStrategy, alone
+from tests.strategy.compat.harness import CutStrategy, alone
 
 
 class OwnBackward(Net):

@@ -35,7 +35,7 @@ from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.examples.images import ImageDataModule
 from lightning_axosparse.examples.text import TextDataModule
 from lightning_axosparse.examples.vgg import VGG
-from lightning_axosparse.pruning.channels import Channels, Segment
+from lightning_axosparse.pruning.channels.channels import Channels, Segment
 from lightning_axosparse.support.arguments import (
     COUNT,
     FRACTION,

@@ -33,8 +33,8 @@ from lightning_axosparse import (
 )
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.checkpoint.sparse_encoding import EncodedTensor
-from lightning_axosparse.support import archive
-from lightning_axosparse.support.checksum import with_checksum
+from lightning_axosparse.support.files import archive
+from lightning_axosparse.support.files.checksum import with_checksum
 from tests.parity.cases import Net, loader, trainer
 from tests.sparse.masking import apply_masks
 

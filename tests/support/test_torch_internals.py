@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from lightning_axosparse import sparsify
-from lightning_axosparse.sparse import torch_functions
+from lightning_axosparse.sparse.ops import torch_functions
 from tests.sparse.masking import apply_masks, random_masks
 
 

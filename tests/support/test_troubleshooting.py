@@ -25,16 +25,19 @@ MODULES = {
 WITHOUT_LINK = {
     # Users never see them.
     ("callbacks/ticket_search.py", "NotImplementedError"): "abstract",
-    ("distributed/mpi/shared_memory.py", "ValueError(f'The file at"): "caught: no shared memory",
-    ("pipeline/placeholder.py", "AttributeError(name)"): "Python's protocol",
-    ("pipeline/combination.py", "ValueError"): "caught: values that do not combine",
-    ("pipeline/state_rules.py", "Unexplained("): "caught: becomes a warning with a link",
-    ("pipeline/state_rules.py", "TypeError"): "caught: the rule does not hold",
-    ("pipeline/state_rules.py", "ValueError"): "caught: the rule does not hold",
+    (
+        "distributed/mpi/node/shared_memory.py",
+        "ValueError(f'The file at",
+    ): "caught: no shared memory",
+    ("pipeline/crossing/placeholder.py", "AttributeError(name)"): "Python's protocol",
+    ("pipeline/loss/combination.py", "ValueError"): "caught: values that do not combine",
+    ("pipeline/state/rules.py", "Unexplained("): "caught: becomes a warning with a link",
+    ("pipeline/state/rules.py", "TypeError"): "caught: the rule does not hold",
+    ("pipeline/state/rules.py", "ValueError"): "caught: the rule does not hold",
     ("pipeline/stage_forward.py", "StageEdge("): "ends a step at the edge of a stage",
     ("pipeline/stage_step.py", "StageEdge("): "ends a step at the edge of a stage",
     ("pruning/scores.py", 'ValueError("it has no second moment'): "part of a message with a link",
-    ("checkpoint/folder_writer.py", "_NotWritten("): "part of a message with a link",
+    ("checkpoint/folder/writer.py", "_NotWritten("): "part of a message with a link",
     ("strategy/launcher/launcher.py", "_Terminated"): "becomes the signal again",
     ("strategy/launcher/pickling.py", "LookupError("): "of a file between caller and ranks",
     # The command line says the rest.
@@ -47,13 +50,13 @@ WITHOUT_LINK = {
     ("cli/train.py", "SystemExit(f'axosparse-train: {message(error)}')"): "",
     ("cli/train.py", "SystemExit(f'axosparse-train: {error}')"): "",
     ("pruning/selection.py", "ValueError('\\n'.join(found))"): "",
-    ("strategy/batch_splitting.py", "self.evidence"): "",
+    ("strategy/step/batch_splitting.py", "self.evidence"): "",
     ("strategy/launcher/launcher.py", "_RankLost("): "",
     ("strategy/launcher/launcher.py", "error"): "",
     ("strategy/launcher/launcher.py", "lost.error"): "",
-    ("strategy/step_check.py", "MisconfigurationException(finding.text)"): "",
-    ("strategy/train_step.py", "rank_zero_warn(warning)"): "",
-    ("support/archive.py", "error.__context__"): "",
+    ("strategy/step/check.py", "MisconfigurationException(finding.text)"): "",
+    ("strategy/step/train_step.py", "rank_zero_warn(warning)"): "",
+    ("support/files/archive.py", "error.__context__"): "",
 }
 """File and start of what is raised or warned of -> why it does not end with a link."""
 

@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 from lightning_axosparse.callbacks.period import search_of
 from lightning_axosparse.callbacks.report.facts import Work
 from lightning_axosparse.distributed.process_groups import all_gather
-from lightning_axosparse.pruning.channel_ticket import ChannelTicket
+from lightning_axosparse.pruning.channels.ticket import ChannelTicket
 from lightning_axosparse.pruning.ticket import Ticket
 
 

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_axosparse.callbacks.moments import WHEN, Moment
 from lightning_axosparse.callbacks.report.result import RunResult
-from lightning_axosparse.support.atomic_file import replacing
+from lightning_axosparse.callbacks.triggers import WHEN, Moment
+from lightning_axosparse.support.files.atomic_file import replacing
 from lightning_axosparse.support.troubleshooting import see
 
 RESULT = "result.jsonl"

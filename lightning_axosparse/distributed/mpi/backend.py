@@ -8,9 +8,9 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from mpi4py import MPI
 
-from lightning_axosparse.distributed.mpi.environment import placement
 from lightning_axosparse.distributed.mpi.process_group import MPIProcessGroup
-from lightning_axosparse.distributed.mpi.rendezvous import common_store
+from lightning_axosparse.distributed.mpi.start.environment import placement
+from lightning_axosparse.distributed.mpi.start.rendezvous import common_store
 from lightning_axosparse.distributed.rank_status import blocked
 from lightning_axosparse.support.troubleshooting import see
 

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from mpi4py import MPI
 
 from lightning_axosparse.distributed.mpi.async_progress import ProgressThread, has_async_progress
-from lightning_axosparse.distributed.mpi.slots import shares_memory
+from lightning_axosparse.distributed.mpi.node.slots import shares_memory
 from lightning_axosparse.distributed.mpi.staging import Staging
 from lightning_axosparse.distributed.mpi.transport import Channel
 from lightning_axosparse.distributed.rank_status import blocked

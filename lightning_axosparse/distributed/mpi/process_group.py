@@ -12,7 +12,6 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from lightning_axosparse.distributed.mpi.all_reduce import node_all_reduce
 from lightning_axosparse.distributed.mpi.buffers import (
     ReduceOperation,
     copy_all_back,
@@ -25,6 +24,7 @@ from lightning_axosparse.distributed.mpi.buffers import (
     tensors_in,
     typed,
 )
+from lightning_axosparse.distributed.mpi.node.all_reduce import node_all_reduce
 from lightning_axosparse.distributed.mpi.work import MPIWork
 
 

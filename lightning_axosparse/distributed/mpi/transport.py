@@ -27,7 +27,7 @@ from torch import Tensor
 from lightning_axosparse.distributed.backoff import BackOff
 from lightning_axosparse.distributed.mpi.async_progress import ProgressThread
 from lightning_axosparse.distributed.mpi.buffers import raw
-from lightning_axosparse.distributed.mpi.slots import SlotAddress, SlotReader, SlotWriter
+from lightning_axosparse.distributed.mpi.node.slots import SlotAddress, SlotReader, SlotWriter
 from lightning_axosparse.distributed.mpi.staging import Ready, Staging
 from lightning_axosparse.distributed.rank_status import this_rank
 

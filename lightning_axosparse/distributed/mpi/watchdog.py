@@ -25,8 +25,8 @@ from functools import cache
 
 from mpi4py import MPI
 
-from lightning_axosparse.distributed.mpi.environment import SECONDS_TO_PRINT
-from lightning_axosparse.distributed.mpi.process_manager import Mpiexec, hold_files
+from lightning_axosparse.distributed.mpi.start.environment import SECONDS_TO_PRINT
+from lightning_axosparse.distributed.mpi.start.process_manager import Mpiexec, hold_files
 from lightning_axosparse.distributed.rank_end import describe_end, exit_code
 from lightning_axosparse.distributed.rank_status import (
     RanksStuckError,

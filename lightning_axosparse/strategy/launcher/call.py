@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_axosparse.strategy.launcher.object_changes import known_objects
-from lightning_axosparse.support.temporary_folder import LOCK, temporary_folder
+from lightning_axosparse.support.files.temporary_folder import LOCK, temporary_folder
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_axosparse.distributed.mpi.environment import check_can_start
+from lightning_axosparse.distributed.mpi.start.environment import check_can_start
+from lightning_axosparse.strategy.compat.signals import restore_handlers_in_teardown
 from lightning_axosparse.strategy.launcher import mpiexec
 from lightning_axosparse.strategy.launcher.call import (
     Call,
@@ -35,7 +36,6 @@ from lightning_axosparse.strategy.launcher.restarts import (
     resumed_from,
 )
 from lightning_axosparse.strategy.launcher.weights import read
-from lightning_axosparse.strategy.lightning.signals import restore_handlers_in_teardown
 from lightning_axosparse.support.troubleshooting import see, without_link
 
 WORKER = (sys.executable, "-m", "lightning_axosparse.strategy.launcher.worker")

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import IO, TextIO
 
-from lightning_axosparse.distributed.mpi.environment import find_mpiexec
+from lightning_axosparse.distributed.mpi.start.environment import find_mpiexec
 
 # Prefixes of variables that a launcher sets for its ranks; the new ranks must not see them.
 _RANK_VARIABLES = (

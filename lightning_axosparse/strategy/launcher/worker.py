@@ -21,9 +21,12 @@ from typing import Any, cast
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_axosparse.distributed.grid import Grid
-from lightning_axosparse.distributed.mpi.environment import describe_rank, world_communicator
-from lightning_axosparse.distributed.mpi.mpich_segments import unlink_segments
+from lightning_axosparse.distributed.mpi.start.environment import describe_rank, world_communicator
+from lightning_axosparse.distributed.mpi.start.mpich_segments import unlink_segments
 from lightning_axosparse.distributed.rank_status import mark_finished, publish
+from lightning_axosparse.strategy.compat.exceptions import save_together
+from lightning_axosparse.strategy.compat.signals import cause_of
+from lightning_axosparse.strategy.compat.tuning import run_until_tuned
 from lightning_axosparse.strategy.launcher.call import (
     Call,
     CallFolder,
@@ -35,10 +38,7 @@ from lightning_axosparse.strategy.launcher.object_changes import Snapshot
 from lightning_axosparse.strategy.launcher.pickling import load, save
 from lightning_axosparse.strategy.launcher.restarts import note_checkpoints_in
 from lightning_axosparse.strategy.launcher.weights import ReturnsShard, returned_by, write
-from lightning_axosparse.strategy.lightning.exceptions import save_together
-from lightning_axosparse.strategy.lightning.signals import cause_of
-from lightning_axosparse.strategy.lightning.tuning import run_until_tuned
-from lightning_axosparse.support.temporary_folder import keep_sockets_in
+from lightning_axosparse.support.files.temporary_folder import keep_sockets_in
 from lightning_axosparse.support.troubleshooting import see
 
 _PR_SET_PDEATHSIG = 1

@@ -15,10 +15,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_axosparse.distributed.grid import Grid
-from lightning_axosparse.pipeline.sharding import ReshardedTensor, Sharding, free
-from lightning_axosparse.sparse.parameter_state import forget, pack, unpack
-from lightning_axosparse.sparse.parameters import owners
-from lightning_axosparse.support.release_memory import release_freed_memory
+from lightning_axosparse.pipeline.shard.sharding import ReshardedTensor, Sharding, free
+from lightning_axosparse.sparse.module.parameter_state import forget, pack, unpack
+from lightning_axosparse.sparse.module.parameters import owners
+from lightning_axosparse.support.memory.release import release_freed_memory
 
 
 class Route(NamedTuple):

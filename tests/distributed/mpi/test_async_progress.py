@@ -13,7 +13,7 @@ def connect_and_probe() -> Any:
         has_async_progress,
     )
     from lightning_axosparse.distributed.mpi.connect import connect
-    from lightning_axosparse.distributed.mpi.slots import shares_memory
+    from lightning_axosparse.distributed.mpi.node.slots import shares_memory
 
     world = MPI.COMM_WORLD
     shared = connect(2, 0, world.rank, True).shares_memory

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_axosparse.distributed.grid import Grid
-from lightning_axosparse.pipeline.sharding import ReshardedTensor
+from lightning_axosparse.pipeline.shard.sharding import ReshardedTensor
 from lightning_axosparse.strategy.regrid.transfer import route
 
 

@@ -1,0 +1,1 @@
+"""Checkpoints that are folders, of which each stage writes its own part."""

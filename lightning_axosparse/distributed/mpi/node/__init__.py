@@ -1,0 +1,1 @@
+"""Ranks of one node: memory that they share, and the all-reduce inside it."""

@@ -1,0 +1,1 @@
+"""Backward passes: activations computed again, weight gradients that wait, gradient hooks."""

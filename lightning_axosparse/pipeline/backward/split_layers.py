@@ -1,0 +1,486 @@
+"""Splits the backward pass of linear and convolution layers, so that weight gradients can be later.
+
+The gradient of a layer's input takes one product, those of its weight and bias take another. A
+split layer computes the first in the backward pass, and queues the second where the pass is one of
+the engine's. Nothing else changes: the split happens where autograd would have called the same
+operators, so it walks no graph twice.
+
+Ordinary, by the layer's own ``forward``:
+
+    layers      of other classes, or compiled; whose parameters stand elsewhere in the module, too;
+                in sparse storage, but for linear ones of which the weight alone is pruned;
+                whose weight is computed, also from some batch on: masks, weight norms
+    calls       without gradients, or whose input needs none; inside ``torch.func`` transforms;
+                where what autograd saves is replaced, as by activation checkpointing
+    parameters  that are frozen
+
+A split layer that the user's own code differentiates (``torch.autograd.grad`` in a step), or that
+is differentiated twice, makes all its gradients at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_axosparse.pipeline.backward.weight_gradients import Scratch, WeightGradientQueue
+from lightning_axosparse.pipeline.replaced_forward import ReplacedForward
+from lightning_axosparse.sparse.module.sparse_module import SparseModule, kept_product
+from lightning_axosparse.sparse.ops.linear import KeptProduct
+from lightning_axosparse.support.torch_internals import (
+    apply_untransformed,
+    backward_transformed,
+    is_compiled,
+    saved_tensors_are_hooked,
+    storage_id,
+    transformed,
+)
+
+Operands = tuple[Tensor, Tensor, Tensor | None]
+"""Input, weight and bias."""
+
+
+class Operation(Protocol):
+    """The product of an input and a weight, and its gradients."""
+
+    def operands(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Operands | None:
+        """Cast the operands as the layer's ``forward`` and autocast do.
+
+        Returns:
+            None if that computes another product of these.
+        """
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute the layer's output."""
+
+    def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """Compute the gradient of the input from that of the output."""
+
+    def parameter_gradients(
+        self,
+        gradient: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        has_bias: bool,
+        scratch: Scratch | None = None,
+    ) -> list[Tensor]:
+        """Compute the gradients of the weight and of the bias, if there is one.
+
+        Args:
+            gradient: that of the output.
+            x: the input.
+            weight: the weight, which may have another dtype.
+            has_bias: whether the bias has a gradient.
+            scratch: memory for the weight's gradient; None for new memory, which keeps a graph.
+        """
+
+
+@dataclass(frozen=True)
+class MatrixProduct:
+    """``x W^T + b`` of ``nn.Linear``, or ``x W + b`` of Hugging Face's ``Conv1D``.
+
+    Attributes:
+        transposes: whether the weight has the shape ``(outputs, inputs)``.
+    """
+
+    transposes: bool
+
+    def operands(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Operands | None:
+        """Cast the operands, if the input is a contiguous batch of vectors."""
+        return _cast(x, weight, bias) if x.dim() > 1 and x.is_contiguous() else None
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply as the layer does."""
+        if self.transposes:
+            return functional.linear(x, weight, bias)
+        assert bias is not None
+        flat = torch.addmm(bias, x.view(-1, x.shape[-1]), weight)
+        return flat.view(*x.shape[:-1], weight.shape[1])
+
+    def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """Multiply the output's gradient by the weight."""
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        return flat.mm(weight if self.transposes else weight.t()).view(x.shape)
+
+    def parameter_gradients(
+        self,
+        gradient: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        has_bias: bool,
+        scratch: Scratch | None = None,
+    ) -> list[Tensor]:
+        """Multiply the output's gradient by the input, and sum it."""
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        left, right = flat, x.reshape(-1, x.shape[-1])
+        if not self.transposes:
+            left, right = right, left
+        if scratch is None:
+            product = left.t().mm(right)
+        else:
+            product = scratch.empty(weight.shape, x.dtype, x.device)
+            torch.mm(left.t(), right, out=product)
+        return [product, flat.sum(0)] if has_bias else [product]
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution over one to three dimensions, with its arguments."""
+
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    groups: int
+
+    def operands(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Operands | None:
+        """Cast the operands, if the input is a batch."""
+        return _cast(x, weight, bias) if x.dim() == 2 + len(self.stride) else None
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Convolve as the layer does."""
+        convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[len(self.stride) - 1]
+        return convolve(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+
+    def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """Convolve the output's gradient with the weight."""
+        return self._backward(gradient, x, weight, [True, False, False])[0]
+
+    def parameter_gradients(
+        self,
+        gradient: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        has_bias: bool,
+        scratch: Scratch | None = None,
+    ) -> list[Tensor]:
+        """Convolve the input with the output's gradient; the operator takes no memory for it."""
+        wanted = [False, True, has_bias]
+        return self._backward(gradient, x, weight.to(x.dtype), wanted)[1 : 2 + has_bias]
+
+    def _backward(
+        self, gradient: Tensor, x: Tensor, weight: Tensor, wanted: list[bool]
+    ) -> list[Tensor]:
+        return list(
+            torch.ops.aten.convolution_backward(
+                gradient,
+                x,
+                weight,
+                [weight.shape[0]],
+                self.stride,
+                self.padding,
+                self.dilation,
+                False,
+                [0] * len(self.stride),
+                self.groups,
+                wanted,
+            )
+        )
+
+
+@dataclass(frozen=True)
+class KeptValues:
+    """The product of a layer that multiplies by the kept values of its weight.
+
+    Attributes:
+        product: that product.
+        bias_dtype: dtype of the bias, if there is one.
+        training: whether the layer is in training mode.
+    """
+
+    product: KeptProduct
+    bias_dtype: torch.dtype | None
+    training: bool
+
+    def operands(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Operands | None:
+        """Cast the operands, and let a resident dense copy follow autocast."""
+        self.product.form.for_values(weight, self.training)
+        return self.product.operands(x, weight, bias)
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply as the layer does."""
+        return self.product.forward(x, weight, bias)
+
+    def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """Multiply the output's gradient by the kept values."""
+        return self.product.input_gradient(gradient, x, weight)
+
+    def parameter_gradients(
+        self,
+        gradient: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        has_bias: bool,
+        scratch: Scratch | None = None,
+    ) -> list[Tensor]:
+        """Compute the kept entries of the product alone, in new memory."""
+        kept = self.product.values_gradient(gradient, x, weight)
+        if not has_bias:
+            return [kept]
+        # Every call of the layer casts its bias, so the terms of several are added uncast.
+        return [kept, gradient.reshape(-1, gradient.shape[-1]).sum(0).to(self.bias_dtype)]
+
+
+def _operation(layer: nn.Module) -> Operation | None:
+    """The product that a layer computes; None if it is not known."""
+    product = kept_product(layer)
+    if product is not None:
+        bias: Any = layer.bias
+        return KeptValues(product, None if bias is None else bias.dtype, layer.training)
+    if isinstance(layer, SparseModule):
+        return None
+    forward = type(layer).forward
+    if forward is nn.Linear.forward:
+        return MatrixProduct(transposes=True)
+    # Importing transformers takes seconds.
+    if (forward.__module__, forward.__qualname__) == (
+        "transformers.pytorch_utils",
+        "Conv1D.forward",
+    ):
+        return MatrixProduct(transposes=False)
+    if type(layer) in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+        assert isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+        if layer.padding_mode == "zeros" and not isinstance(layer.padding, str):
+            return Convolution(layer.stride, layer.padding, layer.dilation, layer.groups)
+    return None
+
+
+class _Destination(NamedTuple):
+    """Where the products of the running backward pass are queued."""
+
+    queue: WeightGradientQueue
+    microbatch: int
+    borrowed: Collection[int]
+
+
+class SplitLayers:
+    """The layers of a module whose backward pass is split.
+
+    Args:
+        module: the whole module, in which a parameter may stand in several places.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parameters: set[nn.Parameter] = set()
+        """The parameters of all calls in this batch whose products are queued in backward."""
+        self._module = module
+        self._layers: dict[nn.Module, ReplacedForward] = {}
+        self._calls: dict[nn.Module, _Call] = {}
+        self._destination: _Destination | None = None
+
+    def install(self) -> None:
+        """Split the layers of the module that this rank holds."""
+        # A module that stands in several places counts once: it is the same layer.
+        owners = Counter(p for m in self._module.modules() for p in m.parameters(recurse=False))
+        for layer in _not_compiled(self._module):
+            if _operation(layer) is None or "forward" in vars(layer):
+                continue
+            alone = all(owners[p] == 1 and not p.is_meta for p in layer.parameters(recurse=False))
+            if alone and _has_its_operands(layer):
+                self._layers[layer] = ReplacedForward(layer, partial(self._forward, layer))
+
+    def uninstall(self) -> None:
+        """Give the layers their own ``forward`` back."""
+        for replaced in self._layers.values():
+            replaced.remove()
+        self._layers.clear()
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Split the layers that are called inside the context, for one batch."""
+        for layer in self._layers:
+            # Layers go over to sparse storage between two batches, and users mask their weights.
+            operation, parameters = _operation(layer), tuple(layer.parameters(recurse=False))
+            if operation is None or not _has_its_operands(layer):
+                continue
+            if all(map(_trained, parameters)):
+                self._calls[layer] = _Call(self, operation, parameters)
+        try:
+            yield
+        finally:
+            self._calls.clear()
+            self.parameters = set()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Leave the layers that are called inside the context whole."""
+        calls, self._calls = self._calls, {}
+        try:
+            yield
+        finally:
+            self._calls = calls
+
+    @contextmanager
+    def deferring(
+        self, queue: WeightGradientQueue, microbatch: int, borrowed: Sequence[Tensor | None]
+    ) -> Iterator[None]:
+        """Queue the products of the backward pass that runs inside the context.
+
+        Args:
+            queue: that of the stage.
+            microbatch: the micro-batch of the pass.
+            borrowed: tensors whose memory is others' and should be free after the pass.
+        """
+        storages = {storage_id(t.untyped_storage()) for t in borrowed if t is not None}
+        self._destination = _Destination(queue, microbatch, storages)
+        try:
+            yield
+        finally:
+            self._destination = None
+
+    def queue(self, call: _Call, gradient: Tensor, x: Tensor) -> bool:
+        """Queue the product of a call's parameters, if this is a backward pass of the engine.
+
+        Args:
+            call: the call.
+            gradient: that of its output.
+            x: its input.
+
+        Returns:
+            Whether it was.
+        """
+        destination = self._destination
+        if destination is None or backward_transformed(gradient):
+            return False
+
+        def kept(tensor: Tensor) -> Tensor:
+            borrowed = storage_id(tensor.untyped_storage()) in destination.borrowed
+            return tensor.clone() if borrowed else tensor
+
+        product = _Product(call.operation, call.parameters, kept(gradient), kept(x))
+        destination.queue.add(destination.microbatch, product)
+        return True
+
+    def _forward(self, layer: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            call = self._calls.get(layer)
+            if call is not None and len(args) == 1 and not kwargs:
+                output = self._split(call, args[0])
+                if output is not None:
+                    return output
+            return own(*args, **kwargs)
+
+        return forward
+
+    def _split(self, call: _Call, x: Any) -> Tensor | None:
+        """Call a layer so that its backward pass is split; None where that is not possible."""
+        # In a backward pass layers are called to recompute what was not saved.
+        if self._destination is not None or saved_tensors_are_hooked() or transformed():
+            return None
+        if not _differentiable(x):
+            return None
+        weight, bias = (*call.parameters, None)[:2]
+        operands = call.operation.operands(x, cast(Tensor, weight), bias)
+        if operands is None:
+            return None
+        self.parameters.update(call.parameters)
+        output: Tensor = apply_untransformed(_SplitCall, *operands, call)
+        return output
+
+
+class _Call(NamedTuple):
+    """How a layer is called in a batch."""
+
+    layers: SplitLayers
+    operation: Operation
+    parameters: Sequence[nn.Parameter]
+
+
+class _Product(NamedTuple):
+    """What a call adds to its parameters' gradients."""
+
+    operation: Operation
+    parameters: Sequence[nn.Parameter]
+    gradient: Tensor
+    x: Tensor
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        return self.gradient, self.x
+
+    def compute(self, scratch: Scratch | None) -> Sequence[Tensor]:
+        weight, *bias = self.parameters
+        return self.operation.parameter_gradients(
+            self.gradient, self.x, weight, bool(bias), scratch
+        )
+
+
+class _SplitCall(torch.autograd.Function):
+    """A call of a layer. Its parameters get no gradient from a pass that queues their product."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.call = call
+        # No view, so that what follows may change it in place.
+        return call.operation.forward(x, weight, bias).detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        operation, has_bias = ctx.call.operation, ctx.needs_input_grad[2]
+        of_input = None
+        if ctx.needs_input_grad[0]:
+            of_input = operation.input_gradient(gradient, x, weight)
+        if ctx.call.layers.queue(ctx.call, gradient, x):
+            return of_input, None, None, None
+        of_weight, *of_bias = operation.parameter_gradients(gradient, x, weight, has_bias)
+        return of_input, of_weight, of_bias[0] if has_bias else None, None
+
+
+def _not_compiled(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules in a module that are in no compiled one, each once."""
+    seen: set[nn.Module] = set()
+    waiting = [module]
+    while waiting:
+        module = waiting.pop()
+        if module not in seen and not is_compiled(module):
+            seen.add(module)
+            waiting.extend(module.children())
+            yield module
+
+
+def _differentiable(x: Any) -> bool:
+    return (
+        type(x) is Tensor
+        and x.requires_grad
+        and torch.is_grad_enabled()
+        and x.numel() > 0
+        and not x.is_complex()
+    )
+
+
+def _has_its_operands(layer: nn.Module) -> bool:
+    """Whether a layer's weight and bias are its parameters.
+
+    What computes its weight, as masks and weight norms do, has another parameter in its place.
+    """
+    names = [name for name, _ in layer.named_parameters(recurse=False)]
+    return names in (["weight"], ["weight", "bias"])
+
+
+def _trained(parameter: nn.Parameter) -> bool:
+    return type(parameter) is nn.Parameter and parameter.requires_grad
+
+
+def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> Operands | None:
+    """The operands of a dense product as autocast gives them; None if their dtypes differ then."""
+    if torch.is_autocast_enabled(x.device.type):
+        x, weight = _autocast(x), _autocast(weight)
+        bias = None if bias is None else _autocast(bias)
+    same = weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype)
+    return (x, weight, bias) if same else None
+
+
+def _autocast(tensor: Tensor) -> Tensor:
+    """A tensor as autocast, which is enabled, gives it to a product."""
+    if tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))

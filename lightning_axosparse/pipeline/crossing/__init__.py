@@ -1,0 +1,1 @@
+"""What travels from stage to stage: activations, skip tensors, side outputs and gradients."""

@@ -1,0 +1,375 @@
+"""Follows what a step takes from its micro-batch: means with their denominators, and sums.
+
+The loss of a batch is rarely the plain mean of its micro-batches' losses: a cross entropy divides
+by the tokens that are not padding, so a micro-batch is weighted by its tokens. While a step runs, a
+``TorchFunctionMode`` notes each reduction over samples, and what is computed from its result, as a
+:data:`~lightning_axosparse.pipeline.loss.combination.Term`:
+
+    what the step does with its micro-batch                     what is noted
+    mean-reducing loss of ``torch.nn.functional``, ``mean()``   a mean with its denominator
+    ``sum()``, or a loss with ``reduction="sum"``               a sum
+    any function of such values, of numbers and of parameters   a call of it
+    anything else                                               a number of which nothing is known
+
+It finds denominators, and does not judge: whether micro-batches make up their batch is compared in
+the first batch (``step_check``).
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import cache
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.parameter import Parameter
+
+from lightning_axosparse.pipeline.crossing.placeholder import Placeholder
+from lightning_axosparse.pipeline.loss.combination import Call, Leaf, Term
+from lightning_axosparse.pipeline.pausable_mode import PausableMode
+from lightning_axosparse.sparse.store.weight import SparseWeight
+
+_PACKAGE = __name__.partition(".")[0]
+
+
+class ReductionTracker(PausableMode):
+    """Follows the reductions in a step; to be entered by :meth:`microbatch`.
+
+    It costs a microsecond for each torch function that is called outside the layers. Inside
+    ``torch.compile`` and ``torch.func`` transforms, where values cannot be read, it notes nothing.
+
+    Args:
+        buffers: those of the module; like its parameters they are the same for all micro-batches.
+
+    Attributes:
+        programs: a hash of the functions that each step has called, since this was cleared.
+    """
+
+    def __init__(self, buffers: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self._buffers = {id(buffer): buffer for buffer in buffers}
+        self._samples = self._program = 0
+        self.programs: set[int] = set()
+        # Tensors are kept, so that no other one gets the id of one.
+        self._terms: dict[int, tuple[Tensor, Term]] = {}
+        self._numbers: dict[float, Term] = {}
+        self._constants: dict[int, Tensor] = {}
+        self._scaled: dict[int, tuple[Tensor, Tensor, Callable[..., Any], Term]] = {}
+
+    @contextmanager
+    def microbatch(self, samples: int) -> Iterator[None]:
+        """Follow the step of one micro-batch; what was noted is kept until the next one.
+
+        Args:
+            samples: number of samples in the micro-batch.
+        """
+        self._samples, self._program = samples, 0
+        self.forget()
+        with self:
+            yield
+        self.programs.add(self._program)
+
+    def of(self, value: Any) -> Term:
+        """How a tensor, or a number taken from one, was computed."""
+        if isinstance(value, Tensor):
+            noted = self._terms.get(id(value))
+            if noted is None and self._is_constant(value):
+                return Leaf(value.detach(), "same")
+            return noted[1] if noted else Leaf(value.detach(), None, 0, value.requires_grad)
+        return self._noted_number(value) or Leaf(value)
+
+    def forget(self) -> None:
+        """Drop the values of the last micro-batch."""
+        self._terms, self._numbers, self._constants, self._scaled = {}, {}, {}, {}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._is_paused or Placeholder in types or torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        if func.__name__ != "__get__" and not _is_ours(sys._getframe(1)):
+            self._program = hash((self._program, func))
+        terms = None
+        if self._terms:
+            for arg in _flat((args, kwargs)):
+                if id(arg) in self._terms:
+                    # Before the call, which may change its arguments.
+                    name = func.__name__.strip("_")
+                    terms = self._operand(args, name), self._operand(kwargs, name)
+                    break
+        output = func(*args, **kwargs)
+        # A transform or a fake tensor does not let its values be read.
+        with suppress(RuntimeError):
+            self._note(func, args, kwargs, terms, output)
+        return output
+
+    def _note(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        terms: tuple[Any, Any] | None,
+        output: Any,
+    ) -> None:
+        if terms is not None and not _has_samples(terms):
+            self._note_call(func, terms, output)
+            return
+        if terms is None and self._are_constant((args, kwargs)):
+            for each in _flat(output):
+                if isinstance(each, Tensor):
+                    self._constants[id(each)] = each
+            return
+        if not isinstance(output, Tensor):
+            return
+        if terms is not None:
+            self._note_scaled(func, args, terms[0], output)
+        term: Term | None = None
+        if func in _losses():
+            term = _of_loss(_losses()[func].bind(*args, **kwargs), output)
+        elif func in _REDUCING:
+            term = self._reduced(func, args, kwargs, output)
+        if term is not None:
+            self._terms[id(output)] = output, term
+
+    def _note_call(self, func: Callable[..., Any], terms: tuple[Any, Any], output: Any) -> None:
+        """Note what was computed from noted values alone."""
+        terms = _with_count(func, terms)
+        if isinstance(output, Tensor):
+            self._terms[id(output)] = output, Call(output.detach(), func, *terms)
+        elif type(output) in (int, float) and func.__name__.strip("_") in _NUMBERS:
+            self._numbers[output] = Call(output, func, *terms)
+        elif isinstance(output, (tuple, list)):
+            for index, each in enumerate(output):
+                if isinstance(each, Tensor):
+                    entry = Call(each.detach(), _entry, (index, func, *terms))
+                    self._terms[id(each)] = each, entry
+
+    def _note_scaled(
+        self, func: Callable[..., Any], args: tuple[Any, ...], terms: Any, output: Tensor
+    ) -> None:
+        """Note values of samples that are multiplied with a noted number, or divided by one."""
+        name = func.__name__.strip("_")
+        if len(args) != 2 or name not in _PRODUCTS | _QUOTIENTS:
+            return
+        samples, scale = args[0], terms[1]
+        if terms[0] is not _SAMPLES and name in _PRODUCTS:
+            samples, scale = args[1], terms[0]
+        is_scale = isinstance(scale, (Leaf, Call)) and not getattr(scale.value, "shape", ())
+        if is_scale and isinstance(samples, Tensor):
+            self._scaled[id(output)] = output, samples, func, scale
+
+    def _operand(self, value: Any, name: str) -> Any:
+        """The term of what a function was given; ``_SAMPLES`` for what belongs to samples."""
+        if isinstance(value, Tensor):
+            noted = self._terms.get(id(value))
+            if noted is not None:
+                return noted[1]
+            if self._is_constant(value):
+                return Leaf(value.detach(), "same")
+            if not value.dim() or self._samples not in value.shape:
+                return Leaf(value.detach().clone(), None, 0, value.requires_grad)
+            return _SAMPLES
+        if type(value) in (int, float) and name in _ARITHMETIC:
+            return self._number(value, name)
+        if type(value) in (tuple, list):
+            return type(value)([self._operand(each, name) for each in value])
+        if type(value) is dict:
+            return {key: self._operand(each, name) for key, each in value.items()}
+        return value
+
+    def _noted_number(self, value: Any) -> Term | None:
+        """How a number of Python was computed, if it was taken from a tensor."""
+        noted = self._numbers.get(value) if type(value) in (int, float) else None
+        # Another float may be equal by chance: 1.0 is many a quotient of numbers.
+        is_same = noted is not None and (noted.value is value or type(noted.value) is int)
+        return noted if is_same else None
+
+    def _number(self, value: float, name: str) -> Term:
+        """The term of a number of Python that a function was given."""
+        noted = self._noted_number(value)
+        if name not in _QUOTIENTS or value < 1 or value % 1:
+            return noted or Leaf(value)
+        if noted is None and value == 1:
+            noted = self._numbers.get(0)  # `max(1, count)` of a micro-batch without any
+        return Call(value, at_least_one, (noted,)) if noted else Leaf(value, operand=True)
+
+    def _is_constant(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter or a buffer, or was computed from nothing else."""
+        is_given = isinstance(tensor, (Parameter, SparseWeight)) or id(tensor) in self._buffers
+        return is_given or id(tensor) in self._constants
+
+    def _are_constant(self, values: Any) -> bool:
+        """Whether there are such tensors among some values, and no others that may vary."""
+        is_constant = False
+        for each in _flat(values):
+            if isinstance(each, Tensor):
+                if self._is_constant(each):
+                    is_constant = True
+                elif each.dim() or each.requires_grad:
+                    return False
+        return is_constant
+
+    def _reduced(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        output: Tensor,
+    ) -> Term | None:
+        """What a function that adds up or averages has made of values of samples."""
+        source = args[0] if args else kwargs.get("input")
+        if not isinstance(source, Tensor) or source.dim() == 0 or self._is_constant(source):
+            return None
+        dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        everything = dims is None or output.dim() == 0
+        if not everything and not self._along_samples(dims, source):
+            return None
+        if self._samples in output.shape:  # It may have been another dimension of that size.
+            return None
+        kind = _REDUCING[func]
+        count = float(source.numel() if everything else self._samples)
+        if func in (torch.nanmean, Tensor.nanmean):
+            count = float((~source.isnan()).sum())
+        if id(source) in self._scaled and everything:
+            _, samples, scaling, scale = self._scaled[id(source)]
+            plain = func(samples.detach(), *args[1:], **kwargs)
+            return Call(
+                output.detach(), scaling, (Leaf(plain, kind, count, source.requires_grad), scale)
+            )
+        return Leaf(output.detach(), kind, count, output.requires_grad)
+
+    def _along_samples(self, dims: Any, source: Tensor) -> bool:
+        """Whether the dimension of the samples, the first or by its size the second, is reduced."""
+        found = dims if isinstance(dims, (list, tuple)) else [dims]
+        reduced = {dim % source.dim() for dim in found if isinstance(dim, int)}
+        shape = list(source.shape)
+        is_second = len(shape) > 1 and shape[1] == self._samples and shape.count(shape[1]) == 1
+        is_second = is_second and (self._samples == 1 or shape[0] % self._samples > 0)
+        return (1 if is_second and self._samples > 1 else 0) in reduced
+
+
+def _is_ours(caller: FrameType) -> bool:
+    """Whether code of this package has called a function, which may do so now and then."""
+    return str(caller.f_globals.get("__name__")).startswith(_PACKAGE)
+
+
+def at_least_one(count: float) -> float:
+    """What a sum is divided by, if ``count`` may be zero."""
+    return max(1, count)
+
+
+class _Samples:
+    """Stands for an argument that belongs to samples."""
+
+
+_SAMPLES = _Samples()
+
+_REDUCING: dict[Callable[..., Any], Literal["mean", "sum"]] = {
+    **dict.fromkeys((torch.mean, Tensor.mean, torch.nanmean, Tensor.nanmean), "mean"),
+    **dict.fromkeys((torch.sum, Tensor.sum, torch.nansum, Tensor.nansum), "sum"),
+    **dict.fromkeys((torch.count_nonzero, Tensor.count_nonzero), "sum"),
+}
+
+# By the names of torch's functions, without underscores: `__radd__`, `add_` and `add` are one.
+_PRODUCTS = {"mul", "rmul", "imul", "multiply"}
+_QUOTIENTS = {"div", "truediv", "itruediv", "idiv", "divide", "true_divide"}
+_NUMBERS = {"item", "float", "int"}
+_ARITHMETIC = {
+    *_PRODUCTS,
+    *_QUOTIENTS,
+    *("add", "radd", "iadd", "sub", "rsub", "isub", "subtract", "rdiv", "rtruediv", "pow", "rpow"),
+    *("clamp", "clamp_min", "clamp_max", "addcmul", "addcdiv"),
+}
+
+
+@cache
+def _losses() -> dict[Callable[..., Any], inspect.Signature]:
+    """The losses of ``torch.nn.functional``: functions with an argument ``reduction``."""
+    functions = [f for f in vars(functional).values() if inspect.isfunction(f)]
+    signatures = {function: inspect.signature(function) for function in functions}
+    return {f: s for f, s in signatures.items() if "reduction" in s.parameters}
+
+
+def _of_loss(call: inspect.BoundArguments, output: Tensor) -> Leaf | None:
+    """The reduction of a loss function of ``torch.nn.functional``."""
+    arguments = call.arguments
+    reduction = arguments.get("reduction", "mean")
+    if arguments.get("size_average") is not None or arguments.get("reduce") is not None:
+        averages = arguments.get("size_average") is not False
+        reduction = "none" if arguments.get("reduce") is False else "mean" if averages else "sum"
+    if reduction == "none":
+        return None
+    first = next(value for value in arguments.values() if isinstance(value, Tensor))
+    kind: Literal["mean", "sum"] = "sum" if reduction == "sum" else "mean"
+    return Leaf(output.detach(), kind, _denominator(call, first), output.requires_grad)
+
+
+def _denominator(call: inspect.BoundArguments, first: Tensor) -> float:
+    """The denominator of a mean loss, up to a factor that all micro-batches have in common."""
+    arguments, parameters = call.arguments, call.signature.parameters
+    target: Any = arguments.get("target")
+    weight = arguments.get("weight")
+    if "target_lengths" in arguments:
+        return float(len(arguments["target_lengths"]))
+    if "ignore_index" in parameters and not target.is_floating_point():
+        ignored = arguments.get("ignore_index", parameters["ignore_index"].default)
+        counts = target != ignored
+        return float(counts.sum() if weight is None else weight.double()[target[counts]].sum())
+    if weight is not None and call.signature in _weighted_means():
+        return float(weight.double().sum())
+    return float(first.numel())
+
+
+@cache
+def _weighted_means() -> list[inspect.Signature]:
+    """The losses whose mean divides by the sum of ``weight``, not by the number of elements."""
+    weighted = functional.mse_loss, functional.l1_loss, functional.huber_loss
+    return [_losses()[function] for function in weighted]
+
+
+def _with_count(func: Callable[..., Any], terms: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The terms of a quotient; a number that is the number of entries of a sum is a count."""
+    args, kwargs = terms
+    if func.__name__.strip("_") not in _QUOTIENTS or len(args) != 2:
+        return terms
+    above, below = args
+    if not (isinstance(above, Leaf) and isinstance(below, Leaf) and above.kind == "sum"):
+        return terms
+    counts = type(below.value) is int and below.value == above.count
+    return ((above, replace(below, kind="sum")), kwargs) if counts else terms
+
+
+def _entry(index: int, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """One of several results of a function."""
+    return func(*args, **kwargs)[index]
+
+
+def _has_samples(terms: Any) -> bool:
+    return any(each is _SAMPLES for each in _flat(terms))
+
+
+def _flat(values: Any) -> list[Any]:
+    """The entries of nested tuples, lists and dicts."""
+    # Called for each torch function, so it makes no generators.
+    waiting, found = [values], []
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, (tuple, list)):
+            waiting += each
+        elif isinstance(each, dict):
+            waiting += each.values()
+        else:
+            found.append(each)
+    return found

@@ -1,0 +1,182 @@
+"""Weighs the losses of micro-batches, so that their gradients add up to that of the batch's loss.
+
+A mean is weighted by its denominator, a function of means by its derivative. These are known once
+the last stage has computed the losses, but the first micro-batches are differentiated before all
+are computed. Their weights are provisional, by comparison with one micro-batch: correct up to
+one factor, which is the same for the whole batch. The factor is known before the last backward pass
+of the last stage, and is sent to the other stages with the gradients of the last micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch.distributed as dist
+
+from lightning_axosparse.distributed.process_groups import all_gather
+from lightning_axosparse.pipeline.batch.microbatch import MicroBatch, MicrobatchWeight
+from lightning_axosparse.pipeline.loss.combination import Leaf, Rule, Shape, Term, own_rule, shares
+
+MicrobatchLoss = Literal["auto", "mean", "sum"]
+
+
+class LossRule(NamedTuple):
+    """How a user wants the losses of micro-batches to make up that of the batch.
+
+    Attributes:
+        loss: as for :class:`LossWeights`.
+        weight: as for :func:`lightning_axosparse.pipeline.batch.microbatch.weigh_by`; None where there is
+            no such rule.
+    """
+
+    loss: MicrobatchLoss = "auto"
+    weight: MicrobatchWeight | None = None
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the user has said how losses combine."""
+        return self.loss != "auto" or self.weight is not None
+
+
+class LossWeights:
+    """The weights of one batch's micro-batches, on the last stage of a pipeline.
+
+    Args:
+        microbatches: the micro-batches that this pipeline computes, in order.
+        samples: number of samples in the whole batch.
+        loss: "mean" weighs by denominators where they are known, otherwise by samples; "sum" adds
+            up; "auto" chooses between them by how the losses are computed; "given" takes the
+            weights of ``microbatches``.
+        replicas: the last stages of the replicas that share the batch; None for one replica.
+        rule: how losses combine, as the first batch has shown; None if it has not.
+    """
+
+    def __init__(
+        self,
+        microbatches: Sequence[MicroBatch],
+        samples: int,
+        loss: MicrobatchLoss | Literal["given"] = "auto",
+        replicas: dist.ProcessGroup | None = None,
+        rule: Rule | None = None,
+    ) -> None:
+        self._microbatches, self._samples = microbatches, samples
+        self._loss, self._replicas, self._rule = loss, replicas, rule
+        self.terms: list[Term] = []
+        """The losses that were added."""
+        self._relative: list[tuple[float, float]] = []
+        self._reference: int | None = None
+        self._fits = True  # whether weighted losses make up what they combine to
+        self._total: tuple[float, float] | None = None
+
+    def add(self, term: Term) -> tuple[Term, Rule | None]:
+        """Add the loss of the next micro-batch; to be called in order.
+
+        Returns:
+            The loss and the rule by which it combines with those of the other micro-batches.
+        """
+        index = len(self.terms)
+        self.terms.append(term)
+        compared = [index] if self._reference is None else [self._reference, index]
+        sizes = [self._microbatches[each].size for each in compared]
+        weights = self._weights([self.terms[each] for each in compared], sizes)
+        self._relative.append((weights[-1], weights[0]))
+        if self._reference is None and weights[-1]:
+            self._reference = index
+        if self._loss in ("sum", "given"):
+            return Leaf(term.value), "sum" if self._loss == "sum" else "samples"
+        if self._rule is None and not self._fits:
+            return Leaf(term.value), "samples"
+        return term, self._rule if self._loss == "auto" else self._rule_of([term], sizes[-1:])
+
+    def weight(self, index: int) -> float:
+        """The provisional weight of a micro-batch whose loss was added.
+
+        While denominators are proportional to samples, it equals to the bit the fraction of the
+        samples in the micro-batch: quotients of whole numbers are rounded once. A micro-batch
+        whose denominator is zero has no weight; if all are zero, the last one is differentiated,
+        which gives gradients of zero or NaN as on one process.
+        """
+        part = self._microbatches[index]
+        if self._adds_up:
+            return 1.0
+        if self._loss == "given":
+            return part.weight
+        if self._reference is None:
+            is_last = index == len(self._microbatches) - 1
+            return part.weight if is_last and not self._denominator()[1] else 0.0
+        own, reference = self._relative[index]
+        if not own:
+            return 0.0
+        return own * self._microbatches[self._reference].size / (reference * self._samples)
+
+    def factor(self) -> float:
+        """What all provisional weights have to be multiplied by; known after the last was added."""
+        of_reference, total = self._denominator()
+        if self._reference is None or self._adds_up or self._loss == "given":
+            return 1.0
+        size = self._microbatches[self._reference].size
+        return of_reference * self._samples / (size * (total or 1.0))
+
+    @property
+    def _adds_up(self) -> bool:
+        """Whether the losses that were added are sums."""
+        sizes = [part.size for part in self._microbatches[: len(self.terms)]]
+        return bool(self.terms) and self._rule_of(self.terms, sizes) == "sum"
+
+    def _rule_of(self, terms: Sequence[Term], sizes: Sequence[float]) -> Rule:
+        """How losses combine: as the user says, the first batch has shown, or they show."""
+        if self._loss in ("sum", "given"):
+            return "sum" if self._loss == "sum" else "samples"
+        rule = own_rule(terms, sizes) if self._rule is None else self._rule
+        return "samples" if rule == "sum" and self._loss == "mean" else rule
+
+    def _weights(self, terms: Sequence[Term], sizes: Sequence[float]) -> list[float]:
+        """The weights of micro-batches in a batch that is made of them, up to a common factor."""
+        rule = self._rule_of(terms, sizes)
+        if isinstance(rule, Shape):
+            weights = shares(terms, sizes, rule)
+            adds_up = self._loss == "mean" and len(terms) > 1 and set(weights or ()) == {1.0}
+            if weights is not None and not adds_up:
+                return weights
+            self._fits, total = False, sum(sizes)
+            return [size / total for size in sizes]
+        if rule == "sum":
+            return [1.0] * len(terms)
+        if rule == "mean" or (self._rule is None and self._loss != "given"):
+            return _counts(terms, sizes)
+        return list(sizes)
+
+    def _denominator(self) -> tuple[float, float]:
+        """The weights of the reference and of the whole batch; collective when first asked for."""
+        if self._total is None:
+            sizes = [float(part.size) for part in self._microbatches]
+            mine = [term.to("cpu") for term in self.terms] if self._replicas else self.terms
+            everyone = all_gather((mine, sizes), self._replicas)
+            terms = [term for theirs, _ in everyone for term in theirs]
+            sizes = [size for _, of_rank in everyone for size in of_rank]
+            rank = 0 if self._replicas is None else dist.get_rank(self._replicas)
+            first = sum(len(theirs) for theirs, _ in everyone[:rank])
+            weights = self._weights(terms, sizes) if terms else [0.0]
+            is_share = bool(terms) and isinstance(self._rule_of(terms, sizes), Shape)
+            reference = 0.0 if self._reference is None else weights[first + self._reference]
+            self._total = reference, float(any(weights)) if is_share else sum(weights)
+        return self._total
+
+
+def _counts(terms: Sequence[Term], sizes: Sequence[float]) -> list[float]:
+    """The denominators of means.
+
+    One that is unknown has as many entries a sample as the first that is known.
+    """
+    leaves = [term if isinstance(term, Leaf) else Leaf(term.value) for term in terms]
+    of_sample = (
+        leaf.count / size
+        for leaf, size in zip(leaves, sizes, strict=True)
+        if leaf.kind == "mean" and leaf.count
+    )
+    entries = next(of_sample, 1.0)
+    return [
+        leaf.count if leaf.kind == "mean" else 0.0 if leaf.is_empty else entries * size
+        for leaf, size in zip(leaves, sizes, strict=True)
+    ]

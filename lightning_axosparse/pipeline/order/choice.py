@@ -1,0 +1,194 @@
+"""Chooses the class of the training schedule: one that is given, or the fastest of several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import NamedTuple, Protocol
+
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_axosparse.distributed.process_groups import ProcessGroups, all_gather
+from lightning_axosparse.pipeline.order.schedule import SCHEDULES, Schedule, WeightGradients
+
+_WARM_UP, _TRIALS = 1, 7  # batches of each schedule
+_WORDS: dict[WeightGradients, str] = {
+    "together": "in backward passes",
+    "cooldown": "where a stage waits at the end of a batch",
+    "deferred": "where a stage waits",
+}
+
+
+class ScheduleChoice(Protocol):
+    """The schedule of a pipeline's training batches, the same on all ranks in any one batch."""
+
+    def begin_batch(self) -> type[Schedule]:
+        """Choose the schedule of the training batch that begins; may be collective over the job."""
+
+    def timed(self) -> AbstractContextManager[None]:
+        """Run the passes of the batch in this context."""
+
+    def found_reordered_sums(self) -> None:
+        """Take in that deferral has changed the order of a sum in the batch."""
+
+    def measure_again(self) -> None:
+        """Choose again, because passes take other times now."""
+
+
+class GivenSchedule:
+    """The schedule that the user asked for.
+
+    Args:
+        schedule: its class.
+    """
+
+    def __init__(self, schedule: type[Schedule]) -> None:
+        self._schedule = schedule
+
+    def begin_batch(self) -> type[Schedule]:
+        """Return the schedule."""
+        return self._schedule
+
+    def timed(self) -> AbstractContextManager[None]:
+        """Measure nothing."""
+        return nullcontext()
+
+    def found_reordered_sums(self) -> None:
+        """Do nothing: the user has chosen."""
+
+    def measure_again(self) -> None:
+        """Do nothing: the user has chosen."""
+
+
+class Trials(NamedTuple):
+    """What one rank has measured.
+
+    Attributes:
+        seconds: median seconds of a batch's passes with each of the schedules.
+        reordered: whether deferral has changed the order of a sum.
+    """
+
+    seconds: tuple[float, ...]
+    reordered: bool
+
+
+class FastestSchedule:
+    """Runs the first batches by several schedules in turn, and the others by the fastest one.
+
+    All make the same gradients to the bit, unless a step reads a weight besides calling its layer;
+    where that is found the choice is the first, because it must not depend on times. Whether
+    deferral pays depends on how long stages wait and on what it costs, which differs by processor:
+    a split layer takes longer, and a product whose operands have left the cache does.
+
+    Args:
+        schedules: when weight gradients are made -> the schedule; first the one whose backward
+            passes are whole, last the one that takes the most memory.
+        gather: returns the values of all ranks on every rank; collective over the job.
+    """
+
+    def __init__(
+        self,
+        schedules: Mapping[WeightGradients, type[Schedule]],
+        gather: Callable[[Trials], list[Trials]],
+    ) -> None:
+        self._ways, self._schedules = list(schedules), list(schedules.values())
+        self._gather = gather
+        self.measure_again()
+
+    def measure_again(self) -> None:
+        """Run all in turn again."""
+        self._chosen: type[Schedule] | None = None
+        self._seconds: list[float] = []
+        self._reordered = False
+
+    def begin_batch(self) -> type[Schedule]:
+        """Return the schedule of the next batch; gathers once, when all trials have run."""
+        if self._chosen is not None:
+            return self._chosen
+        turn, place = divmod(len(self._seconds), len(self._schedules))
+        if turn == _WARM_UP + _TRIALS:
+            self._chosen = self._choose()
+            return self._chosen
+        # The first batch, in which memory is measured, is one that takes the most of it.
+        return self._schedules[-1 - place]
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Measure the passes of a batch."""
+        began = perf_counter()
+        yield
+        if self._chosen is None:
+            self._seconds.append(perf_counter() - began)
+
+    def found_reordered_sums(self) -> None:
+        """Choose whole backward passes in the end."""
+        self._reordered = True
+
+    def _choose(self) -> type[Schedule]:
+        count = len(self._schedules)
+        timed = self._seconds[_WARM_UP * count :]
+        medians = tuple(median(timed[place::count]) for place in reversed(range(count)))
+        ranks = self._gather(Trials(medians, self._reordered))
+        if any(rank.reordered for rank in ranks):
+            rank_zero_info(
+                "Weight gradients are made in backward passes: the step reads a weight besides "
+                "calling its layer, and deferral would change the order of its gradient's terms."
+            )
+            return self._schedules[0]
+        slowest = [max(each) for each in zip(*(rank.seconds for rank in ranks), strict=True)]
+        best = slowest.index(min(slowest))
+        others = ", ".join(
+            f"{seconds * 1e3:,.1f} ms {_WORDS[way]} ({way!r})"
+            for place, (seconds, way) in enumerate(zip(slowest, self._ways, strict=True))
+            if place != best
+        )
+        rank_zero_info(
+            f"Weight gradients are made {_WORDS[self._ways[best]]} ({self._ways[best]!r}): the "
+            f"passes of a batch take {slowest[best] * 1e3:,.1f} ms so, and {others}."
+        )
+        return self._schedules[best]
+
+
+@dataclass(frozen=True)
+class ScheduleRule:
+    """How the schedule follows from the strategy's arguments.
+
+    Attributes:
+        schedule: name of the training schedule.
+        weight_gradients: as the user gave it; None to take what is fastest.
+        may_defer: whether nothing else forbids deferral.
+    """
+
+    schedule: str
+    weight_gradients: WeightGradients | None
+    may_defer: bool
+
+    @property
+    def defers(self) -> bool:
+        """Whether the user asked for weight gradients that are made apart."""
+        asked = self.weight_gradients not in (None, "together")
+        return asked or "together" not in SCHEDULES[self.schedule]
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether some batch may defer weight gradients."""
+        is_free = self.weight_gradients is None and len(SCHEDULES[self.schedule]) > 1
+        return self.defers or (is_free and self.may_defer)
+
+    def choice(self, stages: int, groups: ProcessGroups) -> ScheduleChoice:
+        """The choice for a pipeline of so many stages.
+
+        Args:
+            stages: stages of the pipeline.
+            groups: the process groups of its grid.
+        """
+        schedules = SCHEDULES[self.schedule]
+        if self.weight_gradients is not None:
+            return GivenSchedule(schedules[self.weight_gradients])
+        if stages > 1 and self.may_defer and len(schedules) > 1:
+            return FastestSchedule(schedules, partial(all_gather, group=groups.world))
+        return GivenSchedule(next(iter(schedules.values())))

@@ -1,0 +1,1 @@
+"""Which stage computes which layers, and the tensors that each rank keeps for that."""

@@ -1,0 +1,304 @@
+"""Assigns consecutive layers of a module to pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_axosparse.pipeline.shard.call_order import CallOrder, order_of_example
+from lightning_axosparse.support.troubleshooting import see
+
+
+class Partition(NamedTuple):
+    """Which layers of a module each stage computes.
+
+    Attributes:
+        names: the layers' names in the module.
+        layers: the layers, in order.
+        parts: the layer indices of each stage.
+        costs: cost of each layer.
+        measure: unit of the costs: "parameters" or "time".
+        given: whether the user gave the number of layers of each stage.
+    """
+
+    names: list[str]
+    layers: list[nn.Module]
+    parts: list[range]
+    costs: Sequence[float]
+    measure: str
+    given: bool = False
+
+    def with_stages(self, stages: int) -> Partition:
+        """Partition the same layers into fewer stages; parts that the user gave are joined.
+
+        Args:
+            stages: a divisor of the present number of stages.
+        """
+        joined = len(self.parts) // stages
+        if self.given:
+            firsts, lasts = self.parts[::joined], self.parts[joined - 1 :: joined]
+            parts = [range(a.start, b.stop) for a, b in zip(firsts, lasts, strict=True)]
+        else:
+            parts = balance(self.costs, stages)
+        return self._replace(parts=parts)
+
+    def by_time(self, seconds: Sequence[float]) -> Partition:
+        """Partition the same layers so that the slowest stage takes as little time as possible.
+
+        Args:
+            seconds: time that each layer takes.
+        """
+        parts = balance(seconds, len(self.parts))
+        return self._replace(parts=parts, costs=seconds, measure="time")
+
+    def __str__(self) -> str:
+        """The number of layers of each stage, and how unequal their costs are."""
+        sizes = " + ".join(str(len(part)) for part in self.parts)
+        worst = imbalance(self.costs, self.parts)
+        return (
+            f"Layers {self.names[0]!r} to {self.names[-1]!r} partitioned into {len(self.parts)} "
+            f"stages: {sizes}. The largest stage has {worst:.2f} times the mean stage's "
+            f"{self.measure}."
+        )
+
+
+class UnknownOrderError(MisconfigurationException):
+    """There are several containers of layers, and the order of their calls is not known."""
+
+
+UNPARTITIONED = Partition([], [], [range(0)], [], "parameters")
+"""One stage, which computes the module as it is."""
+
+
+def partition_layers(
+    module: nn.Module,
+    pipeline: str | Sequence[str] | None,
+    sizes: Sequence[int] | None,
+    stages: int,
+    call_order: CallOrder = order_of_example,
+) -> Partition:
+    """Partition the layers of a module into stages.
+
+    Args:
+        module: the user's module.
+        pipeline: as for :func:`find_layers`.
+        sizes: layers of each stage; None balances by parameters.
+        stages: number of stages.
+        call_order: as for :func:`find_layers`.
+
+    Raises:
+        MisconfigurationException: if there are no such layers, or not enough.
+    """
+    found = find_layers(module, pipeline, stages, call_order)
+    names, layers = list(found), list(found.values())
+    counts = count_parameters(layers)
+    parts = balance(counts, stages) if sizes is None else parts_of_sizes(sizes, len(layers), stages)
+    return Partition(names, layers, parts, counts, "parameters", given=sizes is not None)
+
+
+def find_layers(
+    module: nn.Module,
+    pipeline: str | Sequence[str] | None,
+    stages: int,
+    call_order: CallOrder = order_of_example,
+) -> dict[str, nn.Module]:
+    """Find the layers that are partitioned into stages.
+
+    Args:
+        module: the user's module.
+        pipeline: attribute path of the ``nn.Sequential`` or ``nn.ModuleList`` that holds the
+            layers, or lists of layers; several of them, and of other modules, each of which is a
+            layer, in the order in which a step calls them; or None for the only candidate, an
+            outermost container that holds parameters in at least two layers, or for the layers of
+            several in the order of their calls.
+        stages: number of stages to fill, each with at least one layer.
+        call_order: finds the order in which some layers, by the container of each, are called.
+
+    Returns:
+        The layers by name, in order.
+
+    Raises:
+        UnknownOrderError: if several containers are candidates, in an order that is not known.
+        MisconfigurationException: if a path names nothing, if there is no candidate, if a layer
+            stands there twice, or if there are fewer layers than stages.
+    """
+    given = [pipeline] if isinstance(pipeline, str) else pipeline
+    paths = list(_candidates(module) if given is None else given)
+    if not paths:
+        raise MisconfigurationException(_NO_CANDIDATE + see("layers"))
+    found = [(name, path, layer) for path in paths for name, layer in _layers_at(module, path)]
+    if isinstance(pipeline, str) and [name for name, _, _ in found] == paths:
+        raise MisconfigurationException(
+            _no_container(module, pipeline, type(found[0][2]).__name__) + see("layers")
+        )
+    where = ", ".join(map(repr, paths))
+    if any(a != b and a.startswith(f"{b}.") for a in paths for b in paths):
+        raise MisconfigurationException(
+            f"pipeline=[{where}] names a module and a part of it. Name the parts alone."
+            + see("layers")
+        )
+    layers = {name: layer for name, _, layer in found}
+    if len(set(layers.values())) < len(found):
+        raise MisconfigurationException(
+            f"{where} holds one layer object several times. Stages own whole layers, so give each "
+            "position its own layer; parameters may be shared between them." + see("layers")
+        )
+    chooses = given is None and len(paths) > 1
+    if chooses or any(name.count(".") > path.count(".") + 1 for name, path, _ in found):
+        order = call_order(module, {name: path for name, path, _ in found})
+        called = {path for name, path, _ in found if name in order}
+        if called == set(paths) or (called and chooses):
+            layers = {name: layers[name] for name in order}
+        elif chooses:
+            raise UnknownOrderError(_ambiguous(module, _candidates(module), stages) + see("layers"))
+    if len(layers) < stages:
+        raise MisconfigurationException(
+            f"g_inter={stages} stages need at least as many layers, but {where} has {len(layers)}. "
+            f"Choose g_inter <= {len(layers)}." + see("layers")
+        )
+    return layers
+
+
+def _layers_at(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    """The layers of the container at an attribute path, or the module there as the only one."""
+    found = dict(module.named_modules()).get(path)
+    if found is None or not path:
+        raise MisconfigurationException(_no_container(module, path, "nothing") + see("layers"))
+    if isinstance(found, (nn.Sequential, nn.ModuleList)):
+        return list(_layers_in(path, found))
+    return [(path, found)]
+
+
+def _layers_in(path: str, container: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The layers of a container; those of lists in it, which cannot be called, one by one."""
+    for key, layer in container.named_modules(remove_duplicate=False):
+        if not key or "." in key:
+            continue
+        if isinstance(layer, (nn.ModuleList, nn.ModuleDict)):
+            yield from _layers_in(f"{path}.{key}", layer)
+        else:
+            yield f"{path}.{key}", layer
+
+
+def _no_container(module: nn.Module, path: str, found: str) -> str:
+    return (
+        f"pipeline={path!r} must name an nn.Sequential or nn.ModuleList of the module, but there "
+        f"is {found}. Candidates: {_listed(_candidates(module))}. A list may name other modules, "
+        "too: pipeline=['stem', 'layers']."
+    )
+
+
+def _candidates(module: nn.Module) -> dict[str, nn.Module]:
+    found: dict[str, nn.Module] = {}
+    for name, child in module.named_modules():
+        inside_other = any(name.startswith(f"{outer}.") for outer in found)
+        if isinstance(child, (nn.Sequential, nn.ModuleList)) and name and not inside_other:
+            layers = (layer for _, layer in _layers_in(name, child))
+            if sum(any(True for _ in layer.parameters()) for layer in layers) >= 2:
+                found[name] = child
+    return found
+
+
+def _listed(candidates: dict[str, nn.Module]) -> str:
+    rows = [f"{name!r} ({len(list(_layers_in(name, c)))} layers)" for name, c in candidates.items()]
+    return ", ".join(rows) or "none"
+
+
+_NO_CANDIDATE = (
+    "No nn.Sequential or nn.ModuleList with at least two layers that hold parameters was found, so "
+    "there is nothing to partition into stages. Put the layers of the network into one, or use "
+    "g_inter=1."
+)
+
+
+def _ambiguous(module: nn.Module, candidates: dict[str, nn.Module], stages: int) -> str:
+    total = sum(count_parameters([module]))
+
+    def most_on_a_stage(path: str) -> float:
+        counts = count_parameters([layer for _, layer in _layers_in(path, candidates[path])])
+        parts = balance(counts, min(stages, len(counts)))
+        return total - sum(counts) + max(sum(counts[layer] for layer in part) for part in parts)
+
+    return (
+        f"Several containers could be pipelined: {_listed(candidates)}. Name one: "
+        f"AxoSparseStrategy(pipeline={min(candidates, key=most_on_a_stage)!r}, ...) leaves the "
+        "least parameters to a stage. Or name several, in the order in which a step calls them: "
+        f"pipeline={list(candidates)}. The order is found where a step calls each layer once, with "
+        "a batch of the loader or, by `forward`, with the module's `example_input_array`."
+    )
+
+
+def count_parameters(layers: Sequence[nn.Module]) -> list[int]:
+    """Count the parameters of each layer; a shared one counts where it stands first."""
+    seen: set[nn.Parameter] = set()
+    counts = []
+    for layer in layers:
+        fresh = [p for p in layer.parameters() if p not in seen]
+        seen.update(fresh)
+        counts.append(sum(p.numel() for p in fresh))
+    return counts
+
+
+def balance(costs: Sequence[float], stages: int) -> list[range]:
+    """Partition layers so that the largest cost of a stage is as small as possible.
+
+    Exact, by dynamic programming over the boundaries; among the best partitions, the one with the
+    smallest sum of squared costs, so that equal layers are distributed evenly. Every stage gets at
+    least one layer.
+
+    Args:
+        costs: cost of each layer, in any unit.
+        stages: number of stages.
+
+    Returns:
+        The layer indices of each stage.
+    """
+    layers = len(costs)
+    prefix = np.concatenate([[0.0], np.cumsum(np.asarray(costs, dtype=np.float64))])
+    best = np.full((stages + 1, layers + 1), np.inf)
+    square = np.full((stages + 1, layers + 1), np.inf)
+    cut = np.zeros((stages + 1, layers + 1), dtype=np.int64)
+    best[0, 0] = square[0, 0] = 0.0
+    for part in range(1, stages + 1):
+        for end in range(part, layers + 1):
+            starts = np.arange(part - 1, end)
+            cost = prefix[end] - prefix[starts]
+            bottleneck = np.maximum(best[part - 1, starts], cost)
+            squares = square[part - 1, starts] + cost**2
+            # Sums of squares decide between equal bottlenecks.
+            choice = int(np.lexsort((squares, bottleneck))[0])
+            best[part, end], square[part, end] = bottleneck[choice], squares[choice]
+            cut[part, end] = starts[choice]
+    ends = [layers]
+    for part in range(stages, 0, -1):
+        ends.append(int(cut[part, ends[-1]]))
+    ends.reverse()
+    return [range(ends[i], ends[i + 1]) for i in range(stages)]
+
+
+def imbalance(costs: Sequence[float], parts: Sequence[range]) -> float:
+    """The largest cost of a stage over the mean cost: 1.0 where all are equal."""
+    totals = [sum(costs[layer] for layer in part) for part in parts]
+    mean = sum(totals) / len(totals)
+    return max(totals) / mean if mean else 1.0
+
+
+def parts_of_sizes(sizes: Sequence[int], layers: int, stages: int) -> list[range]:
+    """The layer indices of each stage, from the numbers of layers that a user gives.
+
+    Raises:
+        MisconfigurationException: if there is not one positive size a stage or they do not add up.
+    """
+    if len(sizes) != stages or min(sizes) < 1 or sum(sizes) != layers:
+        raise MisconfigurationException(
+            f"balance={list(sizes)} must give each of the {stages} stages at least one of the "
+            f"{layers} layers and use all of them; it has {len(sizes)} entries with sum "
+            f"{sum(sizes)}." + see("layers")
+        )
+    ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
+    return [range(ends[i], ends[i + 1]) for i in range(stages)]

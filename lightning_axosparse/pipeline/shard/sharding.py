@@ -1,0 +1,240 @@
+"""Keeps the tensors of a module that this rank's stages need, and drops the others.
+
+A parameter of a layer is kept by the layer's stage, one outside the layers by every stage, and one
+that several layers share by each of their stages. A tensor that is not kept is replaced by a
+``RemoteTensor``, so that names, shapes and ``state_dict`` keys do not change.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_axosparse.pipeline.shard.remote_tensor import RemoteTensor
+from lightning_axosparse.sparse.module.parameters import layouts
+from lightning_axosparse.support.torch_internals import move_gradient_hooks, swap_values
+
+
+class ReshardedTensor(NamedTuple):
+    """A tensor of a module whose layers were partitioned anew.
+
+    Attributes:
+        name: its name in the module.
+        tensor: the tensor.
+        before: the stages of the former pipeline that have its value.
+        after: the stages of the new pipeline that keep it.
+    """
+
+    name: str
+    tensor: Tensor
+    before: frozenset[int]
+    after: frozenset[int]
+
+
+class Sharding:
+    """Which stages keep which tensors of a module.
+
+    Args:
+        module: the user's module, whole.
+        layers: names of the layers, as in ``module.named_modules()``.
+        parts: the layer indices of each stage.
+        device: where the tensors are used that are kept.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layers: Sequence[str],
+        parts: Sequence[range],
+        device: torch.device | None = None,
+    ) -> None:
+        self.module = module
+        self._device = device or torch.device("cpu")
+        self.names = {parameter: name for name, parameter in module.named_parameters()}
+        self._layers = list(layers)
+        self._replaced: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+        self._assign(parts)
+        self._local: Collection[int] = self.all_stages
+
+    def stage_of(self, key: str) -> int | None:
+        """The stage of the layer that a parameter, buffer or state key belongs to, if any."""
+        parts = key.split(".")
+        prefixes = (".".join(parts[:length]) for length in range(1, len(parts)))
+        return next((self._stage_of_layer[p] for p in prefixes if p in self._stage_of_layer), None)
+
+    def holders_of(self, name: str) -> frozenset[int]:
+        """The stages that keep a parameter, which may be younger than this object."""
+        return self.holders.get(name) or self._holders_of_name(name)
+
+    def source_of(self, key: str) -> int:
+        """The stage whose value of a state key counts.
+
+        That is the last stage for what is outside the layers, because it alone runs a step to its
+        end.
+        """
+        stage = self.stage_of(key)
+        return max(self.all_stages) if stage is None else stage
+
+    def held(self) -> dict[str, nn.Parameter]:
+        """The parameters that this rank keeps, by name, in the module's order."""
+        return {
+            name: parameter
+            for name, parameter in self.module.named_parameters()
+            if self._is_local(self.holders_of(name))
+        }
+
+    def counted(self) -> set[str]:
+        """The names that this rank counts, so that each is counted once over a pipeline."""
+        return {name for name, stages in self.holders.items() if min(stages) in self._local}
+
+    def split(self, local: Collection[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The tensors of a whole module that the ``local`` stages keep, and the others; by name."""
+        kept: dict[str, Tensor] = {}
+        others: dict[str, Tensor] = {}
+        for name, tensor in self._tensors():
+            shared = not self._holders[tensor].isdisjoint(local)
+            (kept if shared else others)[name] = tensor
+        return kept, others
+
+    def shard(self, local: Collection[int]) -> None:
+        """Replace all tensors that the ``local`` stages do not keep."""
+        for tensor in self._replace_all(local, {}):
+            free(tensor)
+
+    def shard_copy(self, copied: nn.Module) -> None:
+        """Replace in a copy of the module what is replaced in the module."""
+        memo: dict[int, Any] = {}
+        modules = dict(self.module.named_modules())
+        for name, owner in copied.named_modules():
+            if name not in modules:
+                continue
+            original = modules[name]
+            for tensors, ours in (
+                (owner._parameters, original._parameters),
+                (owner._buffers, original._buffers),
+            ):
+                for key, tensor in ours.items():
+                    if isinstance(tensor, RemoteTensor):
+                        tensors[key] = copy.deepcopy(tensor, memo)
+
+    def put_back(self) -> dict[Tensor, Tensor]:
+        """Put the replaced tensors back, freed as they are; return the meta tensor of each."""
+        metas: dict[Tensor, Tensor] = {}
+        for tensors, key, original in self._replaced:
+            meta = tensors[key]
+            assert meta is not None
+            metas[original] = meta
+            # The user may have frozen, unfrozen or hooked the meta tensor.
+            tensors[key] = original.requires_grad_(meta.requires_grad)
+            move_gradient_hooks(meta, original)
+        self._replaced.clear()
+        return metas
+
+    def reshard(self, parts: Sequence[range], local: Collection[int]) -> list[ReshardedTensor]:
+        """Change to another partition of the layers.
+
+        Values are not moved: tensors that this rank keeps from now on are in the module, still
+        empty; those that it kept and no longer does are out of it, with their values.
+
+        Args:
+            parts: the layer indices of each new stage.
+            local: the new stages of this rank.
+
+        Returns:
+            Every tensor of the module, in the same order on all ranks.
+        """
+        metas = self.put_back()
+        tensors = [(name, tensor, self._sources(tensor)) for name, tensor in self._tensors()]
+        self._assign(parts)
+        self._replace_all(local, metas)
+        return [
+            ReshardedTensor(name, tensor, before, self._holders[tensor])
+            for name, tensor, before in tensors
+        ]
+
+    def _assign(self, parts: Sequence[range]) -> None:
+        self.all_stages = frozenset(range(len(parts)))
+        self._stage_of_layer = {
+            self._layers[index]: stage for stage, part in enumerate(parts) for index in part
+        }
+        self._holders: dict[Tensor, frozenset[int]] = {}
+        for name, tensor in self._tensors(remove_duplicate=False):
+            self._holders[tensor] = self._holders.get(tensor, frozenset()) | self._holders_of_name(
+                name
+            )
+        self.holders = {name: self._holders[parameter] for parameter, name in self.names.items()}
+
+    def _tensors(self, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+        return chain(
+            self.module.named_parameters(remove_duplicate=remove_duplicate),
+            self.module.named_buffers(remove_duplicate=remove_duplicate),
+        )
+
+    def _sources(self, tensor: Tensor) -> frozenset[int]:
+        """The stages that have a tensor's value."""
+        holders = self._holders[tensor]
+        if holders == self.all_stages and not isinstance(tensor, nn.Parameter):
+            return frozenset([max(holders)])
+        return holders
+
+    def _replace_all(self, local: Collection[int], metas: dict[Tensor, Tensor]) -> list[Tensor]:
+        """Replace what the ``local`` stages do not keep, and return it.
+
+        Args:
+            local: the stages of this rank.
+            metas: meta tensors to reuse.
+        """
+        self._local = local
+        sparse = layouts(self.module)
+        shapes: dict[Tensor, torch.Size] = {
+            p: sparse[name].shape for p, name in self.names.items() if name in sparse
+        }
+        for name, layer in self.module.named_modules():
+            if name not in self._stage_of_layer or self._stage_of_layer[name] in local:
+                continue
+            for path, owner in layer.named_modules(prefix=name):
+                for tensors in (owner._parameters, owner._buffers):
+                    self._replace(path, tensors, metas, shapes)
+        return [original for _, _, original in self._replaced]
+
+    def _replace(
+        self,
+        path: str,
+        tensors: dict[str, Tensor | None],
+        metas: dict[Tensor, Tensor],
+        shapes: Mapping[Tensor, torch.Size],
+    ) -> None:
+        for key, tensor in tensors.items():
+            if tensor is None or self._is_local(self._holders[tensor]):
+                continue
+            if tensor not in metas:
+                shape = shapes.get(tensor, tensor.shape)
+                metas[tensor] = self._remote(tensor, shape, f"{path}.{key}")
+            self._replaced.append((tensors, key, tensor))
+            tensors[key] = metas[tensor]
+
+    def _remote(self, tensor: Tensor, shape: torch.Size, name: str) -> Tensor:
+        meta = torch.empty(shape, dtype=tensor.dtype, device="meta")
+        remote = RemoteTensor.of(meta, name, self._device)
+        return nn.Parameter(remote, tensor.requires_grad) if tensor in self.names else remote
+
+    def _holders_of_name(self, name: str) -> frozenset[int]:
+        stage = self.stage_of(name)
+        return self.all_stages if stage is None else frozenset([stage])
+
+    def _is_local(self, stages: frozenset[int]) -> bool:
+        return not stages.isdisjoint(self._local)
+
+
+def free(tensor: Tensor) -> None:
+    """Free the values and the gradient of a tensor that this rank does not keep."""
+    if tensor.is_meta:
+        empty = torch.empty(0, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+        swap_values(tensor, empty)
+    tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    tensor.grad = None

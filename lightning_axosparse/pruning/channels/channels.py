@@ -1,0 +1,456 @@
+"""Finds the channels of a network that can be removed, and every layer that has them.
+
+The network is traced with :mod:`torch.fx`, without an input and without the values of its weights,
+so it may stand on the meta device. A channel can be removed if it is made by a convolution or a
+linear layer, scaled by one BatchNorm before anything else reads it, and then passes only through
+operations that keep a zero a zero until convolutions and linear layers read it. Then the network
+without it computes what the network with its scale and shift at zero computes.
+
+What is added to other channels (a residual stream), multiplied with them, read by a grouped
+convolution or by anything that is not known here keeps all its channels.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_axosparse.pruning.channels.layers import (
+    BATCH_NORMS,
+    WEIGHTED,
+    layer_inputs,
+    layer_outputs,
+)
+from lightning_axosparse.pruning.prunable import few
+from lightning_axosparse.sparse.module.parameters import owned_parameters
+from lightning_axosparse.support.torch_internals import tree_leaves
+from lightning_axosparse.support.troubleshooting import see
+
+_MODULES = (
+    *(nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish),
+    *(nn.Hardswish, nn.Tanh, nn.Softsign),
+)
+_POOLINGS = (
+    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
+    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+    *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
+    nn.Upsample,
+)
+_FUNCTIONS = (
+    *("dropout", "dropout1d", "dropout2d", "dropout3d", "relu", "relu_", "relu6", "leaky_relu"),
+    *("elu", "celu", "selu", "gelu", "silu", "mish", "hardswish", "tanh", "softsign"),
+)
+_POOLING_FUNCTIONS = (
+    *("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d"),
+    *("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"),
+    *("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "interpolate"),
+)
+_SUMS = ("add", "add_", "iadd")
+_SPATIAL = ({2, 3}, {-1, -2})
+"""The dimensions of a map over which a mean leaves one number a channel."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive inputs of a layer that come from the channels of one layer.
+
+    Attributes:
+        scale: name of the BatchNorm that scales these channels; None if all of them stay.
+        entries: number of the layer's inputs: the channels, or a multiple of them after a flatten.
+    """
+
+    scale: str | None
+    entries: int
+
+
+@dataclass(frozen=True)
+class Channels:
+    """The channels of a network that can be removed.
+
+    Attributes:
+        scales: name of a BatchNorm -> its channels, in the order of the network.
+        outputs: name of a layer -> the BatchNorm that decides which of its outputs stay.
+        inputs: name of a layer -> where its inputs come from, in order; layers with only inputs
+            that stay are left out.
+        whole: name of a layer -> why all its outputs stay.
+    """
+
+    scales: Mapping[str, int]
+    outputs: Mapping[str, str]
+    inputs: Mapping[str, Sequence[Segment]]
+    whole: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """What can be removed, and why the rest cannot."""
+        by_reason: dict[str, list[str]] = {}
+        for layer, why in self.whole.items():
+            by_reason.setdefault(why, []).append(layer)
+        lines = [f"{sum(self.scales.values())} channels of {len(self.scales)} layers can go."]
+        lines += [f"Whole: {few(layers)}, because {why}." for why, layers in by_reason.items()]
+        return "\n".join(lines)
+
+    def kept_outputs(self, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return layer -> bool tensor, True for each output that stays.
+
+        Args:
+            masks: name of a BatchNorm -> bool tensor, True for each channel that stays.
+        """
+        return {layer: masks[scale] for layer, scale in self.outputs.items()}
+
+    def kept_inputs(self, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return layer -> bool tensor, True for each input that stays; arguments as above."""
+        return {
+            layer: torch.cat([_entries(segment, masks) for segment in segments])
+            for layer, segments in self.inputs.items()
+        }
+
+
+def _entries(segment: Segment, masks: Mapping[str, Tensor]) -> Tensor:
+    if segment.scale is None:
+        return torch.ones(segment.entries, dtype=torch.bool)
+    mask = masks[segment.scale]
+    return mask.repeat_interleave(segment.entries // mask.numel())
+
+
+def find_channels(module: nn.Module, network: str | None = None) -> Channels:
+    """Trace a module, and find the channels that can be removed from it.
+
+    Args:
+        module: the module; its tensors may be on the meta device.
+        network: name of the part to trace, by its ``forward``; None: the module. All its outputs
+            stay. Layers that are used elsewhere, too, must be called in it likewise.
+
+    Raises:
+        ValueError: if there is no such part, its ``forward`` cannot be traced, or none of its
+            channels can be removed; says why.
+    """
+    modules = dict(module.named_modules())
+    if network is not None and network not in modules:
+        raise ValueError(
+            f"network='{network}' is no part of the module. There are: "
+            f"{', '.join(name for name, _ in module.named_children())}." + see("channels")
+        )
+    part = modules[network or ""]
+    graph = _trace(part)
+    prefix = f"{network}." if network else ""
+    found = _Reader(part, prefix).read(graph)
+    if not found.scales:
+        reasons = "; ".join(f"{name}: {why}" for name, why in found.whole.items())
+        raise ValueError(
+            f"{type(part).__name__} has no channels that can be removed. A convolution or linear "
+            "layer has to be followed by a BatchNorm with a scale, and then by a convolution or "
+            f"linear layer. {reasons or 'There is no BatchNorm'}." + see("channels")
+        )
+    return found
+
+
+# Tracing
+
+
+_UNTRACEABLE = TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError
+"""What code raises that reads the value of an ``fx.Proxy``; fx's ``TraceError`` is a ValueError."""
+
+
+class _Tracer(fx.Tracer):
+    """Traces into modules of the user, but for those that cannot be traced.
+
+    Args:
+        known: id of a module -> whether it can be traced; filled.
+    """
+
+    def __init__(self, known: dict[int, bool]) -> None:
+        super().__init__()
+        self._known = known
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return super().is_leaf_module(m, module_qualified_name) or not self._can_trace(m)
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        # Not an instance's own forward: a pipeline replaces that of its layers.
+        return super().call_module(m, partial(type(m).forward, m), args, kwargs)
+
+    def _can_trace(self, module: nn.Module) -> bool:
+        if id(module) not in self._known:
+            try:
+                _Tracer(self._known).trace(module, _defaults(module))
+                self._known[id(module)] = True
+            except _UNTRACEABLE:
+                self._known[id(module)] = False
+        return self._known[id(module)]
+
+
+def _defaults(module: nn.Module) -> dict[str, Any]:
+    """The arguments of ``forward`` that have a default, which may decide where the code goes."""
+    parameters = signature(type(module).forward).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not Parameter.empty}
+
+
+def _trace(part: nn.Module) -> fx.Graph:
+    try:
+        return _Tracer({}).trace(part, _defaults(part))
+    except Exception as error:
+        raise ValueError(
+            f"The forward of {type(part).__name__} cannot be traced ({error}). Name a part of the "
+            "module that holds its convolutions and can be traced, such as network='model'."
+            + see("channels")
+        ) from error
+
+
+# What a traced value is
+
+
+@dataclass(eq=False)
+class _Made:
+    """The output channels of one layer, and what was found out about them."""
+
+    layer: str
+    width: int
+    scale: str | None = None
+    why: str | None = None
+
+    def stay(self, why: str) -> None:
+        """Keep all channels, for the first reason that was found."""
+        self.why = self.why or why
+
+
+@dataclass(frozen=True)
+class _Part:
+    made: _Made
+    scaled: bool
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A tensor whose channels are known.
+
+    Attributes:
+        parts: whose channels they are, in order along dimension 1.
+        form: "map": (batch, channel, place...); "vector": (batch, channel); "flat": (batch, channel
+            times places).
+    """
+
+    parts: tuple[_Part, ...]
+    form: str
+
+    @property
+    def width(self) -> int:
+        return sum(part.made.width for part in self.parts)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """The shape of a value."""
+
+    of: _Value
+
+
+class _BatchSize:
+    """The first entry of a shape: the number of samples."""
+
+
+class _Reader:
+    """Follows channels through a traced graph.
+
+    Args:
+        part: the traced module.
+        prefix: what precedes the names of its layers.
+    """
+
+    def __init__(self, part: nn.Module, prefix: str) -> None:
+        self._modules, self._prefix = dict(part.named_modules()), prefix
+        self._made: list[_Made] = []
+        self._scales: dict[str, _Made] = {}
+        self._readers: dict[str, _Value] = {}
+        self._whole: dict[str, str] = {}
+        owned = owned_parameters(part)
+        self._tied = {
+            owner for entry in owned if len(entry.owners) > 1 for owner, _ in entry.owners
+        }
+
+    def read(self, graph: fx.Graph) -> Channels:
+        """Return what the graph says about channels."""
+        calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
+        values: dict[fx.Node, Any] = {}
+        for node in graph.nodes:
+            args = fx.node.map_arg(node.args, values.get)
+            kwargs = fx.node.map_arg(node.kwargs, values.get)
+            if node.op == "output":
+                self._stay((args, kwargs), "the network returns them")
+            elif node.op == "call_module":
+                values[node] = self._module(str(node.target), calls[node.target], args, kwargs)
+            elif node.op in ("call_function", "call_method"):
+                name = node.target if node.op == "call_method" else node.target.__name__
+                values[node] = self._function(str(name), args, kwargs)
+        return self._channels()
+
+    def _channels(self) -> Channels:
+        removable = {scale: made for scale, made in self._scales.items() if made.why is None}
+        outputs = {made.layer: scale for scale, made in removable.items()}
+        outputs.update({scale: scale for scale in removable})
+        inputs = {}
+        for layer, value in self._readers.items():
+            spread = layer_inputs(self._layer(layer)) // value.width
+            segments = [_segment(part.made, spread) for part in value.parts]
+            if any(segment.scale is not None for segment in segments):
+                inputs[layer] = segments
+        whole = {made.layer: made.why for made in self._made if made.why is not None}
+        scales = {scale: made.width for scale, made in removable.items()}
+        return Channels(scales, outputs, inputs, {**self._whole, **whole})
+
+    def _layer(self, name: str) -> nn.Module:
+        layer: nn.Module = self._modules[name.removeprefix(self._prefix)]
+        return layer
+
+    def _module(self, target: str, calls: int, args: Any, kwargs: Any) -> Any:
+        layer, name = self._modules[target], f"{self._prefix}{target}"
+        value = args[0] if len(args) == 1 and not kwargs else None
+        known = type(layer) in (*WEIGHTED, *BATCH_NORMS)
+        if known and (calls > 1 or layer in self._tied or layer._parameters.get("weight") is None):
+            why = "called more than once" if calls > 1 else "its weight is tied, or is none"
+            self._whole[name] = why
+            return self._stay((args, kwargs), f"'{name}' reads them: {why}")
+        if type(layer) in WEIGHTED:
+            return self._weighted(name, layer, value, args, kwargs)
+        if isinstance(value, _Value):
+            if type(layer) in BATCH_NORMS:
+                return self._normalized(name, layer, value)
+            if type(layer) in _MODULES or (type(layer) in _POOLINGS and _is_pooled(value, layer)):
+                return value
+            if isinstance(layer, nn.Flatten) and (layer.start_dim, layer.end_dim) == (1, -1):
+                return _flat(value)
+        if type(layer) in BATCH_NORMS:
+            self._whole[name] = "it is not known whose outputs it normalizes"
+        return self._stay((args, kwargs), f"'{name}' ({type(layer).__name__}) reads them")
+
+    def _weighted(self, name: str, layer: Any, value: Any, args: Any, kwargs: Any) -> Any:
+        """The output of a convolution or a linear layer."""
+        linear = isinstance(layer, nn.Linear)
+        grouped = getattr(layer, "groups", 1) > 1
+        reads = isinstance(value, _Value) and not grouped and linear == (value.form != "map")
+        if reads and layer_inputs(layer) % value.width == 0:
+            self._readers[name] = value
+            for part in value.parts:
+                if not part.scaled:
+                    part.made.stay(f"'{name}' reads them without a BatchNorm before it")
+        else:
+            what = "grouped convolution" if grouped else type(layer).__name__
+            self._stay((args, kwargs), f"'{name}' ({what}) reads them")
+        if linear and name not in self._readers:
+            return None  # Its input may have any number of dimensions.
+        made = _Made(name, layer_outputs(layer))
+        if grouped:
+            made.stay("it is a grouped convolution, whose groups share no inputs")
+        self._made.append(made)
+        return _Value((_Part(made, scaled=False),), "vector" if linear else "map")
+
+    def _normalized(self, name: str, layer: nn.Module, value: _Value) -> Any:
+        """The output of a BatchNorm."""
+        first, *others = value.parts
+        width = layer_outputs(layer)
+        if others or first.scaled or first.made.scale is not None or width != value.width:
+            why = "it normalizes channels of several layers, or of another BatchNorm"
+            self._whole[name] = why
+            return self._stay(value, f"'{name}' reads them, and {why}")
+        first.made.scale = name
+        self._scales[name] = first.made
+        form = "vector" if value.form == "flat" else value.form
+        return _Value((_Part(first.made, scaled=True),), form)
+
+    def _function(self, name: str, args: Any, kwargs: Any) -> Any:
+        value = args[0] if args else None
+        if isinstance(value, _Shape):
+            return self._of_shape(name, value, args)
+        if isinstance(value, _Value):
+            if name in ("size", "getattr"):
+                return self._shape(name, value, args, kwargs)
+            alone = not any(isinstance(v, _Value | _Shape) for v in tree_leaves((args[1:], kwargs)))
+            pools = name in _POOLING_FUNCTIONS and _is_map(value)
+            if alone and (name in _FUNCTIONS or (pools and not kwargs.get("return_indices"))):
+                return value
+            if _flattens(name, args, kwargs):
+                return _flat(value)
+            if name == "mean" and _is_map(value) and _means_places(args, kwargs):
+                return value if kwargs.get("keepdim") else _Value(value.parts, "vector")
+        if name in ("cat", "concat", "concatenate"):
+            return self._concatenated(args, kwargs)
+        if name in _SUMS:
+            return self._stay((args, kwargs), "they are added to others (a residual stream)")
+        return self._stay((args, kwargs), f"{name} reads them")
+
+    def _concatenated(self, args: Any, kwargs: Any) -> Any:
+        tensors, *rest = args
+        dimension = rest[0] if rest else kwargs.get("dim", kwargs.get("axis", 0))
+        forms = {t.form for t in tensors if isinstance(t, _Value)}
+        whole = all(isinstance(t, _Value) for t in tensors)
+        if whole and dimension == 1 and forms in ({"map"}, {"vector"}):
+            return _Value(tuple(part for t in tensors for part in t.parts), forms.pop())
+        return self._stay((args, kwargs), "they are concatenated with others that are not known")
+
+    def _shape(self, name: str, value: _Value, args: Any, kwargs: Any) -> Any:
+        if name == "getattr" and args[1] != "shape":
+            return self._stay(value, f"their attribute {args[1]} is read")
+        shape = _Shape(value)
+        if name == "getattr" or (len(args) == 1 and not kwargs):
+            return shape
+        return self._of_shape("getitem", shape, (shape, args[1] if len(args) > 1 else None))
+
+    def _of_shape(self, name: str, shape: _Shape, args: Any) -> Any:
+        index = args[1] if len(args) > 1 else None
+        if name == "getitem" and isinstance(index, int) and index != 1:
+            if index == 0:
+                return _BatchSize()
+            if _is_map(shape.of) and index in (2, 3, 4, -1, -2):
+                return None
+        return self._stay(shape, "their number is read")
+
+    def _stay(self, read: Any, why: str) -> Any:
+        """Keep all channels of the values that something has read; what it returns is unknown."""
+        for value in tree_leaves(read):
+            if isinstance(value, _Shape):
+                value = value.of
+            if isinstance(value, _Value):
+                for part in value.parts:
+                    part.made.stay(why)
+        return None
+
+
+def _segment(made: _Made, spread: int) -> Segment:
+    return Segment(None if made.why else made.scale, spread * made.width)
+
+
+def _is_map(value: _Value) -> bool:
+    return value.form == "map"
+
+
+def _is_pooled(value: _Value, layer: nn.Module) -> bool:
+    """Whether a pooling layer gives a map of the same channels, and nothing else."""
+    return _is_map(value) and not getattr(layer, "return_indices", False)
+
+
+def _flat(value: _Value) -> _Value:
+    return _Value(value.parts, "flat" if value.form == "map" else value.form)
+
+
+def _flattens(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether a call leaves the batch dimension and makes one of all others."""
+    if name == "flatten":
+        given = [*args[1:], *kwargs.values()]
+        return given in ([1], [1, -1])
+    if name in ("view", "reshape"):
+        sizes = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
+        return len(sizes) == 2 and isinstance(sizes[0], _BatchSize) and sizes[1] == -1
+    return False
+
+
+def _means_places(args: Any, kwargs: Any) -> bool:
+    """Whether a mean goes over the height and width of a map."""
+    dimensions = args[1] if len(args) > 1 else kwargs.get("dim")
+    return isinstance(dimensions, list | tuple) and set(dimensions) in _SPATIAL

@@ -1,0 +1,253 @@
+"""Defines the ticket of channels: which channels of a network to keep, and how they were found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import Self
+
+from lightning_axosparse.pruning.channels.channels import Channels, Segment, find_channels
+from lightning_axosparse.pruning.channels.layers import (
+    BATCH_NORMS,
+    WEIGHTED,
+    keep_inputs,
+    keep_outputs,
+    layer_inputs,
+    layer_outputs,
+)
+from lightning_axosparse.pruning.ticket_file import TicketFile
+from lightning_axosparse.sparse.module.convert import renew_reducers
+from lightning_axosparse.sparse.module.optimizer_state import validate_state
+from lightning_axosparse.sparse.module.parameters import owned_parameters
+from lightning_axosparse.support.arguments import (
+    DISTANCES,
+    FRACTION,
+    INDEX,
+    MASKS,
+    MODULE,
+    NONE,
+    OPTIMIZER,
+    TEXT,
+    Kind,
+    checked,
+    instance_of,
+    list_of,
+    number,
+)
+from lightning_axosparse.support.memory.release import release_freed_memory
+from lightning_axosparse.support.troubleshooting import see
+
+RATIO = number("a number in (0, 1)", lambda ratio: 0 < ratio < 1)
+"""A fraction to prune: some, and not all."""
+
+
+def channel_masks(
+    scales: Mapping[str, Tensor], pruning_ratio: float, floor: float
+) -> dict[str, Tensor]:
+    """Keep the channels with the largest scales, over all layers (network slimming).
+
+    Args:
+        scales: name of a BatchNorm -> its weight, shape (channels,).
+        pruning_ratio: fraction of all channels to prune.
+        floor: each layer keeps at least this fraction of what it would keep if all kept the same
+            fraction, and never less than one channel.
+
+    Returns:
+        name -> bool tensor (on CPU), True for each channel that stays; equal scales are pruned in
+        the order of the layers.
+
+    Raises:
+        ValueError: if a scale is NaN.
+    """
+    sizes = {name: scale.detach().abs().double().cpu() for name, scale in scales.items()}
+    for name, size in sizes.items():
+        if size.isnan().any():
+            raise ValueError(
+                f"Scales of '{name}' are NaN, so its channels cannot be ranked. If training has "
+                "diverged, look at the learning rate or the precision." + see("channels")
+            )
+    ranked = []
+    for size in sizes.values():
+        least = max(1, math.ceil(floor * (1 - pruning_ratio) * len(size)))
+        ranked.append(size.clone())
+        ranked[-1][size.argsort(stable=True)[len(size) - least :]] = math.inf
+    flat = torch.cat(ranked)
+    pruned = min(round(pruning_ratio * len(flat)), int(flat.isfinite().sum()))
+    kept = torch.ones(len(flat), dtype=torch.bool)
+    kept[flat.argsort(stable=True)[:pruned]] = False
+    parts = kept.split([len(size) for size in ranked])
+    return {name: part.clone() for name, part in zip(sizes, parts, strict=True)}
+
+
+@dataclass(frozen=True, repr=False)
+class ChannelTicket(TicketFile):
+    """A winning ticket of channels: which channels to keep (You et al., ICLR 2020).
+
+    Attributes:
+        masks: name of a BatchNorm -> bool tensor (channels,), True for each channel that stays. Any
+            mapping may be given; each mask is stored at one bit a channel.
+        channels: the layers that have these channels as outputs or inputs.
+        pruning_ratio: the fraction of channels that was to be pruned.
+        step: number of optimizer steps before the draw; None if it was drawn without training.
+        distances: number of optimizer steps -> the largest distance of the masks after them to
+            those of the window, up to the draw.
+
+    Raises:
+        ValueError: if a field has the wrong type or is out of range.
+    """
+
+    kind: ClassVar[str] = "ticket of channels"
+    form: ClassVar[str] = "lightning_axosparse.ChannelTicket/1"
+    kinds: ClassVar[Mapping[str, Kind]] = {
+        "masks": MASKS,
+        "channels": instance_of("Channels, which find_channels returns", Channels),
+        "pruning_ratio": FRACTION,
+        "step": INDEX | NONE,
+        "distances": DISTANCES,
+    }
+
+    masks: Mapping[str, Tensor]
+    channels: Channels
+    pruning_ratio: float
+    step: int | None = None
+    distances: Mapping[int, float] = field(default_factory=dict)
+
+    @classmethod
+    @checked(ValueError, module=MODULE, pruning_ratio=RATIO, floor=FRACTION, network=TEXT | NONE)
+    def largest(
+        cls,
+        module: nn.Module,
+        pruning_ratio: float,
+        floor: float = 0.5,
+        network: str | None = None,
+    ) -> ChannelTicket:
+        """Return the ticket of the channels that have the largest scales now.
+
+        Args:
+            module: the model, with its values.
+            pruning_ratio: as for ``EarlyBirdChannels``, as are the following.
+            floor: likewise.
+            network: likewise.
+
+        Raises:
+            ValueError: if no channels can be removed, or a scale is NaN.
+        """
+        channels = find_channels(module, network)
+        scales = {name: _weight(module.get_submodule(name)) for name in channels.scales}
+        return cls(channel_masks(scales, pruning_ratio, floor), channels, pruning_ratio)
+
+    @checked(
+        ValueError,
+        module=MODULE,
+        optimizers=list_of("a list of torch Optimizers", OPTIMIZER),
+    )
+    def apply(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
+        """Remove the pruned channels from a module, in place.
+
+        Parameters and buffers stay the same objects, with fewer entries, and the sizes among the
+        attributes of their layers follow. Layers that have been shrunk by this ticket already do
+        not change. Tensors may be on the meta device.
+
+        Args:
+            module: a model as it was when the ticket was drawn: freshly built, or trained.
+            optimizers: those that hold its parameters; their state shrinks, too.
+
+        Raises:
+            ValueError: if the module has other layers, or optimizer state is not elementwise;
+                nothing has changed then.
+        """
+        outputs, inputs = self._pending(module)
+        for entry in owned_parameters(module):
+            for optimizer in optimizers:
+                state = optimizer.state.get(entry.parameter, {})
+                validate_state(entry.names[0], state, entry.parameter.shape)
+        for name, kept in outputs.items():
+            keep_outputs(module.get_submodule(name), kept, optimizers)
+        for name, kept in inputs.items():
+            keep_inputs(module.get_submodule(name), kept, optimizers)
+        renew_reducers(module)
+        release_freed_memory()
+
+    def validate(self, module: nn.Module) -> None:
+        """Check that :meth:`apply` can shrink a module, or has.
+
+        Raises:
+            ValueError: if it has other layers than the one that the ticket was drawn from.
+        """
+        self._pending(module)
+
+    def layer_channels(self) -> dict[str, tuple[int, int]]:
+        """Return, for each BatchNorm, its channels before and after."""
+        return {name: (mask.numel(), int(mask.sum())) for name, mask in self.masks.items()}
+
+    @property
+    def sparsity(self) -> float:
+        """The fraction of channels pruned, of those that could have been."""
+        counts = self.layer_channels().values()
+        return 1 - sum(kept for _, kept in counts) / sum(every for every, _ in counts)
+
+    def _pending(self, module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the masks of the outputs and of the inputs of layers that are still to shrink."""
+        layers = dict(module.named_modules())
+        sides = (
+            (self.channels.kept_outputs(self.masks), layer_outputs),
+            (self.channels.kept_inputs(self.masks), layer_inputs),
+        )
+        outputs, inputs = (
+            {name: mask for name, mask in masks.items() if _pending(layers, name, mask, size)}
+            for masks, size in sides
+        )
+        return outputs, inputs
+
+    def _record(self) -> dict[str, Any]:
+        return {**super()._record(), "channels": asdict(self.channels)}
+
+    @classmethod
+    def _from_record(cls, fields: dict[str, Any]) -> Self:
+        channels = fields["channels"]
+        inputs = {
+            layer: [Segment(**segment) for segment in segments]
+            for layer, segments in channels["inputs"].items()
+        }
+        return super()._from_record(
+            {**fields, "channels": Channels(**{**channels, "inputs": inputs})}
+        )
+
+    def __repr__(self) -> str:
+        counts = self.layer_channels().values()
+        return (
+            f"ChannelTicket({len(self.masks)} layers, {sum(kept for _, kept in counts)} of "
+            f"{sum(every for every, _ in counts)} channels kept, step={self.step})"
+        )
+
+
+def _pending(
+    layers: Mapping[str, nn.Module], name: str, mask: Tensor, size: Callable[[nn.Module], int]
+) -> bool:
+    """Return whether a layer has all that ``mask`` was made for, not only what it keeps."""
+    layer, kept = layers.get(name), int(mask.sum())
+    if type(layer) not in (*WEIGHTED, *BATCH_NORMS):
+        found = "no such layer" if layer is None else f"a {type(layer).__name__} of that name"
+        raise ValueError(
+            f"The ticket removes channels of '{name}', but the module has {found}: it was drawn "
+            "from another model." + see("channels")
+        )
+    assert layer is not None
+    if size(layer) not in (mask.numel(), kept):
+        raise ValueError(
+            f"The ticket keeps {kept} of {mask.numel()} channels of '{name}', which has "
+            f"{size(layer)}: it was drawn from another model." + see("channels")
+        )
+    return size(layer) == mask.numel() != kept
+
+
+def _weight(layer: nn.Module) -> Tensor:
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    return weight

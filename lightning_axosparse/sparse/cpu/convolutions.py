@@ -1,0 +1,409 @@
+"""Convolves with the kept values of a sparse weight on a CPU, without a dense one.
+
+The loops are in ``kernels/convolutions.py``. ``benchmarks/overhead/convolutions.py`` measures them
+against torch's convolution with a dense weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from math import prod
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_axosparse.sparse.backend import Ways
+from lightning_axosparse.sparse.cpu.products import readable
+from lightning_axosparse.sparse.cpu.threads import in_threads
+from lightning_axosparse.sparse.kernels import SEGMENT, kernel_module
+from lightning_axosparse.sparse.store.formats import SegmentLayout, layout_of
+from lightning_axosparse.sparse.store.layout import INT32_ENTRIES, Layout, row_length
+from lightning_axosparse.sparse.store.scratch import Use, scratch
+
+MOST_KEPT = 0.25
+"""The largest share of kept entries with which forward and backward take less time here."""
+
+FEWEST_POSITIONS = 64
+"""Images of fewer outputs, all together, are convolved with a dense weight."""
+
+_CHUNK = 2**20
+"""Padded numbers of the images that are convolved together, if that is several images."""
+
+_LINE = 16
+"""Numbers of a line of the cache."""
+
+_WHOLE = 128
+"""Images of so many positions are read where they are, if they need no padding."""
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """One convolution in two dimensions: a weight's, and the inputs' sizes.
+
+    Attributes:
+        weight: shape of the weight.
+        images: shape of the inputs, ``(images, channels, height, width)``.
+        stride: of the filter, down and across.
+        padding: zeros before and after the inputs, down and across.
+        dilation: of the filter, down and across.
+        groups: groups of channels that see each other alone.
+    """
+
+    weight: tuple[int, ...]
+    images: tuple[int, ...]
+    stride: Pair
+    padding: Pair
+    dilation: Pair
+    groups: int
+
+    @property
+    def outputs(self) -> tuple[int, int, int, int]:
+        """Shape of the outputs."""
+        height, width = (
+            (size + 2 * pad - dilation * (kernel - 1) - 1) // stride + 1
+            for size, pad, dilation, kernel, stride in zip(
+                self.images[2:],
+                self.padding,
+                self.dilation,
+                self.weight[2:],
+                self.stride,
+                strict=True,
+            )
+        )
+        return self.images[0], self.weight[0], height, width
+
+    @property
+    def fits(self) -> bool:
+        """Whether the loops can run it."""
+        reach = (d * (kernel - 1) for d, kernel in zip(self.dilation, self.weight[2:], strict=True))
+        return (
+            self.images[1] == self.weight[1] * self.groups
+            and self.weight[0] % self.groups == 0
+            and min(self.outputs) > 0
+            and all(pad <= most for pad, most in zip(self.padding, reach, strict=True))
+            and max(self.planes.inputs, self.planes.outputs) < INT32_ENTRIES
+        )
+
+    @cached_property
+    def planes(self) -> _Planes:
+        """How the images lie in memory."""
+        return _Planes(self)
+
+
+def chosen(layout: Layout, ways: Ways, operand: Tensor) -> TypeGuard[SegmentLayout]:
+    """Return whether convolutions with a sparse weight are to run here, if their geometry fits.
+
+    Args:
+        layout: the kept entries.
+        ways: how products with the weight run.
+        operand: the kept values or another operand, of the dtype in which the product runs.
+    """
+    if operand.dtype != torch.float32 or not readable(layout, operand):
+        return False
+    if ways.compute != "auto":
+        return ways.compute == "sparse"
+    return ways.processor != "unmeasured" and layout.nnz <= MOST_KEPT * layout.shape.numel()
+
+
+def large_enough(ways: Ways, geometry: Geometry) -> bool:
+    """Return whether a convolution has enough outputs to be faster here."""
+    images, _, height, width = geometry.outputs
+    return ways.compute == "sparse" or images * height * width >= FEWEST_POSITIONS
+
+
+@cache
+def load_loops() -> None:
+    """Compile the loops, or load them from numba's cache, before a convolution needs them."""
+    layout = layout_of(torch.ones(1, 64, 1, 1, dtype=torch.bool, device="cpu"), "segments")
+    assert isinstance(layout, SegmentLayout)
+    images = torch.zeros(1, 64, 2, 8, dtype=torch.float32, device="cpu")
+    geometry = Geometry((1, 64, 1, 1), tuple(images.shape), (1, 1), (0, 0), (1, 1), 1)
+    values = outer(images[:, :1], images, layout, geometry)
+    transposed(forward(images, values, layout, geometry), values, layout, geometry)
+
+
+def forward(
+    images: Tensor,
+    values: Tensor,
+    layout: SegmentLayout,
+    geometry: Geometry,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Convolve images with the weight.
+
+    Args:
+        images: shape ``geometry.images``, float32, on CPU.
+        values: kept values of the weight, of shape ``geometry.weight``.
+        layout: the kept entries.
+        geometry: the convolution.
+        bias: a number for each output channel.
+
+    Returns:
+        A tensor of shape ``geometry.outputs``.
+    """
+    planes = geometry.planes
+    result = images.new_empty(geometry.outputs)
+    places, begins = _places(layout, geometry)
+    kept, shift = _flat(values), _flat(images.new_empty(0) if bias is None else bias)
+    for chunk in planes.chunks:
+        memory = planes.memory_of_outputs(result[chunk])
+        entries = planes.of_inputs(images[chunk]), places, kept, begins
+        target = _flat(memory)[planes.margin :], planes.outputs_stride, planes.positions
+
+        def part(first: int, last: int, entries: Any = entries, target: Any = target) -> None:
+            kernel_module("convolutions").convolve(*entries, (first, last), shift, *target)
+
+        in_threads(part, geometry.weight[0], 1, planes.positions * layout.nnz)
+        planes.to_outputs(memory, result[chunk])
+    return result
+
+
+def transposed(
+    gradient: Tensor, values: Tensor, layout: SegmentLayout, geometry: Geometry
+) -> Tensor:
+    """Return the gradient of the images.
+
+    Args:
+        gradient: that of the outputs, shape ``geometry.outputs``, float32, on CPU.
+        values: kept values of the weight.
+        layout: the kept entries.
+        geometry: the convolution.
+    """
+    planes = geometry.planes
+    result = gradient.new_empty(geometry.images)
+    weight = _transposed_places(values, layout, geometry)
+    shift = _flat(gradient.new_empty(0))
+    for chunk in planes.chunks:
+        memory = planes.memory_of_inputs(result[chunk])
+        entries = planes.of_outputs(gradient[chunk]), *weight
+        target = _flat(memory), planes.stride, planes.positions
+
+        def part(first: int, last: int, entries: Any = entries, target: Any = target) -> None:
+            kernel_module("convolutions").convolve(*entries, (first, last), shift, *target)
+
+        in_threads(part, planes.number, 1, planes.positions * layout.nnz)
+        planes.to_inputs(memory, result[chunk])
+    return result
+
+
+def outer(gradient: Tensor, images: Tensor, layout: SegmentLayout, geometry: Geometry) -> Tensor:
+    """Return the kept entries of the gradient of the weight.
+
+    Args:
+        gradient: that of the outputs, shape ``geometry.outputs``, float32, on CPU.
+        images: shape ``geometry.images``, likewise.
+        layout: the kept entries.
+        geometry: the convolution.
+    """
+    planes = geometry.planes
+    result = images.new_zeros(layout.nnz)
+    places, begins = _places(layout, geometry)
+    products = _flat(result)
+    for chunk in planes.chunks:
+        entries = planes.of_inputs(images[chunk]), places, begins
+        factors = planes.of_outputs(gradient[chunk]), planes.outputs_stride, planes.margin
+
+        def part(first: int, last: int, entries: Any = entries, factors: Any = factors) -> None:
+            kernel_module("convolutions").correlate(
+                *entries, (first, last), factors, planes.positions, products
+            )
+
+        in_threads(part, geometry.weight[0], 1, planes.positions * layout.nnz)
+    return result
+
+
+class _Planes:
+    """The inputs and outputs of a convolution as planes in memory, flat and padded.
+
+    A plane has one channel of some images, row after row. Zeros between rows, and between images,
+    are the padding after the one and before the other. With a stride of s, a channel of the inputs
+    has a plane for every s-th row and column. A plane of the outputs begins with a margin of zeros
+    and has the rows and columns of the inputs' planes, so a shift leads from one to the other.
+
+    Attributes:
+        chunks: the images that are convolved together.
+        number: planes of the inputs.
+        positions: numbers of a plane that are sums.
+        margin: the largest shift.
+        stride: numbers from one plane of the inputs to the next.
+        outputs_stride: numbers from one plane of the outputs to the next.
+        whole: whether images are such planes as they are.
+    """
+
+    def __init__(self, geometry: Geometry) -> None:
+        images, channels, *size = geometry.images
+        (down, across), (above, before) = geometry.stride, geometry.padding
+        self._geometry = geometry
+        self._grid = rows, columns = -(-(size[0] + above) // down), -(-(size[1] + before) // across)
+        places = [
+            (y * geometry.dilation[0], x * geometry.dilation[1])
+            for y in range(geometry.weight[2])
+            for x in range(geometry.weight[3])
+        ]
+        self._phases = sorted({(y % down, x % across) for y, x in places})
+        self._in_phase = [self._phases.index((y % down, x % across)) for y, x in places]
+        self._shifts = [y // down * columns + x // across for y, x in places]
+        self.number, self.margin = channels * len(self._phases), max(self._shifts)
+        self.whole = len(places) == down == across == 1 and rows * columns >= _WHOLE
+        most = _CHUNK // (max(self.number, geometry.weight[0]) * rows * columns)
+        chunks = images if self.whole else -(-images // max(most, 1))
+        together = -(-images // max(chunks, 1))
+        self.chunks = [slice(first, first + together) for first in range(0, images, together or 1)]
+        self.positions = together * rows * columns
+        self.stride = self.outputs_stride = self.positions
+        if not self.whole:
+            self.positions = -(-self.positions // _LINE) * _LINE
+            self.stride = self.outputs_stride = _spread(self.positions + self.margin)
+
+    @property
+    def inputs(self) -> int:
+        """Numbers of all planes of the inputs."""
+        return self.number * self.stride
+
+    @property
+    def outputs(self) -> int:
+        """Numbers of all planes of the outputs."""
+        return self._geometry.weight[0] * self.outputs_stride
+
+    def of_inputs(self, images: Tensor) -> Any:
+        """Return images as planes."""
+        if self.whole:
+            return _flat(images)
+        memory = _memory("packed", self.inputs).zero_()
+        for plane, rows, columns in self._views(memory, len(images)):
+            plane.copy_(images[:, :, rows, columns].transpose(0, 1))
+        return _flat(memory)
+
+    def memory_of_inputs(self, images: Tensor) -> Tensor:
+        """Return where to write planes that will be ``images``."""
+        return images.view(-1) if self.whole else _memory("packed", self.inputs)
+
+    def to_inputs(self, memory: Tensor, images: Tensor) -> None:
+        """Copy planes that were written to ``memory`` to ``images``."""
+        if self.whole:
+            return
+        if len(self._phases) < prod(self._geometry.stride):
+            images.zero_()  # rows or columns that no output sees
+        for plane, rows, columns in self._views(memory, len(images)):
+            images[:, :, rows, columns].copy_(plane.transpose(0, 1))
+
+    def of_outputs(self, outputs: Tensor) -> Any:
+        """Return outputs, or their gradient, as planes with zeros around them."""
+        if self.whole:
+            return _flat(outputs)
+        memory = _memory("tile", self.outputs).zero_()
+        self._outputs_view(memory, outputs).copy_(outputs.transpose(0, 1))
+        return _flat(memory)
+
+    def memory_of_outputs(self, outputs: Tensor) -> Tensor:
+        """Return where to write planes that will be ``outputs``."""
+        return outputs.view(-1) if self.whole else _memory("tile", self.outputs)
+
+    def to_outputs(self, memory: Tensor, outputs: Tensor) -> None:
+        """Copy planes that were written to ``memory`` to ``outputs``."""
+        if not self.whole:
+            outputs.copy_(self._outputs_view(memory, outputs).transpose(0, 1))
+
+    @cached_property
+    def columns(self) -> tuple[Any, Any]:
+        """The input plane of each column of the weight, and the shift in it."""
+        channels, phases = self._geometry.weight[1], len(self._phases)
+        plane = np.arange(channels)[:, None] * phases + np.array(self._in_phase)
+        shift = np.tile(np.array(self._shifts), channels)
+        return plane.reshape(-1).astype(np.int32), shift.astype(np.int32)
+
+    @property
+    def of_group(self) -> int:
+        """Input planes that a group of channels sees."""
+        return self._geometry.weight[1] * len(self._phases)
+
+    def _views(self, memory: Tensor, images: int) -> Iterator[tuple[Tensor, slice, slice]]:
+        """The inside of the input planes, and the rows and columns of images that lie there.
+
+        A plane is a tensor of channels x images x rows x columns.
+        """
+        geometry, (height, width) = self._geometry, self._grid
+        shape = geometry.images[1], len(self._phases), self.stride
+        planes = memory.view(shape)[..., : images * height * width]
+        for plane, (y, x) in zip(planes.unbind(1), self._phases, strict=True):
+            rows = _every(y, 0, geometry)
+            columns = _every(x, 1, geometry)
+            inside = plane.unflatten(-1, (images, height, width))
+            yield inside[:, :, rows[0], columns[0]], rows[1], columns[1]
+
+    def _outputs_view(self, memory: Tensor, outputs: Tensor) -> Tensor:
+        images, channels, height, width = outputs.shape
+        planes = memory.view(channels, self.outputs_stride)[:, self.margin :]
+        grid = planes[:, : images * prod(self._grid)].unflatten(-1, (images, *self._grid))
+        inside: Tensor = grid[:, :, :height, :width]
+        return inside
+
+
+def _every(phase: int, dimension: int, geometry: Geometry) -> tuple[slice, slice]:
+    """Return where the rows (or columns) of a phase lie in a plane, and which of an image's."""
+    stride, padding = geometry.stride[dimension], geometry.padding[dimension]
+    size = geometry.images[2 + dimension]
+    first = (phase - padding) % stride
+    begin = (first + padding) // stride
+    return slice(begin, begin + len(range(first, size, stride))), slice(first, None, stride)
+
+
+def _spread(numbers: int) -> int:
+    """Return the least odd number of lines for so many numbers.
+
+    Planes that are a power of two apart would share the same few lines of the cache.
+    """
+    return (-(-numbers // _LINE) | 1) * _LINE
+
+
+def _places(layout: SegmentLayout, geometry: Geometry) -> tuple[Any, Any]:
+    """Return the place of each kept entry in the inputs, and the first entry of each row."""
+    planes, rows = geometry.planes, geometry.weight[0]
+    plane, shift = planes.columns
+    places = scratch.take("positions", layout.nnz, torch.int32, torch.device("cpu")).numpy()
+    begins = np.empty(rows + 1, np.int64)
+    group = rows // geometry.groups, planes.of_group * planes.stride
+    columns = plane * np.int32(planes.stride) + shift
+    kernel_module("convolutions").places(*_index(layout), columns, group, places, begins)
+    return places, begins
+
+
+def _transposed_places(
+    values: Tensor, layout: SegmentLayout, geometry: Geometry
+) -> tuple[Any, Any, Any]:
+    """Return the kept entries by input plane: places in the outputs, values, the first of each."""
+    planes = geometry.planes
+    memory = scratch.take("positions", 2 * layout.nnz, torch.int32, torch.device("cpu"))
+    places, kept = memory[: layout.nnz].numpy(), memory[layout.nnz :].view(torch.float32).numpy()
+    begins = np.empty(planes.number + 1, np.int64)
+    group = geometry.weight[0] // geometry.groups, planes.of_group
+    kernel_module("convolutions").transposed_places(
+        *_index(layout),
+        planes.columns,
+        group,
+        _flat(values),
+        (planes.outputs_stride, planes.margin),
+        places,
+        kept,
+        begins,
+    )
+    return places, kept, begins
+
+
+def _index(layout: SegmentLayout) -> tuple[Any, Any, int]:
+    segments = -(-row_length(layout.shape) // SEGMENT)
+    return layout.counts.numpy(), layout.offsets.numpy(), segments
+
+
+def _memory(use: Use, numbers: int) -> Tensor:
+    return scratch.take(use, numbers, torch.float32, torch.device("cpu"))
+
+
+def _flat(tensor: Tensor) -> Any:
+    return tensor.detach().contiguous().view(-1).numpy()

@@ -1,0 +1,140 @@
+"""Multiplies by a sparse weight of which one panel at a time is made dense.
+
+One panel of the weight's rows is made dense in scratch memory just before its product, and one
+panel of the gradient is compressed to its kept entries just after. A panel takes no more memory
+than the activations that it is multiplied with, or one tile. Products with narrow panels are
+slower, so a weight that is small beside its activations is one panel; a large weight and its
+gradient never exist whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_axosparse.sparse.store.layout import Layout, Tile, row_length
+from lightning_axosparse.sparse.store.scratch import scratch
+
+PANEL_ENTRIES = 2**24
+"""The most entries of a panel of several tiles: wider panels make no product faster."""
+
+
+def times_transposed(
+    inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = None
+) -> Tensor:
+    """Multiply ``inputs`` by the transposed weight; every panel gives some columns of the result.
+
+    Args:
+        inputs: shape ``(n, columns)``.
+        values: kept values of the weight, which has the shape ``(rows, columns)``.
+        layout: the kept entries.
+        bias: shape ``(rows,)``.
+
+    Returns:
+        A tensor of shape ``(n, rows)``.
+    """
+    panels = _panels(layout, inputs.shape[0])
+    if len(panels) == 1:
+        return F.linear(inputs, panels[0].dense(values), bias)
+    result = inputs.new_empty(inputs.shape[0], layout.shape[0])
+    for panel in panels:
+        factor, part = panel.dense(values).t(), result[:, panel.rows]
+        if bias is None:
+            torch.mm(inputs, factor, out=part)
+        else:
+            torch.addmm(bias[panel.rows], inputs, factor, out=part)
+    return result
+
+
+def times(inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = None) -> Tensor:
+    """Multiply ``inputs`` by the weight; the results of the panels are added.
+
+    In 16 bits every partial sum would be rounded, so a weight of several panels is made dense as a
+    whole there.
+
+    Args:
+        inputs: shape ``(n, rows)``.
+        values: kept values of the weight, which has the shape ``(rows, columns)``.
+        layout: the kept entries.
+        bias: shape ``(columns,)``.
+
+    Returns:
+        A tensor of shape ``(n, columns)``.
+    """
+    first, *others = _panels(layout, inputs.shape[0])
+    if others and inputs.dtype.itemsize < 4:
+        whole = layout.densify(values).view(-1, row_length(layout.shape))
+        return F.linear(inputs, whole.t(), bias)
+    result = F.linear(inputs[:, first.rows], first.dense(values).t(), bias)
+    for panel in others:
+        result.addmm_(inputs[:, panel.rows], panel.dense(values))
+    return result
+
+
+def outer(left: Tensor, right: Tensor, layout: Layout) -> Tensor:
+    """Return the kept entries of ``left.t() @ right``.
+
+    Args:
+        left: shape ``(n, rows)``.
+        right: shape ``(n, columns)``.
+        layout: the kept entries of the result, which has the shape ``(rows, columns)``.
+
+    Returns:
+        A tensor of shape ``(layout.nnz,)``.
+    """
+    values = left.new_empty(layout.nnz)
+    for panel in _panels(layout, left.shape[0]):
+        out = panel.memory(left)
+        torch.mm(left[:, panel.rows].t(), right, out=out.view(-1, right.shape[1]))
+        panel.compress(out, values)
+    return values
+
+
+@dataclass(slots=True)
+class _Panel:
+    """Consecutive tiles of a matrix that are dense at the same time."""
+
+    layout: Layout
+    tiles: list[Tile]
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.tiles[0].rows.start, self.tiles[-1].rows.stop)
+
+    def memory(self, like: Tensor) -> Tensor:
+        """Return scratch memory for all entries, flat, with the dtype and device of ``like``."""
+        first, last = self.tiles[0], self.tiles[-1]
+        numel = last.start + last.numel - first.start
+        return scratch.take("tile", numel, like.dtype, like.device)
+
+    def dense(self, values: Tensor) -> Tensor:
+        """Return the panel of the weight with the kept ``values``: a matrix in scratch memory."""
+        out = self.memory(values)
+        for tile, part in self._parts(out):
+            self.layout.densify_tile(tile, values[tile.entries], part)
+        return out.view(-1, row_length(self.layout.shape))
+
+    def compress(self, dense: Tensor, values: Tensor) -> None:
+        """Copy the kept entries of the flat ``dense`` panel to their part of ``values``."""
+        for tile, part in self._parts(dense):
+            self.layout.compress_tile(tile, part, values[tile.entries])
+
+    def _parts(self, flat: Tensor) -> Iterable[tuple[Tile, Tensor]]:
+        if len(self.tiles) == 1:
+            return ((self.tiles[0], flat),)
+        return zip(self.tiles, flat.split([tile.numel for tile in self.tiles]), strict=True)
+
+
+def _panels(layout: Layout, n: int) -> list[_Panel]:
+    """Split a weight into the fewest panels no larger than ``n`` rows of inputs and outputs."""
+    tiles = layout.tiles
+    if len(tiles) == 1:
+        return [_Panel(layout, tiles)]
+    room = min(n * (layout.shape[0] + row_length(layout.shape)), PANEL_ENTRIES)
+    step = max(1, room // tiles[0].numel)
+    step = -(-len(tiles) // -(-len(tiles) // step))  # the same number of panels, of equal size
+    return [_Panel(layout, tiles[first : first + step]) for first in range(0, len(tiles), step)]

@@ -1,0 +1,232 @@
+"""Multiplies by the kept values of a sparse weight on a CPU, without a dense one.
+
+The loops are in ``kernels/products.py``, those for one token in ``kernels/one_token.py``.
+``benchmarks/overhead/products.py`` measures them against the panels of ``panels.py`` and against a
+dense weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_axosparse.sparse.backend import Processor, Ways
+from lightning_axosparse.sparse.cpu.threads import in_threads
+from lightning_axosparse.sparse.kernels import LANES, ROWS, kernel_module
+from lightning_axosparse.sparse.store.formats import SegmentLayout, layout_of
+from lightning_axosparse.sparse.store.layout import Layout, block_rows, row_length
+from lightning_axosparse.sparse.store.scratch import scratch
+from lightning_axosparse.support.memory import heap as heap_memory
+
+Shares = Mapping[str, float]
+"""The largest share of kept entries with which each product runs here.
+
+"one_token" is that of ``times_transposed`` and ``times`` with a single token.
+"""
+
+_USUAL: Shares = {"times_transposed": 0.5, "times": 0.3, "outer": 0.3, "one_token": 1.0}
+_SMALL: Shares = {"times_transposed": 0.2, "times": 0.12, "outer": 0.15, "one_token": 1.0}
+_ALWAYS: Shares = dict.fromkeys(_USUAL, 1.0)
+_NEVER: Shares = dict.fromkeys(_USUAL, -1.0)
+
+MOST_KEPT: Mapping[Processor, tuple[Shares, Shares]] = {
+    "unmeasured": (_NEVER, _NEVER),
+    "matrix": (_USUAL, _NEVER),
+    "bfloat16": (_USUAL, _SMALL),
+    "float32": (_USUAL, _USUAL),
+}
+"""With what shares products take less time here than on panels, in float32 and in 16 bits.
+
+Panels take longer than a dense weight, too, by what it takes to fill them. Other sizes of weights
+and numbers of several tokens change the ratio of the two ways, but not which one is faster.
+"""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of products that can run here: in float32; if of 16 bits, they are rounded then."""
+
+_NO_BIAS: Any = np.empty(0, np.float32)
+
+
+def readable(layout: Layout, operand: Tensor) -> TypeGuard[SegmentLayout]:
+    """Return whether compiled loops can read these kept values.
+
+    Args:
+        layout: the kept entries.
+        operand: the kept values or another operand.
+    """
+    return operand.is_cpu and isinstance(layout, SegmentLayout) and layout.has_row_segments
+
+
+def chosen(layout: Layout, product: str, ways: Ways, operand: Tensor) -> TypeGuard[SegmentLayout]:
+    """Return whether a product with a sparse weight is to run here.
+
+    Args:
+        layout: the kept entries.
+        product: which product of :data:`Shares`.
+        ways: how products with the weight run.
+        operand: the kept values or another operand, of the dtype in which the product runs.
+    """
+    if not readable(layout, operand):
+        return False
+    return layout.nnz <= most_kept(ways, operand.dtype)[product] * layout.shape.numel()
+
+
+def most_kept(ways: Ways, dtype: torch.dtype) -> Shares:
+    """Return with which shares of kept entries products of a dtype are to run here, on a CPU.
+
+    Args:
+        ways: how products with the weight run.
+        dtype: the dtype of the operands, after autocast.
+    """
+    if dtype not in DTYPES or ways.compute == "dense":
+        return _NEVER
+    if ways.compute == "sparse":
+        return _ALWAYS
+    in_float32, in_16_bits = MOST_KEPT[ways.processor]
+    return in_float32 if dtype == torch.float32 else in_16_bits
+
+
+@cache
+def load_loops() -> None:
+    """Compile the loops, or load them from numba's cache, before a product needs them.
+
+    The first time on a machine that takes some seconds and the memory of a compiler, which a step
+    with its activations should not have to find.
+    """
+    mask = torch.ones(1, 64, dtype=torch.bool, device="cpu")
+    layout = layout_of(mask, "segments")
+    assert isinstance(layout, SegmentLayout)
+    for tokens in (1, 2):
+        inputs = torch.zeros(tokens, 64, dtype=torch.float32, device="cpu")
+        values = outer(inputs[:, :1], inputs, layout)
+        times(times_transposed(inputs, values, layout), values, layout)
+        layout.densify(values)  # for products that keep too many entries, on panels
+
+
+def times_transposed(
+    inputs: Tensor, values: Tensor, layout: SegmentLayout, bias: Tensor | None = None
+) -> Tensor:
+    """Multiply ``inputs`` by the transposed weight.
+
+    Args:
+        inputs: shape ``(..., columns)``, float32 or of 16 bits, on CPU.
+        values: kept values of the weight, which has the shape ``(rows, columns)``.
+        layout: the kept entries.
+        bias: shape ``(rows,)``.
+
+    Returns:
+        A tensor of shape ``(..., rows)``.
+    """
+    height, width = layout.shape[0], row_length(layout.shape)
+    tokens = inputs.shape[:-1]
+    result = heap_memory.empty((*tokens, height))
+    number = tokens.numel()
+    weight = *_index(layout), _flat(values)
+    source, target, shift = _flat(inputs), _flat(result), _bias(bias)
+
+    def part(first: int, last: int) -> None:
+        rows, start = (first, last), _entries_before(layout, first)
+        shared = (*weight, width, rows, start, shift, target)
+        if number == 1:
+            kernel_module("one_token").times_transposed(source, *shared)
+        else:
+            packed = _packed(width)
+            kernel_module("products").times_transposed(source, number, *shared, height, packed)
+
+    in_threads(part, height, block_rows(layout.shape), number * layout.nnz)
+    return _like(result, inputs)
+
+
+def times(
+    inputs: Tensor, values: Tensor, layout: SegmentLayout, bias: Tensor | None = None
+) -> Tensor:
+    """Multiply ``inputs`` by the weight.
+
+    Args:
+        inputs: shape ``(..., rows)``, float32 or of 16 bits, on CPU.
+        values: kept values of the weight, which has the shape ``(rows, columns)``.
+        layout: the kept entries.
+        bias: shape ``(columns,)``.
+
+    Returns:
+        A tensor of shape ``(..., columns)``.
+    """
+    height, width = layout.shape[0], row_length(layout.shape)
+    tokens = inputs.shape[:-1]
+    result = heap_memory.empty((*tokens, width))
+    number = tokens.numel()
+    weight = *_index(layout), _flat(values)
+    source, target, shift = _flat(inputs), _flat(result), _bias(bias)
+
+    def part(first: int, last: int) -> None:
+        if number == 1:
+            kernel_module("one_token").times(source, *weight, width, shift, target)
+            return
+        some = (first, last)
+        packed = _packed(width)
+        kernel_module("products").times(source, some, *weight, height, width, shift, target, packed)
+
+    in_threads(part, number, ROWS, number * layout.nnz)
+    return _like(result, inputs)
+
+
+def outer(left: Tensor, right: Tensor, layout: SegmentLayout) -> Tensor:
+    """Return the kept entries of ``left.t() @ right``.
+
+    Args:
+        left: shape ``(n, rows)``, float32 or of 16 bits, on CPU.
+        right: shape ``(n, columns)``, likewise.
+        layout: the kept entries of the result, which has the shape ``(rows, columns)``.
+
+    Returns:
+        A tensor of shape ``(layout.nnz,)``.
+    """
+    tokens, height = left.shape[0], layout.shape[0]
+    width = row_length(layout.shape)
+    result = heap_memory.zeros((layout.nnz,))
+    index, sources, target = _index(layout), (_flat(left), _flat(right)), _flat(result)
+
+    def part(first: int, last: int) -> None:
+        rows, start, packed = (first, last), _entries_before(layout, first), _packed(width)
+        kernel_module("products").outer(
+            *sources, tokens, *index, height, width, rows, start, target, packed
+        )
+
+    in_threads(part, height, block_rows(layout.shape), tokens * layout.nnz)
+    return _like(result, left)
+
+
+def _index(layout: SegmentLayout) -> tuple[Any, Any]:
+    return layout.counts.numpy(), layout.offsets.numpy()
+
+
+def _flat(tensor: Tensor) -> Any:
+    # Not the tensor's reshape(-1), which may return a view with gaps.
+    return _float(tensor).numpy(force=True).ravel()
+
+
+def _bias(bias: Tensor | None) -> Any:
+    return _NO_BIAS if bias is None else _flat(bias)
+
+
+def _float(tensor: Tensor) -> Tensor:
+    # Calls of torch that change nothing took a tenth of the time of one token's product.
+    return tensor if tensor.dtype == torch.float32 else tensor.float()
+
+
+def _like(result: Tensor, inputs: Tensor) -> Tensor:
+    return result if inputs.dtype == torch.float32 else result.to(inputs.dtype)
+
+
+def _packed(width: int) -> Any:
+    size = (width + ROWS) * LANES
+    return scratch.take("packed", size, torch.float32, torch.device("cpu")).numpy()
+
+
+def _entries_before(layout: Layout, row: int) -> int:
+    return int(layout.starts[row // block_rows(layout.shape)]) if row else 0

@@ -1,0 +1,1 @@
+"""Conversion of modules, their parameters and their optimizer state to sparse storage."""

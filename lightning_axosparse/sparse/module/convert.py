@@ -1,0 +1,276 @@
+"""Converts a module's parameters to sparse storage and back, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_axosparse.sparse.cpu import convolutions as kept_convolutions
+from lightning_axosparse.sparse.cpu import products as kept_products
+from lightning_axosparse.sparse.backend import COMPUTES, Compute, Ways
+from lightning_axosparse.sparse.module.elementwise import validate_elementwise_optimizers
+from lightning_axosparse.sparse.module.optimizer_state import (
+    compress_state,
+    expand_state,
+    validate_state,
+)
+from lightning_axosparse.sparse.module.parameters import (
+    OwnedParameter,
+    owned_parameters,
+    set_values,
+    sparse_parameters,
+    validate_made,
+)
+from lightning_axosparse.sparse.module.sparse_module import SparseModule, make_dense, make_sparse
+from lightning_axosparse.sparse.ops import embedding
+from lightning_axosparse.sparse.store.formats import FORMATS, layout_of
+from lightning_axosparse.sparse.store.layout import Layout
+from lightning_axosparse.sparse.store.materialize import POLICIES, DenseForm, Policy, master_dtype
+from lightning_axosparse.sparse.store.weight import compress_gradient
+from lightning_axosparse.support.arguments import (
+    MASKS,
+    MODULE,
+    NONE,
+    OPTIMIZER,
+    checked,
+    one_of,
+    validate_mask,
+)
+from lightning_axosparse.support.memory.release import release_freed_memory, release_library
+from lightning_axosparse.support.troubleshooting import see
+
+
+@checked(
+    ValueError,
+    module=MODULE,
+    masks=MASKS,
+    optimizer=OPTIMIZER | NONE,
+    index_format=one_of(*FORMATS) | NONE,
+    policy=one_of(*POLICIES),
+    compute=one_of(*COMPUTES),
+)
+def sparsify(
+    module: nn.Module,
+    masks: Mapping[str, Tensor],
+    optimizer: Optimizer | None = None,
+    index_format: str | None = None,
+    policy: Policy = "sparse",
+    compute: Compute = "auto",
+) -> None:
+    """Store only the kept values of the named parameters of ``module``, in place.
+
+    The parameter objects, their names and the optimizer's parameter groups stay the same. A pruned
+    parameter becomes the 1-D vector of its kept values, so its gradient and its optimizer state
+    shrink with it. ``module.weight`` still reads as a tensor of the dense shape. State dicts stay
+    dense; they are copies, made at each call: to change the values, use ``load_state_dict``, the
+    parameters or ``module.weight``. The method follows SAMO (Singh & Bhatele, IPDPS 2023) and
+    stores the weight itself sparse as well.
+
+    Args:
+        module: the model, or any part of it. If it is wrapped in ``DistributedDataParallel``, pass
+            the wrapper, which then reduces only the kept entries.
+        masks: parameter name, as in ``module.named_parameters()`` -> bool tensor of the
+            parameter's shape, True where an entry is kept. A tied parameter may be given under
+            any of its names. Of a parameter that is stored sparse already, the mask may keep fewer
+            of the kept entries, as a ratio that rises does.
+        optimizer: the optimizer that holds the parameters, if there is one; its state of them is
+            compressed.
+        index_format: how the positions of kept entries are stored: "coo", "segments" or "bitmap"
+            (``sparse/store/formats.py``); None selects the fastest on the parameter's device.
+        policy: "sparse": no dense weight stays in memory (see ``compute``); "samo": it stays in
+            memory, in the dtype that products run in, and is filled once per optimizer step. With
+            both, the kept values of a weight of less than 32 bits are float32.
+        compute: how linear layers and, in float32, convolutions run on CPU, with the policy
+            "sparse" and the index format "segments": "sparse": with the kept values; "dense": with
+            a dense weight, made in parts at every use; "auto": as is faster for the share of
+            weights that is kept and, in 16 bits, on this processor (``sparse/cpu/products.py``,
+            ``sparse/cpu/convolutions.py``). Sums run in another order than in dense products, so
+            results differ in their last bits. In 16 bits products with the kept values run in
+            float32, and are rounded.
+
+    Raises:
+        ValueError: for an argument of another type, ``compute="sparse"`` with the policy "samo",
+            a policy, an index format, name, shape or
+            dtype that does not fit, a parameter or a mask on the meta device, a mask that keeps
+            what is pruned already, and optimizer state that is not elementwise. Nothing has changed
+            then.
+        MisconfigurationException: for an optimizer that updates a matrix otherwise than the vector
+            of its entries. Nothing has changed then, either.
+    """
+    if compute == "sparse" and policy == "samo":
+        raise ValueError(
+            'policy="samo" keeps a dense copy of each weight for its products; got '
+            'compute="sparse". Choose policy="sparse", or compute="auto".' + see("sparse-storage")
+        )
+    owned = owned_parameters(module)
+    by_name = {name: entry for entry in owned for name in entry.names}
+    layouts: dict[int, tuple[OwnedParameter, Layout]] = {}
+    for name, mask in masks.items():
+        if name not in by_name:
+            close = get_close_matches(str(name), by_name, n=3, cutoff=0.4) or list(by_name)[:5]
+            raise ValueError(
+                f"The module has no parameter '{name}' to make sparse. Close: {', '.join(close)}."
+                + see("sparse-storage")
+            )
+        entry = by_name[name]
+        layout = _checked_layout(name, entry, mask, index_format)
+        _, known = layouts.setdefault(id(entry.parameter), (entry, layout))
+        if not known.same_entries(layout):
+            raise ValueError(
+                f"'{entry.names[0]}' and '{name}' are one tied parameter, but their masks differ. "
+                "Give one mask." + see("sparse-storage")
+            )
+        if optimizer is not None and entry.layout is None:
+            validate_state(name, optimizer.state.get(entry.parameter, {}), entry.parameter.shape)
+    if optimizer is not None:
+        validate_elementwise_optimizers(optimizer)
+    for entry, layout in layouts.values():
+        if entry.layout is None:
+            _to_values(entry, layout, optimizer)
+        elif entry.layout.nnz > layout.nnz:
+            _to_fewer(entry, layout, optimizer)
+        assert entry.form is not None
+        entry.form.policy, entry.form.ways = policy, Ways(compute)
+    renew_reducers(module)
+    load_loops_of(module)
+    release_freed_memory()
+
+
+@checked(ValueError, module=MODULE, optimizer=OPTIMIZER | NONE)
+def densify(module: nn.Module, optimizer: Optimizer | None = None) -> None:
+    """Make every sparsely stored parameter of ``module`` dense again, in place.
+
+    The inverse of :func:`sparsify`. Pruned entries are zero in weights, gradients and optimizer
+    state.
+
+    Args:
+        module: the model, or any part of it.
+        optimizer: the optimizer that holds the parameters, if there is one.
+
+    Raises:
+        ValueError: for an argument of another type.
+    """
+    for entry in owned_parameters(module):
+        if entry.layout is not None:
+            _to_dense(entry, optimizer)
+    for submodule in module.modules():
+        if isinstance(submodule, SparseModule):
+            make_dense(submodule)
+    renew_reducers(module)
+
+
+def _checked_layout(
+    name: str, entry: OwnedParameter, mask: Tensor, index_format: str | None
+) -> Layout:
+    parameter, present, shape = entry.parameter, entry.layout, entry.shape
+    validate_mask(name, mask)
+    if mask.shape != shape:
+        raise ValueError(
+            f"The mask of '{name}' has shape {tuple(mask.shape)}, the parameter {tuple(shape)}."
+            + see("sparse-storage")
+        )
+    validate_made(name, parameter)
+    if parameter.is_meta:
+        raise ValueError(
+            f"'{name}' is on the meta device: this process does not hold its values."
+            + see("sparse-storage")
+        )
+    if not parameter.is_floating_point():
+        raise ValueError(
+            f"'{name}' is of {parameter.dtype}; only floating parameters are pruned."
+            + see("sparse-storage")
+        )
+    layout = layout_of(mask.to(parameter.device), index_format)
+    if present is not None and int(present.compress(layout.mask()).sum()) < layout.nnz:
+        raise ValueError(
+            f"The mask of '{name}' keeps entries that are pruned already ({present.nnz} of "
+            f"{shape.numel()} are kept). Call densify(module) first." + see("sparse-storage")
+        )
+    return layout
+
+
+def _to_values(entry: OwnedParameter, layout: Layout, optimizer: Optimizer | None) -> None:
+    parameter, gradient = entry.parameter, entry.parameter.grad
+    form = DenseForm(parameter.dtype)
+    master = master_dtype(parameter.dtype)
+    kept = None if gradient is None else compress_gradient(gradient, layout).to(master)
+    set_values(parameter, layout.compress(parameter.detach()).to(master), kept)
+    if optimizer is not None and parameter in optimizer.state:
+        state = optimizer.state[parameter]
+        state.update(compress_state(state, layout, master))
+    for owner, attribute in entry.owners:
+        make_sparse(owner, attribute, layout, form)
+
+
+def _to_fewer(entry: OwnedParameter, layout: Layout, optimizer: Optimizer | None) -> None:
+    """Keep fewer of the entries that are kept."""
+    parameter, gradient, form = entry.parameter, entry.parameter.grad, entry.form
+    assert entry.layout is not None
+    assert form is not None
+    kept = entry.layout.compress(layout.mask())
+
+    def of_kept(values: Any) -> Any:
+        is_elementwise = isinstance(values, Tensor) and values.shape == kept.shape
+        return values[kept.to(values.device)] if is_elementwise else values
+
+    set_values(parameter, of_kept(parameter.detach()), of_kept(gradient))
+    if optimizer is not None and parameter in optimizer.state:
+        state = optimizer.state[parameter]
+        state.update({key: of_kept(value) for key, value in state.items()})
+    for owner, attribute in entry.owners:
+        make_sparse(owner, attribute, layout, DenseForm(form.dtype))
+
+
+def _to_dense(entry: OwnedParameter, optimizer: Optimizer | None) -> None:
+    layout, form = entry.layout, entry.form
+    assert layout is not None
+    assert form is not None
+    parameter, gradient = entry.parameter, entry.parameter.grad
+    dense = None if gradient is None else layout.densify(gradient.to(form.dtype))
+    set_values(parameter, entry.dense(), dense)
+    if optimizer is not None and parameter in optimizer.state:
+        state = optimizer.state[parameter]
+        state.update(expand_state(state, layout, form.dtype))
+
+
+def renew_reducers(module: nn.Module) -> None:
+    """Make each ``DistributedDataParallel`` build new buckets, as it does when unpickled."""
+    for submodule in module.modules():
+        if isinstance(submodule, DistributedDataParallel):
+            submodule.__setstate__(submodule.__getstate__())
+
+
+def load_loops_of(module: nn.Module) -> None:
+    """Load the compiled loops by which layers of ``module`` will multiply, convolve and look up.
+
+    The compiler, which reads them, is not needed again then.
+    """
+    needed = {load for entry in sparse_parameters(module).values() for load in _loops_of(entry)}
+    for load in needed:
+        load()
+    if needed:
+        release_library("libllvmlite")
+
+
+def _loops_of(entry: OwnedParameter) -> Iterator[Callable[[], None]]:
+    """Yield the functions that load the loops that a sparse parameter needs."""
+    assert entry.layout is not None
+    assert entry.form is not None
+    if entry.form.policy == "samo":
+        return
+    choice = entry.form.ways, entry.parameter.new_empty(0, dtype=entry.form.dtype)
+    owners = [owner for owner, _ in entry.owners]
+    if any(isinstance(owner, nn.Conv1d | nn.Conv2d) for owner in owners):
+        if kept_convolutions.chosen(entry.layout, *choice):
+            yield kept_convolutions.load_loops
+    elif len(entry.shape) == 2:
+        if kept_products.chosen(entry.layout, "times_transposed", *choice):
+            yield kept_products.load_loops
+        looked_up = any(isinstance(owner, nn.Embedding) for owner in owners)
+        if looked_up and embedding.found_by_row(entry.layout):
+            yield embedding.load_loops

@@ -1,0 +1,115 @@
+"""Lists a module's parameters with the modules that own them, and replaces their values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_axosparse.sparse.module.sparse_module import SparseModule
+from lightning_axosparse.sparse.store.layout import Layout
+from lightning_axosparse.sparse.store.materialize import DenseForm
+from lightning_axosparse.support.troubleshooting import see
+
+Owner = tuple[nn.Module, str]
+"""A module, and the name of the attribute by which it has a parameter."""
+
+
+@dataclass
+class OwnedParameter:
+    """A parameter and the modules that own it; a tied parameter has several.
+
+    Attributes:
+        parameter: the parameter.
+        names: its names in the root module, the first as in ``named_parameters()``.
+        owners: the modules that have it as an attribute.
+    """
+
+    parameter: nn.Parameter
+    names: list[str]
+    owners: list[Owner]
+
+    @property
+    def layout(self) -> Layout | None:
+        """The layout of its kept entries; None while it is dense."""
+        owner, attribute = self.owners[0]
+        return owner._layouts.get(attribute) if isinstance(owner, SparseModule) else None
+
+    @property
+    def form(self) -> DenseForm | None:
+        """Its dense form; None while it is dense."""
+        owner, attribute = self.owners[0]
+        return owner._forms.get(attribute) if isinstance(owner, SparseModule) else None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Its dense shape."""
+        return self.parameter.shape if self.layout is None else self.layout.shape
+
+    def dense(self) -> Tensor:
+        """A dense copy of its values, in the dtype of its dense form."""
+        assert self.layout is not None
+        assert self.form is not None
+        return self.layout.densify(self.parameter.detach().to(self.form.dtype))
+
+
+def owned_parameters(module: nn.Module) -> list[OwnedParameter]:
+    """Return every parameter of ``module`` once, in module order."""
+    owned: dict[int, OwnedParameter] = {}
+    for prefix, submodule in module.named_modules():
+        for attribute, parameter in submodule._parameters.items():
+            if parameter is not None:
+                entry = owned.setdefault(id(parameter), OwnedParameter(parameter, [], []))
+                entry.names.append(f"{prefix}.{attribute}" if prefix else attribute)
+                entry.owners.append((submodule, attribute))
+    return list(owned.values())
+
+
+def sparse_parameters(module: nn.Module) -> dict[str, OwnedParameter]:
+    """Return the sparsely stored parameters, by name as in ``named_parameters()``."""
+    owned = owned_parameters(module)
+    return {entry.names[0]: entry for entry in owned if entry.layout is not None}
+
+
+def layouts(module: nn.Module) -> dict[str, Layout]:
+    """Return the layout of each sparsely stored parameter, by name as in ``named_parameters()``."""
+    return {
+        name: entry.layout
+        for name, entry in sparse_parameters(module).items()
+        if entry.layout is not None
+    }
+
+
+def owners(module: nn.Module) -> dict[str, list[Owner]]:
+    """Return the owners of each parameter, by name as in ``named_parameters()``."""
+    return {entry.names[0]: entry.owners for entry in owned_parameters(module)}
+
+
+def validate_made(name: str, parameter: nn.Parameter) -> None:
+    """Check that a parameter is not one of ``configure_model``, whose values are made later.
+
+    Raises:
+        ValueError: if it is.
+    """
+    if parameter.untyped_storage().device.type == "meta" and not parameter.is_meta:
+        raise ValueError(
+            f"'{name}' cannot be stored sparse in `configure_model`, where it has no values yet. "
+            "Give the ticket to the callback, EarlyBirdTicket(ticket=...): each rank then stores "
+            "its weights sparse as it makes them." + see("layers-made-later")
+        )
+
+
+def set_values(parameter: nn.Parameter, values: Tensor, gradient: Tensor | None) -> None:
+    """Replace the values of ``parameter``, which may have another shape, and its gradient.
+
+    ``set_`` and not ``.data =``: it also replaces the autograd node that accumulates the gradient,
+    which hooks keep alive and which would expect the former shape. ``.data =`` replaces the node
+    only where dtype or device change, which ``set_`` cannot.
+    """
+    parameter.grad = None
+    if values.dtype != parameter.dtype or values.device != parameter.device:
+        parameter.data = values
+    with torch.no_grad():
+        parameter.set_(values)  # type: ignore[call-overload]
+    parameter.grad = gradient

@@ -1,0 +1,290 @@
+"""Gives a module with sparsely stored parameters a class that reads them as dense-shaped weights.
+
+The module's class is replaced by a subclass in which ``module.weight`` reads as the dense-shaped
+weight, while the registered parameter of that name is the 1-D vector of kept values. State dicts
+stay dense and keep their keys; pickles and deep copies work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from lightning_axosparse.sparse.ops import convolution, embedding, linear
+from lightning_axosparse.sparse.ops.torch_functions import read_weight
+from lightning_axosparse.sparse.store.layout import Layout
+from lightning_axosparse.sparse.store.materialize import DenseForm, master_dtype
+from lightning_axosparse.sparse.store.weight import SparseWeight, sparse_weight
+from lightning_axosparse.support.files.deferred_tensor import all_made
+from lightning_axosparse.support.troubleshooting import see
+
+
+class SparseModule(nn.Module):
+    """Mixin of a module's class while some of its parameters are stored sparse.
+
+    ``_layouts`` and ``_forms`` have the layout and the dense form of each of them, by attribute.
+    """
+
+    _layouts: dict[str, Layout]
+    _forms: dict[str, DenseForm]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        layout = vars(self).get("_layouts", {}).get(name)
+        if isinstance(value, SparseWeight) and value.parameter is self._parameters.get(name, self):
+            return  # `self.weight *= mask` has written to it already.
+        replaced = layout is not None and getattr(value, "shape", None) != (layout.nnz,)
+        if replaced and not isinstance(value, nn.Parameter | None):
+            raise self._misuse(f"'{name}' must be another parameter, not {type(value).__name__}")
+        super().__setattr__(name, value)
+        if replaced:
+            forget_layout(self, name)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._layouts:  # as parametrizations do
+            raise self._misuse(f"'{name}' cannot be replaced")
+        super().__delattr__(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter.
+
+        Raises:
+            MisconfigurationException: for a weight that was read from this module, as
+                ``torch.nn.utils.prune`` registers it; torch's own message would not name the cause.
+        """
+        if isinstance(param, SparseWeight):
+            raise self._misuse(f"what it stores sparse cannot become its parameter '{name}'")
+        super().register_parameter(name, param)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        raise self._misuse("torch.jit.script cannot compile it; torch.jit.trace can")
+
+    def _misuse(self, what: str) -> MisconfigurationException:
+        return MisconfigurationException(
+            f"{_dense_class(self).__name__} is stored sparse ({', '.join(self._layouts)}): {what}. "
+            "Call densify(module) first; to change the values, write into the weight (in place, or "
+            "with load_state_dict)." + see("sparse-storage")
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SparseModule:
+        conversion = _MasterConversion(fn, self)
+        super()._apply(conversion, recurse)  # type: ignore[no-untyped-call]
+        for name, layout in self._layouts.items():
+            device = self._parameters[name].device  # type: ignore[union-attr]
+            layout.move(device)
+            self._forms[name].move(conversion.dtypes[name])
+        return self
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, layout in self._layouts.items():
+            values = destination[prefix + name]
+            dtype = self._forms[name].dtype
+            destination[prefix + name] = (
+                sparse_weight(values, layout, DenseForm(dtype))
+                if keep_vars
+                else layout.densify(values.to(dtype))
+            )
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        for name, layout in self._layouts.items():
+            dense = all_made(state_dict.get(prefix + name))
+            if dense is None:
+                continue
+            if dense.shape == layout.shape:
+                state_dict[prefix + name] = layout.to(dense.device).compress(dense)
+            else:
+                error_msgs.append(
+                    f"size mismatch for {prefix}{name}: the sparse parameter takes a dense tensor "
+                    f"of shape {tuple(layout.shape)}, the checkpoint has {tuple(dense.shape)}."
+                )
+                state_dict[prefix + name] = self._parameters[name]
+        super()._load_from_state_dict(
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class exists only in this process: pickle what it is made from.
+        reduced: tuple[Any, ...] = super().__reduce_ex__(protocol)  # type: ignore[assignment]
+        return _new_module, (_dense_class(self), tuple(self._layouts)), *reduced[2:]
+
+
+class SparseRNN(SparseModule):
+    """Mixin for LSTM, GRU and RNN, which keep a list of their weights between calls.
+
+    The list is made at each read: a kept list could not be copied or pickled. cuDNN's single flat
+    buffer does not exist for weights that are made dense at every use.
+    """
+
+    @property
+    def _flat_weights(self) -> list[Tensor]:
+        return [getattr(self, name) for name in self._flat_weights_names]  # type: ignore[union-attr]
+
+    @_flat_weights.setter
+    def _flat_weights(self, weights: list[Tensor]) -> None:
+        pass
+
+    def _weights_have_changed(self) -> bool:
+        return False
+
+    def flatten_parameters(self) -> None:
+        """Do nothing, as there are no dense weights to flatten."""
+
+
+class SparseEmbedding(SparseModule):
+    """Mixin for Embedding and EmbeddingBag: the gradient of the kept values is a dense vector.
+
+    ``DistributedDataParallel`` reads ``sparse`` before it makes its buckets, to learn whether the
+    gradient will be a sparse tensor.
+    """
+
+    @property
+    def sparse(self) -> bool:
+        """False while stored sparse; the module's own setting returns when it is dense again."""
+        return False
+
+    @sparse.setter
+    def sparse(self, sparse: bool) -> None:
+        vars(self)["sparse"] = sparse
+
+
+class _MasterConversion:
+    """Wraps the function that ``Module._apply`` gets so that kept values stay at least float32.
+
+    Attributes:
+        dtypes: the dtypes to which the function converts the module's dense-shaped weights.
+    """
+
+    def __init__(self, fn: Callable[[Tensor], Tensor], module: SparseModule) -> None:
+        self._fn = fn
+        self.dtypes: dict[str, torch.dtype] = {}
+        self._masters: dict[int, torch.dtype] = {}
+        for name, form in module._forms.items():
+            values = module._parameters[name]
+            assert values is not None
+            sample = torch.empty(0, dtype=form.dtype, device=values.device)
+            self.dtypes[name] = fn(sample).dtype
+            for tensor in (values, values.grad):
+                self._masters[id(tensor)] = master_dtype(self.dtypes[name])
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        made, master = self._fn(tensor), self._masters.get(id(tensor))
+        return made if master in (None, made.dtype) else tensor.to(made.device, master)
+
+
+def make_sparse(module: nn.Module, name: str, layout: Layout, form: DenseForm) -> None:
+    """Make ``module.name`` read as a dense-shaped weight with the kept entries of ``layout``."""
+    dense_class = _dense_class(module)
+    layouts = {**module.__dict__.get("_layouts", {}), name: layout}
+    module.__dict__["_layouts"] = layouts
+    module.__dict__["_forms"] = {**module.__dict__.get("_forms", {}), name: form}
+    module.__dict__.pop("_flat_weights", None)
+    module.__class__ = _sparse_class(dense_class, tuple(layouts))
+
+
+def kept_product(module: nn.Module) -> linear.KeptProduct | None:
+    """Return how a layer multiplies by its kept values.
+
+    Returns:
+        None if the layer is dense, or reads its weight.
+    """
+    if not isinstance(module, SparseModule):
+        return None
+    by_rows = linear.rows_are_outputs(_dense_class(module), tuple(module._layouts))
+    if by_rows is None:
+        return None
+    return linear.KeptProduct(module._layouts["weight"], module._forms["weight"], by_rows)
+
+
+def forget_layout(module: nn.Module, name: str) -> None:
+    """Make ``module.name`` read as the parameter itself; other sparse parameters stay sparse."""
+    stored = vars(module)
+    layouts = {key: layout for key, layout in stored["_layouts"].items() if key != name}
+    if layouts:
+        stored["_layouts"] = layouts
+        stored["_forms"] = {key: stored["_forms"][key] for key in layouts}
+        module.__class__ = _sparse_class(_dense_class(module), tuple(layouts))
+    else:
+        make_dense(module)
+
+
+def make_dense(module: nn.Module) -> None:
+    """Restore the class of ``module``; its parameters must be dense already."""
+    module.__class__ = _dense_class(module)
+    del module.__dict__["_layouts"], module.__dict__["_forms"]
+    if isinstance(module, nn.RNNBase):
+        module._init_flat_weights()
+
+
+def _dense_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class of ``module`` while none of its parameters is stored sparse."""
+    return type(module).__bases__[1] if isinstance(module, SparseModule) else type(module)
+
+
+# One class for the process, so that modules of one class stay of one class when stored sparse.
+_classes: dict[tuple[type[nn.Module], tuple[str, ...]], type[SparseModule]] = {}
+
+
+def _sparse_class(dense_class: type[nn.Module], names: tuple[str, ...]) -> type[SparseModule]:
+    """Return the subclass of ``dense_class`` in which ``names`` read as dense-shaped weights."""
+    key = (dense_class, names)
+    if key not in _classes:
+        _classes[key] = _new_class(dense_class, names)
+    return _classes[key]
+
+
+def _new_class(dense_class: type[nn.Module], names: tuple[str, ...]) -> type[SparseModule]:
+    mixin = SparseModule
+    if issubclass(dense_class, nn.RNNBase):
+        mixin = SparseRNN
+    elif issubclass(dense_class, nn.Embedding | nn.EmbeddingBag) and "weight" in names:
+        mixin = SparseEmbedding
+    body: dict[str, Any] = {name: property(_reader(name)) for name in names}
+    kinds = linear, convolution, embedding
+    forward = next(filter(None, (kind.layer_forward(dense_class, names) for kind in kinds)), None)
+    if forward is not None:
+        body["forward"] = forward
+    body["__module__"] = dense_class.__module__
+    body["__doc__"] = f"{dense_class.__name__} with {', '.join(names)} stored sparse."
+    return type(f"Sparse{dense_class.__name__}", (mixin, dense_class), body)
+
+
+def _reader(name: str) -> Callable[[SparseModule], Tensor | None]:
+    def read_parameter(module: SparseModule) -> Tensor | None:
+        values = module._parameters.get(name)
+        layout = module._layouts[name]
+        # torch.func.functional_call may have put a dense tensor in the parameter's place.
+        if values is None or values.shape != torch.Size([layout.nnz]):
+            return values
+        form = module._forms[name].for_values(values, module.training)
+        weight = read_weight(values, layout, form)
+        if isinstance(weight, SparseWeight) and isinstance(values, nn.Parameter):
+            weight.parameter = values
+        return weight
+
+    return read_parameter
+
+
+def _new_module(dense_class: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    sparse_class = _sparse_class(dense_class, names)
+    return sparse_class.__new__(sparse_class)

@@ -1,0 +1,1 @@
+"""Operators that take a sparse weight: linear, convolution, embedding, other torch functions."""

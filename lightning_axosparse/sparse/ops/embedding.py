@@ -1,0 +1,175 @@
+"""Looks up rows of a sparse embedding on CPU, without the other rows.
+
+With the index format "segments" the kept entries of a row are found directly; in other formats one
+tile of the weight is dense at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from lightning_axosparse.sparse.kernels import kernel_module
+from lightning_axosparse.sparse.store.formats import SegmentLayout, layout_of
+from lightning_axosparse.sparse.store.layout import Layout, Tile, row_length
+from lightning_axosparse.sparse.store.scratch import scratch
+from lightning_axosparse.sparse.store.weight import SparseWeight
+from lightning_axosparse.support.torch_internals import backward_transformed, transformed
+
+
+def embedding(
+    input: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """Compute ``torch.nn.functional.embedding`` with a read weight, as stored.
+
+    Returns:
+        The rows; NotImplemented on other devices than the CPU, for renormalisation, gradients
+        scaled by frequency or sparse gradients, and indices out of range: torch's own function
+        runs then.
+    """
+    stored = isinstance(weight, SparseWeight) and weight.is_cpu and weight.has_whole_rows()
+    if (
+        not stored
+        or type(input) is not Tensor
+        or not input.is_cpu
+        or max_norm is not None
+        or scale_grad_by_freq
+        or sparse
+    ):
+        return NotImplemented
+    rows = len(weight)
+    if input.numel() and not 0 <= int(input.min()) <= int(input.max()) < rows:
+        return NotImplemented
+    padding = None if padding_idx is None else padding_idx % rows
+    return _Lookup.apply(input, weight, padding)  # type: ignore[no-untyped-call]
+
+
+class _Lookup(torch.autograd.Function):
+    """The rows ``indices`` of a read weight."""
+
+    @staticmethod
+    def forward(indices: Tensor, weight: SparseWeight, padding: int | None) -> Tensor:
+        if weight.dense_copy is not None:
+            return weight.operand()[indices]
+        rows = take_rows(indices.reshape(-1), weight.kept_values(), weight.entries)
+        return rows.view(*indices.shape, rows.shape[1])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        indices, weight, ctx.padding = inputs
+        ctx.layout, ctx.rows = weight.entries, len(weight)
+        ctx.save_for_backward(indices)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
+        (indices,) = ctx.saved_tensors
+        if backward_transformed(gradient):
+            padding = -1 if ctx.padding is None else ctx.padding
+            dense = torch.ops.aten.embedding_dense_backward
+            return None, dense(gradient, indices, ctx.rows, padding, False), None
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        values = add_rows(indices.reshape(-1), rows, ctx.layout, ctx.padding)
+        geometry = torch.empty(ctx.rows, rows.shape[1], dtype=rows.dtype, device="meta")
+        return None, SparseWeight(values, ctx.layout, geometry), None
+
+
+def layer_forward(
+    dense_class: type[nn.Module], names: tuple[str, ...]
+) -> Callable[..., Tensor] | None:
+    """Return the forward of layers that look up their rows without gradients, too.
+
+    A weight that is read without gradients does not call :func:`embedding`
+    (``torch_functions.OverridingWeight``), and would be dense as a whole for each token.
+
+    Args:
+        dense_class: the layer's class while it is dense.
+        names: its parameters that are stored sparse.
+
+    Returns:
+        The forward; None for other layers.
+    """
+    if dense_class.forward is not nn.Embedding.forward or names != ("weight",):
+        return None
+
+    def forward(layer: Any, input: Tensor) -> Tensor:
+        if not torch.is_grad_enabled() and not transformed():
+            options = layer.max_norm, layer.norm_type, layer.scale_grad_by_freq, layer.sparse
+            rows = embedding(input, layer.weight, layer.padding_idx, *options)
+            if isinstance(rows, Tensor):
+                return rows
+        return nn.Embedding.forward(layer, input)
+
+    return forward
+
+
+def found_by_row(layout: Layout) -> TypeGuard[SegmentLayout]:
+    """Return whether compiled loops find the kept entries of a row."""
+    return isinstance(layout, SegmentLayout) and layout.has_row_segments and layout.starts.is_cpu
+
+
+@cache
+def load_loops() -> None:
+    """Compile the loops, or load them from numba's cache, before a layer needs them."""
+    layout = layout_of(torch.ones(1, 64, dtype=torch.bool, device="cpu"), "segments")
+    indices = torch.zeros(1, dtype=torch.int64, device="cpu")
+    values = torch.zeros(64, dtype=torch.float32, device="cpu")
+    add_rows(indices, take_rows(indices, values, layout), layout)
+
+
+def take_rows(indices: Tensor, values: Tensor, layout: Layout) -> Tensor:
+    """Return the dense rows ``indices`` (shape ``(n,)``) of a weight: shape ``(n, columns)``."""
+    if found_by_row(layout):
+        taken: Tensor = kernel_module("segments").take_rows(indices, values, layout.rows)
+        return taken
+    result = values.new_empty(len(indices), row_length(layout.shape))
+    for tile, found in _tiles_with(indices, layout):
+        rows = _scratch_rows(layout, tile, values)
+        layout.densify_tile(tile, values[tile.entries], rows.view(-1))
+        result[found] = rows[indices[found] - tile.rows.start]
+    return result
+
+
+def add_rows(indices: Tensor, rows: Tensor, layout: Layout, padding: int | None = None) -> Tensor:
+    """Add ``rows`` to the rows ``indices`` of a zero matrix and return its kept entries.
+
+    Args:
+        indices: shape ``(n,)``.
+        rows: shape ``(n, columns)``.
+        layout: the kept entries.
+        padding: an index whose rows are not added.
+    """
+    if padding is not None:
+        rows, indices = rows[indices != padding], indices[indices != padding]
+    if found_by_row(layout) and rows.dtype.itemsize >= 4:
+        added: Tensor = kernel_module("segments").add_rows(indices, rows, layout.rows)
+        return added
+    values = rows.new_zeros(layout.nnz)
+    for tile, found in _tiles_with(indices, layout):
+        sums = _scratch_rows(layout, tile, rows).zero_()
+        sums.index_add_(0, indices[found] - tile.rows.start, rows[found])
+        layout.compress_tile(tile, sums.view(-1), values[tile.entries])
+    return values
+
+
+def _tiles_with(indices: Tensor, layout: Layout) -> Iterator[tuple[Tile, Tensor]]:
+    """Yield each tile that has some of the rows ``indices``, and the places of those in them."""
+    for tile in layout.tiles:
+        inside = (indices >= tile.rows.start) & (indices < tile.rows.stop)
+        found = inside.nonzero().squeeze(1)
+        if len(found):
+            yield tile, found
+
+
+def _scratch_rows(layout: Layout, tile: Tile, like: Tensor) -> Tensor:
+    rows = scratch.take("tile", tile.numel, like.dtype, like.device)
+    return rows.view(-1, row_length(layout.shape))

@@ -1,0 +1,384 @@
+"""Multiplies a matrix by a sparse weight, and computes both gradients.
+
+Three paths compute ``inputs @ weight.t() + bias`` or ``inputs @ weight + bias``:
+
+===========  ================================================  ==================================
+path         when it runs                                      how
+===========  ================================================  ==================================
+layer        in the forward of ``nn.Linear`` and               one autograd node on the kept
+             ``transformers``' ``Conv1D`` whose weight alone   values; no weight is read
+             is stored sparse, if the operands are eligible
+read weight  in ``F.linear``, ``mm``, ``matmul`` and           one autograd node on the weight
+             ``addmm`` with a large weight that was read
+             while gradients are recorded
+             (``torch_functions``), if the operands are
+             eligible
+dense        otherwise                                         torch's own operator on a dense
+                                                               copy of the weight
+===========  ================================================  ==================================
+
+Operands are eligible if they are plain tensors of fitting shapes and of one dtype, after autocast,
+and no transform or compiler has to see the operators inside (``_eligible``). The first path exists
+because reading ``layer.weight`` and looking up the function takes a handful of Python calls,
+forward and backward: longer than a small layer's product, and longer than a GPU takes.
+
+Each of the three products of a path runs in the first of these ways that fits (``_multiply``):
+
+=============  ============================================  =====================================
+way            when                                          how
+=============  ============================================  =====================================
+resident copy  there is one of this dtype (policy "samo")    torch's product with the copy
+kept values    on CPU in up to 32 bits, with                 compiled loops over kept values, in
+               ``compute="sparse"`` or, with "auto", if so   float32
+               few entries are kept that it is faster
+               (``kept_products``)
+panels         otherwise                                     torch's product with panels of the
+                                                             weight, made dense one after another
+=============  ============================================  =====================================
+
+Which way runs follows from the dtype, the device, the share of kept entries, whether there is a
+single token, the policy, ``compute`` and the kind of processor on which the ranks of a run agree
+and which its checkpoints keep (``ways``): it is the same on all ranks, and in a resumed run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_axosparse.sparse.cpu import panels
+from lightning_axosparse.sparse.cpu import products as kept_products
+from lightning_axosparse.sparse.backend import Ways
+from lightning_axosparse.sparse.kernels import reference
+from lightning_axosparse.sparse.store.layout import Layout
+from lightning_axosparse.sparse.store.materialize import DenseCopy, DenseForm, autocast_dtype
+from lightning_axosparse.sparse.store.weight import SparseWeight, check_unchanged, sparse_weight
+from lightning_axosparse.support.torch_internals import (
+    backward_transformed,
+    batched,
+    transformed,
+    version_of,
+)
+
+_ROWS_ARE_OUTPUTS = {
+    ("torch.nn.modules.linear", "Linear.forward"): True,
+    ("transformers.pytorch_utils", "Conv1D.forward"): False,
+}
+"""The layer forwards of the first path, by module and name: whether rows give the outputs."""
+
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+class _Operands(NamedTuple):
+    """Inputs and bias in the dtype that the product runs in."""
+
+    inputs: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype
+
+
+def _eligible(
+    inputs: Any,
+    bias: Any,
+    weight: Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    by_rows: bool,
+) -> _Operands | None:
+    """Return the operands of one product, cast as autocast casts them; None: use the dense path.
+
+    Args:
+        inputs: what the weight is multiplied with.
+        bias: what is added, or None.
+        weight: the weight, or its kept values.
+        shape: rows and columns of the weight.
+        dtype: dtype of the weight.
+        by_rows: whether its rows, or its columns, give the outputs.
+    """
+    if transformed() or torch.compiler.is_compiling():
+        return None
+    if type(inputs) not in _PLAIN or (bias is not None and type(bias) not in _PLAIN):
+        return None
+    if weight.is_meta or batched(inputs) or 0 in shape:
+        return None
+    features, width = shape if by_rows else reversed(shape)
+    if inputs.dim() == 0 or inputs.shape[-1] != width:
+        return None
+    if bias is not None and bias.shape != (features,):
+        return None
+    autocast = autocast_dtype(inputs.device)
+    if autocast is not None:
+        dtype = dtype if dtype == torch.float64 else autocast
+        inputs = _autocast(inputs, autocast)
+        bias = None if bias is None else _autocast(bias, autocast)
+    if inputs.dtype != dtype or inputs.device != weight.device:
+        return None
+    if bias is not None and (bias.dtype != dtype or bias.device != weight.device):
+        return None
+    return _Operands(inputs, bias, dtype)
+
+
+def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    follows = tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.to(dtype) if follows else tensor
+
+
+def stored_weight(layer: Any) -> tuple[Tensor, Layout, DenseForm] | None:
+    """Return the kept values of a layer's weight, their layout and form; None if it is dense.
+
+    A caller may keep the bound forward for longer than the weight is stored sparse, and
+    ``torch.func.functional_call`` may put a dense tensor in its place.
+    """
+    layout = vars(layer).get("_layouts", {}).get("weight")
+    values = layer._parameters["weight"]
+    if layout is None or type(values) not in (Tensor, nn.Parameter):
+        return None
+    if values.shape != (layout.nnz,):
+        return None
+    return values, layout, layer._forms["weight"].for_values(values, layer.training)
+
+
+def layer_forward(
+    dense_class: type[nn.Module], names: tuple[str, ...]
+) -> Callable[..., Tensor] | None:
+    """Return the forward of the first path for layers of this class; None if it has none.
+
+    Args:
+        dense_class: the layer's class while it is dense.
+        names: its parameters that are stored sparse.
+    """
+    dense_forward: Callable[..., Tensor] = dense_class.forward
+    by_rows = rows_are_outputs(dense_class, names)
+    if by_rows is None:
+        return None
+
+    def forward(layer: Any, inputs: Tensor) -> Tensor:
+        stored = stored_weight(layer)
+        if stored is None:
+            return dense_forward(layer, inputs)
+        values, layout, form = stored
+        operands = _eligible(inputs, layer.bias, values, layout.shape, form.dtype, by_rows)
+        if operands is None:
+            return dense_forward(layer, inputs)
+        inputs, bias, _ = operands
+        product = KeptProduct(layout, form, by_rows)
+        if not torch.is_grad_enabled():  # a node of autograd takes as long as a token's product
+            return product.forward(inputs, values, bias)
+        output: Tensor = _LayerProduct.apply(inputs, values, bias, product)  # type: ignore[no-untyped-call]
+        return output
+
+    return forward
+
+
+def rows_are_outputs(dense_class: type[nn.Module], names: tuple[str, ...]) -> bool | None:
+    """Return whether the rows of a layer's weight, or its columns, give the outputs.
+
+    Args:
+        dense_class: the layer's class while it is dense.
+        names: its parameters that are stored sparse.
+
+    Returns:
+        None if the first path does not serve such layers.
+    """
+    forward = dense_class.forward
+    known = _ROWS_ARE_OUTPUTS.get((forward.__module__, forward.__qualname__))
+    return known if names == ("weight",) else None
+
+
+class KeptProduct(NamedTuple):
+    """The product of the first path, and its gradients.
+
+    Attributes:
+        layout: the kept entries of the weight.
+        form: its dense form.
+        by_rows: whether its rows, or its columns, give the outputs.
+    """
+
+    layout: Layout
+    form: DenseForm
+    by_rows: bool
+
+    def operands(
+        self, x: Tensor, values: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Return inputs, kept values and bias as autocast casts them; None: the dense path."""
+        operands = _eligible(x, bias, values, self.layout.shape, self.form.dtype, self.by_rows)
+        return None if operands is None else (operands.inputs, values, operands.bias)
+
+    def forward(self, x: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply by the kept values, and add the bias."""
+        form = self.form
+        return _multiply(x, values, self.layout, form.copy, form.ways, self.by_rows, bias)
+
+    def input_gradient(self, gradient: Tensor, x: Tensor, values: Tensor) -> Tensor:
+        """Compute the gradient of the inputs from that of the output.
+
+        It is a differentiable function of its operands where gradients are recorded.
+        """
+        if not backward_transformed(gradient):
+            form = self.form
+            return _multiply(gradient, values, self.layout, form.copy, form.ways, not self.by_rows)
+        weight = sparse_weight(values, self.layout, DenseForm(x.dtype, ways=self.form.ways))
+        weight = weight.view(self.layout.shape[0], -1)
+        factor = weight.t() if self.by_rows else weight
+        for_inputs = linear(gradient, factor)
+        if for_inputs is NotImplemented:
+            for_inputs = F.linear(gradient, factor)
+        return cast(Tensor, for_inputs)
+
+    def values_gradient(self, gradient: Tensor, x: Tensor, values: Tensor) -> Tensor:
+        """Compute the gradient of the kept values, likewise."""
+        left, right = _outer_factors(x, gradient, self.by_rows)
+        if backward_transformed(gradient):
+            kept = reference.gather(left.t() @ right, self.layout.positions())
+        else:
+            kept = _outer(left, right, self.layout, self.form.ways)
+        return kept.to(values.dtype)
+
+
+def linear(input: Any, weight: Any, bias: Any = None) -> Any:
+    """Compute ``torch.nn.functional.linear`` with a read weight, as stored or transposed.
+
+    Returns:
+        The product; NotImplemented if it must run on a dense copy of the weight.
+    """
+    if not isinstance(weight, SparseWeight) or weight.dim() != 2:
+        return NotImplemented
+    by_rows = weight.has_whole_rows()
+    stored: Any = weight if by_rows else weight.t()
+    if not stored.has_whole_rows():
+        return NotImplemented
+    operands = _eligible(input, bias, stored, stored.shape, stored.dtype, by_rows)
+    if operands is None:
+        return NotImplemented
+    inputs, bias, dtype = operands
+    return _WeightProduct.apply(inputs, stored.to(dtype), bias, by_rows)  # type: ignore[no-untyped-call]
+
+
+def mm(input: Any, mat2: Any, **options: Any) -> Any:
+    """Compute ``torch.mm`` or ``torch.matmul`` as :func:`linear` does."""
+    sparse = isinstance(mat2, SparseWeight) and mat2.dim() == 2 and not options
+    return linear(input, mat2.t()) if sparse else NotImplemented
+
+
+def matmul(input: Any, other: Any, **options: Any) -> Any:
+    """Compute :func:`mm` with the argument names of ``torch.matmul``."""
+    return mm(input, other, **options)
+
+
+def addmm(input: Any, mat1: Any, mat2: Any, **options: Any) -> Any:
+    """Compute ``torch.addmm`` as :func:`linear` does."""
+    sparse = isinstance(mat2, SparseWeight) and mat2.dim() == 2 and not options
+    return linear(mat1, mat2.t(), input) if sparse else NotImplemented
+
+
+class _LayerProduct(torch.autograd.Function):
+    """The product as a function of the inputs, the kept values and the bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, values: Tensor, bias: Tensor | None, product: KeptProduct
+    ) -> Tensor:
+        ctx.save_for_backward(inputs)
+        # Not saved as activations are, which may be offloaded: the parameter stays anyway.
+        ctx.values, ctx.version, ctx.product = values, version_of(values), product
+        return product.forward(inputs, values, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (inputs,), values, product = ctx.saved_tensors, ctx.values, ctx.product
+        check_unchanged(values, ctx.version, product.layout)
+        for_inputs = for_values = for_bias = None
+        if ctx.needs_input_grad[0]:
+            for_inputs = product.input_gradient(gradient, inputs, values)
+        if ctx.needs_input_grad[1]:
+            for_values = product.values_gradient(gradient, inputs, values)
+        if ctx.needs_input_grad[2]:
+            for_bias = _flat(gradient).sum(0)
+        return for_inputs, for_values, for_bias, None
+
+
+class _WeightProduct(torch.autograd.Function):
+    """The product as a function of the inputs, a read weight and the bias."""
+
+    @staticmethod
+    def forward(inputs: Tensor, weight: SparseWeight, bias: Tensor | None, by_rows: bool) -> Tensor:
+        weight.check_unchanged()
+        source = weight.kept, weight.entries, weight.dense_copy, weight.ways
+        return _multiply(inputs, *source, by_rows, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        factor, weight, _, ctx.by_rows = inputs
+        ctx.layout, ctx.ways = weight.entries, weight.ways
+        ctx.save_for_backward(factor, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        for_inputs = for_weight = for_bias = None
+        if ctx.needs_input_grad[0]:
+            # Not _multiply: hooks on saved tensors may return the weight as a plain dense tensor.
+            for_inputs = F.linear(gradient, weight.t() if ctx.by_rows else weight)
+        if ctx.needs_input_grad[1]:
+            for_weight = _weight_gradient(ctx, inputs, gradient)
+        if ctx.needs_input_grad[2]:
+            for_bias = _flat(gradient).sum(0)
+        return for_inputs, for_weight, for_bias, None
+
+
+def _weight_gradient(ctx: Any, inputs: Tensor, gradient: Tensor) -> Tensor:
+    """Return the weight's gradient: its kept entries, or all if it must be differentiable."""
+    left, right = _outer_factors(inputs, gradient, ctx.by_rows)
+    if backward_transformed(gradient):
+        return left.t() @ right
+    geometry = torch.empty(left.shape[1], right.shape[1], dtype=left.dtype, device="meta")
+    return SparseWeight(_outer(left, right, ctx.layout, ctx.ways), ctx.layout, geometry)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+
+
+def _outer_factors(inputs: Tensor, gradient: Tensor, by_rows: bool) -> tuple[Tensor, Tensor]:
+    """Return the matrices of which ``left.t() @ right`` is the weight's gradient."""
+    left, right = (gradient, inputs) if by_rows else (inputs, gradient)
+    return _flat(left), _flat(right)
+
+
+def _multiply(
+    inputs: Tensor,
+    values: Tensor,
+    layout: Layout,
+    dense_copy: DenseCopy | None,
+    ways: Ways,
+    by_rows: bool,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Multiply by the transposed weight (``by_rows``) or by the weight, in the inputs' dtype."""
+    result: Tensor
+    if dense_copy is not None and dense_copy.dtype == inputs.dtype:
+        dense = dense_copy.filled(values, layout).view(layout.shape[0], -1)
+        result = F.linear(_flat(inputs), dense if by_rows else dense.t(), bias)
+    else:
+        kept = values if values.dtype == inputs.dtype else values.to(inputs.dtype)
+        product = "times_transposed" if by_rows else "times"
+        one_token = inputs.shape[:-1].numel() == 1
+        if kept_products.chosen(layout, "one_token" if one_token else product, ways, kept):
+            result = getattr(kept_products, product)(inputs, kept, layout, bias)
+            return result
+        result = getattr(panels, product)(_flat(inputs), kept, layout, bias)
+    shaped = result.view(*inputs.shape[:-1], result.shape[1])
+    return shaped.detach()  # no view, so that nn.ReLU(inplace=True) may change it
+
+
+def _outer(left: Tensor, right: Tensor, layout: Layout, ways: Ways) -> Tensor:
+    """Return the kept entries of ``left.t() @ right``."""
+    if kept_products.chosen(layout, "outer", ways, left):
+        return kept_products.outer(left, right, layout)
+    return panels.outer(left, right, layout)

@@ -1,0 +1,71 @@
+"""Computes some torch functions of a sparse weight without its whole dense form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_axosparse.sparse.ops.embedding import embedding
+from lightning_axosparse.sparse.ops.linear import addmm, linear, matmul, mm
+from lightning_axosparse.sparse.store.layout import Layout
+from lightning_axosparse.sparse.store.materialize import DenseForm
+from lightning_axosparse.sparse.store.weight import SparseWeight, sparse_weight
+from lightning_axosparse.support.torch_internals import plain_torch_functions, transformed
+
+MIN_ENTRIES = 2**18
+"""Smaller weights are made dense whole: the Python calls would take longer than they save."""
+
+REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.linear: linear,
+    F.embedding: embedding,
+    torch.mm: mm,
+    torch.matmul: matmul,
+    torch.addmm: addmm,
+    Tensor.mm: mm,
+    Tensor.matmul: matmul,
+    Tensor.__matmul__: matmul,
+    Tensor.addmm: addmm,
+}
+"""What runs instead of a torch function, with the same arguments and argument names.
+
+It returns NotImplemented if the torch function itself must run.
+"""
+
+
+def read_weight(values: Tensor, layout: Layout, form: DenseForm) -> Tensor:
+    """Return what reading a sparsely stored parameter gives: a weight of the dense shape.
+
+    Args:
+        values: kept values, shape ``(layout.nnz,)``, floating.
+        layout: the kept entries.
+        form: the weight's dtype and resident copy.
+    """
+    large = layout.shape.numel() >= MIN_ENTRIES
+    overrides = large and torch.is_grad_enabled() and not transformed()
+    return sparse_weight(values, layout, form, OverridingWeight if overrides else SparseWeight)
+
+
+class OverridingWeight(SparseWeight):
+    """A sparse weight for which ``REPLACEMENTS`` run.
+
+    Weights are of this class only where that pays. Without gradients, those of
+    ``nn.TransformerEncoderLayer`` would keep it from its fast path.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call the replacement of a torch function if there is one and it applies."""
+        with plain_torch_functions():
+            replacement = None if transformed() else REPLACEMENTS.get(func)
+            result = replacement(*args, **(kwargs or {})) if replacement else NotImplemented
+            return func(*args, **(kwargs or {})) if result is NotImplemented else result

@@ -1,0 +1,214 @@
+"""Stores the positions of kept entries in one of three index formats.
+
+========  =====================================  ============================================
+format    bytes per kept entry                   where it pays
+          at 50 / 80 / 90 / 95 % pruned
+========  =====================================  ============================================
+segments  1.02 / 1.04 / 1.09 / 1.18              the default on CPU: compiled code multiplies
+                                                 with kept values as they are stored
+bitmap    0.25 / 0.63 / 1.26 / 2.52              the default on CUDA, where a kernel reads it
+                                                 in one pass
+coo       4.00 / 4.00 / 4.01 / 4.02              nowhere; SAMO's format, to compare with
+========  =====================================  ============================================
+
+``benchmarks/overhead`` measures them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_axosparse.sparse.kernels import SEGMENT, Bits, Positions, Rows, Segments
+from lightning_axosparse.sparse.store.layout import (
+    Layout,
+    Tile,
+    block_entries,
+    block_rows,
+    index_dtype,
+    row_length,
+)
+from lightning_axosparse.sparse.store.scratch import scratch
+from lightning_axosparse.support.troubleshooting import see
+
+_SHORTEST_LINE = 64
+"""Shorter rows would take more bytes for the numbers of kept entries than for their offsets."""
+
+
+@dataclass(eq=False)
+class CooLayout(Layout):
+    """One integer per kept entry: its flat position (SAMO; Singh & Bhatele, IPDPS 2023).
+
+    Attributes:
+        indices: flat positions, shape ``(nnz,)``, int32 (int64 for tensors of 2^31 entries or
+            more).
+    """
+
+    indices: Tensor
+
+    @staticmethod
+    def _index(positions: Tensor, starts: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        return {"indices": positions.to(index_dtype(mask.numel()))}
+
+    def positions(self) -> Tensor:
+        """Return the stored indices themselves."""
+        return self.indices
+
+    def positions_in(self, tile: Tile) -> Tensor:
+        """Return the stored indices minus the tile's start."""
+        positions = _scratch_positions(self, tile).copy_(self.indices[tile.entries])
+        return positions.sub_(tile.start) if tile.start else positions
+
+    def index_in(self, tile: Tile) -> Positions:
+        """Return the tile's indices."""
+        return Positions(self.indices[tile.entries], tile.start)
+
+
+@dataclass(eq=False)
+class SegmentLayout(Layout):
+    """One byte per kept entry: its offset in a segment of a row; two per segment: their number.
+
+    A segment has ``SEGMENT`` entries, the last one of a row has what is left. Rows of fewer than
+    ``_SHORTEST_LINE`` entries are indexed a block at a time, as if a block were one long row.
+
+    Attributes:
+        counts: kept entries in each segment, int16.
+        offsets: the offset of each kept entry in its segment, shape ``(nnz,)``, uint8.
+    """
+
+    counts: Tensor
+    offsets: Tensor
+
+    @staticmethod
+    def _index(positions: Tensor, starts: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        line = _line_entries(mask.shape)
+        segments, lines = _segments(line), -(-mask.numel() // line)
+        within = positions % line
+        numbers = positions // line * segments + within // SEGMENT
+        return {
+            "counts": torch.bincount(numbers, minlength=lines * segments).short(),
+            "offsets": (within % SEGMENT).to(torch.uint8),
+        }
+
+    @cached_property
+    def has_row_segments(self) -> bool:
+        """Whether each row has segments of its own, as products with kept values need."""
+        return _line_entries(self.shape) == row_length(self.shape)
+
+    def positions(self) -> Tensor:
+        """Return the start of each kept entry's segment plus its offset."""
+        return self._positions(self.counts, self.offsets)
+
+    def positions_in(self, tile: Tile) -> Tensor:
+        """Return the positions in the segments of the tile."""
+        return self._positions(self.counts[self._segments_in(tile)], self.offsets[tile.entries])
+
+    def index_in(self, tile: Tile) -> Segments:
+        """Return the tile's segments."""
+        line = _line_entries(self.shape)
+        return Segments(self.counts[self._segments_in(tile)], self.offsets[tile.entries], line)
+
+    @property
+    def rows(self) -> Rows:
+        """The kept entries by row, if each row has segments of its own."""
+        width = row_length(self.shape)
+        return Rows(self.counts, self.offsets, self.starts, block_rows(self.shape), width)
+
+    def _segments_in(self, tile: Tile) -> slice:
+        line = _line_entries(self.shape)
+        end = tile.start + tile.numel
+        return slice(tile.start // line * _segments(line), -(-end // line) * _segments(line))
+
+    def _positions(self, counts: Tensor, offsets: Tensor) -> Tensor:
+        line = _line_entries(self.shape)
+        number = torch.arange(len(counts), device=counts.device)
+        begin = number // _segments(line) * line + number % _segments(line) * SEGMENT
+        repeats = torch.repeat_interleave(begin, counts.long(), output_size=len(offsets))
+        return repeats + offsets
+
+
+@dataclass(eq=False)
+class BitmapLayout(Layout):
+    """One bit per entry, kept or pruned.
+
+    Attributes:
+        bits: eight entries per byte, the first in the lowest bit, shape ``(ceil(numel / 8),)``,
+            uint8.
+    """
+
+    bits: Tensor
+
+    @staticmethod
+    def _index(positions: Tensor, starts: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        flat = mask.reshape(-1)
+        bits = torch.zeros(-(-len(flat) // 8), dtype=torch.uint8, device=mask.device)
+        for shift in range(8):  # all at once would take two more bytes per entry
+            every_eighth = flat[shift::8]
+            bits[: len(every_eighth)] |= every_eighth.to(torch.uint8) << shift
+        return {"bits": bits}
+
+    def positions(self) -> Tensor:
+        """Return the positions of the set bits."""
+        return torch.nonzero_static(_unpacked(self.bits), size=self.nnz).squeeze(1)
+
+    def positions_in(self, tile: Tile) -> Tensor:
+        """Return the positions of the tile's set bits."""
+        held = self.bits[tile.start // 8 : -(-(tile.start + tile.numel) // 8)]
+        if held.is_cpu:  # NumPy takes a fifth of torch's time
+            bits = np.unpackbits(held.numpy(), bitorder="little").view(np.bool_)
+            return torch.from_numpy(np.flatnonzero(bits))
+        return torch.nonzero_static(_unpacked(held), size=tile.nnz).squeeze(1)
+
+    def index_in(self, tile: Tile) -> Bits:
+        """Return the tile's bits."""
+        return Bits(self.bits[tile.start // 8 :])
+
+
+FORMATS: dict[str, type[Layout]] = {
+    "coo": CooLayout,
+    "segments": SegmentLayout,
+    "bitmap": BitmapLayout,
+}
+
+
+def layout_of(mask: Tensor, index_format: str | None = None) -> Layout:
+    """Return the layout that keeps the entries where ``mask`` (bool, any shape) is True.
+
+    Args:
+        mask: True where an entry is kept.
+        index_format: "coo", "segments" or "bitmap"; None selects "bitmap" for a mask on CUDA,
+            else "segments".
+
+    Raises:
+        ValueError: for another format.
+    """
+    index_format = index_format or ("bitmap" if mask.is_cuda else "segments")
+    if index_format not in FORMATS:
+        raise ValueError(
+            f"Unknown index format '{index_format}'. Choose one of {list(FORMATS)}."
+            + see("sparse-storage")
+        )
+    return FORMATS[index_format].from_mask(mask)
+
+
+def _line_entries(shape: torch.Size) -> int:
+    """Return the entries that are cut into segments together: those of a row, or of a block."""
+    length = row_length(shape)
+    return length if length >= _SHORTEST_LINE else max(block_entries(shape), 1)
+
+
+def _segments(line: int) -> int:
+    return -(-line // SEGMENT)
+
+
+def _scratch_positions(layout: Layout, tile: Tile) -> Tensor:
+    return scratch.take("positions", tile.nnz, torch.int64, layout.starts.device)
+
+
+def _unpacked(held: Tensor) -> Tensor:
+    shifts = torch.arange(8, dtype=torch.uint8, device=held.device)
+    return held.unsqueeze(1).bitwise_right_shift(shifts).bitwise_and(1).bool().flatten()

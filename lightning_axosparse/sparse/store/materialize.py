@@ -1,0 +1,176 @@
+"""Decides how a sparse weight takes part in operators, and keeps the dense copy of policy "samo".
+
+With the policy "samo" (SAMO; Singh & Bhatele, IPDPS 2023) the dense weight stays in memory, in the
+dtype that products run in, and is filled once per optimizer step. With the policy "sparse" an
+operator multiplies with the kept values, or with a dense weight that is made, in parts, at every
+use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lightning_axosparse.sparse.backend import AUTO, Ways
+from lightning_axosparse.sparse.store.layout import Layout
+from lightning_axosparse.support.torch_internals import version_of
+
+Policy = Literal["sparse", "samo"]
+POLICIES: tuple[str, ...] = get_args(Policy)
+
+
+def best_policy(sixteen_bit: bool, passes: int, on_kept_values: bool) -> Policy:
+    """Return the policy that ``benchmarks/overhead`` recommends.
+
+    A resident copy saves the time to make the weight dense in every forward and backward pass after
+    the first. In float32 that time is short and the copy takes 4 bytes per weight; in 16 bits it is
+    long and the copy takes 2. Products on the kept values need no dense weight.
+
+    Args:
+        sixteen_bit: whether products run in bfloat16 or float16.
+        passes: forward and backward passes (micro-batches) per optimizer step.
+        on_kept_values: whether so few entries are kept that products run on them.
+    """
+    return "samo" if sixteen_bit and passes > 1 and not on_kept_values else "sparse"
+
+
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the kept values of a weight of ``dtype``: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return autocast's dtype on ``device``; None while it is off, and on the meta device."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+@dataclass(eq=False)
+class DenseForm:
+    """The dense form of one sparse parameter, shared by all modules that have the parameter.
+
+    Attributes:
+        dtype: dtype of the dense-shaped weight. The kept values have this or a wider one.
+        copy: the dense copy that stays in memory; None with the policy "sparse".
+        ways: whether products use the kept values, a dense weight, or what is faster.
+    """
+
+    dtype: torch.dtype
+    copy: DenseCopy | None = None
+    ways: Ways = AUTO
+
+    @property
+    def policy(self) -> Policy:
+        """The materialization policy."""
+        return "sparse" if self.copy is None else "samo"
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        if policy != self.policy:
+            self.copy = DenseCopy() if policy == "samo" else None
+
+    def move(self, dtype: torch.dtype) -> None:
+        """Change the weight's dtype; the values may have moved to another device."""
+        self.dtype = dtype
+        if self.copy is not None:
+            self.copy.release()
+
+    def for_values(self, values: Tensor, training: bool) -> DenseForm:
+        """Return the dense form of ``values``, which a functional call may have put in.
+
+        Only the parameter itself has a resident copy, whose dtype is set here. A parameter made in
+        inference mode has none, because torch counts no changes of it.
+        """
+        if self.copy is None or torch.compiler.is_compiling():
+            return DenseForm(self.dtype, ways=self.ways)
+        if not isinstance(values, nn.Parameter) or values.is_inference() or values.is_meta:
+            return DenseForm(self.dtype, ways=self.ways)
+        autocast = None if self.dtype == torch.float64 else autocast_dtype(values.device)
+        self.copy.configure(autocast or self.dtype, training)
+        return self
+
+
+class DenseCopy:
+    """The resident dense copy of one weight, filled again when its kept values may have changed.
+
+    They may have changed when their version has, when an optimizer has stepped (fused optimizers
+    change no version), and when the module has switched between training and evaluation (averaged
+    weights may be swapped in through ``.data``, which changes no version either).
+
+    Attributes:
+        dtype: the dtype of the copy; None before the first read.
+    """
+
+    def __init__(self) -> None:
+        self.dtype: torch.dtype | None = None
+        self._training = True
+        self._dense: Tensor | None = None
+        self._source: Tensor | None = None
+        self._filled_at = (-1, -1)
+
+    def configure(self, dtype: torch.dtype, training: bool) -> None:
+        """Set the dtype and the module's mode; a change fills the copy at its next use."""
+        if dtype != self.dtype:
+            self.dtype, self._dense = dtype, None
+        if training != self._training:
+            self._training = training
+            self.invalidate()
+
+    def invalidate(self) -> None:
+        """Fill the copy again at its next use: the values have changed, maybe without a version."""
+        self._source = None
+
+    def filled(self, kept: Tensor, layout: Layout) -> Tensor:
+        """Return the copy with the current values; valid until they change.
+
+        Args:
+            kept: kept values, shape ``(layout.nnz,)``, any dtype.
+            layout: the kept entries.
+        """
+        state = version_of(kept), _optimizer_steps.count
+        source = self._source
+        if self._dense is None or source is None or source.data_ptr() != kept.data_ptr():
+            self._filled_at = (-1, -1)
+        if state != self._filled_at:
+            if self._dense is None:
+                # A tensor made in inference mode could not be written outside it.
+                with torch.inference_mode(False):
+                    self._dense = torch.empty(layout.shape, dtype=self.dtype, device=kept.device)
+            layout.fill(self._dense, kept)
+            # Keep the values' storage alive, so that no other values are allocated at its address.
+            # The parameter itself would follow to the address of new data it is given.
+            self._source, self._filled_at = kept.detach(), state
+        assert self._dense is not None
+        return self._dense
+
+    def release(self) -> None:
+        """Free the memory until the next use."""
+        self._dense = self._source = None
+
+    @property
+    def dense(self) -> Tensor | None:
+        """The dense tensor, if memory is allocated for it."""
+        return self._dense
+
+    def __reduce__(self) -> Any:
+        return DenseCopy, ()
+
+
+class _OptimizerSteps:
+    """Counts the steps of all optimizers in this process, through torch's global hook."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        register_optimizer_step_post_hook(self._add)
+
+    def _add(self, *_: Any) -> None:
+        self.count += 1
+
+
+# One for the process: a dense copy does not know which optimizers hold its parameter.
+_optimizer_steps = _OptimizerSteps()

@@ -1,0 +1,303 @@
+"""Finds the loaders of the Trainer that a batch comes from, and makes sample batches of them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import count, islice
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.fabric.utilities.data import has_iterable_dataset
+from lightning.pytorch.utilities._pytree import tree_unflatten
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+from torch.utils.data import DataLoader, default_collate
+
+from lightning_axosparse.pipeline.shard.call_order import Example
+from lightning_axosparse.strategy.compat.hooks import overrides
+
+_log = logging.getLogger(__name__)
+
+_TRANSFER_HOOKS = (
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+)
+_STEPS = {
+    "train": "training_step",
+    "val": "validation_step",
+    "test": "test_step",
+    "predict": "predict_step",
+}
+_FEW = 2
+"""Samples of a batch that shows how a step runs: batch norms need two."""
+_LEFT_ALONE = (type, ModuleType, Tensor, np.ndarray, pl.Trainer)
+_MOST_OBJECTS, _LONGEST_CONTAINER = 10_000, 1_000
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a batch comes from.
+
+    Attributes:
+        name: "train", "val", "test" or "predict".
+        loop: the running loop.
+        index: index of the loader among the loop's; 0 where batches of several are combined.
+        loaders: the loaders whose batches make up this one.
+        combine: makes one batch of the loaders' batches.
+    """
+
+    name: str
+    loop: object
+    index: int
+    loaders: tuple[Any, ...]
+    combine: Callable[[Sequence[Any]], Any]
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of a full batch, if all loaders have the same ``batch_size``; else None."""
+        sizes = {_batch_size(loader) for loader in self.loaders}
+        return sizes.pop() if len(sizes) == 1 else None
+
+
+def source(trainer: pl.Trainer, step_arguments: Sequence[Any]) -> Source:
+    """Find the loaders that the running loop takes its batches from.
+
+    Args:
+        trainer: the running Trainer.
+        step_arguments: the arguments of the step behind the batch: the last one is the loader's
+            index where a loop goes through several.
+    """
+    loop: Any = trainer._active_loop
+    combined = loop._combined_loader
+    several = len(combined.flattened) > 1
+    return _of(trainer, combined, step_arguments[-1] if several and step_arguments else 0)
+
+
+def first_step(trainer: pl.Trainer) -> Example | None:
+    """The first step of a run that starts, on a few samples of its loader.
+
+    The loader is asked for, but not iterated; all is restored as by :func:`sample_batches`. An
+    iterable dataset is copied, and a list of batches has a first one.
+
+    Args:
+        trainer: the Trainer, which has not made its loaders yet.
+
+    Returns:
+        The call of the module's step; None where there are no such samples.
+    """
+    loop: Any = trainer._active_loop
+    if loop is None or loop._data_source.instance is None:
+        return None
+    with isolate_rng(), _unchanged([loop._data_source.instance]):
+        try:
+            return _step_of(trainer, loop._data_source.dataloader())
+        except Exception:  # of the user's code, as in `sample_batches`
+            _log.debug("No first step could be made", exc_info=True)
+            return None
+
+
+def _step_of(trainer: pl.Trainer, loaders: Any) -> Example:
+    """The step on a few samples of what a hook has returned for the running loop."""
+    if not isinstance(loaders, CombinedLoader):
+        loaders = CombinedLoader(loaders, "max_size_cycle" if trainer.training else "sequential")
+    origin = _of(trainer, loaders, 0)
+    batches = sample_batches(trainer, origin, [_FEW])
+    if batches is None:
+        first = origin.combine([_first_batch(loader) for loader in origin.loaders])
+        batches = [_transferred(trainer, first, 0)]
+    name = _STEPS[origin.name]
+    step = getattr(trainer.lightning_module, name)
+    numbers = int(is_param_in_hook_signature(step, "batch_idx", min_args=2))
+    if loaders._mode == "sequential" and len(loaders.flattened) > 1:
+        numbers = 2
+    return Example(name, (batches[0], *[0] * numbers))
+
+
+def _of(trainer: pl.Trainer, combined: Any, index: int) -> Source:
+    """Where batches of the running loop come from."""
+    loop, loaders = trainer._active_loop, combined.flattened
+    stage: Any = trainer.state.stage
+    name = stage.dataloader_prefix
+    if combined._mode != "sequential":
+        return Source(name, loop, 0, tuple(loaders), partial(_combined, combined._spec))
+    return Source(name, loop, index, (loaders[index],), _single)
+
+
+def collates_as_usual(trainer: pl.Trainer, origin: Source) -> bool:
+    """Whether torch's ``default_collate`` makes the batches, and no hook changes them."""
+    return not _changing_hooks(trainer) and all(
+        _is_usual(loader) and loader.collate_fn is default_collate for loader in origin.loaders
+    )
+
+
+def sample_batches(trainer: pl.Trainer, origin: Source, counts: Sequence[int]) -> list[Any] | None:
+    """Make batches that repeat one sample, as the Trainer makes those for the steps.
+
+    No loader is iterated and no worker started. The random states of torch, numpy and Python are
+    restored, as are the generators and attributes of datasets and collate functions.
+
+    Args:
+        trainer: the running Trainer.
+        origin: where the batches come from.
+        counts: numbers of samples.
+
+    Returns:
+        A batch for each count; None where the datasets cannot be indexed, or raise.
+    """
+    loaders = origin.loaders
+    if not all(_is_usual(loader) and not has_iterable_dataset(loader) for loader in loaders):
+        return None
+    touched = [part for loader in loaders for part in (loader.dataset, loader.collate_fn)]
+    with isolate_rng(), _unchanged([*touched, *_changing_hooks(trainer)]):
+        try:
+            fetches = [_fetcher(loader) for loader in loaders]
+            batches = [origin.combine([fetch(count) for fetch in fetches]) for count in counts]
+            return [_transferred(trainer, batch, origin.index) for batch in batches]
+        except Exception:
+            # A collate function may need samples that differ. Real batches show its errors.
+            _log.debug("No batches of one sample could be made", exc_info=True)
+            return None
+
+
+def _is_usual(loader: object) -> bool:
+    """Whether a loader collates samples into batches as torch's does."""
+    return (
+        isinstance(loader, DataLoader)
+        and type(loader).__iter__ is DataLoader.__iter__
+        and loader.batch_sampler is not None
+    )
+
+
+def _batch_size(loader: object) -> int | None:
+    sampler = getattr(loader, "batch_sampler", None)
+    # For prediction, Lightning wraps the sampler, and the loader says None.
+    size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def _changing_hooks(trainer: pl.Trainer) -> list[object]:
+    """The module and the datamodule, if they have hooks that change batches after collation."""
+    owners = (trainer.lightning_module, trainer.datamodule)  # type: ignore[attr-defined]
+    return [owner for owner in owners if overrides(owner, *_TRANSFER_HOOKS)]
+
+
+def _fetcher(loader: DataLoader[Any]) -> Callable[[int], Any]:
+    dataset: Any = loader.dataset
+    if hasattr(dataset, "__getitems__") and dataset.__getitems__:
+        return lambda count: loader.collate_fn(dataset.__getitems__([0] * count))
+    sample = dataset[0]
+    # Collate functions may change samples in place.
+    return lambda count: loader.collate_fn([copy.deepcopy(sample) for _ in range(count)])
+
+
+def _first_batch(loader: Any) -> Any:
+    """The first batch of a loader of another kind, whose state does not change."""
+    if hasattr(loader, "__getitem__"):  # a list or tensor of batches
+        return copy.deepcopy(loader[0])
+    samples: Iterator[Any] = (copy.deepcopy(loader.dataset[number]) for number in count())
+    if has_iterable_dataset(loader):
+        samples = iter(copy.deepcopy(loader.dataset))
+    if loader.batch_sampler is None:
+        return loader.collate_fn(next(samples))
+    return loader.collate_fn(list(islice(samples, _FEW)))
+
+
+def _transferred(trainer: pl.Trainer, batch: Any, index: int) -> Any:
+    """Do with a batch what Lightning's loops do before a step."""
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=index)
+    return trainer.strategy.batch_to_device(batch, dataloader_idx=index)
+
+
+def _combined(spec: Any, batches: Sequence[Any]) -> Any:
+    return tree_unflatten(list(batches), spec)
+
+
+def _single(batches: Sequence[Any]) -> Any:
+    return batches[0]
+
+
+@contextmanager
+def _unchanged(roots: Iterable[object]) -> Iterator[None]:
+    """Restore the attributes and random states of all objects reachable from the roots."""
+    restore = [undo for item in _reachable(roots) for undo in _undoing(item)]
+    try:
+        yield
+    finally:
+        for undo in restore:
+            undo()
+
+
+def _undoing(item: Any) -> Iterator[Callable[[], object]]:
+    """Functions that restore the present state of an object."""
+    if isinstance(item, torch.Generator):
+        yield partial(item.set_state, item.get_state())
+    elif isinstance(item, np.random.Generator):
+        bits: Any = item.bit_generator
+        yield partial(setattr, bits, "state", copy.deepcopy(bits.state))
+    elif isinstance(item, np.random.RandomState):
+        yield partial(item.set_state, item.get_state())
+    elif isinstance(item, random.Random):
+        yield partial(item.setstate, item.getstate())
+    elif isinstance(getattr(item, "__dict__", None), dict) and not isinstance(item, FunctionType):
+        yield partial(_restore_attributes, item, dict(vars(item)))
+
+
+def _restore_attributes(item: Any, attributes: dict[str, Any]) -> None:
+    now = vars(item)  # Others may read it meanwhile, so what has not changed stays.
+    for name in now.keys() - attributes.keys():
+        del now[name]
+    for name, value in attributes.items():
+        if name not in now or now[name] is not value:
+            now[name] = value
+
+
+def _reachable(roots: Iterable[object]) -> list[object]:
+    """All objects reachable from datasets, transforms and collate functions."""
+    found: dict[int, object] = {}
+    waiting = list(roots)
+    while waiting and len(found) < _MOST_OBJECTS:
+        item = waiting.pop()
+        if id(item) not in found and not isinstance(item, _LEFT_ALONE):
+            found[id(item)] = item
+            waiting += _parts(item)
+    return list(found.values())
+
+
+def _parts(item: Any) -> list[object]:
+    if isinstance(item, (str, bytes, int, float)):
+        return []
+    if isinstance(item, (dict, list, tuple)):
+        # Long containers hold samples.
+        short = len(item) < _LONGEST_CONTAINER
+        return list(item.values() if isinstance(item, dict) else item) if short else []
+    if isinstance(item, MethodType):
+        return [item.__self__]
+    if isinstance(item, partial):
+        return [item.func, *item.args, *item.keywords.values()]
+    if isinstance(item, FunctionType):
+        cells = [_content(cell) for cell in item.__closure__ or ()]
+        return [*cells, *(item.__defaults__ or ())]
+    attributes = getattr(item, "__dict__", None)
+    if isinstance(attributes, dict):
+        return list(attributes.values())
+    return []
+
+
+def _content(cell: Any) -> object:
+    try:
+        return cast(object, cell.cell_contents)
+    except ValueError:
+        return None

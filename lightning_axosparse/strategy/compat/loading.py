@@ -1,0 +1,46 @@
+"""Maps the file of ``load_from_checkpoint`` into memory, instead of reading it whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from zipfile import is_zipfile
+
+import torch
+from lightning.pytorch.core import saving
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_axosparse.checkpoint.atomic_io import local_path
+from lightning_axosparse.checkpoint.mapped_file import load_mapped
+from lightning_axosparse.support.corrupt_file import reading
+from lightning_axosparse.support.files.deferred_tensor import all_made
+from lightning_axosparse.support.patched import patched
+from lightning_axosparse.support.torch_internals import tree_leaves
+
+_ON_CPU = (None, "cpu", torch.device("cpu"), saving._default_map_location)
+
+
+@contextmanager
+def files_mapped() -> Iterator[Callable[[Tensor], bool]]:
+    """Let ``load_from_checkpoint`` map local files inside the context.
+
+    Yields:
+        Whether a tensor was mapped in the context, so nothing else refers to its memory.
+    """
+    read, mapped = saving.pl_load, WeakIdKeyDictionary()
+
+    def load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        local = local_path(path) if isinstance(path, str | Path) else None
+        if local is None or map_location not in _ON_CPU or not is_zipfile(local):
+            return read(path, map_location, weights_only)
+        with reading(local):
+            checkpoint = all_made(load_mapped(local, weights_only))
+        tensors = (leaf for leaf in tree_leaves(checkpoint) if isinstance(leaf, Tensor))
+        mapped.update(dict.fromkeys(tensors))
+        return checkpoint
+
+    with patched(saving, "pl_load", load):
+        yield mapped.__contains__

@@ -1,0 +1,1 @@
+"""The part of a module that a rank makes, keeps and leaves."""

@@ -1,0 +1,1 @@
+"""Lightning's steps on a whole batch: split, run by the pipeline, combined, and checked."""

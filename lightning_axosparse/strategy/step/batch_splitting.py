@@ -1,0 +1,289 @@
+"""Splits the batches of each of the Trainer's loaders into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from lightning_axosparse.distributed.process_groups import ProcessGroups
+from lightning_axosparse.pipeline.batch.layout import (
+    ASK,
+    BatchLayout,
+    Path,
+    collated,
+    inferred,
+    is_array,
+    observed,
+    spelled,
+)
+from lightning_axosparse.pipeline.batch.microbatch import (
+    MicroBatch,
+    even_parts,
+    one_size,
+    samples,
+    split,
+    weigh,
+)
+from lightning_axosparse.strategy.compat import loaders
+from lightning_axosparse.support.arguments import shown
+from lightning_axosparse.support.troubleshooting import see
+
+SplitBatch = Callable[[Any, int], "list[Any]"]
+Evidence = BatchLayout | Literal["default_collate"] | ValueError | None
+
+
+class BatchSplitter:
+    """Splits batches into micro-batches along the dimensions that their loader shows.
+
+    Batches of ``default_collate`` have the batch dimension first. With any other collate function,
+    or hooks that change batches, the batch dimension is what differs between batches of two and of
+    three samples. Where such batches cannot be made, all first dimensions must agree.
+
+    Args:
+        trainer: the running Trainer.
+        microbatches: micro-batches wanted per batch and replica.
+        split_batch: the user's own function, if there is one.
+        fewest_samples: of a micro-batch; smaller batches stay whole.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        microbatches: int,
+        split_batch: SplitBatch | None,
+        fewest_samples: int = 1,
+    ) -> None:
+        self._trainer, self._split_batch = trainer, split_batch
+        self._microbatches, self._fewest_samples = microbatches, fewest_samples
+        self._known: dict[tuple[object, int], _LoaderBatches] = {}
+
+    def split_to_train(
+        self, batch: Any, rest: Sequence[Any], groups: ProcessGroups
+    ) -> list[MicroBatch]:
+        """Split a training batch into as many micro-batches as are wanted, if it is large enough.
+
+        Args:
+            batch: the batch, the same on all ranks that are given it.
+            rest: the other arguments of the step.
+            groups: the process groups; replicas that share batches get equally many parts.
+        """
+        fewest = self._fewest_samples
+        return self._split(
+            batch, rest, groups, lambda samples, wanted: min(wanted, max(1, samples // fewest))
+        )
+
+    def split_to_evaluate(
+        self, batch: Any, rest: Sequence[Any], groups: ProcessGroups
+    ) -> list[MicroBatch]:
+        """Split a batch into equal micro-batches, about as many as wanted; arguments as above."""
+        replicas_per_batch = groups.grid.replicas_per_batch
+        return self._split(
+            batch,
+            rest,
+            groups,
+            lambda samples, wanted: even_parts(
+                samples, wanted, replicas_per_batch, self._fewest_samples
+            ),
+        )
+
+    def _split(
+        self,
+        batch: Any,
+        rest: Sequence[Any],
+        groups: ProcessGroups,
+        parts: Callable[[int, int], int],
+    ) -> list[MicroBatch]:
+        replicas_per_batch = groups.grid.replicas_per_batch
+        wanted = -(-self._microbatches // replicas_per_batch) * replicas_per_batch
+        if wanted == 1:
+            return [MicroBatch(batch, samples(batch), 1.0)]
+        if self._split_batch is not None:
+            return weigh(self._parts(batch, wanted), batch)
+        layout, count = self._loader(rest, groups).layout(batch, wanted)
+        return split(batch, parts(count, wanted), layout)
+
+    def _parts(self, batch: Any, wanted: int) -> Any:
+        """What the user's function makes of a batch."""
+        parts: Any = self._split_batch and self._split_batch(batch, wanted)
+        if not isinstance(parts, Sequence | Tensor) or isinstance(parts, str) or len(parts) == 0:
+            raise ValueError(
+                f"split_batch={shown(self._split_batch)} returned {shown(parts)} for "
+                f"{wanted} micro-batches. It has to return a list of parts of the batch, each of "
+                "the batch's type." + see("batches")
+            )
+        return parts
+
+    @contextmanager
+    def explained(self, rest: Sequence[Any], batch: Any) -> Iterator[None]:
+        """Say of an error inside the context that it may come from how the batch was split.
+
+        Args:
+            rest: the other arguments of the step.
+            batch: the whole batch.
+
+        Raises:
+            MisconfigurationException: for an error of a step, where it had to be inferred from the
+                batch which tensors have an entry for each sample.
+        """
+        try:
+            yield
+        except (RuntimeError, IndexError, ValueError) as error:
+            origin = loaders.source(self._trainer, rest)
+            known = self._known.get((origin.loop, origin.index))
+            cut = None if known is None else known.inferred_shapes(batch)
+            if not cut or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise MisconfigurationException(
+                f"A step raised {type(error).__name__} for a micro-batch: {error}\n"
+                f"The batch was cut along dimension 0, in which {', '.join(cut)} agree. The "
+                "DataLoader does not show which of them have an entry for each sample. If one has "
+                f"not (an adjacency matrix, class weights, a table): {ASK}" + see("batches")
+            ) from error
+
+    def _loader(self, rest: Sequence[Any], groups: ProcessGroups) -> _LoaderBatches:
+        """What is known of the batches of the loader that the running loop uses."""
+        origin = loaders.source(self._trainer, rest)
+        key = origin.loop, origin.index
+        known = self._known.get(key)
+        if known is None or not _same(known.loaders, origin.loaders):
+            # All ranks make sample batches, so that their datasets stay alike; one rank decides.
+            evidence = groups.broadcast_to_same_batch(_evidence(self._trainer, origin), 0)
+            known = _LoaderBatches(origin.name, origin.loaders, evidence, origin.batch_size)
+            self._known[key] = known
+        return known
+
+
+@dataclass
+class _LoaderBatches:
+    """What is known of the batches of a loader."""
+
+    name: str
+    loaders: tuple[Any, ...]
+    evidence: Evidence
+    batch_size: int | None
+    _inferred: BatchLayout | None = None
+    _sizes: dict[Path, int] = field(default_factory=dict)
+    _first: Any = None
+    _logged: bool = False
+
+    def layout(self, batch: Any, wanted: int) -> tuple[BatchLayout, int]:
+        """How to split a batch into ``wanted`` micro-batches, and the number of its samples."""
+        layout = self._find(batch)
+        sizes = layout.sizes(batch)
+        _validate_sizes(sizes, self._sizes)
+        if layout is self._inferred and self._first is not None:
+            _advise_on_constants(layout, self._first, batch)
+        self._first = batch if layout is self._inferred and not self._logged else None
+        self._sizes = sizes
+        self._log(layout, batch, wanted)
+        return layout, one_size(sizes)
+
+    def inferred_shapes(self, batch: Any) -> list[str]:
+        """What is cut of a batch from whose loader it cannot be known; empty where it can."""
+        if self._inferred is None:
+            return []
+        return [
+            f"{spelled(path)} {tuple(leaf.shape) if is_array(leaf) else f'({len(leaf)},)'}"
+            for path, leaf in self._inferred.leaves(batch)
+        ]
+
+    def _find(self, batch: Any) -> BatchLayout:
+        if isinstance(self.evidence, ValueError):
+            raise self.evidence
+        if self.evidence == "default_collate":
+            return collated(batch)
+        for layout in (self.evidence, self._inferred):
+            if isinstance(layout, BatchLayout) and layout.fits(batch):
+                return layout
+        self._inferred = inferred(batch, self.batch_size)
+        return self._inferred
+
+    def _log(self, layout: BatchLayout, batch: Any, wanted: int) -> None:
+        """Log once what is split."""
+        if self._logged:
+            return
+        self._logged = True
+        rank_zero_info(f"Micro-batches of {self.name} batches: {layout}.")
+        names = ", ".join(spelled(path) for path in layout.objects)
+        if layout.objects and not layout.dims:
+            kind = f"a {type(batch).__module__}.{type(batch).__name__}"
+            what = kind if layout.objects == ((),) else f"nothing but {names} of unknown kind"
+            rank_zero_warn(
+                f"{self.name.capitalize()} batches stay whole, so microbatches={wanted} has no "
+                f"effect and stages wait for one another: a batch is {what}, of which it is not "
+                f"known how to cut samples out of it. {ASK}" + see("batches")
+            )
+        elif layout.objects:
+            rank_zero_warn(
+                f"Every micro-batch gets the whole {names}: such an object has no known batch "
+                f"dimension. If it holds something for each sample: {ASK}" + see("batches")
+            )
+
+
+def _evidence(trainer: pl.Trainer, origin: loaders.Source) -> Evidence:
+    """What the loaders show about the batch dimensions of their batches; None if nothing."""
+    if loaders.collates_as_usual(trainer, origin):
+        return "default_collate"
+    batches = loaders.sample_batches(trainer, origin, (2, 3))
+    if batches is None:
+        return None
+    try:
+        return observed(*batches)
+    except ValueError as error:
+        return error
+
+
+def _validate_sizes(sizes: dict[Path, int], before: dict[Path, int]) -> None:
+    """Check that leaves which were split along equal dimensions still have equal lengths."""
+    if len(set(sizes.values())) < 2:
+        return
+    kept = [spelled(path) for path, size in sizes.items() if before.get(path) == size]
+    if kept and len(kept) < len(sizes):
+        raise ValueError(
+            f"{', '.join(kept)} kept its length while the rest of the batch changed, so it has no "
+            "entry for each sample and should not have been cut: what was computed from the "
+            f"batches before this one is wrong. {ASK}" + see("batches")
+        )
+
+
+def _advise_on_constants(layout: BatchLayout, first: Any, second: Any) -> None:
+    """Warn of leaves that were cut and did not change from one batch to the next, unlike others."""
+    before = dict(layout.leaves(first))
+    same = {path: _equal(before[path], leaf) for path, leaf in layout.leaves(second)}
+    constant = [spelled(path) for path, leaf in before.items() if same[path] and _varies(leaf)]
+    if constant and not all(same.values()):
+        rank_zero_warn(
+            f"{', '.join(constant)} did not change from the first batch to the second, unlike the "
+            "rest of the batch, and is cut into micro-batches because it happens to be as long. If "
+            f"it has no entry for each sample (class weights, a table, names): {ASK}"
+            + see("batches")
+        )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if is_array(one):
+        return one.shape == other.shape and bool((one == other).all())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return one is other or (isinstance(one, (str, bytes, int, float)) and one == other)
+
+
+def _varies(leaf: Any) -> bool:
+    """Whether the entries of a leaf differ: a mask of ones may be that of every batch."""
+    return any(not _equal(leaf[0], entry) for entry in leaf[1:])
+
+
+def _same(some: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    return len(some) == len(others) and all(
+        one is other for one, other in zip(some, others, strict=True)
+    )

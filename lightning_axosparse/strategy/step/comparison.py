@@ -1,0 +1,328 @@
+"""Compares what a step has shown of a whole batch with what it has of the batch's micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_axosparse.pipeline.batch.microbatch import MicroBatch
+from lightning_axosparse.pipeline.loss.combination import (
+    Rule,
+    Term,
+    are_proportional,
+    combine,
+    found_rules,
+)
+from lightning_axosparse.pipeline.dry_run import DryRun
+from lightning_axosparse.pipeline.loss.weights import LossRule, LossWeights
+from lightning_axosparse.pipeline.state.batch_state import Changing
+from lightning_axosparse.strategy.compat.logging.logging import (
+    LogCall,
+    LogKey,
+    combined_calls,
+    weight_of,
+)
+from lightning_axosparse.support.troubleshooting import see
+
+
+class StepRules(NamedTuple):
+    """How the values of a step's micro-batches combine.
+
+    Attributes:
+        loss: how the losses do.
+        logged: how the values under each logged name do.
+        state: how what the step changes on the module does; the same on all ranks.
+    """
+
+    loss: Rule | None = None
+    logged: Mapping[LogKey, Rule | None] = {}
+    state: Sequence[Changing] = ()
+
+    def besides(self, earlier: StepRules) -> StepRules:
+        """These rules, and those of an earlier batch for what this one did not log or change."""
+        places = {each.place for each in self.state}
+        state = [each for each in earlier.state if each.place not in places]
+        logged = {**earlier.logged, **self.logged}
+        return self._replace(logged=logged, state=[*state, *self.state])
+
+
+def signature_of(
+    programs: Collection[int],
+    losses: Sequence[Term],
+    calls: Mapping[LogKey, Sequence[LogCall]],
+    parts: Sequence[MicroBatch],
+) -> Any:
+    """What of a step may make a difference to how its values combine.
+
+    Batches of one signature combine alike: the step has called the same functions, and taken means
+    whose denominators are proportional to samples in both batches or in neither.
+
+    Args:
+        programs: which functions it has called for each micro-batch.
+        losses: the loss of each micro-batch; none in evaluation.
+        calls: what it has logged.
+        parts: the micro-batches.
+    """
+    sizes = [float(part.size) for part in parts]
+    seen: dict[Any, Any] = {"loss": are_proportional(losses, sizes), "step": set(programs)}
+    for key, logged in calls.items():
+        terms = [call.term for call in logged if call.term is not None]
+        seen[key] = are_proportional(terms, sizes) if len(terms) == len(sizes) else len(terms)
+    return seen
+
+
+class Finding(NamedTuple):
+    """What the comparison has found.
+
+    Attributes:
+        kind: "error" for a loss that differs, "warning" for another value, "info" for what could
+            not be compared.
+        text: in words.
+        of_gradient: whether a loss is equal, and its gradient is not.
+    """
+
+    kind: Literal["error", "warning", "info"]
+    text: str
+    of_gradient: bool = False
+
+
+class Seen(NamedTuple):
+    """What a dry run has shown on this rank.
+
+    Attributes:
+        stages: what each of its stages has seen.
+        calls: what the step has logged, on the last stage.
+        values: the batch's value of each call as it combines by itself.
+    """
+
+    stages: Mapping[int, DryRun]
+    calls: Mapping[LogKey, Sequence[LogCall]]
+    values: Mapping[LogKey, Any]
+
+
+@dataclass
+class Comparison:
+    """Compares the dry run of a whole batch with that of its micro-batches, on the last stage.
+
+    Args:
+        name: of the step.
+        parts: the micro-batches.
+        tolerance: largest relative difference.
+        loss_rule: how the user wants losses to combine.
+        stage: the last stage.
+        used: how the batch was trained before; None if it was not.
+    """
+
+    name: str
+    parts: Sequence[MicroBatch]
+    tolerance: float
+    loss_rule: LossRule
+    stage: int
+    used: StepRules | None
+    findings: list[Finding] = field(default_factory=list)
+
+    def compare(self, whole: Seen, cut: Seen) -> tuple[StepRules, list[Finding]]:
+        """Return how values combine, and what does not combine."""
+        self.findings = []
+        loss, logged = self._compare_losses(whole, cut), {}
+        for key, (call, *_) in whole.calls.items():
+            calls = cut.calls.get(key, [])
+            if call.term is None or call.origin is not None or not calls:
+                self._compare_values(key[0], whole.values[key], cut.values.get(key))
+            else:
+                logged[key] = self._compare_logged(key[0], call, calls)
+        return StepRules(loss, logged), self.findings
+
+    def is_equal(self, whole: Seen, cut: Seen) -> bool:
+        """Whether the losses make up the batch's, and so do their gradients."""
+        best = self._best(whole.stages[self.stage], cut.stages[self.stage])
+        return best is not None and best.is_equal
+
+    def _best(self, whole: DryRun, cut: DryRun) -> _WeightedLoss | None:
+        """What losses make up by the rule that fits best; None where there are none."""
+        if not whole.losses or len(cut.losses) < len(self.parts):
+            return None
+        sizes = [float(part.size) for part in self.parts]
+        rules: Iterable[Rule | None] = [None]
+        if self.used is not None:
+            rules = [self.used.loss]
+        elif not self.loss_rule.is_given:
+            rules = found_rules(whole.losses[0], cut.losses, sizes, self._is_batch)
+        tried = []
+        for rule in rules:
+            tried.append(self._weighted(whole, cut, rule))
+            if tried[-1].is_equal:
+                return tried[-1]
+        return next((each for each in tried if each.is_equal_loss), tried[0])
+
+    def _compare_losses(self, whole: Seen, cut: Seen) -> Rule | None:
+        """How the losses combine, by value and by gradient."""
+        best = self._best(whole.stages[self.stage], cut.stages[self.stage])
+        if best is None or best.is_equal:
+            return None if best is None else best.rule
+        theirs, ours = float(whole.stages[self.stage].losses[0].value), best.loss
+        if best.is_equal_loss:
+            what = (
+                f"the same loss ({theirs:.6g}) with another gradient: its largest entry differs by "
+                f"{best.gradient_difference:.1%}"
+            )
+        else:
+            what = f"{theirs:.6g} on the whole first batch and {ours:.6g}"
+        kind: Literal["error", "warning"] = "warning" if self.loss_rule.is_given else "error"
+        self.findings.append(
+            Finding(
+                kind,
+                f"The loss of {self.name} is {what} on its {len(self.parts)} micro-batches. It is "
+                "not a mean or a sum over samples: it compares samples with each other, or takes a "
+                "statistic or a count of the batch in a way that does not combine. "
+                "AxoSparseStrategy(microbatches=1) is exact; microbatch_loss= and "
+                "microbatch_weight= say how losses combine; check_first_batch=False compares "
+                "nothing." + see("losses"),
+                best.is_equal_loss,
+            )
+        )
+        return best.rule
+
+    def _weighted(self, whole: DryRun, cut: DryRun, rule: Rule | None) -> _WeightedLoss:
+        given = self.loss_rule.weight is not None
+        weights = LossWeights(
+            self.parts,
+            sum(part.size for part in self.parts),
+            "given" if given else self.loss_rule.loss,
+            rule=rule,
+        )
+        for term in cut.losses:
+            weights.add(term)
+        factor = weights.factor()
+        final = [weights.weight(index) * factor for index in range(len(self.parts))]
+        # A micro-batch that counts for nothing, such as padding, may have a loss of NaN.
+        loss = sum(
+            float(term.value) * weight
+            for term, weight in zip(cut.losses, final, strict=True)
+            if weight
+        )
+        difference = max(
+            _gradient_difference(whole.gradients[0], cut.gradients, final),
+            _gradient_difference(whole.slopes[0], cut.slopes, final),
+        )
+        is_equal_loss = self._is_batch(loss, whole.losses[0], cut.losses)
+        # Gradients are differences of larger numbers.
+        is_equal = is_equal_loss and difference <= 10 * self.tolerance
+        return _WeightedLoss(rule, loss, difference, is_equal_loss, is_equal)
+
+    def _compare_logged(self, name: str, whole: LogCall, calls: Sequence[LogCall]) -> Rule | None:
+        """How the values under a name combine."""
+        terms = [call.term for call in calls if call.term is not None]
+        sizes = [weight_of(call) for call in calls]
+        assert whole.term is not None
+        if len(terms) == len(calls) == len(self.parts):
+            for rule in found_rules(whole.term, terms, sizes, self._is_batch):
+                if self._is_batch(combine(terms, sizes, rule), whole.term, terms):
+                    return rule
+        self._compare_values(name, whole.value, combined_calls(calls, None))
+        return None
+
+    def _compare_values(self, name: str, theirs: Any, ours: Any) -> None:
+        if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
+            for key in theirs:
+                self._compare_values(f"{name}[{key!r}]", theirs[key], ours.get(key))
+        elif isinstance(theirs, Tensor) and not (
+            isinstance(ours, Tensor) and _is_close(ours, theirs, self.tolerance, ())
+        ):
+            ours = "nothing" if ours is None else f"{float(ours):.6g}"
+            self.findings.append(
+                Finding(
+                    "warning",
+                    f"`self.log({name!r}, ...)` in {self.name} logs {float(theirs):.6g} for the "
+                    f"whole first batch, and {ours} for its {len(self.parts)} micro-batches. Log "
+                    "means and sums, and tensors that torch computes from them; or a torchmetrics "
+                    "object, which gets all samples." + see("logging"),
+                )
+            )
+
+    def _is_batch(self, value: Any, whole: Term, parts: Sequence[Term]) -> bool:
+        return _is_close(value, whole.value, self.tolerance, [part.value for part in parts])
+
+
+class _WeightedLoss(NamedTuple):
+    """What micro-batches make up by one rule."""
+
+    rule: Rule | None
+    loss: float
+    gradient_difference: float
+    is_equal_loss: bool
+    is_equal: bool
+
+
+_ROUNDING = {torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 3e-2}
+"""By how much equal values of a dtype may differ, relative to their size."""
+
+
+def _is_close(value: Any, expected: Any, tolerance: float, parts: Sequence[Any]) -> bool:
+    """Whether a combined value is that of the batch, to rounding.
+
+    Args:
+        value: the combined value.
+        expected: that of the whole batch.
+        tolerance: relative to the largest of the numbers.
+        parts: the values of micro-batches, which may cancel.
+    """
+    if isinstance(expected, Tensor):  # A run in double precision may log a metric in single.
+        tolerance = max(tolerance, _ROUNDING.get(expected.dtype, 0.0))
+    one, other = (torch.as_tensor(each).double().reshape(-1).cpu() for each in (value, expected))
+    if one.shape != other.shape:
+        return False
+    if not bool(torch.isfinite(other).all()):
+        return torch.equal(one.nan_to_num(), other.nan_to_num())
+    sizes = [torch.as_tensor(part).double().abs().nan_to_num().max() for part in (other, *parts)]
+    return bool((one - other).abs().nan_to_num(torch.inf).max() <= tolerance * max(sizes))
+
+
+def _gradient_difference(
+    whole: Sequence[Tensor | None],
+    parts: Sequence[Sequence[Tensor | None]],
+    weights: Sequence[float],
+) -> float:
+    """The largest difference between gradients, relative to the largest entry."""
+    finite = all(
+        g is None or bool(torch.isfinite(g).all()) for each in (whole, *parts) for g in each
+    )
+    if not finite or any(len(each) != len(whole) for each in parts):
+        return 0.0  # There is nothing to compare.
+    differences, scales = [0.0], [0.0]
+    for expected, *pieces in zip(whole, *parts, strict=True):
+        terms = [g * w for g, w in zip(pieces, weights, strict=True) if g is not None and w]
+        if expected is None:
+            expected = torch.zeros(())
+        joined = list(_joined(terms, expected))
+        if not joined:
+            continue
+        differences.append(min(float((ours - expected).abs().max()) for ours in joined))
+        scales += [float(each.abs().max()) for each in (expected, *terms)]
+    return max(differences) / max(scales) if max(scales) else 0.0
+
+
+def _joined(terms: Sequence[Tensor], whole: Tensor) -> Iterator[Tensor]:
+    """The gradients of micro-batches as that of the batch, in each order that samples may have.
+
+    Views of samples may follow one another: all first ones, and then all second ones.
+    """
+    if not terms:
+        yield torch.zeros_like(whole)
+    elif all(term.shape == whole.shape for term in terms):
+        yield torch.stack(list(terms)).sum(0)
+    else:
+        for dim, size in enumerate(whole.shape):
+            rest = whole.shape[:dim] + whole.shape[dim + 1 :]
+            sizes = [term.shape[dim] for term in terms]
+            alike = all(term.shape[:dim] + term.shape[dim + 1 :] == rest for term in terms)
+            if alike and sum(sizes) == size:
+                yield torch.cat(list(terms), dim)
+                for views in (2, 3, 4):
+                    if not any(each % views for each in sizes):
+                        columns = zip(*(term.chunk(views, dim) for term in terms), strict=True)
+                        yield torch.cat([part for column in columns for part in column], dim)

@@ -1,0 +1,115 @@
+"""What the steps of a run share on one grid of ranks: stages, logging and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+
+from lightning.pytorch.plugins.precision import Precision
+
+from lightning_axosparse.distributed.process_groups import all_gather
+from lightning_axosparse.pipeline.engine import Pipeline
+from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
+from lightning_axosparse.pipeline.order.choice import ScheduleRule
+from lightning_axosparse.pipeline.order.in_flight import InFlightLimit
+from lightning_axosparse.pipeline.rng import PipelineRNG
+from lightning_axosparse.pipeline.state.batch_state import BatchState
+from lightning_axosparse.strategy.compat.logging.loggers import sync_advice_silenced
+from lightning_axosparse.strategy.compat.logging.logging import MicrobatchLog
+from lightning_axosparse.strategy.compat.logging.metrics import PipelinedMetrics
+from lightning_axosparse.strategy.compat.logging.printing import MicrobatchPrint
+from lightning_axosparse.strategy.compat.precision import (
+    pipeline_precision,
+    replace_backward,
+    restore_precision,
+)
+from lightning_axosparse.strategy.stages.stage_module import StageModule
+
+
+class OpenPipeline:
+    """What steps need on one grid of ranks; creating it is collective over the job.
+
+    Args:
+        stage_module: the part of the module on this rank.
+        limit: most micro-batches that a stage may hold.
+        schedules: chooses the class of the training schedule.
+        precision: the precision plugin.
+        rng: random numbers of the pipeline.
+        give_gradients: gives parameters the gradients that a step has computed.
+    """
+
+    def __init__(
+        self,
+        stage_module: StageModule,
+        limit: InFlightLimit,
+        schedules: ScheduleRule,
+        precision: Precision,
+        rng: PipelineRNG,
+        give_gradients: Callable[[], None],
+    ) -> None:
+        module, grid, groups = stage_module.module, stage_module.grid, stage_module.groups
+        self.stage_module = stage_module
+        self.tracker = ReductionTracker(module.buffers())
+        with ExitStack() as undo:  # What fails half-way is undone.
+            held = stage_module.sharding.held()
+            counted = {held[name] for name in stage_module.sharding.counted()}
+            undo.callback(restore_precision, precision)
+            pipeline_precision(
+                precision,
+                groups.inter,
+                groups.world,
+                counted.__contains__,
+                stage_module.remote_gradients.forget_norms,
+            )
+            replace_backward(precision, give_gradients)
+            links = stage_module.links(limit.largest)
+            self.pipeline = Pipeline(
+                stage_module.layers,
+                links,
+                schedules.choice(len(stage_module.layers.parts), groups),
+                limit,
+                rng,
+                self.tracker,
+                stage_module.split,
+                partial(all_gather, group=groups.inter),
+            )
+            self.metrics = PipelinedMetrics(
+                module,
+                groups.inter,
+                groups.data,
+                last_stage_rank=grid.pipeline(grid.replica)[-1],
+                is_last_stage=stage_module.runs_last_stage,
+            )
+            if not stage_module.runs_last_stage:
+                undo.callback(self.metrics.reset)
+            undo.callback(self.metrics.detach)
+            self.metrics.attach()
+            self.log = MicrobatchLog(module, self.tracker)
+            undo.callback(self.log.detach)
+            self.log.attach()
+            if groups.across_batches is None:
+                undo.enter_context(sync_advice_silenced())
+            self.state = BatchState(
+                module,
+                stage_module.stages,
+                stage_module.last_stage,
+                stage_module.sharding.stage_of,
+                groups.same_batch is not None,
+            )
+            undo.enter_context(stage_module.layers.followed_by(self.state))
+            self.prints = MicrobatchPrint(module)
+            undo.callback(self.prints.detach)
+            self.prints.attach()
+            self._undo = undo.pop_all()
+
+    def close(self) -> None:
+        """Undo what creating it changed in the module; metrics keep the states that count."""
+        self._undo.close()
+
+    def forget_batch(self) -> None:
+        """Drop what was recorded of the last batch."""
+        self.log.clear()
+        self.prints.clear()
+        self.tracker.forget()
+        self.tracker.programs.clear()

@@ -1,0 +1,439 @@
+"""Runs Lightning's steps on a whole batch: splits it, runs the pipeline, combines the results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_axosparse.distributed.process_groups import gather
+from lightning_axosparse.distributed.rank_status import this_rank
+from lightning_axosparse.pipeline.backward.gradient_hooks import GradientHooks
+from lightning_axosparse.pipeline.batch.fingerprint import BatchFingerprint, fingerprint
+from lightning_axosparse.pipeline.batch.microbatch import MicroBatch, of_replica, weigh_by
+from lightning_axosparse.pipeline.loss.outputs import loss_alone, merge, with_loss
+from lightning_axosparse.pipeline.batch_norms import fewest_samples
+from lightning_axosparse.pipeline.crossing.values import Crossing
+from lightning_axosparse.pipeline.loss.combination import Term
+from lightning_axosparse.pipeline.loss.weights import LossWeights
+from lightning_axosparse.pipeline.order.in_flight import InFlightLimit, InFlightRule
+from lightning_axosparse.pipeline.rng import PipelineRNG
+from lightning_axosparse.pipeline.stage_step import (
+    Batch,
+    StageStep,
+    TrainingBatch,
+)
+from lightning_axosparse.pipeline.state.batch_state import Sent
+from lightning_axosparse.pipeline.state.module_state import ModuleState, Place
+from lightning_axosparse.strategy.compat.gradients import StashedGradients, gradients_are_seen
+from lightning_axosparse.strategy.compat.loaders import source
+from lightning_axosparse.strategy.compat.logging.logging import LoggedValue
+from lightning_axosparse.strategy.compat.loop_check import position
+from lightning_axosparse.strategy.compat.precision import tolerance_of
+from lightning_axosparse.strategy.compat.sampling import broadcast_seed
+from lightning_axosparse.strategy.config import Config
+from lightning_axosparse.strategy.stages.stage_module import StageModule
+from lightning_axosparse.strategy.step.batch_gradients import BatchGradients
+from lightning_axosparse.strategy.step.batch_splitting import BatchSplitter
+from lightning_axosparse.strategy.step.check import StepCheck, without_trace
+from lightning_axosparse.strategy.step.comparison import StepRules, signature_of
+from lightning_axosparse.strategy.step.open_pipeline import OpenPipeline
+from lightning_axosparse.strategy.step.whole_step import StepContext
+
+_MOST_COMPARISONS = 8
+"""Batches of a loader that are compared, where a step computes its values in ever new ways."""
+
+
+class StepRunner:
+    """Runs the steps of a module whose layers are partitioned into stages.
+
+    Creating it is collective over the job.
+
+    Args:
+        config: the strategy's arguments.
+        trainer: the running Trainer.
+        precision: the pipeline's precision plugin.
+        in_flight: the in-flight limit of a grid, and the memory that is free.
+        steps_in_parts: whether the optimizer waits for each part of the gradients before it uses
+            it, by :meth:`StageModule.await_gradients`.
+        stage_module: the part of the module on this rank.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        trainer: pl.Trainer,
+        precision: Precision,
+        in_flight: InFlightRule,
+        steps_in_parts: bool,
+        stage_module: StageModule,
+    ) -> None:
+        module, device = stage_module.module, stage_module.device
+        fewest = fewest_samples(module) if config.microbatches is None else 1
+        self._trainer, self._precision, self._in_flight = trainer, precision, in_flight
+        self._schedules, self._rule = config.schedules(module, device), config.loss_rule
+        self._splitter = BatchSplitter(trainer, config.parts, config.split_batch, fewest)
+        self._sends_outputs = config.step_outputs == "all"
+        self._warned: set[str] = set()
+        self._crossings: dict[tuple[object, int], Crossing] = {}
+        self._stashed = StashedGradients(trainer)
+        self._compares = config.check_first_batch
+        self._rules: dict[tuple[object, int], StepRules] = {}
+        self._signatures: dict[tuple[object, int], list[Any]] = {}
+        self._late: set[Place] = set()
+        self._waits = not steps_in_parts or gradients_are_seen(trainer)
+        _agree_on_seed(stage_module)
+        self._rng = PipelineRNG(torch.initial_seed(), config.stages, device)
+        self._open = self._opened(stage_module)
+
+    def open(self, stage_module: StageModule) -> None:
+        """Run the next steps on another grid of ranks; to be called after :meth:`close`.
+
+        Args:
+            stage_module: the part of the module on this rank.
+        """
+        _agree_on_seed(stage_module)
+        self._crossings.clear()
+        self._open = self._opened(stage_module)
+
+    def _opened(self, stage_module: StageModule) -> OpenPipeline:
+        limit = self._in_flight.limit(stage_module.last_stage + 1, stage_module.groups)
+        return OpenPipeline(
+            stage_module, limit, self._schedules, self._precision, self._rng, self._give_gradients
+        )
+
+    def close(self) -> None:
+        """Give the module its own logging and metrics back, with the states that count."""
+        self._open.close()
+
+    @property
+    def limit(self) -> InFlightLimit:
+        """Most micro-batches that a stage may hold."""
+        return self._open.pipeline.limit
+
+    def measure_again(self) -> None:
+        """Choose the in-flight limit and the schedule again, because the model became smaller."""
+        self._open.pipeline.limit.measure_again()
+        self._open.pipeline.choice.measure_again()
+
+    @property
+    def peak_in_flight(self) -> dict[int, int]:
+        """Most micro-batches that each stage of this rank held in its last training batch."""
+        return self._open.pipeline.peak_in_flight
+
+    def metric_states_shared(self) -> AbstractContextManager[None]:
+        """Give every rank the last stage's states of metrics inside the context; collective."""
+        stage_module = self._open.stage_module
+        collect = partial(stage_module.groups.all_gather_from_stage, stage=stage_module.last_stage)
+        return self._open.metrics.states_shared(collect)
+
+    def train(
+        self,
+        user_step: Callable[..., Any],
+        precision: StepContext,
+        batch: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the module's ``training_step`` forward and backward; arguments as for the others.
+
+        Returns:
+            What it returned for the batch; before the last stage its loss.
+        """
+        run, stage_module = self._open, self._open.stage_module
+        with this_rank().step(*position(self._trainer)):
+            microbatches = self._splitter.split_to_train(batch, args, stage_module.groups)
+            microbatches = self._weighted(microbatches)
+            step = self._batch(user_step, precision, batch, args, kwargs, microbatches)
+            rules = self._rules_of(step, batch, microbatches, trains=True)
+            reducer = stage_module.step_reducer
+            parameters = stage_module.sharding.held().values()
+            hooks = GradientHooks(parameters)
+            gradients = BatchGradients(
+                self._trainer, stage_module.module, self._precision, reducer, self._stashed, hooks
+            )
+            weights = self._loss_weights(step.microbatches, microbatches, rules)
+            training = TrainingBatch(**vars(step), weights=weights, backward=gradients)
+            with torch.enable_grad(), self._stashed.around_step(parameters):
+                if not training.microbatches:
+                    # The other replicas of this batch may wait for its denominators.
+                    last_stage = stage_module.runs_last_stage
+                    gradients.begin_last(weights.factor() if last_stage else 1.0)
+                run.state.begin_batch(rules.state, training.microbatches)
+                with run.metrics.batch(len(microbatches)), hooks.set_aside():
+                    with self._splitter.explained(args, batch):
+                        last = run.pipeline.train(training)
+                if hooks.parameters:
+                    with self._rng.after_passes(stage_module.stages[-1]):
+                        gradients.call_hooks(stage_module.sharing_batch(hooks.parameters))
+                gradients.finish(parameters, self._waits)
+            if stage_module.norms is not None:
+                stage_module.norms.update(stage_module.groups.data)
+            compare = partial(self._check, step, batch, microbatches, trains=True)
+            return self._combine(step, last, microbatches, rules, weights.terms, compare)
+
+    def evaluate(
+        self,
+        user_step: Callable[..., Any],
+        precision: StepContext,
+        batch: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Run one of the module's other steps forward.
+
+        Args:
+            user_step: ``validation_step``, ``test_step`` or ``predict_step`` of the module.
+            precision: makes the context in which it runs.
+            batch: the batch.
+            args: the other arguments of the step.
+            kwargs: its keyword arguments.
+
+        Returns:
+            What it returned for the batch; before the last stage its loss, except in prediction.
+        """
+        run = self._open
+        with this_rank().step(*position(self._trainer)):
+            microbatches = self._splitter.split_to_evaluate(batch, args, run.stage_module.groups)
+            microbatches = self._weighted(microbatches)
+            step = self._batch(user_step, precision, batch, args, kwargs, microbatches)
+            rules = self._rules_of(step, batch, microbatches, trains=False)
+            run.state.begin_batch(rules.state, step.microbatches)
+            explained = self._splitter.explained(args, batch)
+            with run.metrics.batch(len(microbatches)), explained:
+                last = run.pipeline.evaluate(step)
+            compare = partial(self._check, step, batch, microbatches, trains=False)
+            return self._combine(step, last, microbatches, rules, (), compare)
+
+    def _rules_of(
+        self, step: Batch, batch: Any, microbatches: Sequence[MicroBatch], trains: bool
+    ) -> StepRules:
+        """How micro-batches combine, as an earlier batch of the loader has shown, or this one."""
+        key = self._loader_of(step)
+        return self._rules.get(key) or self._check(step, batch, microbatches, trains)
+
+    def _check(
+        self, step: Batch, batch: Any, microbatches: Sequence[MicroBatch], trains: bool
+    ) -> StepRules:
+        """Compare a batch with its micro-batches; collective over the pipeline."""
+        rules, key = StepRules(), self._loader_of(step)
+        used = self._rules.get(key)
+        is_shared = len(microbatches) != len(step.microbatches)
+        if self._compares and not is_shared:
+            tolerance = tolerance_of(self._precision, self._open.stage_module.device)
+            check = StepCheck(self._open, self._in_flight.free, tolerance, self._rule, self._warned)
+            if len(microbatches) > 1:
+                rules = check.rules(step, batch, microbatches, trains, used)
+            elif not self._open.stage_module.is_whole:
+                rules = check.changes(step, trains)
+        self._rules[key] = rules if used is None else rules.besides(used)
+        return self._rules[key]
+
+    def _is_late(self, rules: StepRules, sent: Sequence[Sent]) -> bool:
+        """Whether the step has changed what it did not in batches that were compared."""
+        new = {each.place for each in sent} - {each.place for each in rules.state} - self._late
+        self._late |= new
+        return self._compares and bool(new)
+
+    def _is_new(self, step: Batch, last: StageStep | None, losses: Sequence[Term]) -> bool:
+        """Whether the step has computed its values in a way that was not compared yet."""
+        if last is None or not self._compares or len(step.microbatches) < 2:
+            return False
+        known = self._signatures.setdefault(self._loader_of(step), [])
+        run = self._open
+        seen = signature_of(run.tracker.programs, losses, run.log.calls(), step.microbatches)
+        if seen in known or len(known) == _MOST_COMPARISONS:
+            return False
+        known.append(seen)
+        return len(known) > 1  # The first batch was compared before it was used.
+
+    def _loader_of(self, step: Batch) -> tuple[object, int]:
+        origin = source(self._trainer, step.args)
+        return origin.loop, origin.index
+
+    def _with_crossing(self, step: Batch) -> Batch:
+        """The batch with what crosses the edges of stages, seen before the first of its loader."""
+        run, stage_module = self._open, self._open.stage_module
+        key = self._loader_of(step)
+        if stage_module.last_stage and step.microbatches and key not in self._crossings:
+            state = ModuleState(stage_module.module)
+            with without_trace(run), run.metrics.batch(1), state.watched():
+                crossing = run.pipeline.probe(step).crossing
+            state.rewind()
+            run.forget_batch()
+            if stage_module.norms is not None:
+                stage_module.norms.forget_batch()
+            if crossing is not None:
+                self._crossings[key] = crossing
+        return replace(step, crossing=self._crossings.get(key))
+
+    def _give_gradients(self) -> None:
+        """Give the parameters the gradients that the step has computed."""
+        self._stashed.restore()
+        self._open.stage_module.remote_gradients.present()
+
+    def _batch(
+        self,
+        user_step: Callable[..., Any],
+        precision: StepContext,
+        batch: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        microbatches: Sequence[MicroBatch],
+    ) -> Batch:
+        """What the stages of this rank need to run a step on a batch."""
+        run = self._open
+        step = Batch(
+            step=user_step,
+            args=args,
+            kwargs=kwargs,
+            precision=precision,
+            microbatches=self._own(microbatches),
+            fingerprint=self._fingerprint(batch),
+            log=run.log,
+            prints=run.prints.microbatch,
+            weights_given=self._rule.weight is not None,
+        )
+        return self._with_crossing(step)
+
+    def _loss_weights(
+        self, own: Sequence[MicroBatch], microbatches: Sequence[MicroBatch], rules: StepRules
+    ) -> LossWeights:
+        """The weights of the micro-batches that this replica computes."""
+        return LossWeights(
+            own,
+            sum(part.size for part in microbatches),
+            "given" if self._rule.weight is not None else self._rule.loss,
+            self._open.stage_module.groups.batch_replicas,
+            rules.loss,
+        )
+
+    def _fingerprint(self, batch: Any) -> BatchFingerprint:
+        """What the ranks that are given this batch compare."""
+        if self._open.stage_module.groups.same_batch is None:
+            return BatchFingerprint()
+        loop, epoch, index = position(self._trainer)
+        return BatchFingerprint(fingerprint(batch), f"batch {index} of {loop} epoch {epoch}")
+
+    def _weighted(self, microbatches: list[MicroBatch]) -> list[MicroBatch]:
+        """The micro-batches with the weights that the user's rule gives them, if there is one."""
+        if self._rule.weight is None or self._trainer.predicting:
+            return microbatches
+        return weigh_by(self._rule.weight, microbatches)
+
+    def _own(self, microbatches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """The micro-batches that this replica computes, of those that replicas share."""
+        grid = self._open.stage_module.grid
+        return of_replica(microbatches, grid.part_of_batch, grid.replicas_per_batch)
+
+    def _combine(
+        self,
+        step: Batch,
+        last: StageStep | None,
+        microbatches: Sequence[MicroBatch],
+        rules: StepRules,
+        losses: Sequence[Term],
+        compare: Callable[[], StepRules],
+    ) -> Any:
+        """Combine what the last stage's micro-batches returned and logged, for every stage.
+
+        Args:
+            step: the step that has run on the batch.
+            last: the last stage's, on the ranks that run it.
+            microbatches: those of the whole batch.
+            rules: how values of micro-batches combine.
+            losses: those of the micro-batches; none in evaluation.
+            compare: compares the batch; collective over the pipeline.
+
+        Returns:
+            What the step returned for the batch, or its loss.
+        """
+        run, stage_module = self._open, self._open.stage_module
+        sends_all = self._sends_outputs or self._trainer.predicting
+        is_new = self._is_new(step, last, losses)
+        result: tuple[Any, Any, Any, bool, list[Sent], list[str]] = None, None, None, False, [], []
+        if last is not None:
+            returned = last.outputs if sends_all else list(map(loss_alone, last.outputs))
+            outputs = self._gathered(returned, microbatches, step.fingerprint)
+            if outputs:
+                output = merged(outputs, microbatches, 1.0)
+                logged = run.log.combine(run.metrics.batch_value, rules.logged)
+                state = run.state.made_shared()
+                result = logged, run.prints.combined(), output, is_new, *state
+        logged, printed, output, is_new, sent, warnings = (
+            stage_module.groups.broadcast_to_same_batch(result, stage_module.last_stage)
+        )
+        is_new |= self._is_late(rules, sent)
+        if is_new:
+            logged = self._logged_again(logged, compare)
+        for warning in (*warnings, *run.state.settle(sent, stage_module.device)):
+            if warning not in self._warned:
+                self._warned.add(warning)
+                rank_zero_warn(warning)
+        run.log.replay(logged)
+        run.prints.replay(printed)
+        run.forget_batch()
+        output = move_data_to_device(output, stage_module.device)
+        if last is None or sends_all or not last.outputs:
+            return output
+        own = self._own(microbatches)
+        share = sum(part.weight for part in own) / sum(part.weight for part in microbatches)
+        return with_loss(merged(last.outputs, own, share), output)
+
+    def _logged_again(
+        self, logged: list[LoggedValue], compare: Callable[[], StepRules]
+    ) -> list[LoggedValue]:
+        """Compare a batch that has logged in a new way, and combine its values as that shows."""
+        stage_module = self._open.stage_module
+        calls = self._open.log.calls()
+        rules = compare()
+        if calls:
+            logged = [
+                value.combined_by(calls[key], rules.logged.get(key))
+                for key, value in zip(calls, logged, strict=True)
+            ]
+        return stage_module.groups.broadcast_to_same_batch(logged, stage_module.last_stage)
+
+    def _gathered(
+        self,
+        outputs: list[Any],
+        microbatches: Sequence[MicroBatch],
+        fingerprint: BatchFingerprint,
+    ) -> list[Any]:
+        """The outputs of all replicas that share a batch, on the first; elsewhere none."""
+        run, groups = self._open, self._open.stage_module.groups
+        if groups.grid.replicas_per_batch == 1:
+            return outputs
+        outputs = move_data_to_device(outputs, "cpu")
+        recorded = run.log.recorded(), run.metrics.recorded(), run.state.recorded()
+        mine = fingerprint.fingerprint, outputs, *recorded
+        everyone = gather(mine, groups.batch_replicas)
+        if not everyone:
+            return []
+        fingerprints = {groups.grid.replica + n: theirs[0] for n, theirs in enumerate(everyone)}
+        fingerprint.compare(fingerprints, "replica")
+        run.metrics.join([states for *_, states, _ in everyone])
+        run.state.join([parts for *_, parts in everyone], [part.weight for part in microbatches])
+        for _, _, calls, *_ in everyone[1:]:
+            run.log.add(calls)
+        return [output for _, outputs, *_ in everyone for output in outputs]
+
+
+def merged(outputs: Sequence[Any], microbatches: Sequence[MicroBatch], share: float) -> Any:
+    """What a step returned for these micro-batches, which are this share of the batch."""
+    weights = [part.weight / (share or 1.0) for part in microbatches]
+    return merge(outputs, weights, [part.size for part in microbatches])
+
+
+def _agree_on_seed(stage_module: StageModule) -> None:
+    """Give all ranks that are given the same batches one random state; collective among them."""
+    groups, grid = stage_module.groups, stage_module.grid
+    broadcast_seed(groups.same_batch, grid.same_batch_ranks[0])

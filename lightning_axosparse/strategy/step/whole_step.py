@@ -1,0 +1,86 @@
+"""Runs Lightning's steps where a rank has the whole module and takes each batch as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.precision import Precision
+
+from lightning_axosparse.distributed.rank_status import this_rank
+from lightning_axosparse.pipeline.order.in_flight import FixedInFlightLimit
+from lightning_axosparse.strategy.compat.gradients import gradients_are_seen
+from lightning_axosparse.strategy.compat.loop_check import position
+from lightning_axosparse.strategy.compat.precision import (
+    restore_precision,
+    surround_backward,
+)
+from lightning_axosparse.strategy.stages.stage_module import StageModule
+from lightning_axosparse.support.trace import clock
+
+StepContext = Callable[[], AbstractContextManager[None]]
+"""Makes the context of a step, such as ``Precision.train_step_context``."""
+
+
+class WholeStepRunner:
+    """Runs steps as Lightning does on one device, and averages gradients over replicas.
+
+    There is nothing to pipeline, so Lightning's own logging, metrics, closures and manual
+    optimization work as they are.
+
+    Args:
+        trainer: the running Trainer.
+        precision: the precision plugin.
+        steps_in_parts: whether the optimizer waits for each part of the gradients before it uses
+            it, by :meth:`StageModule.await_gradients`.
+        stage_module: the module, whole.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        precision: Precision,
+        steps_in_parts: bool,
+        stage_module: StageModule,
+    ) -> None:
+        self.limit = FixedInFlightLimit(1)
+        self.peak_in_flight = {0: 1}
+        self._trainer, self._precision, self._stage_module = trainer, precision, stage_module
+        self._waits = not steps_in_parts or gradients_are_seen(trainer)
+        surround_backward(precision, self._differentiates)
+
+    def close(self) -> None:
+        """Give the precision plugin its own backward pass back."""
+        restore_precision(self._precision)
+
+    def evaluate(
+        self, user_step: Callable[..., Any], precision: StepContext, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a step of the module in the context that ``precision`` makes."""
+        with this_rank().step(*position(self._trainer)), clock.span("forward"), precision():
+            return user_step(*args, **kwargs)
+
+    train = evaluate  # Lightning differentiates the loss.
+
+    @contextmanager
+    def _differentiates(self) -> Iterator[None]:
+        """All-reduce each gradient as soon as the backward pass in the context has made it."""
+        reducer = self._stage_module.step_reducer
+        with this_rank().step(*position(self._trainer)):
+            if reducer is not None:
+                reducer.arm()
+            with clock.span("backward"):
+                yield
+            if reducer is not None:
+                reducer.start_rest()
+                if self._waits:
+                    reducer.wait_for(reducer.under_way)
+
+    def measure_again(self) -> None:
+        """Do nothing: neither limit nor schedule is chosen here."""
+
+    def metric_states_shared(self) -> AbstractContextManager[None]:
+        """Do nothing: every rank has the metrics of its own batches."""
+        return nullcontext()

@@ -1,0 +1,152 @@
+"""Products are computed one at a time, in the order that gives autograd's sums."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_axosparse.pipeline.backward.weight_gradients import Scratch, WeightGradientQueue
+
+
+@dataclass(frozen=True)
+class Known:
+    """A product whose terms are known."""
+
+    parameters: Sequence[nn.Parameter]
+    tensors: Sequence[Tensor]
+
+    def compute(self, scratch: Scratch | None) -> Sequence[Tensor]:
+        assert not torch.is_grad_enabled()
+        first, *others = (tensor.clone() for tensor in self.tensors)
+        if scratch is not None:
+            first = scratch.empty(first.shape, first.dtype, first.device).copy_(first)
+        return [first, *others]
+
+
+def parameters(count: int) -> list[list[nn.Parameter]]:
+    """The weight and bias of so many layers."""
+    return [[nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(3))] for _ in range(count)]
+
+
+@given(
+    layers=st.integers(1, 4),
+    microbatches=st.integers(1, 6),
+    calls=st.integers(1, 3),
+    seed=st.integers(0, 10_000),
+)
+def test_every_order_of_backwards_and_products_gives_the_sums_of_autograd(
+    layers: int, microbatches: int, calls: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    owned = parameters(layers)
+    expected: dict[nn.Parameter, Tensor] = {}
+    final: list[nn.Parameter] = []
+    queue = WeightGradientQueue(final.append)
+    waiting: list[int] = []
+    for microbatch in range(microbatches):
+        for layer in rng.sample(owned, layers):
+            sums: list[Tensor] | None = None
+            for _ in range(rng.randint(0, calls)):
+                terms = [torch.randn(parameter.shape) for parameter in layer]
+                queue.add(microbatch, Known(layer, terms))
+                sums = terms if sums is None else [a + b for a, b in zip(sums, terms, strict=True)]
+            if sums is not None:
+                for parameter, term in zip(layer, sums, strict=True):
+                    known = expected.get(parameter)
+                    expected[parameter] = term.clone() if known is None else known + term
+        waiting.append(microbatch)
+        while waiting and rng.random() < 0.5:
+            if queue.holds(waiting[0]):
+                queue.compute_next()
+            else:
+                waiting.pop(0)
+    assert not final
+    queue.end_backwards()
+    while any(map(queue.holds, range(microbatches))):
+        queue.compute_next()
+        for parameter in final:
+            assert torch.equal(parameter.grad, expected[parameter])
+    assert len(final) == len(set(final)), "a gradient was final twice"
+    for layer in owned:
+        for parameter in layer:
+            if parameter in expected:
+                assert torch.equal(parameter.grad, expected[parameter])
+            else:
+                assert parameter.grad is None
+
+
+def test_at_the_end_weights_follow_in_the_order_of_the_last_backward_pass() -> None:
+    first, second, third = parameters(3)
+    final: list[nn.Parameter] = []
+    queue = WeightGradientQueue(final.append)
+    for microbatch in range(3):
+        for layer in (third, second, first):
+            queue.add(microbatch, Known(layer, [torch.ones(p.shape) for p in layer]))
+    queue.compute_next()  # that of the third layer
+    queue.end_backwards()
+    order = []
+    while any(map(queue.holds, range(3))):
+        queue.compute_next()
+        order.append(list(final))
+    assert order == [
+        [],
+        third,
+        third,
+        third,
+        [*third, *second],
+        [*third, *second],
+        [*third, *second],
+        [*third, *second, *first],
+    ]
+
+
+def test_one_micro_batch_after_the_other_while_backward_passes_go_on() -> None:
+    first, second = parameters(2)
+    queue = WeightGradientQueue(lambda parameter: None)
+    for microbatch in range(2):
+        for layer in (second, first):
+            queue.add(microbatch, Known(layer, [torch.ones(p.shape) for p in layer]))
+    for holds in ((True, True), (True, True), (False, True), (False, True)):
+        assert (queue.holds(0), queue.holds(1)) == holds
+        queue.compute_next()
+    assert not queue.holds(1)
+
+
+def test_the_bytes_of_a_micro_batch_count_shared_memory_once() -> None:
+    (layer,) = parameters(1)
+    queue = WeightGradientQueue(lambda parameter: None)
+    both = torch.zeros(8, 3)
+    queue.add(0, Known(layer, [both[:2], both[2:]]))
+    queue.add(0, Known(layer, [both, torch.zeros(3)]))
+    queue.add(1, Known(layer, [torch.zeros(2, 3), torch.zeros(3)]))
+    assert [queue.bytes_of(microbatch) for microbatch in range(3)] == [108, 36, 0]
+
+
+def test_gradients_keep_the_layout_and_the_dtype_of_their_parameter() -> None:
+    weight = nn.Parameter(torch.zeros(2, 4, 3, 3).to(memory_format=torch.channels_last))
+    queue = WeightGradientQueue(lambda parameter: None)
+    term = torch.randn(2, 4, 3, 3, dtype=torch.bfloat16)
+    queue.add(0, Known([weight], [term]))
+    queue.compute_next()
+    assert weight.grad is not None
+    assert weight.grad.stride() == weight.stride()
+    assert weight.grad.dtype == torch.float32
+    assert torch.equal(weight.grad, term.float())
+
+
+def test_scratch_memory_is_reused() -> None:
+    scratch = Scratch()
+    cpu = torch.device("cpu")
+    large = scratch.empty((4, 5), torch.float32, cpu)
+    small = scratch.empty((2, 3), torch.float32, cpu)
+    assert small.shape == (2, 3)
+    assert small.data_ptr() == large.data_ptr()
+    assert scratch.empty((2, 3), torch.float64, cpu).data_ptr() != large.data_ptr()
+    assert scratch.empty((9, 9), torch.float32, cpu).shape == (9, 9)

@@ -1,0 +1,410 @@
+"""Values that go round layers cross the edges of stages, with their gradients, and no others do."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from lightning_axosparse.pipeline.batch.microbatch import split
+from lightning_axosparse.pipeline.crossing.p2p import LoopbackLink
+from lightning_axosparse.pipeline.crossing.values import Activation, tensors
+from tests.pipeline.test_engine import evaluate, evaluation, learned, pipeline, train
+
+WIDTH, BATCH, MICROBATCHES = 6, 4, 2
+Network = Callable[[nn.ModuleList, Tensor], Tensor]
+
+
+def chain(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def residual(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    x = x * 2
+    for layer in layers:
+        x = x + layer(x)
+    return x
+
+
+def residual_in_place(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    x = x * 2
+    for layer in layers:
+        x += layer(x.clone())
+    return x
+
+
+def u_net(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    first, second, third, *_ = layers
+    down = first(x)
+    deeper = second(down)
+    up = layers[3](third(functional.gelu(deeper)) + deeper)
+    return layers[5](layers[4](torch.stack([up, down]).sum(0)) * down.sigmoid())
+
+
+def encoder(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    states = layers[1](layers[0](x))
+    y = torch.ones_like(x)
+    for layer in layers[2:]:
+        y = y * states.softmax(-1)
+        y = layer(y)
+    return y
+
+
+def all_states(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    states = []
+    for layer in layers:
+        x = layer(x)
+        states.append(x)
+    return torch.stack(states).mean(0)
+
+
+def halves(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    left, right = layers[0](x).chunk(2, -1)
+    for layer in layers[1:]:
+        x = layer(torch.cat([right, left], -1))
+        left, right = left + x[:, :3], x[:, 3:]
+    return torch.cat([left, right], -1)
+
+
+def gated(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    x = layers[0](x)
+    mask = x > 0
+    for layer in layers[1:]:
+        x = torch.where(mask, layer(x), x.detach())
+    return x
+
+
+def narrower(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    """Shapes differ from layer to layer, and code between them needs them."""
+    x = layers[0](x)
+    wide = torch.cat([x, x, x], 0).unflatten(0, (3, len(x))).amax(0)
+    for layer in layers[1:]:
+        wide = layer(wide).view(-1, 2, WIDTH // 2).flatten(1)
+    return wide + x
+
+
+def changed_in_place(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    """The statements return nothing that has a name."""
+    kept = layers[0](x).clone()
+    kept.mul_(2)
+    x = layers[1](kept) + 0
+    x[:, 0] = x[:, 1]
+    functional.relu(x, inplace=True)
+    return chain(layers[2:], x) + kept
+
+
+def written_to(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    """A tensor that all stages make, and that gets outputs of layers."""
+    sums, states = torch.zeros_like(x), torch.zeros(len(x), 3, WIDTH, dtype=x.dtype)
+    for index, layer in enumerate(layers):
+        x = layer(x)
+        if index < 3:
+            states[:, index] = x
+            sums.add_(x)
+    return x + states.sum(1) * sums
+
+
+def kept_for_nothing(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    states = []
+    for layer in layers:
+        x = layer(x)
+        states.append((x, x.detach().cpu()))
+        KEPT.append(x)
+    assert len(states) == len(layers)
+    return x
+
+
+KEPT: list[Tensor] = []
+"""What refers to tensors and reads none, as a debugger or the frame of an exception does."""
+
+
+def by_value(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    """What the step does depends on numbers."""
+    x = layers[0](x)
+    scale = 2.0 if x.mean().item() > 0 else 0.5
+    positive = x[x > 0].sum()
+    return chain(layers[1:], x * scale) + scale * positive / (1 + len(x))
+
+
+SKIPPING = [
+    *(residual, residual_in_place, u_net, encoder, all_states, halves, gated, narrower),
+    *(changed_in_place, written_to, kept_for_nothing, by_value),
+]
+
+
+def layers() -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double() for _ in range(6)
+    )
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Activation]]:
+    """The activations that have been sent between stages."""
+    messages: list[Activation] = []
+    send = LoopbackLink.send_activation
+
+    def record(link: LoopbackLink, tree: Any) -> None:
+        messages.append(copy.copy(tree))
+        send(link, tree)
+
+    monkeypatch.setattr(LoopbackLink, "send_activation", record)
+    return messages
+
+
+@pytest.mark.parametrize("stages", [2, 3, 6])
+@pytest.mark.parametrize("network", [chain, *SKIPPING])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_values_and_gradients_are_those_of_one_process(
+    network: Network, stages: int, is_known: bool
+) -> None:
+    ours, theirs = layers(), layers()
+    x = torch.randn(BATCH, WIDTH, dtype=torch.float64)
+    for part in split(x, MICROBATCHES):
+        (network(theirs, part.batch).pow(2).mean() * part.weight).backward()
+    pipe, dealt = pipeline(ours, stages)
+    step = lambda batch: network(ours, batch).pow(2).mean()  # noqa: E731
+    crossing = learned(pipe, step, x, MICROBATCHES) if is_known else None
+    train(pipe, step, x, MICROBATCHES, crossing)
+    for evaluating in (torch.no_grad, torch.inference_mode):
+        with evaluating():
+            (output,) = evaluate(pipe, lambda batch: network(ours, batch), x, 1, crossing)
+            torch.testing.assert_close(output, network(theirs, x), rtol=0, atol=1e-14)
+    dealt.uninstall()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("network", "most"),
+    [
+        (chain, 1),
+        (residual, 1),
+        (residual_in_place, 2),
+        (u_net, 3),
+        (encoder, 2),
+        (gated, 2),
+        (changed_in_place, 2),
+        (written_to, 3),
+        (kept_for_nothing, 1),
+    ],
+)
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_no_later_stage_reads_is_not_sent(
+    network: Network, most: int, trains: bool, sent: list[Activation]
+) -> None:
+    ours = layers()
+    pipe, dealt = pipeline(ours, 6)
+    x = torch.randn(BATCH, WIDTH, dtype=torch.float64)
+    step = lambda batch: network(ours, batch).pow(2).mean()  # noqa: E731
+    with torch.set_grad_enabled(trains):
+        crossing = learned(pipe, step, x, MICROBATCHES)
+        sent.clear()
+        (train if trains else evaluate)(pipe, step, x, MICROBATCHES, crossing)
+    dealt.uninstall()
+    counts = [sum(tensor is not None for tensor in tensors(message)) for message in sent]
+    assert len(counts) == 5 * MICROBATCHES
+    assert max(counts) == most
+
+
+def test_nothing_is_computed_from_placeholders() -> None:
+    calls = []
+
+    class Counted(torch.overrides.TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.matrix_exp and args[0].device.type == "cpu":
+                calls.append(args[0].isnan().any().item())
+            return func(*args, **(kwargs or {}))
+
+    def between(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        for layer in layers:
+            x = torch.matrix_exp(layer(x)[:, None, :2].expand(-1, 2, 2)).mean(1)
+            x = torch.cat([x, x, x], -1)
+        return x
+
+    ours = layers()
+    pipe, dealt = pipeline(ours, 3)
+    x = torch.randn(BATCH, WIDTH, dtype=torch.float64)
+    step = lambda batch: between(ours, batch).mean()  # noqa: E731
+    crossing = learned(pipe, step, x, 1)
+    with Counted():
+        train(pipe, step, x, 1, crossing)
+    dealt.uninstall()
+    assert calls == [False] * 6  # once a layer, on the layer's stage
+
+
+def test_running_statistics_between_layers_are_refused_by_name() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.norm = layers(), nn.BatchNorm1d(WIDTH).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm(self.layers[0](x))
+            return chain(self.layers[1:], x)
+
+    net = Net()
+    pipe, dealt = pipeline(net.layers, 3, module=net)
+    batch = torch.randn(BATCH, WIDTH, dtype=torch.float64)
+    with pytest.raises(MisconfigurationException, match=r"'norm.running_mean' changes between"):
+        train(pipe, lambda part: net(part).mean(), batch, MICROBATCHES)
+    dealt.uninstall()
+
+
+class Twice(torch.autograd.Function):
+    """What no function mode sees."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+def through_a_function(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    kept = Twice.apply(layers[0](x))
+    return chain(layers[1:], kept) + kept
+
+
+def test_what_cannot_be_followed_is_refused() -> None:
+    ours = layers()
+    pipe, dealt = pipeline(ours, 3)
+    batch = torch.randn(BATCH, WIDTH, dtype=torch.float64)
+    step = lambda part: through_a_function(ours, part).mean()  # noqa: E731
+    crossing = learned(pipe, step, batch, MICROBATCHES)
+    words = "uses the output of layer 'layers.0' in a way that could not be followed"
+    with pytest.raises(MisconfigurationException, match=words):
+        train(pipe, step, batch, MICROBATCHES, crossing)
+    dealt.uninstall()
+
+
+READS: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
+    "an output": (lambda first, made: first.mean(), "the output of layer 'layers.0'"),
+    "a result": (lambda first, made: made.mean(), "what the step computes from the output of"),
+    "a view": (lambda first, made: first.T.mean(), "the output of layer 'layers.0'"),
+    "a number": (lambda first, made: float(made[0, 0]), "what the step computes from the output"),
+    "numpy": (lambda first, made: first.detach().numpy().mean(), "the output of layer"),
+    "a list of tensors": (lambda first, made: torch.stack([made, first]).sum(), "what the step"),
+}
+
+
+@pytest.mark.parametrize("what", READS)
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_value_that_is_read_from_a_later_batch_on_is_refused_by_name(
+    what: str, trains: bool
+) -> None:
+    ours, reads = layers(), False
+    read, words = READS[what]
+
+    def step(x: Tensor) -> Tensor:
+        first = ours[0](x)
+        made = first.exp()
+        x = chain(ours[1:], first).mean()
+        return x + read(first, made) if reads else x
+
+    pipe, dealt = pipeline(ours, 3)
+    batch = torch.randn(BATCH, WIDTH, dtype=torch.float64)
+    with torch.set_grad_enabled(trains):
+        crossing = learned(pipe, step, batch, MICROBATCHES)
+        run = train if trains else evaluate
+        run(pipe, step, batch, MICROBATCHES, crossing)
+        reads = True
+        with pytest.raises(MisconfigurationException, match=f"Stage 2 reads {words}"):
+            run(pipe, step, batch, MICROBATCHES, crossing)
+        pipe, dealt = pipeline(ours, 3)
+        run(pipe, step, batch, MICROBATCHES, learned(pipe, step, batch, MICROBATCHES))
+    dealt.uninstall()
+
+
+def test_placeholders_tell_what_they_are_and_can_be_copied() -> None:
+    ours, kept = layers(), []
+
+    def step(x: Tensor) -> Tensor:
+        kept.clear()
+        for layer in ours:
+            x = layer(x)
+            kept.append(x)
+        del kept[1:]
+        return x.mean()
+
+    pipe, dealt = pipeline(ours, 3)
+    batch = torch.randn(BATCH, WIDTH, dtype=torch.float64)
+    train(pipe, step, batch, MICROBATCHES, learned(pipe, step, batch, MICROBATCHES))
+    dealt.uninstall()
+    for copied in (kept[0], copy.deepcopy(kept)[0], pickle.loads(pickle.dumps(kept[0]))):
+        assert repr(copied) == "<placeholder: the output of layer 'layers.0'>"
+        assert copied.shape == (BATCH // MICROBATCHES, WIDTH)
+        assert copied.dtype == torch.float64
+        with pytest.raises(MisconfigurationException, match=r"reads the output of layer"):
+            copied.sum()
+
+
+def test_a_stage_that_fails_is_reported_and_no_other_one_waits_for_it() -> None:
+    ours = layers()
+    pipe, dealt = pipeline(ours, 3)
+    batch = torch.randn(BATCH, WIDTH, dtype=torch.float64)
+
+    def step(x: Tensor) -> Tensor:
+        if dealt.running_stage == 1:
+            raise ZeroDivisionError("of the user")
+        return chain(ours, x)
+
+    probe = pipe.probe(evaluation(step, batch, MICROBATCHES))
+    assert probe == (None, {1: "ZeroDivisionError: of the user"})
+    step = lambda x: chain(ours, x)  # noqa: E731
+    evaluate(pipe, step, batch, MICROBATCHES, learned(pipe, step, batch, MICROBATCHES))
+    dealt.uninstall()
+
+
+def test_following_a_chain_takes_no_function_mode() -> None:
+    ours, modes = layers(), []
+
+    def step(x: Tensor) -> Tensor:
+        modes.append(torch.overrides._get_current_function_mode())
+        x = chain(ours, x)
+        modes.append(torch.overrides._get_current_function_mode())
+        return x
+
+    pipe, dealt = pipeline(ours, 3)
+    batch = torch.randn(BATCH, WIDTH, dtype=torch.float64)
+    crossing = learned(pipe, step, batch, 1)
+    modes.clear()
+    with torch.no_grad():
+        evaluate(pipe, step, batch, 1, crossing)
+    dealt.uninstall()
+    assert modes == [None] * 4  # begun by three stages and ended by one
+
+
+def test_activation_checkpointing_by_the_user_sends_the_activation_alone(
+    sent: list[Activation],
+) -> None:
+    ours = layers()
+    pipe, dealt = pipeline(ours, 3)
+
+    def network(x: Tensor) -> Tensor:
+        for layer in ours:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+    x = torch.randn(BATCH, WIDTH, dtype=torch.float64)
+    crossing = learned(pipe, lambda batch: network(batch).mean(), x, MICROBATCHES)
+    sent.clear()
+    train(pipe, lambda batch: network(batch).mean(), x, MICROBATCHES, crossing)
+    dealt.uninstall()
+    counts = [sum(tensor is not None for tensor in tensors(message)) for message in sent]
+    assert counts == [1] * 2 * MICROBATCHES

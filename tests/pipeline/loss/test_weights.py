@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_axosparse.distributed.mpi.backend import init_process_group
+from lightning_axosparse.pipeline.batch.microbatch import MicroBatch
+from lightning_axosparse.pipeline.loss.combination import Call, Leaf, Term
+from lightning_axosparse.pipeline.loss.weights import LossWeights
+from tests.ranks import run_ranks
+
+SIZES = [3, 3, 3]
+
+
+def parts(sizes: list[int]) -> list[MicroBatch]:
+    return [MicroBatch(None, size, size / sum(sizes), i) for i, size in enumerate(sizes)]
+
+
+def mean(count: float, value: float = 1.0) -> Term:
+    return Leaf(torch.tensor(value), "mean", count, True)
+
+
+def total(value: float) -> Term:
+    return Leaf(torch.tensor(value), "sum", 0, True)
+
+
+def unknown(value: float) -> Term:
+    return Leaf(torch.tensor(value), None, 0, True)
+
+
+def added(*terms: Term) -> Term:
+    return Call(sum(term.value for term in terms), torch.add, terms)
+
+
+def over(value: float, count: float) -> Term:
+    """A sum, divided by a count of at least one."""
+    most = torch.tensor(max(1.0, count))
+    below = Call(most, torch.clamp, (Leaf(torch.tensor(count), "sum"),), {"min": 1})
+    return Call(torch.tensor(value) / most, torch.div, (total(value), below))
+
+
+def final(sizes: list[int], losses: list[Term], loss: Any = "auto") -> list[float]:
+    """The weights, after each provisional one was asked for when it is needed."""
+    weights = LossWeights(parts(sizes), sum(sizes), loss)
+    provisional = []
+    for index, term in enumerate(losses):
+        weights.add(term)
+        if index == len(losses) - 1:
+            factor = weights.factor()
+        provisional.append(weights.weight(index))
+    return [weight * factor for weight in provisional]
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 200)), min_size=1, max_size=8))
+def test_weights_are_shares_of_the_denominators(microbatches: list[tuple[int, int]]) -> None:
+    sizes, counts = map(list, zip(*microbatches, strict=True))
+    weights = final(sizes, [mean(count) for count in counts])
+    if sum(counts):
+        assert weights == pytest.approx([count / sum(counts) for count in counts], rel=1e-12)
+        assert all(
+            (weight == 0) == (count == 0) for weight, count in zip(weights, counts, strict=True)
+        )
+    else:  # All of it is padding: one micro-batch is differentiated, as on one process.
+        assert weights == [0] * (len(sizes) - 1) + [sizes[-1] / sum(sizes)]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 5000))
+def test_proportional_denominators_give_shares_of_samples_to_the_bit(
+    sizes: list[int], tokens: int
+) -> None:
+    weights = LossWeights(parts(sizes), sum(sizes))
+    for index, part in enumerate(parts(sizes)):
+        weights.add(mean(tokens * part.size))
+        assert weights.weight(index) == part.weight
+    assert weights.factor() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("loss", "losses", "expected"),
+    [
+        ("auto", [unknown(1.0), unknown(2.0)], [0.75, 0.25]),
+        ("auto", [total(3.0), total(4.0)], [1, 1]),
+        ("auto", [added(mean(1), unknown(3.0)), added(mean(3), unknown(3.0))], [0.25, 0.75]),
+        ("auto", [over(6.0, 2.0), over(3.0, 6.0)], [0.25, 0.75]),
+        ("auto", [over(6.0, 0.0), over(3.0, 5.0)], [0.2, 1.0]),
+        ("auto", [over(6.0, 0.0), over(3.0, 0.0)], [1.0, 1.0]),
+        ("mean", [total(3.0), total(4.0)], [0.75, 0.25]),
+        ("mean", [mean(1), mean(3)], [0.25, 0.75]),
+        ("sum", [mean(1), mean(3)], [1, 1]),
+        ("sum", [unknown(1.0), unknown(1.0)], [1, 1]),
+        ("auto", [mean(6), unknown(1.0)], [0.75, 0.25]),
+        ("auto", [unknown(1.0), mean(2)], [0.75, 0.25]),
+        ("given", [mean(1), mean(3)], [0.75, 0.25]),
+    ],
+)
+def test_rules(loss: str, losses: list[Term], expected: list[float]) -> None:
+    assert final([3, 1], losses, loss) == pytest.approx(expected, rel=1e-15)
+
+
+def weights_of_replica(counts: list[list[float]]) -> list[float]:
+    """The weights of this rank's micro-batches, where each rank has other denominators."""
+    init_process_group("cpu")
+    weights = LossWeights(parts([2, 2]), 8, replicas=dist.group.WORLD)
+    for count in counts[dist.get_rank()]:
+        weights.add(mean(count))
+    factor = weights.factor()
+    return [weights.weight(index) * factor for index in range(2)]
+
+
+def test_replicas_that_share_a_batch_agree_on_its_denominator() -> None:
+    counts = [[7.0, 2.0], [0.0, 4.0]]
+    for own, final in zip(counts, run_ranks(2, weights_of_replica, counts), strict=True):
+        assert final == pytest.approx([count / 13 for count in own])

@@ -1,0 +1,117 @@
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_axosparse.pipeline.shard.partition import (
+    Partition,
+    balance,
+    count_parameters,
+    find_layers,
+    parts_of_sizes,
+)
+
+
+class Model(nn.Module):
+    def __init__(self, **children: nn.Module) -> None:
+        super().__init__()
+        for name, child in children.items():
+            setattr(self, name, child)
+
+
+def linears(count: int) -> list[nn.Module]:
+    return [nn.Linear(4, 4) for _ in range(count)]
+
+
+@given(costs=st.lists(st.integers(0, 50), min_size=1, max_size=9), data=st.data())
+def test_balance_finds_the_smallest_bottleneck(costs: list[int], data: st.DataObject) -> None:
+    stages = data.draw(st.integers(1, len(costs)))
+    parts = balance(costs, stages)
+    assert [layer for part in parts for layer in part] == list(range(len(costs)))
+    assert all(len(part) for part in parts)
+    cuts = combinations(range(1, len(costs)), stages - 1)
+    best = min(max(sum(costs[a:b]) for a, b in pairwise([0, *cut, len(costs)])) for cut in cuts)
+    assert max(sum(costs[i] for i in part) for part in parts) == best
+
+
+def test_equal_layers_are_distributed_evenly() -> None:
+    assert [len(part) for part in balance([7.0] * 8, 4)] == [2, 2, 2, 2]
+    assert sorted(len(part) for part in balance([1] * 10, 4)) == [2, 2, 3, 3]
+
+
+def test_a_shared_parameter_counts_once() -> None:
+    first, second = nn.Linear(3, 5, bias=False), nn.Linear(3, 5)
+    second.weight = first.weight
+    assert count_parameters([first, second]) == [15, 5]
+
+
+def test_the_only_container_is_found() -> None:
+    inner = nn.Sequential(*(nn.Sequential(*linears(2)) for _ in range(3)))
+    heads = nn.ModuleList([nn.Identity(), nn.Identity()])
+    model = Model(embed=nn.Embedding(3, 4), body=Model(h=inner), metrics=heads)
+    found = find_layers(model, None, 3)
+    assert found == {f"body.h.{i}": layer for i, layer in enumerate(inner)}
+
+
+def test_lists_in_a_list_hold_layers_and_nothing_is_none() -> None:
+    inner = [nn.ModuleList([nn.Linear(4, 4), None, nn.ReLU()]), nn.ModuleDict({"a": linears(1)[0]})]
+    body = nn.ModuleList([*inner, None, nn.Sequential(*linears(2))])
+    one = nn.ModuleList([nn.ModuleList(linears(2))])
+    for pipeline in (None, "body"):
+        model = Model(body=body, heads=nn.ModuleList([None, *linears(1)]))
+        found = find_layers(model, pipeline, 4)
+        assert list(found) == ["body.0.0", "body.0.2", "body.1.a", "body.3"]
+    assert list(find_layers(Model(one=one), None, 2)) == ["one.0.0", "one.0.1"]
+
+
+def test_containers_and_modules_in_order() -> None:
+    body, head = nn.Sequential(*linears(3)), nn.ModuleList(linears(2))
+    model = Model(head=head, stem=nn.Linear(4, 4), body=body)
+    found = find_layers(model, ["stem", "body", "head"], 6)
+    assert list(found) == ["stem", "body.0", "body.1", "body.2", "head.0", "head.1"]
+    assert list(found.values()) == [model.stem, *body, *head]
+
+
+@pytest.mark.parametrize(
+    ("model", "pipeline", "stages", "words"),
+    [
+        (Model(a=nn.Linear(2, 2)), None, 2, ["nothing to partition", "g_inter=1"]),
+        (
+            Model(a=nn.Sequential(*linears(2)), b=nn.ModuleList(linears(4))),
+            None,
+            2,
+            ["'a' (2 layers)", "'b' (4 layers)", "pipeline='b'", "pipeline=['a', 'b']"],
+        ),
+        (Model(a=nn.Sequential(*linears(2))), ["a", "b"], 2, ["pipeline='b'", "nothing"]),
+        (Model(a=nn.Sequential(*linears(2))), ["a", "a.0"], 2, ["a module and a part of it"]),
+        (Model(a=nn.Sequential(*linears(2))), ["a", "a"], 2, ["one layer object several times"]),
+        (Model(a=nn.Linear(2, 2)), ["a"], 2, ["g_inter=2", "'a' has 1"]),
+        (Model(a=nn.Sequential(*linears(2))), "b", 2, ["pipeline='b'", "nothing", "'a'"]),
+        (Model(a=nn.Linear(2, 2)), "a", 2, ["Linear"]),
+        (Model(a=nn.Sequential(*linears(2))), None, 3, ["g_inter=3", "has 2", "g_inter <= 2"]),
+        (Model(a=nn.ModuleList(linears(1) * 2)), "a", 2, ["one layer object several times"]),
+    ],
+)
+def test_what_cannot_be_partitioned_is_refused(
+    model: nn.Module, pipeline: str | list[str] | None, stages: int, words: list[str]
+) -> None:
+    with pytest.raises(MisconfigurationException) as error:
+        find_layers(model, pipeline, stages)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_given_sizes() -> None:
+    assert parts_of_sizes([1, 3], 4, 2) == [range(1), range(1, 4)]
+    for sizes in ([1, 2], [4], [0, 4], [2, 1, 1]):
+        with pytest.raises(MisconfigurationException, match=r"balance=\["):
+            parts_of_sizes(sizes, 4, 2)
+
+
+def test_parts_that_the_user_gave_are_joined_and_others_partitioned_anew() -> None:
+    parts = [range(3), range(3, 4), range(4, 5), range(5, 6)]
+    partition = Partition(list("abcdef"), [], parts, [1] * 6, "")
+    assert partition.with_stages(2).parts == [range(3), range(3, 6)]
+    assert partition._replace(given=True).with_stages(2).parts == [range(4), range(4, 6)]

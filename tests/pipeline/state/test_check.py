@@ -1,0 +1,111 @@
+"""What stages find of a step's changes makes up one list, the same on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_axosparse.pipeline.state.batch_state import Changing
+from lightning_axosparse.pipeline.state.check import Found, StageChanges, StateCheck, agree
+from lightning_axosparse.pipeline.state.module_state import ModuleState, Place
+
+
+class Module(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        self.head, self.teacher = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.steps, self.best, self.kept = 0, 1e9, torch.zeros(2)
+
+
+def stage_of(name: str) -> int | None:
+    return int(name.split(".")[1]) if name.startswith("layers.") else None
+
+
+STEPS, BEST, KEPT = (Place((), name) for name in ("steps", "best", "kept"))
+IN_LAYER = Place(((".", "layers"), (".", "0")), "calls")
+WEIGHT = Place(((".", "head"),), "weight")
+
+
+def find(
+    first: dict[int, StageChanges], again: dict[int, StageChanges], module: Any = None
+) -> list[Found]:
+    module = module or Module()
+    trained = {id(parameter) for parameter in module.parameters()} - {id(module.teacher.weight)}
+    check = StateCheck(module, ModuleState(module), trained, stage_of, [0.5, 0.5], 1e-4)
+    return check.found(first, again)
+
+
+def changes(place: Place, whole: Any, *parts: Any) -> StageChanges:
+    return StageChanges({place: whole}, [{place: part} for part in parts])
+
+
+def test_what_stages_find_of_their_own_counts() -> None:
+    first = {
+        0: StageChanges({STEPS: 1, IN_LAYER: 1}, [{STEPS: 1, IN_LAYER: 1}] * 2),
+        1: StageChanges({STEPS: 2, IN_LAYER: 5}, [{STEPS: 2, IN_LAYER: 5}] * 2),
+    }
+    found = find(first, {})
+    assert [(each.stage, each.place) for each in found] == [(0, STEPS), (0, IN_LAYER), (1, STEPS)]
+    assert agree(found, 1, is_whole=False) == (
+        [Changing(STEPS, "once"), Changing(IN_LAYER, "once")],
+        [],
+    )
+
+
+def test_what_only_a_stage_before_the_last_changes_is_put_back() -> None:
+    found = find({0: changes(BEST, 1.0, 2.0, 3.0)}, {})
+    changing, _ = agree(found, 1, is_whole=False)
+    assert changing == [Changing(BEST, "once")]
+
+
+def test_what_no_rule_explains_is_named() -> None:
+    first, again = changes(BEST, 2.0, 1.0, 3.0), changes(BEST, 2.0, 1.0, 2.0)
+    (changing,), (advice,) = agree(find({1: first}, {1: again}), 1, is_whole=False)
+    assert changing == Changing(BEST, None)
+    assert "`self.best` from 1e+09 to 2 with the whole batch" in advice
+    assert "change it to 1, 3" in advice
+
+
+def test_what_is_written_though_it_is_equal_changes() -> None:
+    (found,) = find({1: StageChanges({}, [{}, {}], {KEPT})}, {})
+    assert (found.place, found.rule) == (KEPT, "once")
+
+
+def test_a_trained_parameter_may_be_put_in_order_but_not_moved() -> None:
+    module = Module()
+    weight = module.head.weight.detach().clone()
+    masked, moved = weight.triu(), weight + 1
+    again = changes(WEIGHT, masked, masked, masked)
+    found = find({1: changes(WEIGHT, masked, masked, masked)}, {1: again}, module)
+    assert agree(found, 1, is_whole=True) == ([], [])
+    again = changes(WEIGHT, moved + 1, moved + 1, moved + 1)
+    found = find({1: changes(WEIGHT, moved, moved, moved)}, {1: again}, module)
+    changing, (advice,) = agree(found, 1, is_whole=True)
+    assert changing == []
+    assert "`self.head.weight`, which is trained" in advice
+    found = find({1: changes(WEIGHT, moved, moved)}, {}, module)
+    assert agree(found, 1, is_whole=True) == ([], [])  # once a batch, without micro-batches
+
+
+def test_a_parameter_that_no_optimizer_trains_is_put_back() -> None:
+    module = Module()
+    place = Place(((".", "teacher"),), "weight")
+    moved = module.teacher.weight.detach() + 1
+    again = changes(place, moved, moved, moved)
+    found = find({1: changes(place, moved, moved, moved)}, {1: again}, module)
+    assert agree(found, 1, is_whole=True) == ([Changing(place, "once")], [])
+
+
+def test_what_is_too_large_is_sent_nowhere() -> None:
+    large = torch.ones(300_000)
+    seen = changes(KEPT, large, large, large)
+    found = find({0: seen, 1: seen}, {})
+    assert agree(found, 1, is_whole=False) == ([Changing(KEPT, "once", False)], [])
+    other = find({0: changes(KEPT, large + 1, large + 1, large + 1), 1: seen}, {})
+    for differs in (other, [each for each in found if each.stage == 1]):
+        _, (advice,) = agree(differs, 1, is_whole=False)
+        assert "larger than 1 MB" in advice
+        assert agree(differs, 1, is_whole=True)[1] == []

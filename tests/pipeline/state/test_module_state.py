@@ -1,0 +1,276 @@
+"""Whatever a step changes on a module is found, named and put back."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+
+from lightning_axosparse import sparsify
+from lightning_axosparse.pipeline.state.module_state import (
+    ModuleState,
+    Place,
+    namespace_of,
+    owner_of,
+    write,
+)
+from lightning_axosparse.pipeline.state.values import MISSING, copied, same
+
+PLAIN = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.binary(max_size=3)
+)
+TENSORS = st.lists(st.floats(width=32), max_size=3).map(torch.tensor)
+ARRAYS = st.lists(st.integers(0, 9), max_size=3).map(np.array)
+VALUES = st.recursive(
+    PLAIN | TENSORS | ARRAYS | st.sets(st.integers(), max_size=3),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.lists(inner, max_size=3).map(deque),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3),
+    ),
+    max_leaves=8,
+)
+
+
+class Meter:
+    """An average meter, as many examples have it; it knows itself, and has a lock."""
+
+    def __init__(self) -> None:
+        self.total, self.count, self.lock, self.me = 0.0, 0, threading.Lock(), self
+
+
+@dataclass
+class Best:
+    loss: float = 1e9
+
+
+class Module(L.LightningModule):
+    """Holds what a step may change, and what it cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"beta": 1.0})
+        self.model = nn.Sequential(
+            nn.Linear(2, 8),
+            nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8), n_power_iterations=1),
+            nn.BatchNorm1d(8),
+        )
+        self.again = self.model[0]
+        self.register_buffer("average", torch.zeros(2))
+        self.steps, self.metric, self.best = 0, MeanMetric(), Best()
+        self.meters = {"loss": Meter()}
+        self.counts, self.window = Counter("aab"), deque([1, 2], maxlen=3)
+        self.items: list[Any] = [torch.ones(2), [1, 2]]
+        self.items.append(self.items)
+        self.array, self.seen, self.nan = np.zeros(3), {1}, float("nan")
+        self.hidden = [nn.Linear(1, 1)]
+        self.file, self.function = open("/dev/null"), lambda: 0  # noqa: SIM115
+        self.loader = DataLoader(TensorDataset(torch.ones(2)))
+        self.wide = torch.zeros(1).expand(4)
+
+    @property
+    def odd(self) -> int:
+        raise AssertionError("a property is not read")
+
+
+def places(changes: dict[Place, Any]) -> set[str]:
+    return {str(place) for place in changes}
+
+
+def step(module: Module) -> None:
+    module.steps += 1
+    module.average += 1
+    module.model[0].weight.data *= 2
+    module.model(torch.ones(3, 2))
+    module.meters["loss"].total += 0.5
+    module.meters["accuracy"] = Meter()
+    module.best.loss = 1.0
+    module.counts.update("ac")
+    module.window.extend([3, 4])
+    module.items[0] += 1
+    module.items[1].append(3)
+    module.array[1] = 5
+    module.seen.add(2)
+    module.hidden[0].weight.data.zero_()
+    module.hparams.beta = 0.5
+    module.made = torch.ones(3)
+    module.metric.update(1.0)
+    del module.function
+
+
+def test_what_a_step_changes_is_named_and_put_back() -> None:
+    module = Module()
+    before, held = copy.deepcopy(module.state_dict()), dict(vars(module))
+    objects = [module.items, module.items[0], module.average, module.model[0].weight]
+    versions = [module.average._version, module.model[0].weight._version]
+    norm = module.model[2].running_mean.clone()
+    state = ModuleState(module)
+    assert state.rewind() == {}
+    with state.watched() as written:
+        step(module)
+    version = module.average._version
+    assert {"self.average", "self.model[0].weight", "self.items"} <= set(map(str, written))
+    changes = state.rewind()
+    assert places(changes) == {
+        *("self.steps", "self.average", "self.meters", "self.best.loss", "self.counts"),
+        *("self.window", "self.items", "self.array", "self.seen", "self.hidden[0].weight"),
+        *("self._hparams", "self.made", "self.function", "self.meters['loss'].total"),
+        *("self.model[0].weight", "self.model[1].parametrizations.weight[0]._u"),
+        "self.model[1].parametrizations.weight[0]._v",
+    }
+    assert changes[Place((), "function")] is MISSING
+    assert changes[Place((), "counts")] == Counter("aaabc")
+    assert state.before(Place((), "counts")) == Counter("aab")
+    assert state.before(Place((), "made")) is MISSING
+    assert objects[0] is module.items
+    assert objects[1] is module.items[0]
+    assert objects[2] is module.average
+    assert objects[3] is module.model[0].weight
+    assert module.items[2] is module.items
+    assert versions[1] == module.model[0].weight._version
+    assert version == module.average._version
+    assert vars(module).keys() == held.keys()
+    assert state.rewind() == {}
+    assert torch.equal(module.model[2].running_mean, norm)  # though it is no change of the step's
+    after = module.state_dict()
+    others = {key for key in before if not key.startswith("metric")}
+    assert all(torch.equal(before[key], after[key]) for key in others)
+    assert module.metric.compute() == 1.0
+
+
+def test_a_configuration_of_hydra_is_left_as_it_is() -> None:
+    config = OmegaConf.create({"layers": [1, 2], "rate": "???", "inner": {"a": 1}})
+    OmegaConf.set_struct(config, True)
+    module = nn.Linear(2, 2)
+    module.config, module.held = config, [config]
+    state = ModuleState(module)
+    module.count = 1
+    assert state.rewind() == {Place((), "count"): 1}
+    assert module.config is module.held[0] is config
+    assert config.layers == [1, 2]
+
+
+def test_names_lead_back_to_the_values() -> None:
+    module = Module()
+    state = ModuleState(module)
+    with state.watched():
+        step(module)
+    for place, value in state.rewind().items():
+        namespace = namespace_of(owner_of(module, place), place.name)
+        write(module, place, value)
+        assert same(namespace.get(place.name, MISSING), value) or place.name == "items"
+    assert module.meters["loss"].total == 0.5
+    assert module.steps == 1
+    assert owner_of(module, Place((("[]", "gone"),), "x")) is None
+
+
+def test_names_are_those_of_layers_too() -> None:
+    module = nn.Sequential(nn.ModuleDict({"norm": nn.LayerNorm(2)}))
+    module[0].norm.meters = [Meter()]
+    state = ModuleState(module)
+    module[0].norm.meters[0].count = 3
+    (place,) = state.rewind()
+    assert str(place) == "self[0].norm.meters[0].count"
+    assert place.dotted == "0.norm.meters"
+
+
+def test_a_sparse_weight_is_put_back() -> None:
+    module = nn.Sequential(nn.Linear(4, 4))
+    sparsify(module, {"0.weight": torch.eye(4, dtype=torch.bool)})
+    state = ModuleState(module)
+    kept = next(p for p in module.parameters() if p.numel() == 4 and p.dim() == 1)
+    before = kept.detach().clone()
+    with state.watched():
+        kept.data.mul_(2)
+    assert len(state.rewind()) == 1
+    assert torch.equal(kept, before)
+
+
+def test_tensors_of_other_stages_are_left_alone() -> None:
+    module = nn.Sequential(nn.Linear(4, 4, device="meta"), nn.Linear(4, 4))
+    state = ModuleState(module)
+    with state.watched():
+        module[1].bias.data += 1
+    assert places(state.rewind()) == {"self[1].bias"}
+
+
+def test_a_buffer_that_is_replaced_or_deleted_is_put_back() -> None:
+    module = Module()
+    average, state = module.average, ModuleState(module)
+    module.average = torch.ones(3)
+    assert places(state.rewind()) == {"self.average"}
+    assert module.average is average
+    del module.average
+    module.average = 3
+    assert places(state.rewind()) == {"self.average"}
+    assert module._buffers["average"] is average
+    assert "average" not in vars(module)
+
+
+@given(st.dictionaries(st.sampled_from("abcd"), VALUES), st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_change_is_found_and_undone(values: dict[str, Any], data: Any) -> None:
+    module = nn.Module()
+    vars(module).update(values)
+    before, state = copy.deepcopy(values), ModuleState(module)
+    changed = data.draw(st.dictionaries(st.sampled_from("abcdef"), VALUES, max_size=3))
+    for name, value in changed.items():
+        now = vars(module).get(name)
+        if isinstance(now, (list, deque)):
+            now.extend([value, value])
+        elif isinstance(now, dict):
+            now["added"] = value
+        elif isinstance(now, Tensor) and now.numel():
+            now.fill_(77.0)
+        else:
+            vars(module)[name] = value
+    different = {name for name in vars(module) if name not in vars(nn.Module())}
+    different = {n for n in different if not same(before.get(n, MISSING), vars(module)[n])}
+    found = state.rewind()
+    assert {place.name for place in found} == different
+    now = {name: vars(module)[name] for name in values}
+    assert all(now[name] is value for name, value in values.items())
+    assert same(now, before)
+    assert vars(module).keys() - values.keys() == vars(nn.Module()).keys()
+    assert state.rewind() == {}
+
+
+@given(VALUES)
+def test_a_copy_is_the_same_and_independent(value: Any) -> None:
+    held = copied(value)
+    assert same(held, value)
+    assert same(value, copy.deepcopy(value))
+    if isinstance(value, list):
+        value.append(1)
+        assert not same(held, value)
+
+
+@given(VALUES, VALUES)
+def test_what_is_not_equal_is_not_the_same(one: Any, other: Any) -> None:
+    assert same(one, other) == same(other, one)
+    if type(one) is not type(other):
+        assert not same(one, other)
+
+
+def test_what_is_written_to_is_named_even_if_it_is_equal() -> None:
+    module = nn.Linear(2, 2)
+    module.register_buffer("teacher", module.weight.detach().clone())
+    state = ModuleState(module)
+    with state.watched() as written:
+        module.teacher.mul_(0.5).add_(0.5 * module.weight.detach())
+        torch._foreach_mul_([module.bias.data], 1)
+    assert set(map(str, written)) == {"self.teacher", "self.bias"}
+    assert state.rewind() == {}

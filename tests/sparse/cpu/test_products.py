@@ -1,0 +1,416 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+from lightning_axosparse import sparsify
+from lightning_axosparse.sparse import backend as ways
+from lightning_axosparse.sparse.cpu import panels
+from lightning_axosparse.sparse.cpu import products as kept_products
+from lightning_axosparse.sparse.cpu import threads as threads_module
+from lightning_axosparse.sparse.backend import COMPUTES, Ways
+from lightning_axosparse.sparse.kernels import one_token, products, vectors
+from lightning_axosparse.sparse.store.formats import FORMATS, layout_of
+from tests.sparse.masking import random_masks, sparse_and_dense
+
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+widths = st.sampled_from([64, 96, 255, 256, 257, 600])
+tokens = st.sampled_from([0, 1, 2, 15, 16, 17, 63, 64, 65, 100, 130, 300])
+
+
+def weight(height, width, kept, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(height, width, generator=generator) < kept
+    mask[1::5] = False  # rows of which nothing is kept
+    dense = torch.randn(height, width, generator=generator).where(mask, torch.zeros(()))
+    layout = layout_of(mask, "segments")
+    return dense, layout, layout.compress(dense)
+
+
+def close(found, product, *factors):
+    """Assert that a float32 product of factors is the exact one, but for the rounding of its sums.
+
+    That is bounded by the sum of the absolute values of what is added.
+    """
+    exact = product(*(factor.double() for factor in factors))
+    magnitude = product(*(factor.double().abs() for factor in factors))
+    assert torch.all((found.double() - exact).abs() <= 1e-5 * magnitude)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    height=st.sampled_from([1, 3, 16, 63, 64, 65, 130]),
+    width=widths,
+    n=tokens,
+    kept=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+    biased=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_products_are_those_of_the_dense_weight(height, width, n, kept, biased, seed):
+    dense, layout, values = weight(height, width, kept, seed)
+    inputs, gradient = torch.randn(n, width), torch.randn(n, height)
+    out, back = (torch.randn(size) if biased else None for size in (height, width))
+    found = kept_products.times_transposed(inputs, values, layout, out)
+    close(found, F.linear, inputs, dense, *([out] if biased else []))
+    found = kept_products.times(gradient, values, layout, back)
+    close(found, F.linear, gradient, dense.t(), *([back] if biased else []))
+    found = kept_products.outer(gradient, inputs, layout)
+    close(found, lambda g, x: layout.compress(g.t() @ x), gradient, inputs)
+
+
+@pytest.fixture(params=["by_segments", "by_columns"])
+def loop(request, monkeypatch):
+    """Multiplies one token by this loop, whether or not it is this processor's."""
+    if request.param == "by_segments" and not vectors.FINDS:
+        pytest.skip("needs AVX-512")
+    monkeypatch.setattr(one_token, "times_transposed", getattr(one_token, request.param))
+
+
+@pytest.mark.parametrize("height", [1, 16, 45])
+@pytest.mark.parametrize("width", [64, 255, 256, 257, 600])
+@pytest.mark.parametrize("kept", [0.02, 0.1, 0.5, 1.0])
+@pytest.mark.usefixtures("loop")
+def test_one_token_reads_no_input_of_a_pruned_weight(height, width, kept):
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.rand(height, width, generator=generator) < kept
+    mask[:, ::3] = False
+    layout, values = layout_of(mask, "segments"), torch.randn(int(mask.sum()))
+    inputs = torch.randn(1, width)
+    dense, bias = layout.densify(values), torch.randn(height)
+    close(
+        kept_products.times_transposed(unused(inputs), values, layout, bias),
+        F.linear,
+        inputs,
+        dense,
+        bias,
+    )
+
+
+def unused(inputs):
+    """Return inputs of which every third is not a number."""
+    return inputs.where(torch.arange(inputs.shape[1]) % 3 != 0, torch.tensor(float("nan")))
+
+
+def test_operands_of_any_strides():
+    dense, layout, values = weight(65, 96, 0.3)
+    inputs, gradient = torch.randn(96, 40).t(), torch.randn(40, 130)[:, ::2]
+    close(kept_products.times_transposed(inputs, values, layout), F.linear, inputs, dense)
+    close(kept_products.times(gradient, values, layout), torch.mm, gradient, dense)
+    found = kept_products.outer(gradient, inputs, layout)
+    close(found, lambda g, x: layout.compress(g.t() @ x), gradient, inputs)
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of torch's threads."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_the_bits_are_the_same_with_any_number_of_threads(threads, monkeypatch):
+    monkeypatch.setattr(threads_module, "WORK_OF_A_THREAD", 1)
+    _, layout, values = weight(200, 300, 0.2)
+    inputs, gradient, bias = torch.randn(150, 300), torch.randn(150, 200), torch.randn(200)
+    results = []
+    for number in (1, 2, 3, 5):
+        threads(number)
+        results.append(
+            (
+                kept_products.times_transposed(inputs, values, layout, bias),
+                kept_products.times_transposed(inputs[:1], values, layout, bias),
+                kept_products.times(gradient, values, layout),
+                kept_products.times(gradient[:1], values, layout),
+                kept_products.outer(gradient, inputs, layout),
+            )
+        )
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+@pytest.mark.parametrize("n", [2, 16, 17, 70])
+def test_a_tokens_bits_do_not_depend_on_the_tokens_beside_it(n):
+    _, layout, values = weight(70, 300, 0.2)
+    inputs, gradient = torch.randn(150, 300), torch.randn(150, 70)
+    whole = kept_products.times_transposed(inputs, values, layout)
+    assert torch.equal(kept_products.times_transposed(inputs[:n], values, layout), whole[:n])
+    whole = kept_products.times(gradient, values, layout)
+    for tokens in (1, n):
+        assert torch.equal(kept_products.times(gradient[:tokens], values, layout), whole[:tokens])
+
+
+def test_loading_the_loops_compiles_what_products_of_any_size_run():
+    kept_products.load_loops.cache_clear()
+    kept_products.load_loops()
+    _, layout, values = weight(130, 600, 0.2)
+    for n in (1, 70, 300):
+        inputs, gradient = torch.randn(600, n).t(), torch.randn(n, 130)
+        kept_products.times_transposed(inputs, values, layout, torch.zeros(130))
+        kept_products.times(gradient, nn.Parameter(values), layout, torch.zeros(600))
+        kept_products.outer(gradient, inputs, layout)
+    modules = one_token, products
+    loops = [getattr(module, name) for module in modules for name in ("times_transposed", "times")]
+    assert [len(loop.signatures) for loop in (*loops, products.outer)] == [1] * 5
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """How often a conversion loaded the loops."""
+    calls = []
+    monkeypatch.setattr(kept_products, "load_loops", lambda: calls.append(None))
+    return calls
+
+
+def test_a_conversion_loads_the_loops(loaded):
+    sparsify(layer := nn.Linear(96, 130), random_masks(layer, kept=0.2))
+    assert loaded
+
+
+@pytest.mark.parametrize(
+    ("layer", "kept", "options"),
+    [
+        (nn.Linear(96, 130), 0.9, {}),
+        (nn.Linear(96, 130), 0.2, {"compute": "dense"}),
+        (nn.Linear(96, 130), 0.2, {"policy": "samo"}),
+        (nn.Linear(96, 130, dtype=torch.float64), 0.2, {}),
+    ],
+)
+def test_a_conversion_loads_no_loops_that_nothing_would_run(layer, kept, options, loaded):
+    sparsify(layer, random_masks(layer, kept), **options)
+    assert not loaded
+
+
+def test_what_is_chosen():
+    _, layout, values = weight(80, 100, 0.35)
+    chosen = {
+        (name, compute): kept_products.chosen(layout, name, Ways(compute, "float32"), values)
+        for name in ("times_transposed", "times", "outer")
+        for compute in ("auto", "dense", "sparse")
+    }
+    assert {key for key, there in chosen.items() if there} == {
+        ("times_transposed", "auto"),
+        ("times_transposed", "sparse"),
+        ("times", "sparse"),
+        ("outer", "sparse"),
+    } | {(name, "auto") for name in ("times", "outer") if layout.nnz <= 0.3 * 8000}
+
+
+@pytest.mark.parametrize("compute", COMPUTES)
+def test_products_of_double_precision_run_on_panels(compute):
+    _, layout, values = weight(80, 100, 0.1)
+    assert not kept_products.chosen(layout, "times", Ways(compute, "float32"), values.double())
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+@pytest.mark.parametrize(
+    ("processor", "kept", "there"),
+    [
+        ("unmeasured", 0.05, ""),
+        ("matrix", 0.05, "float32"),
+        ("bfloat16", 0.05, "float32 16"),
+        ("bfloat16", 0.3, "float32"),
+        ("float32", 0.3, "float32 16"),
+        ("float32", 0.9, ""),
+    ],
+)
+def test_what_auto_chooses_depends_on_the_processor(processor, kept, there, dtype):
+    _, layout, values = weight(80, 100, kept)
+    for name in ("times_transposed", "times", "outer"):
+        for compute, expected in (("auto", there), ("dense", ""), ("sparse", "float32 16")):
+            choice = layout, name, Ways(compute, processor)
+            assert kept_products.chosen(*choice, values) == ("float32" in expected)
+            in_16_bits = kept_products.chosen(*choice, values.to(dtype))
+            assert in_16_bits == ("16" in expected)
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+def test_products_in_16_bits_are_those_in_float32_rounded(dtype):
+    _, layout, values = weight(80, 100, 0.1)
+    operands = torch.randn(20, 100), torch.randn(20, 80), values, torch.randn(80)
+
+    def results(inputs, gradient, values, bias):
+        yield kept_products.times_transposed(inputs, values, layout, bias)
+        yield kept_products.times(gradient, values, layout)
+        yield kept_products.outer(gradient, inputs, layout)
+
+    rounded = [operand.to(dtype) for operand in operands]
+    exact = results(*(operand.float() for operand in rounded))
+    for found, one in zip(results(*rounded), exact, strict=True):
+        assert torch.equal(found, one.to(dtype))
+
+
+@pytest.mark.parametrize("index_format", [name for name in FORMATS if name != "segments"])
+def test_other_formats_are_multiplied_on_panels(index_format):
+    layout = layout_of(torch.rand(80, 100) < 0.1, index_format)
+    assert not kept_products.chosen(layout, "times", Ways("sparse"), torch.zeros(1))
+
+
+def test_rows_that_share_segments_are_multiplied_on_panels():
+    layout = layout_of(torch.rand(80, 60) < 0.1)
+    assert not kept_products.chosen(layout, "times", Ways("sparse"), torch.zeros(1))
+
+
+@pytest.fixture
+def no_panels(monkeypatch):
+    def fail(*_):
+        raise AssertionError("a weight was made dense")
+
+    for name in ("times_transposed", "times", "outer"):
+        monkeypatch.setattr(panels, name, fail)
+
+
+LAYERS = {
+    "linear": lambda: nn.Linear(96, 130),
+    "without bias": lambda: nn.Linear(96, 130, bias=False),
+    "Conv1D": lambda: Conv1D(130, 96),
+    "attention": lambda: nn.MultiheadAttention(128, 4, batch_first=True),
+}
+
+
+def output_of(layer, inputs):
+    if isinstance(layer, nn.MultiheadAttention):
+        return layer(inputs, inputs, inputs, need_weights=False)[0]
+    return layer(inputs)
+
+
+@pytest.mark.usefixtures("no_panels")
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_layers_give_a_dense_layers_numbers(name, recompute, monkeypatch):
+    monkeypatch.setattr("lightning_axosparse.sparse.ops.torch_functions.MIN_ENTRIES", 0)
+    layer = LAYERS[name]()
+    masks = random_masks(layer, kept=0.2)
+    results = []
+    for one in sparse_and_dense(layer, masks):
+        inputs = torch.linspace(-1, 1, 2 * 20 * (128 if name == "attention" else 96))
+        inputs = inputs.view(2, 20, -1).sin().requires_grad_()
+        for _ in range(2):  # gradients of micro-batches add up
+            if recompute:
+                output = torch.utils.checkpoint.checkpoint(
+                    output_of, one, inputs, use_reentrant=False
+                )
+            else:
+                output = output_of(one, inputs)
+            output.square().sum().backward()
+        gradients = {
+            key: p.grad if p.grad.dim() == 1 else p.grad[masks[key]]
+            for key, p in one.named_parameters()
+            if key in masks
+        }
+        results.append((output.detach(), inputs.grad, gradients))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(params=["matrix", "bfloat16", "float32"])
+def processor(request, monkeypatch):
+    """The kind of processor that this one is taken for."""
+    monkeypatch.setattr(ways, "this_processor", lambda: request.param)
+    return request.param
+
+
+@pytest.mark.usefixtures("no_panels")
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_layers_in_16_bits_multiply_by_kept_values(name, mixed, processor, monkeypatch):
+    compute = "sparse" if processor == "matrix" else "auto"
+    monkeypatch.setattr("lightning_axosparse.sparse.ops.torch_functions.MIN_ENTRIES", 0)
+    dtype = torch.float32 if mixed else torch.bfloat16
+    layer = LAYERS[name]().to(dtype)
+    masks = random_masks(layer, kept=0.08 if processor == "bfloat16" else 0.2)
+    results = []
+    for one in sparse_and_dense(layer, masks, compute=compute):
+        inputs = torch.linspace(-1, 1, 2 * 20 * (128 if name == "attention" else 96))
+        inputs = inputs.view(2, 20, -1).sin().to(dtype).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            output = output_of(one, inputs)
+        assert output.dtype == torch.bfloat16
+        output.float().square().sum().backward()
+        gradients = {
+            key: p.grad.float() if p.grad.dim() == 1 else p.grad[masks[key]].float()
+            for key, p in one.named_parameters()
+            if key in masks
+        }
+        results.append((output.detach(), inputs.grad, gradients))
+    torch.testing.assert_close(*results, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.usefixtures("no_panels")
+@pytest.mark.parametrize("name", ["linear", "without bias", "Conv1D"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_single_token_is_multiplied_here_however_much_is_kept(name, dtype, monkeypatch):
+    monkeypatch.setattr(ways, "this_processor", lambda: "bfloat16")
+    layer, inputs = LAYERS[name]().to(dtype), torch.linspace(-1, 1, 96, dtype=dtype)
+    with torch.no_grad():
+        results = [
+            one(inputs.view(1, 1, 96)) for one in sparse_and_dense(layer, random_masks(layer, 0.9))
+        ]
+    assert results[0].dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
+
+
+def test_a_read_weight_goes_the_way_that_ranks_agreed_on(processor, monkeypatch):
+    monkeypatch.setattr("lightning_axosparse.sparse.ops.torch_functions.MIN_ENTRIES", 0)
+    layer, inputs = nn.Linear(96, 130).bfloat16(), torch.ones(3, 96).bfloat16()
+    sparsify(layer, random_masks(layer, kept=0.08))
+    calls, product = [], kept_products.times_transposed
+    monkeypatch.setattr(
+        kept_products, "times_transposed", lambda *args: calls.append(None) or product(*args)
+    )
+    for agreed in (None, "matrix", "float32"):
+        for form in layer._forms.values():
+            form.ways = Ways("auto", agreed)
+        F.linear(inputs, layer.weight)
+        F.linear(inputs, layer.weight.float().bfloat16())
+    ran = {None: processor != "matrix", "matrix": False, "float32": True}
+    assert len(calls) == 2 * sum(ran.values())
+
+
+def test_a_choice_that_contradicts_the_policy_is_refused():
+    layer = nn.Linear(96, 130)
+    with pytest.raises(ValueError, match=r'policy="samo" keeps a dense copy.*compute="sparse"'):
+        sparsify(layer, random_masks(layer), policy="samo", compute="sparse")
+    assert layer.weight.shape == (130, 96)
+    assert layer.weight.is_leaf
+
+
+def test_an_unknown_choice_is_refused():
+    with pytest.raises(ValueError, match=r"compute.*'fast'"):
+        sparsify(nn.Linear(96, 130), {}, compute="fast")
+
+
+def test_dense_computes_on_panels(monkeypatch):
+    layer = nn.Linear(96, 130)
+    sparsify(layer, random_masks(layer, kept=0.1), compute="dense")
+    monkeypatch.setattr(kept_products, "times_transposed", None)
+    layer(torch.ones(3, 96))
+
+
+IN_A_FORK = """
+import os, torch
+from lightning_axosparse.sparse.cpu import products as kept_products
+from lightning_axosparse.sparse.store.formats import layout_of
+
+torch.set_num_threads(2)
+layout = layout_of(torch.rand(256, 256) < 0.8)
+values, inputs = torch.randn(layout.nnz), torch.randn(64, 256)
+expected = kept_products.times_transposed(inputs, values, layout)
+child = os.fork()
+if child == 0:
+    same = kept_products.times_transposed(inputs, values, layout).equal(expected)
+    os._exit(0 if same else 3)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_process_has_threads_of_its_own():
+    done = subprocess.run([sys.executable, "-c", IN_A_FORK], timeout=120, check=False)
+    assert done.returncode == 0

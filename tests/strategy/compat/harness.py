@@ -1,0 +1,236 @@
+"""A stand-in for a pipeline: every rank has the whole module, but only the last stage's steps end.
+
+What the other stages do is cut short where the module's ``net`` is called. The plain Trainer that
+each test compares with runs the same module without micro-batches.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import ParallelStrategy
+
+from lightning_axosparse.distributed.grid import Grid
+from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
+from lightning_axosparse.strategy.compat.logging.logging import MicrobatchLog
+from lightning_axosparse.strategy.compat.logging.metrics import PipelinedMetrics
+
+
+class Cut(BaseException):
+    """Leaves a step at the edge of a stage."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    grid: Grid
+    inter: dist.ProcessGroup | None = None
+    data: dist.ProcessGroup | None = None
+
+    @property
+    def last_rank(self) -> int:
+        return self.grid.pipeline(self.grid.replica)[-1]
+
+    @property
+    def is_last(self) -> bool:
+        return self.grid.stage == self.grid.g_inter - 1
+
+    def from_last_stage(self, value: Any) -> list[Any]:
+        values = [value]
+        if self.inter is not None:
+            dist.broadcast_object_list(values, src=self.last_rank, group=self.inter)
+        return values
+
+
+def alone() -> Groups:
+    return Groups(Grid(1, 1))
+
+
+def connect(g_inter: int) -> Groups:
+    """Start torch.distributed (gloo) on the ranks of this MPI job and form its groups."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = world.bcast(probe.getsockname()[1])
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=world.rank, world_size=world.size
+    )
+    grid = Grid(world.size, g_inter, world.rank)
+    inter, _ = dist.new_subgroups_by_enumeration([grid.pipeline(r) for r in range(grid.g_data)])
+    stages = [grid.ranks_holding(frozenset({stage})) for stage in range(g_inter)]
+    data, _ = dist.new_subgroups_by_enumeration(stages)
+    return Groups(grid, inter if g_inter > 1 else None, data if grid.g_data > 1 else None)
+
+
+class CutStrategy(ParallelStrategy):
+    """Runs each step micro-batch by micro-batch, as far as this rank's stage gets."""
+
+    def __init__(self, microbatches: int, groups: Groups) -> None:
+        super().__init__(cluster_environment=LightningEnvironment())
+        self.microbatches = microbatches
+        self.groups = groups
+
+    @property
+    def root_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def is_distributed(self) -> bool:
+        return self.groups.data is not None
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.groups.grid.rank == 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        return {"num_replicas": self.groups.grid.g_data, "rank": self.groups.grid.replica}
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        groups, module = self.groups, self.lightning_module
+        self.log = MicrobatchLog(module, ReductionTracker())
+        self.metrics = PipelinedMetrics(
+            module, groups.inter, groups.data, groups.last_rank, groups.is_last
+        )
+        self.log.attach()
+        self.metrics.attach()
+        self.edge = module.register_forward_pre_hook(cut)
+        if not groups.is_last:
+            self.edge = module.net.register_forward_pre_hook(cut)
+
+    def teardown(self) -> None:
+        if "edge" in vars(self):
+            self.metrics.detach()
+            self.log.detach()
+            self.edge.remove()
+        super().teardown()
+
+    def run(self, step: Callable[..., Any], batch: Any, *args: Any) -> torch.Tensor:
+        parts = [part.tensor_split(min(self.microbatches, len(part))) for part in batch]
+        microbatches = list(zip(*parts, strict=True))
+        losses = []
+        with self.metrics.batch(len(microbatches)):
+            for microbatch in microbatches:
+                size = len(microbatch[0])
+                try:
+                    with self.log.microbatch(size):
+                        losses.append(step(microbatch, *args) * size / len(batch[0]))
+                except Cut:
+                    continue
+        (logged,) = self.groups.from_last_stage(self.log.combine(self.metrics.batch_value))
+        self.log.replay(logged)
+        self.log.clear()
+        return sum(losses) if losses else torch.zeros((), requires_grad=True)
+
+    def training_step(self, *args: Any) -> torch.Tensor:
+        return self.run(self.lightning_module.training_step, *args)
+
+    def validation_step(self, *args: Any) -> torch.Tensor:
+        return self.run(self.lightning_module.validation_step, *args)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if self.groups.data is None:
+            return tensor
+        values = [torch.empty_like(tensor) for _ in range(self.groups.grid.g_data)]
+        dist.all_gather(values, tensor, group=self.groups.data)
+        return getattr(torch, str(reduce_op))(torch.stack(values).double()).to(tensor.dtype)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj
+
+    def barrier(self, name: str | None = None) -> None:
+        pass
+
+    def model_to_device(self) -> None:
+        pass
+
+
+def cut(*args: Any) -> None:
+    raise Cut
+
+
+class ListLogger(Logger):
+    name, version = "list", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append({**metrics, "at": step})
+
+    def log_hyperparams(self, *args: Any) -> None:
+        pass
+
+
+class History(Callback):
+    """Everything that callbacks, loggers and the progress bar could see, at every moment."""
+
+    def __init__(self) -> None:
+        self.moments: list[tuple[str, dict[str, float]]] = []
+
+    def _see(self, moment: str, trainer: Trainer) -> None:
+        for kind in ("callback_metrics", "logged_metrics", "progress_bar_metrics"):
+            seen = {name: float(value) for name, value in getattr(trainer, kind).items()}
+            self.moments.append((f"{moment}.{kind}", seen))
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        self._see("train_batch", trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self._see("train_epoch", trainer)
+
+    def on_validation_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        self._see("val_batch", trainer)
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self._see("val_epoch", trainer)
+
+    def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self._see("fit", trainer)
+
+
+def fit(module: LightningModule, strategy: Any, callbacks: Any = (), **options: Any) -> History:
+    """Train briefly and return what was seen, the logger's rows among it."""
+    history, logger = History(), ListLogger()
+    options = {"max_epochs": 2, "num_sanity_val_steps": 1, **options}
+    trainer = Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        callbacks=[history, *callbacks],
+        logger=logger,
+        log_every_n_steps=1,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+        **options,
+    )
+    trainer.fit(module)
+    history.moments += [("logger", row) for row in logger.rows]
+    return history
+
+
+def assert_same(
+    ours: list[tuple[str, dict[str, float]]],
+    theirs: list[tuple[str, dict[str, float]]],
+    relative: float = 2e-6,
+) -> None:
+    assert [moment for moment, _ in ours] == [moment for moment, _ in theirs]
+    for (moment, mine), (_, reference) in zip(ours, theirs, strict=True):
+        assert mine.keys() == reference.keys(), moment
+        for name, value in reference.items():
+            assert mine[name] == pytest.approx(value, rel=relative, abs=1e-12, nan_ok=True), (
+                moment,
+                name,
+            )
