@@ -65,7 +65,7 @@ NO_OTHER_WAY = {
     "sparse/module/parameters.py": {"_parameters"},
     # What torch and Lightning leave to subclasses.
     "distributed/mpi/process_group.py": {"_register_backend", "_set_default_backend"},
-    "pipeline/batch_norms.py": {"_BatchNorm"},
+    "pipeline/norms.py": {"_BatchNorm"},
     "pipeline/crossing/placeholder.py": {"_make_subclass"},
     "sparse/ops/convolution.py": {"_conv_forward"},
     "sparse/store/weight.py": {"_make_wrapper_subclass"},

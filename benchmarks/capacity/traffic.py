@@ -26,7 +26,7 @@ from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.distributed.mpi.buffers import tensors_in
 from lightning_axosparse.distributed.mpi.process_group import MPIProcessGroup
 from lightning_axosparse.examples.gpt import GPT
-from lightning_axosparse.pipeline.crossing.values import p2p
+from lightning_axosparse.pipeline.crossing import p2p
 
 COLLECTIVES = ("allreduce", "reduce", "broadcast", "allgather", "gather", "scatter", "barrier")
 

@@ -38,7 +38,7 @@ class Cut(NamedTuple):
     warps: int = 4
 
 
-def times_transposed(inputs: Tensor, values: Tensor, layout: BitmapLayout, cut: Cut) -> Tensor:
+def spmm_t(inputs: Tensor, values: Tensor, layout: BitmapLayout, cut: Cut) -> Tensor:
     """Multiply ``inputs`` by the transposed weight, with sums in float32.
 
     Args:

@@ -60,7 +60,7 @@ def dense(inputs: Tensor, weight: Weight) -> Tensor:
 
 
 def package(inputs: Tensor, weight: Weight) -> Tensor:
-    return panels.times_transposed(inputs, weight.values, weight.layout)
+    return panels.spmm_t(inputs, weight.values, weight.layout)
 
 
 def csr(inputs: Tensor, weight: Weight) -> Tensor:
@@ -68,7 +68,7 @@ def csr(inputs: Tensor, weight: Weight) -> Tensor:
 
 
 def bitmap(inputs: Tensor, weight: Weight, cut: Cut) -> Tensor:
-    return bitmap_product.times_transposed(inputs, weight.values, weight.layout, cut)
+    return bitmap_product.spmm_t(inputs, weight.values, weight.layout, cut)
 
 
 WAYS: dict[str, Way] = {"dense": dense, "package": package, "csr": csr}

@@ -47,8 +47,8 @@ def row(height: int, width: int, ratio: float, dtype: torch.dtype, trials: int) 
     kept = [(torch.randn(layout.nnz).to(dtype), layout) for layout in layouts]
     cells = []
     for name, product, size in (
-        ("times_transposed", F.linear, width),
-        ("times", torch.matmul, height),
+        ("spmm_t", F.linear, width),
+        ("spmm", torch.matmul, height),
     ):
         inputs = torch.randn(1, size).to(dtype)
         runners = {

@@ -42,9 +42,9 @@ def products(width: int, tokens: int, ratio: float, dtype: torch.dtype) -> dict[
         return {"dense": dense, **sparse}
 
     return {
-        "x W^T": runners("times_transposed", lambda: F.linear(inputs, weight), inputs, values),
-        "g W": runners("times", lambda: gradient @ weight, gradient, values),
-        "g^T x": runners("outer", lambda: gradient.t() @ inputs, gradient, inputs),
+        "x W^T": runners("spmm_t", lambda: F.linear(inputs, weight), inputs, values),
+        "g W": runners("spmm", lambda: gradient @ weight, gradient, values),
+        "g^T x": runners("sddmm", lambda: gradient.t() @ inputs, gradient, inputs),
     }
 
 

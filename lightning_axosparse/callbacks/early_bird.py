@@ -33,9 +33,9 @@ from lightning_axosparse.pruning.scores import SCORES, Score
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.sparse.backend import (
     COMPUTES,
+    Backend,
     Compute,
     Processor,
-    Ways,
     most_cautious,
     this_processor,
 )
@@ -441,17 +441,17 @@ class EarlyBirdTicket(TicketSearch):
     def _prune(self, trainer: Trainer, ticket: Ticket) -> None:
         strategy = strategy_of(trainer)
         self._processor = _agreed_processor(strategy, self._processor)
-        ways = Ways("auto" if self.compute == "samo" else self.compute, self._processor)
-        policy = self._policy(trainer, ticket, ways)
-        strategy.sparsify(ticket.part(strategy.held_parameters()), policy, ways)
+        backend = Backend("auto" if self.compute == "samo" else self.compute, self._processor)
+        policy = self._policy(trainer, ticket, backend)
+        strategy.sparsify(ticket.part(strategy.held_parameters()), policy, backend)
 
-    def _policy(self, trainer: Trainer, ticket: Ticket, ways: Ways) -> Policy:
+    def _policy(self, trainer: Trainer, ticket: Ticket, backend: Backend) -> Policy:
         if self.compute != "auto":
             return "samo" if self.compute == "samo" else "sparse"
         strategy = strategy_of(trainer)
         sixteen_bit = str(trainer.precision).startswith(("16", "bf16"))
         passes = strategy.microbatches * trainer.accumulate_grad_batches
-        few = 1 - ticket.sparsity <= min(most_kept(ways, torch.bfloat16).values())
+        few = 1 - ticket.sparsity <= min(most_kept(backend, torch.bfloat16).values())
         return best_policy(sixteen_bit, passes, few and strategy.root_device.type == "cpu")
 
     def _validate_model(self, module: nn.Module) -> None:

@@ -61,9 +61,10 @@ class EarlyBirdChannels(TicketSearch):
     between stages shrink, and training goes on. The parameters stay the same objects.
 
     Which channels can be removed is found by tracing the network
-    (:mod:`lightning_axosparse.pruning.channels.channels`); what stays whole is printed, with the reason. The
-    largest distance to the window is logged as ``mask_distance``. ``every``, ``draw_after`` and
-    ``draw_by`` are optimizer steps (an int), a share of the run (a float), or epochs ("3 epochs").
+    (:mod:`lightning_axosparse.pruning.channels.channels`); what stays whole is printed, with the
+    reason. The largest distance to the window is logged as ``mask_distance``. ``every``,
+    ``draw_after`` and ``draw_by`` are optimizer steps (an int), a share of the run (a float), or
+    epochs ("3 epochs").
 
     Args:
         pruning_ratio: fraction to prune, in (0, 1), of all channels that can be removed.

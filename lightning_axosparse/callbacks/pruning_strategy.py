@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_axosparse.pruning.channels.ticket import ChannelTicket
 from lightning_axosparse.pruning.densities import Stages
-from lightning_axosparse.sparse.backend import Ways
+from lightning_axosparse.sparse.backend import Backend
 from lightning_axosparse.sparse.store.materialize import Policy
 
 
@@ -46,7 +46,7 @@ class PruningStrategy(Protocol):
     def parameter_stages(self) -> Stages:
         """The stages that hold each parameter."""
 
-    def sparsify(self, masks: Mapping[str, Tensor], policy: Policy, ways: Ways) -> None:
+    def sparsify(self, masks: Mapping[str, Tensor], policy: Policy, backend: Backend) -> None:
         """Store the masked parameters of this rank sparse."""
 
     def shrink(self, ticket: ChannelTicket) -> None:

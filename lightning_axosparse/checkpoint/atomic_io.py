@@ -17,9 +17,9 @@ from torch.nn.parameter import is_lazy
 from lightning_axosparse.checkpoint.folder import manifest, sharded
 from lightning_axosparse.checkpoint.mapped_file import load_mapped
 from lightning_axosparse.sparse.module.parameters import owned_parameters
+from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
 from lightning_axosparse.support.files import archive
 from lightning_axosparse.support.files.atomic_file import clear_partials
-from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
 from lightning_axosparse.support.files.deferred_tensor import DeferredTensor, all_made
 from lightning_axosparse.support.torch_internals import tree_leaves
 

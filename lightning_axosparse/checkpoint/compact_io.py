@@ -11,8 +11,8 @@ from torch import Tensor
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.checkpoint.sparse_encoding import EncodedTensor
 from lightning_axosparse.support.corrupt_file import reading
-from lightning_axosparse.support.files.stored_shape import stored_shape
 from lightning_axosparse.support.files.deferred_tensor import DeferredTensor, all_made, each_once
+from lightning_axosparse.support.files.stored_shape import stored_shape
 from lightning_axosparse.support.torch_internals import tree_map, tree_map_only
 
 _MOST_KEPT = 0.9

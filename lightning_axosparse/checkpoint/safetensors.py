@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from lightning_axosparse.checkpoint.sparse_encoding import EncodedTensor
 from lightning_axosparse.sparse.store.weight import SparseWeight
 from lightning_axosparse.support.arguments import BOOL, MODULE, PATH, checked
+from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
 from lightning_axosparse.support.files.atomic_file import replacing
 from lightning_axosparse.support.files.checksum import of_file
-from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
 from lightning_axosparse.support.files.stored_shape import stored_shape
 from lightning_axosparse.support.troubleshooting import see
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from lightning_axosparse.sparse.store.formats import layout_of
 from lightning_axosparse.sparse.store.weight import SparseWeight
-from lightning_axosparse.support.files.checksum import verified, with_checksum
 from lightning_axosparse.support.corrupt_file import CorruptFileError
+from lightning_axosparse.support.files.checksum import verified, with_checksum
 from lightning_axosparse.support.files.stored_shape import stored_shape
 
 _ESCAPE = 255

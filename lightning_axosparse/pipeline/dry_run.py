@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_axosparse.pipeline.activation_bytes import peak_bytes
-from lightning_axosparse.pipeline.batch_norms import Norm
 from lightning_axosparse.pipeline.crossing.values import Activation
 from lightning_axosparse.pipeline.loss.combination import Term
+from lightning_axosparse.pipeline.norms import Norm
 from lightning_axosparse.pipeline.stage_step import StageStep, loss_of
 from lightning_axosparse.pipeline.state.module_state import ModuleState, Place, write
 from lightning_axosparse.pipeline.state.values import copied

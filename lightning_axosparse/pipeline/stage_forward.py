@@ -29,8 +29,8 @@ from lightning_axosparse.pipeline.crossing.placeholder import Progress, describe
 from lightning_axosparse.pipeline.crossing.side_outputs import SideOutputs, WatchedLayer
 from lightning_axosparse.pipeline.crossing.skip_tensors import DerivedValues
 from lightning_axosparse.pipeline.crossing.values import Activation, Reads, Sent, tensors
-from lightning_axosparse.pipeline.pausable_mode import PausableMode, paused
 from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
+from lightning_axosparse.pipeline.pausable_mode import PausableMode, paused
 from lightning_axosparse.pipeline.replaced_forward import ReplacedForward
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.state.batch_state import IGNORED, StepState

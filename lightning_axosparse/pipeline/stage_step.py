@@ -16,8 +16,6 @@ from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
 from lightning_axosparse.pipeline.backward.weight_gradients import WeightGradientQueue
 from lightning_axosparse.pipeline.batch.fingerprint import BatchFingerprint
 from lightning_axosparse.pipeline.batch.microbatch import MicroBatch
-from lightning_axosparse.pipeline.loss.outputs import Scalar
-from lightning_axosparse.pipeline.batch_norms import statistics_explained
 from lightning_axosparse.pipeline.crossing.placeholder import Progress
 from lightning_axosparse.pipeline.crossing.values import (
     Activation,
@@ -27,8 +25,10 @@ from lightning_axosparse.pipeline.crossing.values import (
     Sent,
     tensors,
 )
+from lightning_axosparse.pipeline.loss.outputs import Scalar
 from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
 from lightning_axosparse.pipeline.loss.weights import LossWeights
+from lightning_axosparse.pipeline.norms import statistics_explained
 from lightning_axosparse.pipeline.order.in_flight import InFlightLimit
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers, StageEdge, Visit

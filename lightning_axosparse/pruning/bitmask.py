@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_axosparse.support.arguments import validate_mask
-from lightning_axosparse.support.files.checksum import verified, with_checksum
 from lightning_axosparse.support.corrupt_file import CorruptFileError
+from lightning_axosparse.support.files.checksum import verified, with_checksum
 from lightning_axosparse.support.files.stored_shape import stored_shape
 
 

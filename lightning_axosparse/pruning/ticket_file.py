@@ -13,9 +13,9 @@ from typing_extensions import Self
 
 from lightning_axosparse.pruning.bitmask import MaskBits
 from lightning_axosparse.support.arguments import PATH, Kind, check, checked
+from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
 from lightning_axosparse.support.files import archive
 from lightning_axosparse.support.files.checksum import verified, with_checksum
-from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
 from lightning_axosparse.support.troubleshooting import see
 
 

@@ -29,7 +29,7 @@ Processor = Literal["unmeasured", "matrix", "bfloat16", "float32"]
 PROCESSORS: tuple[Processor, ...] = get_args(Processor)
 
 
-class Ways(NamedTuple):
+class Backend(NamedTuple):
     """How products with one sparse weight run.
 
     Attributes:
@@ -47,7 +47,7 @@ class Ways(NamedTuple):
         return self.agreed or this_processor()
 
 
-AUTO = Ways()
+AUTO = Backend()
 """How products run by default."""
 
 

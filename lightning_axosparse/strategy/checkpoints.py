@@ -25,9 +25,9 @@ from lightning_axosparse.checkpoint.gather import (
 )
 from lightning_axosparse.sparse.module.optimizer_state import restore_masters
 from lightning_axosparse.sparse.module.parameters import sparse_parameters
+from lightning_axosparse.strategy.compat.callbacks import weight_averages
 from lightning_axosparse.strategy.compat.device import move_optimizers
 from lightning_axosparse.strategy.compat.hooks import checkpoint_hooks
-from lightning_axosparse.strategy.compat.weight_averages import weight_averages
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.launcher.restarts import note_checkpoint
 from lightning_axosparse.strategy.offload import OptimizerOffload

@@ -19,8 +19,8 @@ from lightning_axosparse.distributed.mpi.start import environment
 from lightning_axosparse.distributed.process_groups import ProcessGroups
 from lightning_axosparse.distributed.rank_status import blocked, mark_finished, this_rank
 from lightning_axosparse.strategy.compat import collectives
-from lightning_axosparse.strategy.compat.checkpoint_io import with_atomic_files
-from lightning_axosparse.strategy.compat.sampling import process_dataloader
+from lightning_axosparse.strategy.compat.loaders import process_dataloader
+from lightning_axosparse.strategy.compat.loading import with_atomic_files
 from lightning_axosparse.strategy.compat.signals import cause_of
 from lightning_axosparse.strategy.launcher.launcher import MPILauncher
 from lightning_axosparse.strategy.validation import validate_local_rank, validate_world_size

@@ -25,10 +25,9 @@ from lightning_axosparse.pipeline.shard.partition import UnknownOrderError
 from lightning_axosparse.pruning.channels.ticket import ChannelTicket
 from lightning_axosparse.sparse.module.optimizer_state import dense_shapes
 from lightning_axosparse.strategy.checkpoints import load_whole_optimizer
-from lightning_axosparse.strategy.compat.checkpoint_io import reading_files
+from lightning_axosparse.strategy.compat.callbacks import weight_averages
 from lightning_axosparse.strategy.compat.hooks import checkpoint_hooks, trainer_of
-from lightning_axosparse.strategy.compat.loading import files_mapped
-from lightning_axosparse.strategy.compat.weight_averages import weight_averages
+from lightning_axosparse.strategy.compat.loading import files_mapped, reading_files
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.launcher.launcher import MPILauncher
 from lightning_axosparse.strategy.learning_rate import scaled_rates

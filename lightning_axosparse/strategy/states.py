@@ -16,17 +16,19 @@ from torch.optim import Optimizer
 
 from lightning_axosparse.pipeline.order.in_flight import InFlightRule
 from lightning_axosparse.strategy.checkpoints import StageCheckpoints
-from lightning_axosparse.strategy.compat.checkpoint_io import writes_in_background
+from lightning_axosparse.strategy.compat.callbacks import (
+    count_replicas,
+    parameters_told_apart_by_identity,
+    validating_together,
+    weight_averages,
+    without_writing,
+)
 from lightning_axosparse.strategy.compat.device import move_optimizers
 from lightning_axosparse.strategy.compat.exceptions import JobEnd
-from lightning_axosparse.strategy.compat.finetuning import parameters_told_apart_by_identity
 from lightning_axosparse.strategy.compat.gradients import GradientNorms
-from lightning_axosparse.strategy.compat.loop_check import LoopCheck
-from lightning_axosparse.strategy.compat.prediction_writers import without_writing
+from lightning_axosparse.strategy.compat.loading import writes_in_background
+from lightning_axosparse.strategy.compat.loops import LoopCheck
 from lightning_axosparse.strategy.compat.signals import acting_together
-from lightning_axosparse.strategy.compat.throughput import count_replicas
-from lightning_axosparse.strategy.compat.timed_validation import validating_together
-from lightning_axosparse.strategy.compat.weight_averages import weight_averages
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
 from lightning_axosparse.strategy.offload import OptimizerOffload

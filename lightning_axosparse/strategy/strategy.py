@@ -19,7 +19,7 @@ from lightning_axosparse.pipeline.loss.weights import MicrobatchLoss
 from lightning_axosparse.pipeline.order.schedule import SCHEDULES, WeightGradients
 from lightning_axosparse.pruning.channels.ticket import ChannelTicket
 from lightning_axosparse.sparse import sparsify
-from lightning_axosparse.sparse.backend import AUTO, Ways
+from lightning_axosparse.sparse.backend import AUTO, Backend
 from lightning_axosparse.sparse.module.optimizer_state import restore_masters
 from lightning_axosparse.sparse.module.parameters import sparse_parameters
 from lightning_axosparse.sparse.store.materialize import Policy
@@ -310,7 +310,7 @@ class AxoSparseStrategy(PipelineStrategy):
         self,
         masks: Mapping[str, Tensor],
         policy: Policy = "sparse",
-        ways: Ways = AUTO,
+        backend: Backend = AUTO,
     ) -> None:
         """Store the masked parameters of this rank, and their optimizer state, sparse.
 
@@ -318,14 +318,14 @@ class AxoSparseStrategy(PipelineStrategy):
             masks: name of a parameter of this rank -> bool tensor of its shape, True where an
                 entry is kept. Read one at a time.
             policy: as for :func:`lightning_axosparse.sparsify`.
-            ways: how their products run, the same on all ranks.
+            backend: how their products run, the same on all ranks.
         """
         optimizer = self.optimizers[0] if self.optimizers else None
-        sparsify(self._module, masks, optimizer, policy=policy, compute=ways.compute)
+        sparsify(self._module, masks, optimizer, policy=policy, compute=backend.compute)
         stored = sparse_parameters(self._module).values()
         for entry in stored:
             assert entry.form is not None
-            entry.form.ways = ways
+            entry.form.backend = backend
         if optimizer is not None:
             restore_masters(optimizer, stored)
 

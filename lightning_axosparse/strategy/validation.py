@@ -30,11 +30,11 @@ from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_path
-from lightning_axosparse.strategy.compat.checkpoint_io import (
+from lightning_axosparse.strategy.compat.hooks import overrides
+from lightning_axosparse.strategy.compat.loading import (
     reading_files,
     writes_in_background,
 )
-from lightning_axosparse.strategy.compat.hooks import overrides
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.offload import validate_bucketwise_optimizers
 from lightning_axosparse.support.troubleshooting import see

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from benchmarks.gpu.bitmap_product import Cut, times_transposed
+from benchmarks.gpu.bitmap_product import Cut, spmm_t
 from lightning_axosparse.sparse.store.formats import BitmapLayout
 
 
@@ -30,4 +30,4 @@ def test_products_with_a_bitmap_are_those_with_the_dense_weight(shape, tokens, k
     weight = torch.randint(-3, 4, shape, generator=generator).half()
     inputs = torch.randint(-3, 4, (tokens, shape[1]), generator=generator).half()
     expected = F.linear(inputs.float(), (weight * mask).float()).half()
-    assert torch.equal(times_transposed(inputs, layout.compress(weight), layout, cut), expected)
+    assert torch.equal(spmm_t(inputs, layout.compress(weight), layout, cut), expected)

@@ -51,4 +51,4 @@ def test_rows_must_have_whole_words():
     layout = BitmapLayout.from_mask(torch.ones(4, 40, dtype=torch.bool))
     inputs, values, cut = torch.zeros(1, 40), torch.zeros(160), bitmap_product.Cut(16, 32, 1)
     with pytest.raises(ValueError, match="40 columns"):
-        bitmap_product.times_transposed(inputs, values, layout, cut)
+        bitmap_product.spmm_t(inputs, values, layout, cut)

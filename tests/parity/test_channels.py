@@ -129,7 +129,7 @@ Results = dict[str, tuple[Record, ChannelTicket]]
 
 def on_two_ranks(folder: Path) -> tuple[Results, list[int]]:
     """All runs of one job, and the bytes of each message that this rank sent in the first."""
-    from lightning_axosparse.pipeline.crossing.values import p2p
+    from lightning_axosparse.pipeline.crossing import p2p
 
     sent, encode = [], p2p.encode
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 from lightning_axosparse.callbacks import early_bird
+from lightning_axosparse.sparse.backend import Backend, Processor
 from lightning_axosparse.sparse.cpu import products as kept_products
-from lightning_axosparse.sparse.backend import Processor, Ways
 from lightning_axosparse.sparse.module.parameters import sparse_parameters
 from lightning_axosparse.sparse.store.materialize import Policy
 from tests.parity.cases import CLASSES, FEATURES, Net, Record, difference, fit, trainer
@@ -76,7 +76,7 @@ def train(
 ) -> tuple[Record, int]:
     """The record of a run, and how often this rank multiplied to gradients of kept values."""
     calls = [0]
-    function = kept_products.outer
+    function = kept_products.sddmm
 
     def counted(*args: Any) -> Any:
         calls[0] += 1
@@ -95,7 +95,7 @@ def train(
         enable_checkpointing=folder is not None,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kept_products, "outer", counted)
+        patch.setattr(kept_products, "sddmm", counted)
         return fit(run, module(), **options), calls[0]
 
 
@@ -178,10 +178,10 @@ def test_recurrent_layers_on_a_pipeline() -> None:
 
 def train_mixed(
     processor: Processor, ranks: int, ratio: float, folder: Path, **options: Any
-) -> tuple[Record, int, set[tuple[Ways, Policy]]]:
+) -> tuple[Record, int, set[tuple[Backend, Policy]]]:
     """A run in bfloat16 on such a processor: record, products with kept values, ways of weights."""
-    calls, outer = [0], kept_products.outer
-    ways: set[tuple[Ways, Policy]] = set()
+    calls, outer = [0], kept_products.sddmm
+    backend: set[tuple[Backend, Policy]] = set()
 
     def counted(*args: Any) -> torch.Tensor:
         calls[0] += 1
@@ -189,7 +189,9 @@ def train_mixed(
 
     def note_ways(_: L.Trainer, module: L.LightningModule) -> None:
         stored = sparse_parameters(module).values()
-        ways.update((each.form.ways, each.form.policy) for each in stored if each.form is not None)
+        backend.update(
+            (each.form.backend, each.form.policy) for each in stored if each.form is not None
+        )
 
     L.seed_everything(0, verbose=False)
     run = trainer(
@@ -207,13 +209,13 @@ def train_mixed(
         precision="bf16-mixed",
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kept_products, "outer", counted)
+        patch.setattr(kept_products, "sddmm", counted)
         patch.setattr(early_bird, "this_processor", lambda: processor)
         record = fit(run, Wide(), **options)
-    return record, calls[0], ways
+    return record, calls[0], backend
 
 
-def mixed_rank(folder: Path) -> dict[str, tuple[Record, int, set[tuple[Ways, Policy]]]]:
+def mixed_rank(folder: Path) -> dict[str, tuple[Record, int, set[tuple[Backend, Policy]]]]:
     """What two replicas do in bfloat16 whose processors are of two kinds, then of one kind."""
     rank = MPI.COMM_WORLD.rank
     two: list[Processor] = ["float32", "bfloat16"]
@@ -236,17 +238,17 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_ranks_choose_for_the_processor_on_which_kept_values_gain_least(mixed: Any) -> None:
     for found in mixed:
-        assert found["few"][2] == {(Ways("auto", "bfloat16"), "sparse")}
-        assert found["more"][2] == {(Ways("auto", "bfloat16"), "samo")}
+        assert found["few"][2] == {(Backend("auto", "bfloat16"), "sparse")}
+        assert found["more"][2] == {(Backend("auto", "bfloat16"), "samo")}
         assert found["few"][1] > 0
         assert found["more"][1] == 0  # a "float32" processor alone would multiply with a quarter
 
 
 def test_a_resumed_run_goes_on_in_the_ways_of_the_checkpoint(mixed: Any) -> None:
     for found in mixed:
-        record, products, ways = found["resumed"]
+        record, products, backend = found["resumed"]
         whole, _, _ = found["few"]
-        assert ways == {(Ways("auto", "bfloat16"), "sparse")}
+        assert backend == {(Backend("auto", "bfloat16"), "sparse")}
         assert products > 0
         assert record.losses == whole.losses[-len(record.losses) :]
         for name, weight in whole.weights.items():
@@ -255,7 +257,7 @@ def test_a_resumed_run_goes_on_in_the_ways_of_the_checkpoint(mixed: Any) -> None
 
 def test_a_resumed_run_leaves_kept_values_where_a_rank_would_lose_by_them(mixed: Any) -> None:
     for found in mixed:
-        record, products, ways = found["matrix"]
-        assert ways == {(Ways("auto", "matrix"), "samo")}
+        record, products, backend = found["matrix"]
+        assert backend == {(Backend("auto", "matrix"), "samo")}
         assert products == 0
         assert difference(record, found["resumed"][0]) < 0.05

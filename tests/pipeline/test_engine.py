@@ -14,10 +14,10 @@ from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpoint
 from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
 from lightning_axosparse.pipeline.batch.fingerprint import BatchFingerprint
 from lightning_axosparse.pipeline.batch.microbatch import split
-from lightning_axosparse.pipeline.loss.outputs import merge
 from lightning_axosparse.pipeline.crossing.p2p import LoopbackLink
 from lightning_axosparse.pipeline.crossing.values import Crossing
 from lightning_axosparse.pipeline.engine import Pipeline
+from lightning_axosparse.pipeline.loss.outputs import merge
 from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
 from lightning_axosparse.pipeline.loss.weights import LossWeights
 from lightning_axosparse.pipeline.order.choice import GivenSchedule

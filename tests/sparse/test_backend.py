@@ -5,8 +5,8 @@ import platform
 import pytest
 import torch
 
-from lightning_axosparse.sparse import backend as ways
-from lightning_axosparse.sparse.backend import PROCESSORS, Ways, most_cautious, this_processor
+from lightning_axosparse.sparse import backend as backend
+from lightning_axosparse.sparse.backend import PROCESSORS, Backend, most_cautious, this_processor
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,6 @@ def test_several_processors_choose_as_the_one_that_gains_least():
 
 
 def test_a_processor_chooses_for_itself_unless_several_agreed(monkeypatch):
-    monkeypatch.setattr(ways, "this_processor", lambda: "matrix")
-    assert Ways("auto").processor == "matrix"
-    assert Ways("auto", "bfloat16").processor == "bfloat16"
+    monkeypatch.setattr(backend, "this_processor", lambda: "matrix")
+    assert Backend("auto").processor == "matrix"
+    assert Backend("auto", "bfloat16").processor == "bfloat16"

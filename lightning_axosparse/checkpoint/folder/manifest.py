@@ -13,9 +13,9 @@ from typing import BinaryIO, NamedTuple
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
 from lightning_axosparse.support.files.atomic_file import replacing
 from lightning_axosparse.support.files.checksum import of_file
-from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
 from lightning_axosparse.support.troubleshooting import see
 
 _NAME = "manifest.json"

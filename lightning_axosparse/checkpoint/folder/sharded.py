@@ -24,8 +24,8 @@ from lightning_axosparse.checkpoint.folder.shard_metadata import (
     StoredValue,
     stored,
 )
-from lightning_axosparse.support.files import archive
 from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
+from lightning_axosparse.support.files import archive
 from lightning_axosparse.support.files.deferred_tensor import DeferredTensor, each_once
 from lightning_axosparse.support.torch_internals import tree_map
 

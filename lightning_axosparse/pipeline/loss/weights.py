@@ -26,8 +26,8 @@ class LossRule(NamedTuple):
 
     Attributes:
         loss: as for :class:`LossWeights`.
-        weight: as for :func:`lightning_axosparse.pipeline.batch.microbatch.weigh_by`; None where there is
-            no such rule.
+        weight: as for :func:`lightning_axosparse.pipeline.batch.microbatch.weigh_by`; None where
+            there is no such rule.
     """
 
     loss: MicrobatchLoss = "auto"

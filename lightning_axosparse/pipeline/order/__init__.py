@@ -1,1 +1,1 @@
-"""Which pass a stage runs next: the schedules, how many micro-batches are in flight, and the choice."""
+"""Which pass a stage runs next: schedules, the in-flight limit, and the choice among schedules."""

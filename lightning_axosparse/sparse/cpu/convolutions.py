@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_axosparse.sparse.backend import Ways
+from lightning_axosparse.sparse.backend import Backend
 from lightning_axosparse.sparse.cpu.products import readable
 from lightning_axosparse.sparse.cpu.threads import in_threads
 from lightning_axosparse.sparse.kernels import SEGMENT, kernel_module
@@ -96,25 +96,25 @@ class Geometry:
         return _Planes(self)
 
 
-def chosen(layout: Layout, ways: Ways, operand: Tensor) -> TypeGuard[SegmentLayout]:
+def chosen(layout: Layout, backend: Backend, operand: Tensor) -> TypeGuard[SegmentLayout]:
     """Return whether convolutions with a sparse weight are to run here, if their geometry fits.
 
     Args:
         layout: the kept entries.
-        ways: how products with the weight run.
+        backend: how products with the weight run.
         operand: the kept values or another operand, of the dtype in which the product runs.
     """
     if operand.dtype != torch.float32 or not readable(layout, operand):
         return False
-    if ways.compute != "auto":
-        return ways.compute == "sparse"
-    return ways.processor != "unmeasured" and layout.nnz <= MOST_KEPT * layout.shape.numel()
+    if backend.compute != "auto":
+        return backend.compute == "sparse"
+    return backend.processor != "unmeasured" and layout.nnz <= MOST_KEPT * layout.shape.numel()
 
 
-def large_enough(ways: Ways, geometry: Geometry) -> bool:
+def large_enough(backend: Backend, geometry: Geometry) -> bool:
     """Return whether a convolution has enough outputs to be faster here."""
     images, _, height, width = geometry.outputs
-    return ways.compute == "sparse" or images * height * width >= FEWEST_POSITIONS
+    return backend.compute == "sparse" or images * height * width >= FEWEST_POSITIONS
 
 
 @cache
@@ -124,7 +124,7 @@ def load_loops() -> None:
     assert isinstance(layout, SegmentLayout)
     images = torch.zeros(1, 64, 2, 8, dtype=torch.float32, device="cpu")
     geometry = Geometry((1, 64, 1, 1), tuple(images.shape), (1, 1), (0, 0), (1, 1), 1)
-    values = outer(images[:, :1], images, layout, geometry)
+    values = sddmm(images[:, :1], images, layout, geometry)
     transposed(forward(images, values, layout, geometry), values, layout, geometry)
 
 
@@ -192,7 +192,7 @@ def transposed(
     return result
 
 
-def outer(gradient: Tensor, images: Tensor, layout: SegmentLayout, geometry: Geometry) -> Tensor:
+def sddmm(gradient: Tensor, images: Tensor, layout: SegmentLayout, geometry: Geometry) -> Tensor:
     """Return the kept entries of the gradient of the weight.
 
     Args:

@@ -23,9 +23,7 @@ PANEL_ENTRIES = 2**24
 """The most entries of a panel of several tiles: wider panels make no product faster."""
 
 
-def times_transposed(
-    inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = None
-) -> Tensor:
+def spmm_t(inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = None) -> Tensor:
     """Multiply ``inputs`` by the transposed weight; every panel gives some columns of the result.
 
     Args:
@@ -50,7 +48,7 @@ def times_transposed(
     return result
 
 
-def times(inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = None) -> Tensor:
+def spmm(inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = None) -> Tensor:
     """Multiply ``inputs`` by the weight; the results of the panels are added.
 
     In 16 bits every partial sum would be rounded, so a weight of several panels is made dense as a
@@ -75,7 +73,7 @@ def times(inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = 
     return result
 
 
-def outer(left: Tensor, right: Tensor, layout: Layout) -> Tensor:
+def sddmm(left: Tensor, right: Tensor, layout: Layout) -> Tensor:
     """Return the kept entries of ``left.t() @ right``.
 
     Args:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_axosparse.sparse.backend import Processor, Ways
+from lightning_axosparse.sparse.backend import Backend, Processor
 from lightning_axosparse.sparse.cpu.threads import in_threads
 from lightning_axosparse.sparse.kernels import LANES, ROWS, kernel_module
 from lightning_axosparse.sparse.store.formats import SegmentLayout, layout_of
@@ -26,11 +26,11 @@ from lightning_axosparse.support.memory import heap as heap_memory
 Shares = Mapping[str, float]
 """The largest share of kept entries with which each product runs here.
 
-"one_token" is that of ``times_transposed`` and ``times`` with a single token.
+"one_token" is that of ``spmm_t`` and ``times`` with a single token.
 """
 
-_USUAL: Shares = {"times_transposed": 0.5, "times": 0.3, "outer": 0.3, "one_token": 1.0}
-_SMALL: Shares = {"times_transposed": 0.2, "times": 0.12, "outer": 0.15, "one_token": 1.0}
+_USUAL: Shares = {"spmm_t": 0.5, "spmm": 0.3, "sddmm": 0.3, "one_token": 1.0}
+_SMALL: Shares = {"spmm_t": 0.2, "spmm": 0.12, "sddmm": 0.15, "one_token": 1.0}
 _ALWAYS: Shares = dict.fromkeys(_USUAL, 1.0)
 _NEVER: Shares = dict.fromkeys(_USUAL, -1.0)
 
@@ -62,32 +62,34 @@ def readable(layout: Layout, operand: Tensor) -> TypeGuard[SegmentLayout]:
     return operand.is_cpu and isinstance(layout, SegmentLayout) and layout.has_row_segments
 
 
-def chosen(layout: Layout, product: str, ways: Ways, operand: Tensor) -> TypeGuard[SegmentLayout]:
+def chosen(
+    layout: Layout, product: str, backend: Backend, operand: Tensor
+) -> TypeGuard[SegmentLayout]:
     """Return whether a product with a sparse weight is to run here.
 
     Args:
         layout: the kept entries.
         product: which product of :data:`Shares`.
-        ways: how products with the weight run.
+        backend: how products with the weight run.
         operand: the kept values or another operand, of the dtype in which the product runs.
     """
     if not readable(layout, operand):
         return False
-    return layout.nnz <= most_kept(ways, operand.dtype)[product] * layout.shape.numel()
+    return layout.nnz <= most_kept(backend, operand.dtype)[product] * layout.shape.numel()
 
 
-def most_kept(ways: Ways, dtype: torch.dtype) -> Shares:
+def most_kept(backend: Backend, dtype: torch.dtype) -> Shares:
     """Return with which shares of kept entries products of a dtype are to run here, on a CPU.
 
     Args:
-        ways: how products with the weight run.
+        backend: how products with the weight run.
         dtype: the dtype of the operands, after autocast.
     """
-    if dtype not in DTYPES or ways.compute == "dense":
+    if dtype not in DTYPES or backend.compute == "dense":
         return _NEVER
-    if ways.compute == "sparse":
+    if backend.compute == "sparse":
         return _ALWAYS
-    in_float32, in_16_bits = MOST_KEPT[ways.processor]
+    in_float32, in_16_bits = MOST_KEPT[backend.processor]
     return in_float32 if dtype == torch.float32 else in_16_bits
 
 
@@ -103,12 +105,12 @@ def load_loops() -> None:
     assert isinstance(layout, SegmentLayout)
     for tokens in (1, 2):
         inputs = torch.zeros(tokens, 64, dtype=torch.float32, device="cpu")
-        values = outer(inputs[:, :1], inputs, layout)
-        times(times_transposed(inputs, values, layout), values, layout)
+        values = sddmm(inputs[:, :1], inputs, layout)
+        spmm(spmm_t(inputs, values, layout), values, layout)
         layout.densify(values)  # for products that keep too many entries, on panels
 
 
-def times_transposed(
+def spmm_t(
     inputs: Tensor, values: Tensor, layout: SegmentLayout, bias: Tensor | None = None
 ) -> Tensor:
     """Multiply ``inputs`` by the transposed weight.
@@ -133,16 +135,16 @@ def times_transposed(
         rows, start = (first, last), _entries_before(layout, first)
         shared = (*weight, width, rows, start, shift, target)
         if number == 1:
-            kernel_module("one_token").times_transposed(source, *shared)
+            kernel_module("one_token").spmm_t(source, *shared)
         else:
             packed = _packed(width)
-            kernel_module("products").times_transposed(source, number, *shared, height, packed)
+            kernel_module("products").spmm_t(source, number, *shared, height, packed)
 
     in_threads(part, height, block_rows(layout.shape), number * layout.nnz)
     return _like(result, inputs)
 
 
-def times(
+def spmm(
     inputs: Tensor, values: Tensor, layout: SegmentLayout, bias: Tensor | None = None
 ) -> Tensor:
     """Multiply ``inputs`` by the weight.
@@ -165,17 +167,17 @@ def times(
 
     def part(first: int, last: int) -> None:
         if number == 1:
-            kernel_module("one_token").times(source, *weight, width, shift, target)
+            kernel_module("one_token").spmm(source, *weight, width, shift, target)
             return
         some = (first, last)
         packed = _packed(width)
-        kernel_module("products").times(source, some, *weight, height, width, shift, target, packed)
+        kernel_module("products").spmm(source, some, *weight, height, width, shift, target, packed)
 
     in_threads(part, number, ROWS, number * layout.nnz)
     return _like(result, inputs)
 
 
-def outer(left: Tensor, right: Tensor, layout: SegmentLayout) -> Tensor:
+def sddmm(left: Tensor, right: Tensor, layout: SegmentLayout) -> Tensor:
     """Return the kept entries of ``left.t() @ right``.
 
     Args:
@@ -193,7 +195,7 @@ def outer(left: Tensor, right: Tensor, layout: SegmentLayout) -> Tensor:
 
     def part(first: int, last: int) -> None:
         rows, start, packed = (first, last), _entries_before(layout, first), _packed(width)
-        kernel_module("products").outer(
+        kernel_module("products").sddmm(
             *sources, tokens, *index, height, width, rows, start, target, packed
         )
 

@@ -147,7 +147,7 @@ def by_columns(
 
 
 @compiled
-def times(
+def spmm(
     inputs: Any, counts: Any, offsets: Any, values: Any, width: int, bias: Any, outputs: Any
 ) -> None:
     """Compute ``inputs @ weight + bias``.
@@ -196,5 +196,5 @@ def _columns(counts: Any, first: int, segments: int, offsets: Any, start: int, c
     return kept
 
 
-times_transposed = by_segments if FINDS else by_columns
+spmm_t = by_segments if FINDS else by_columns
 """Compute some numbers of ``weight @ inputs + bias`` as this processor does it best."""

@@ -35,7 +35,7 @@ from lightning_axosparse.sparse.kernels.vectors import (
 
 
 @compiled
-def times_transposed(
+def spmm_t(
     inputs: Any,
     tokens: int,
     counts: Any,
@@ -118,7 +118,7 @@ def _times_transposed(
 
 
 @compiled
-def times(
+def spmm(
     inputs: Any,
     tokens: tuple[int, int],
     counts: Any,
@@ -197,7 +197,7 @@ def _times(
 
 
 @compiled
-def outer(
+def sddmm(
     left: Any,
     right: Any,
     tokens: int,

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_axosparse.sparse.backend import COMPUTES, Backend, Compute
 from lightning_axosparse.sparse.cpu import convolutions as kept_convolutions
 from lightning_axosparse.sparse.cpu import products as kept_products
-from lightning_axosparse.sparse.backend import COMPUTES, Compute, Ways
 from lightning_axosparse.sparse.module.elementwise import validate_elementwise_optimizers
 from lightning_axosparse.sparse.module.optimizer_state import (
     compress_state,
@@ -135,7 +135,7 @@ def sparsify(
         elif entry.layout.nnz > layout.nnz:
             _to_fewer(entry, layout, optimizer)
         assert entry.form is not None
-        entry.form.policy, entry.form.ways = policy, Ways(compute)
+        entry.form.policy, entry.form.backend = policy, Backend(compute)
     renew_reducers(module)
     load_loops_of(module)
     release_freed_memory()
@@ -263,13 +263,13 @@ def _loops_of(entry: OwnedParameter) -> Iterator[Callable[[], None]]:
     assert entry.form is not None
     if entry.form.policy == "samo":
         return
-    choice = entry.form.ways, entry.parameter.new_empty(0, dtype=entry.form.dtype)
+    choice = entry.form.backend, entry.parameter.new_empty(0, dtype=entry.form.dtype)
     owners = [owner for owner, _ in entry.owners]
     if any(isinstance(owner, nn.Conv1d | nn.Conv2d) for owner in owners):
         if kept_convolutions.chosen(entry.layout, *choice):
             yield kept_convolutions.load_loops
     elif len(entry.shape) == 2:
-        if kept_products.chosen(entry.layout, "times_transposed", *choice):
+        if kept_products.chosen(entry.layout, "spmm_t", *choice):
             yield kept_products.load_loops
         looked_up = any(isinstance(owner, nn.Embedding) for owner in owners)
         if looked_up and embedding.found_by_row(entry.layout):

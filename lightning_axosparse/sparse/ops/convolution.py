@@ -58,10 +58,10 @@ def layer_forward(
         values, layout, form = stored
         if form.copy is not None or not _eligible(layer, inputs, values, form):
             return dense_forward(layer, inputs)
-        if not kept_convolutions.chosen(layout, form.ways, values):
+        if not kept_convolutions.chosen(layout, form.backend, values):
             return dense_forward(layer, inputs)
         geometry = _geometry_of(layer, layout.shape, inputs)
-        if not geometry.fits or not kept_convolutions.large_enough(form.ways, geometry):
+        if not geometry.fits or not kept_convolutions.large_enough(form.backend, geometry):
             return dense_forward(layer, inputs)
         result: Tensor = _Convolution.apply(inputs, values, layer.bias, layout, geometry)  # type: ignore[no-untyped-call]
         return result
@@ -146,7 +146,7 @@ class _Convolution(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 for_inputs = kept_convolutions.transposed(outer, values, layout, geometry)
             if ctx.needs_input_grad[1]:
-                for_values = kept_convolutions.outer(outer, images, layout, geometry)
+                for_values = kept_convolutions.sddmm(outer, images, layout, geometry)
         for_bias = outer.sum((0, 2, 3)) if ctx.needs_input_grad[2] else None
         for_inputs = None if for_inputs is None else _like(inputs, for_inputs)
         return for_inputs, for_values, for_bias, None, None

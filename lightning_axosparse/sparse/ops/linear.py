@@ -38,7 +38,7 @@ panels         otherwise                                     torch's product wit
 
 Which way runs follows from the dtype, the device, the share of kept entries, whether there is a
 single token, the policy, ``compute`` and the kind of processor on which the ranks of a run agree
-and which its checkpoints keep (``ways``): it is the same on all ranks, and in a resumed run.
+and which its checkpoints keep (``backend``): it is the same on all ranks, and in a resumed run.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_axosparse.sparse.backend import Backend
 from lightning_axosparse.sparse.cpu import panels
 from lightning_axosparse.sparse.cpu import products as kept_products
-from lightning_axosparse.sparse.backend import Ways
 from lightning_axosparse.sparse.kernels import reference
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.materialize import DenseCopy, DenseForm, autocast_dtype
@@ -213,7 +213,7 @@ class KeptProduct(NamedTuple):
     def forward(self, x: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply by the kept values, and add the bias."""
         form = self.form
-        return _multiply(x, values, self.layout, form.copy, form.ways, self.by_rows, bias)
+        return _multiply(x, values, self.layout, form.copy, form.backend, self.by_rows, bias)
 
     def input_gradient(self, gradient: Tensor, x: Tensor, values: Tensor) -> Tensor:
         """Compute the gradient of the inputs from that of the output.
@@ -222,8 +222,10 @@ class KeptProduct(NamedTuple):
         """
         if not backward_transformed(gradient):
             form = self.form
-            return _multiply(gradient, values, self.layout, form.copy, form.ways, not self.by_rows)
-        weight = sparse_weight(values, self.layout, DenseForm(x.dtype, ways=self.form.ways))
+            return _multiply(
+                gradient, values, self.layout, form.copy, form.backend, not self.by_rows
+            )
+        weight = sparse_weight(values, self.layout, DenseForm(x.dtype, backend=self.form.backend))
         weight = weight.view(self.layout.shape[0], -1)
         factor = weight.t() if self.by_rows else weight
         for_inputs = linear(gradient, factor)
@@ -237,7 +239,7 @@ class KeptProduct(NamedTuple):
         if backward_transformed(gradient):
             kept = reference.gather(left.t() @ right, self.layout.positions())
         else:
-            kept = _outer(left, right, self.layout, self.form.ways)
+            kept = _sddmm(left, right, self.layout, self.form.backend)
         return kept.to(values.dtype)
 
 
@@ -309,13 +311,13 @@ class _WeightProduct(torch.autograd.Function):
     @staticmethod
     def forward(inputs: Tensor, weight: SparseWeight, bias: Tensor | None, by_rows: bool) -> Tensor:
         weight.check_unchanged()
-        source = weight.kept, weight.entries, weight.dense_copy, weight.ways
+        source = weight.kept, weight.entries, weight.dense_copy, weight.backend
         return _multiply(inputs, *source, by_rows, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         factor, weight, _, ctx.by_rows = inputs
-        ctx.layout, ctx.ways = weight.entries, weight.ways
+        ctx.layout, ctx.backend = weight.entries, weight.backend
         ctx.save_for_backward(factor, weight)
 
     @staticmethod
@@ -338,7 +340,7 @@ def _weight_gradient(ctx: Any, inputs: Tensor, gradient: Tensor) -> Tensor:
     if backward_transformed(gradient):
         return left.t() @ right
     geometry = torch.empty(left.shape[1], right.shape[1], dtype=left.dtype, device="meta")
-    return SparseWeight(_outer(left, right, ctx.layout, ctx.ways), ctx.layout, geometry)
+    return SparseWeight(_sddmm(left, right, ctx.layout, ctx.backend), ctx.layout, geometry)
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -356,7 +358,7 @@ def _multiply(
     values: Tensor,
     layout: Layout,
     dense_copy: DenseCopy | None,
-    ways: Ways,
+    backend: Backend,
     by_rows: bool,
     bias: Tensor | None = None,
 ) -> Tensor:
@@ -367,9 +369,9 @@ def _multiply(
         result = F.linear(_flat(inputs), dense if by_rows else dense.t(), bias)
     else:
         kept = values if values.dtype == inputs.dtype else values.to(inputs.dtype)
-        product = "times_transposed" if by_rows else "times"
+        product = "spmm_t" if by_rows else "spmm"
         one_token = inputs.shape[:-1].numel() == 1
-        if kept_products.chosen(layout, "one_token" if one_token else product, ways, kept):
+        if kept_products.chosen(layout, "one_token" if one_token else product, backend, kept):
             result = getattr(kept_products, product)(inputs, kept, layout, bias)
             return result
         result = getattr(panels, product)(_flat(inputs), kept, layout, bias)
@@ -377,8 +379,8 @@ def _multiply(
     return shaped.detach()  # no view, so that nn.ReLU(inplace=True) may change it
 
 
-def _outer(left: Tensor, right: Tensor, layout: Layout, ways: Ways) -> Tensor:
+def _sddmm(left: Tensor, right: Tensor, layout: Layout, backend: Backend) -> Tensor:
     """Return the kept entries of ``left.t() @ right``."""
-    if kept_products.chosen(layout, "outer", ways, left):
-        return kept_products.outer(left, right, layout)
-    return panels.outer(left, right, layout)
+    if kept_products.chosen(layout, "sddmm", backend, left):
+        return kept_products.sddmm(left, right, layout)
+    return panels.sddmm(left, right, layout)

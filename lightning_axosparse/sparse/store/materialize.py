@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_axosparse.sparse.backend import AUTO, Ways
+from lightning_axosparse.sparse.backend import AUTO, Backend
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.support.torch_internals import version_of
 
@@ -57,12 +57,12 @@ class DenseForm:
     Attributes:
         dtype: dtype of the dense-shaped weight. The kept values have this or a wider one.
         copy: the dense copy that stays in memory; None with the policy "sparse".
-        ways: whether products use the kept values, a dense weight, or what is faster.
+        backend: whether products use the kept values, a dense weight, or what is faster.
     """
 
     dtype: torch.dtype
     copy: DenseCopy | None = None
-    ways: Ways = AUTO
+    backend: Backend = AUTO
 
     @property
     def policy(self) -> Policy:
@@ -87,9 +87,9 @@ class DenseForm:
         inference mode has none, because torch counts no changes of it.
         """
         if self.copy is None or torch.compiler.is_compiling():
-            return DenseForm(self.dtype, ways=self.ways)
+            return DenseForm(self.dtype, backend=self.backend)
         if not isinstance(values, nn.Parameter) or values.is_inference() or values.is_meta:
-            return DenseForm(self.dtype, ways=self.ways)
+            return DenseForm(self.dtype, backend=self.backend)
         autocast = None if self.dtype == torch.float64 else autocast_dtype(values.device)
         self.copy.configure(autocast or self.dtype, training)
         return self

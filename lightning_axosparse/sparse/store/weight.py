@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from lightning_axosparse.sparse.backend import AUTO, Ways
+from lightning_axosparse.sparse.backend import AUTO, Backend
 from lightning_axosparse.sparse.kernels import reference
 from lightning_axosparse.sparse.store.compiled import recomputed_densify
 from lightning_axosparse.sparse.store.layout import Layout, row_length
@@ -37,7 +37,7 @@ class _Read:
     """One read of a weight, shared by all its views: the values' version, how products run."""
 
     version: int
-    ways: Ways = AUTO
+    backend: Backend = AUTO
 
 
 class SparseWeight(Tensor):
@@ -162,9 +162,9 @@ class SparseWeight(Tensor):
         return copy if copy is not None and copy.dtype == self.dtype else None
 
     @property
-    def ways(self) -> Ways:
+    def backend(self) -> Backend:
         """Whether products use the kept values, a dense weight, or what is faster."""
-        return self._read.ways
+        return self._read.backend
 
     def check_unchanged(self) -> None:
         """Check that the kept values are still those that were read.
@@ -226,7 +226,7 @@ class SparseWeight(Tensor):
         detached = self.detach()
         assert isinstance(detached, SparseWeight)
         detached.kept = self.kept.data
-        detached._read = _Read(version_of(detached.kept), self.ways)
+        detached._read = _Read(version_of(detached.kept), self.backend)
         return detached
 
     @data.setter
@@ -326,7 +326,7 @@ class SparseWeight(Tensor):
             return self._viewed(self._geometry(dtype))
         values = self.kept_values().to(device, dtype, non_blocking=non_blocking, copy=True)
         converted = type(self)(values, self.entries.to(device), self._geometry(dtype))
-        converted._read.ways = self.ways
+        converted._read.backend = self.backend
         return converted
 
 
@@ -367,7 +367,7 @@ class _Expand(torch.autograd.Function):
     ) -> SparseWeight:
         geometry = torch.empty(layout.shape, dtype=form.dtype, device="meta")
         weight = kind(values.detach(), layout, geometry, form.copy)
-        weight._read.ways = form.ways
+        weight._read.backend = form.backend
         return weight
 
     @staticmethod
@@ -389,7 +389,9 @@ class _Expand(torch.autograd.Function):
     ) -> tuple[Tensor, int | None]:
         """Stay sparse for one set of values; make several sets dense together."""
         if in_dims[0] is None:
-            return sparse_weight(values, layout, DenseForm(form.dtype, ways=form.ways), kind), None
+            return sparse_weight(
+                values, layout, DenseForm(form.dtype, backend=form.backend), kind
+            ), None
         weights = torch.vmap(lambda one: reference.scatter(one, layout.positions(), layout.shape))
         return weights(values.movedim(in_dims[0], 0).to(form.dtype)), 0
 

@@ -1,4 +1,4 @@
-"""Maps the file of ``load_from_checkpoint`` into memory, instead of reading it whole."""
+"""Reads and writes checkpoint files: by plugin, and mapped into memory."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Any
 from zipfile import is_zipfile
 
 import torch
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.core import saving
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_axosparse.checkpoint.atomic_io import local_path
+from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_path
 from lightning_axosparse.checkpoint.mapped_file import load_mapped
 from lightning_axosparse.support.corrupt_file import reading
 from lightning_axosparse.support.files.deferred_tensor import all_made
@@ -44,3 +47,28 @@ def files_mapped() -> Iterator[Callable[[Tensor], bool]]:
 
     with patched(saving, "pl_load", load):
         yield mapped.__contains__
+
+
+def with_atomic_files(given: CheckpointIO | None) -> CheckpointIO:
+    """The user's plugin, or one that writes a file whole or not at all.
+
+    Args:
+        given: the user's; None for none. A wrapper such as ``AsyncCheckpointIO`` gets an
+            ``AtomicCheckpointIO`` to wrap; it ignores that if it wraps the user's.
+    """
+    if given is None:
+        return AtomicCheckpointIO()
+    if isinstance(given, _WrappingCheckpointIO):
+        given.checkpoint_io = AtomicCheckpointIO()
+    return given
+
+
+def reading_files(io: CheckpointIO) -> AtomicCheckpointIO | None:
+    """The plugin that reads local files, itself or wrapped; None for one of the user's."""
+    read_by = io.checkpoint_io if isinstance(io, _WrappingCheckpointIO) else io
+    return read_by if isinstance(read_by, AtomicCheckpointIO) else None
+
+
+def writes_in_background(io: CheckpointIO) -> bool:
+    """Whether checkpoints are written while training goes on."""
+    return isinstance(io, AsyncCheckpointIO)

@@ -1,14 +1,29 @@
-"""Finds the loops of a Trainer and their progress, which are private attributes of Lightning."""
+"""Lightning's loops: their progress, and whether all ranks are at the same place of them.
+
+A rank at another position, or with another number of batches, would take part in the wrong
+collective or leave the others waiting. The comparison has a process group of its own, so that it is
+never matched with another collective. It runs before the first and after the last batch of a loop,
+never in between.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
+from lightning.pytorch.trainer.states import RunningStage
+
+from lightning_axosparse.distributed.process_groups import ProcessGroups, all_gather
+from lightning_axosparse.distributed.rank_status import this_rank
+from lightning_axosparse.strategy.compat.hooks import RankLocalCallback
+from lightning_axosparse.support.troubleshooting import see
 
 
 def loops_of(trainer: Trainer) -> dict[str, Any]:
@@ -31,3 +46,164 @@ def progress_of(owner: Any) -> dict[str, Any]:
         return {}
     kinds = bool | int | float | str | Enum | _BaseProgress
     return {name: value for name, value in vars(owner).items() if isinstance(value, kinds)}
+
+
+_LOOPS = {
+    RunningStage.TRAINING: "training",
+    RunningStage.SANITY_CHECKING: "sanity check",
+    RunningStage.VALIDATING: "validation",
+    RunningStage.TESTING: "test",
+    RunningStage.PREDICTING: "predict",
+}
+
+
+def position(trainer: pl.Trainer) -> tuple[str, int, int]:
+    """The running loop, the index of the epoch, and of the batch that was drawn last."""
+    stage = trainer.state.stage
+    assert stage is not None
+    if stage == RunningStage.TRAINING:
+        return _LOOPS[stage], trainer.current_epoch, trainer.fit_loop.batch_idx
+    loop: Any = trainer._active_loop
+    return _LOOPS[stage], trainer.current_epoch, loop.batch_progress.current.ready - 1
+
+
+@dataclass(frozen=True)
+class LoopPosition:
+    """Where a rank is in Lightning's loops.
+
+    Attributes:
+        who: the rank, in words.
+        data_rank: its data-parallel rank: ranks with the same number are given the same batches.
+        occasion: which loop begins or ends, in words.
+        loop: the loop that begins or ends.
+        batches: number of batches that the loop had; None where it has only begun.
+        lengths: number of batches of each of its loaders, ``inf`` where unknown.
+        stops: whether ``trainer.should_stop`` is set.
+    """
+
+    who: str
+    data_rank: int
+    occasion: str
+    loop: str
+    batches: int | None
+    lengths: tuple[float, ...]
+    stops: bool
+
+    def __str__(self) -> str:
+        words = f"{self.who}: {self.occasion}"
+        if self.batches is not None:
+            words += f" after {self.batches} batches"
+        if self.lengths:
+            numbers = ", ".join("unknown" if n == float("inf") else f"{n:g}" for n in self.lengths)
+            words += f", loader length {numbers}"
+        return words + (", trainer.should_stop is set" if self.stops else "")
+
+
+def validate_positions(ranks: Sequence[LoopPosition]) -> None:
+    """Check that all ranks are at the same position and have the same number of batches.
+
+    Replicas may evaluate different numbers of batches, as in Lightning's own ``ddp``.
+
+    Raises:
+        MisconfigurationException: on every rank, with the position of each.
+    """
+    listed = "".join(f"\n- {rank}" for rank in ranks)
+    if len({rank.occasion for rank in ranks}) > 1:
+        raise MisconfigurationException(
+            "The ranks are at different positions: a loop has ended on some of them only. Let "
+            "`trainer.should_stop`, `on_train_batch_start` and all else that ends or starts a loop "
+            f"decide the same on every rank (`trainer.strategy.broadcast` shares a value):{listed}"
+            + see("batches")
+        )
+    if ranks[0].loop != "training":
+        data_ranks = {rank.data_rank for rank in ranks}
+        alike = [
+            [rank for rank in ranks if rank.data_rank == data_rank] for data_rank in data_ranks
+        ]
+    else:
+        alike = [list(ranks)]
+    for group in alike:
+        if len({(rank.batches, rank.lengths) for rank in group}) > 1:
+            raise MisconfigurationException(
+                f"The ranks have unequal numbers of {ranks[0].loop} batches. Give every stage the "
+                "same loader and every replica a loader of the same length (a DistributedSampler "
+                "does; `limit_train_batches=` cuts what has no length), and end an epoch on all "
+                f"ranks or none:{listed}" + see("batches")
+            )
+
+
+class LoopCheck(RankLocalCallback):
+    """Compares the positions of all ranks where a loop begins and where it ends.
+
+    Args:
+        groups: the process groups of the job.
+    """
+
+    def __init__(self, groups: ProcessGroups) -> None:
+        self._groups = groups
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Compare the lengths of the training loaders."""
+        self._begin(trainer, [trainer.num_training_batches])
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Compare how many batches were trained on."""
+        self._end(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Compare whether training is over."""
+        self._compare(trainer, "training ends", None, ())
+
+    def on_validation_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Compare the lengths of the validation loaders."""
+        sanity = trainer.sanity_checking
+        self._begin(trainer, trainer.num_sanity_val_batches if sanity else trainer.num_val_batches)
+
+    def on_test_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Compare the lengths of the test loaders."""
+        self._begin(trainer, trainer.num_test_batches)
+
+    def on_predict_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Compare the lengths of the predict loaders."""
+        self._begin(trainer, trainer.num_predict_batches)
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Compare how many batches were validated on."""
+        self._end(trainer)
+
+    def on_test_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Compare how many batches were tested on."""
+        self._end(trainer)
+
+    def on_predict_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Compare how many batches were predicted."""
+        self._end(trainer)
+
+    def _begin(self, trainer: pl.Trainer, lengths: Sequence[float]) -> None:
+        loop, epoch, _ = position(trainer)
+        self._compare(trainer, f"{loop} of epoch {epoch} begins", None, lengths)
+
+    def _end(self, trainer: pl.Trainer) -> None:
+        loop, epoch, _ = position(trainer)
+        batches = this_rank().end_loop(loop, epoch)
+        self._compare(trainer, f"{loop} of epoch {epoch} ends", batches, ())
+
+    def _compare(
+        self,
+        trainer: pl.Trainer,
+        occasion: str,
+        batches: int | None,
+        lengths: Sequence[float],
+    ) -> None:
+        this_rank().ended, this_rank().stops = True, trainer.should_stop
+        loop, _, _ = position(trainer)
+        own = LoopPosition(
+            this_rank().who,
+            this_rank().data_rank,
+            occasion,
+            loop,
+            batches,
+            tuple(lengths),
+            trainer.should_stop,
+        )
+        validate_positions(all_gather(own, self._groups.loop_ends))

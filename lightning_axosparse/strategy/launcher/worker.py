@@ -24,9 +24,9 @@ from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.mpi.start.environment import describe_rank, world_communicator
 from lightning_axosparse.distributed.mpi.start.mpich_segments import unlink_segments
 from lightning_axosparse.distributed.rank_status import mark_finished, publish
+from lightning_axosparse.strategy.compat.callbacks import run_until_tuned
 from lightning_axosparse.strategy.compat.exceptions import save_together
 from lightning_axosparse.strategy.compat.signals import cause_of
-from lightning_axosparse.strategy.compat.tuning import run_until_tuned
 from lightning_axosparse.strategy.launcher.call import (
     Call,
     CallFolder,

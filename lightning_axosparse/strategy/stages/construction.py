@@ -15,8 +15,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_axosparse.sparse.module.parameters import sparse_parameters
 from lightning_axosparse.strategy.stages.sharded_module import in_parts
-from lightning_axosparse.support.memory.deferred_init import DeferredInit
 from lightning_axosparse.support.files.deferred_tensor import all_made
+from lightning_axosparse.support.memory.deferred_init import DeferredInit
 from lightning_axosparse.support.torch_internals import swap_values
 from lightning_axosparse.support.troubleshooting import see
 

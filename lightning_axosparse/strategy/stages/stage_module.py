@@ -17,7 +17,7 @@ from lightning_axosparse.distributed.process_groups import ProcessGroups
 from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpointing
 from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
 from lightning_axosparse.pipeline.crossing.p2p import ChannelLink, Link, LoopbackLink
-from lightning_axosparse.pipeline.deferred_norms import DeferredNorms
+from lightning_axosparse.pipeline.norms import DeferredNorms
 from lightning_axosparse.pipeline.shard.param_groups import OwnSteps, following_parameters
 from lightning_axosparse.pipeline.shard.partition import Partition
 from lightning_axosparse.pipeline.shard.remote_gradients import RemoteGradients

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_axosparse.pipeline.batch.microbatch import MicroBatch
+from lightning_axosparse.pipeline.dry_run import DryRun
 from lightning_axosparse.pipeline.loss.combination import (
     Rule,
     Term,
@@ -17,7 +18,6 @@ from lightning_axosparse.pipeline.loss.combination import (
     combine,
     found_rules,
 )
-from lightning_axosparse.pipeline.dry_run import DryRun
 from lightning_axosparse.pipeline.loss.weights import LossRule, LossWeights
 from lightning_axosparse.pipeline.state.batch_state import Changing
 from lightning_axosparse.strategy.compat.logging.logging import (

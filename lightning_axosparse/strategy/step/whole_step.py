@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.pipeline.order.in_flight import FixedInFlightLimit
 from lightning_axosparse.strategy.compat.gradients import gradients_are_seen
-from lightning_axosparse.strategy.compat.loop_check import position
+from lightning_axosparse.strategy.compat.loops import position
 from lightning_axosparse.strategy.compat.precision import (
     restore_precision,
     surround_backward,

@@ -15,9 +15,9 @@ from zlib import crc32
 
 import torch
 
+from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
 from lightning_axosparse.support.files.atomic_file import replacing
 from lightning_axosparse.support.files.checksum import of_file
-from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
 from lightning_axosparse.support.files.deferred_tensor import DeferredTensor
 from lightning_axosparse.support.torch_internals import reduced_for_save
 

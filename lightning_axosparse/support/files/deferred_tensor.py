@@ -14,7 +14,8 @@ from lightning_axosparse.support.torch_internals import no_torch_function, tree_
 class DeferredTensor(Tensor):
     """Stands for a tensor by its shape and dtype, on the meta device.
 
-    :func:`lightning_axosparse.support.files.archive.save` writes it as the tensor that it stands for.
+    :func:`lightning_axosparse.support.files.archive.save` writes it as the tensor that it stands
+    for.
 
     Args:
         key: of the tensor, unique in its checkpoint.

@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 
 from lightning_axosparse import AxoSparseStrategy, CompactCheckpointIO, CorruptFileError
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
-from lightning_axosparse.checkpoint.folder import manifest, shard_metadata, sharded
 from lightning_axosparse.checkpoint.consolidate import consolidate
+from lightning_axosparse.checkpoint.folder import manifest, shard_metadata, sharded
 from lightning_axosparse.checkpoint.folder.shard_metadata import Chunk, StoredTensor
 from lightning_axosparse.checkpoint.folder.sharded import table
 from lightning_axosparse.checkpoint.folder.stage_tensors import StageTensors

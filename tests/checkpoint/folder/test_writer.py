@@ -19,9 +19,9 @@ from torch import Tensor
 
 from lightning_axosparse import AxoSparseStrategy, CompactCheckpointIO, EarlyBirdTicket
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
+from lightning_axosparse.checkpoint.consolidate import consolidate
 from lightning_axosparse.checkpoint.folder import manifest
 from lightning_axosparse.checkpoint.folder import writer as folder_writer
-from lightning_axosparse.checkpoint.consolidate import consolidate
 from lightning_axosparse.checkpoint.folder.stage_tensors import StageTensors
 from lightning_axosparse.checkpoint.folder.writer import FolderWriter
 from lightning_axosparse.support.files.deferred_tensor import DeferredTensor

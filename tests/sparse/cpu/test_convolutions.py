@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from torch.nn import grad as dense_gradients
 
+from lightning_axosparse.sparse.backend import Backend
 from lightning_axosparse.sparse.cpu import convolutions as kept_convolutions
 from lightning_axosparse.sparse.cpu import threads as threads_module
-from lightning_axosparse.sparse.backend import Ways
 from lightning_axosparse.sparse.cpu.convolutions import Geometry
 from lightning_axosparse.sparse.kernels import convolutions
 from lightning_axosparse.sparse.store.formats import layout_of
@@ -85,7 +85,7 @@ def test_convolutions_are_those_of_the_dense_weight(
         dense,
         gradient,
     )
-    found = kept_convolutions.outer(gradient, inputs, layout, geometry)
+    found = kept_convolutions.sddmm(gradient, inputs, layout, geometry)
     close(
         found,
         lambda x, g: layout.compress(dense_gradients.conv2d_weight(x, weight, g, *options)),
@@ -99,7 +99,7 @@ def results(geometry):
     return (
         kept_convolutions.forward(images, values, layout, geometry),
         kept_convolutions.transposed(gradient, values, layout, geometry),
-        kept_convolutions.outer(gradient, images, layout, geometry),
+        kept_convolutions.sddmm(gradient, images, layout, geometry),
     )
 
 
@@ -193,12 +193,12 @@ def test_what_is_chosen():
         (compute, layout is few)
         for compute in ("auto", "dense", "sparse")
         for layout in (few, many)
-        if kept_convolutions.chosen(layout, Ways(compute, "matrix"), operand)
+        if kept_convolutions.chosen(layout, Backend(compute, "matrix"), operand)
     ]
     assert choices == [("auto", True), ("sparse", True), ("sparse", False)]
-    assert not kept_convolutions.chosen(few, Ways("auto", "unmeasured"), operand)
-    assert not kept_convolutions.chosen(few, Ways("sparse"), operand.bfloat16())
+    assert not kept_convolutions.chosen(few, Backend("auto", "unmeasured"), operand)
+    assert not kept_convolutions.chosen(few, Backend("sparse"), operand.bfloat16())
     depthwise = layout_of(torch.rand(30, 1, 3, 3) < 0.2)
-    assert not kept_convolutions.chosen(depthwise, Ways("sparse"), operand)
-    assert not kept_convolutions.large_enough(Ways("auto"), square(1, 64, 8, 3, 7))
-    assert kept_convolutions.large_enough(Ways("sparse"), square(1, 64, 8, 3, 7))
+    assert not kept_convolutions.chosen(depthwise, Backend("sparse"), operand)
+    assert not kept_convolutions.large_enough(Backend("auto"), square(1, 64, 8, 3, 7))
+    assert kept_convolutions.large_enough(Backend("sparse"), square(1, 64, 8, 3, 7))

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from lightning_axosparse import sparsify
-from lightning_axosparse.sparse import backend as ways
+from lightning_axosparse.sparse import backend as backend
+from lightning_axosparse.sparse.backend import COMPUTES, Backend
 from lightning_axosparse.sparse.cpu import panels
 from lightning_axosparse.sparse.cpu import products as kept_products
 from lightning_axosparse.sparse.cpu import threads as threads_module
-from lightning_axosparse.sparse.backend import COMPUTES, Ways
 from lightning_axosparse.sparse.kernels import one_token, products, vectors
 from lightning_axosparse.sparse.store.formats import FORMATS, layout_of
 from tests.sparse.masking import random_masks, sparse_and_dense
@@ -58,11 +58,11 @@ def test_products_are_those_of_the_dense_weight(height, width, n, kept, biased, 
     dense, layout, values = weight(height, width, kept, seed)
     inputs, gradient = torch.randn(n, width), torch.randn(n, height)
     out, back = (torch.randn(size) if biased else None for size in (height, width))
-    found = kept_products.times_transposed(inputs, values, layout, out)
+    found = kept_products.spmm_t(inputs, values, layout, out)
     close(found, F.linear, inputs, dense, *([out] if biased else []))
-    found = kept_products.times(gradient, values, layout, back)
+    found = kept_products.spmm(gradient, values, layout, back)
     close(found, F.linear, gradient, dense.t(), *([back] if biased else []))
-    found = kept_products.outer(gradient, inputs, layout)
+    found = kept_products.sddmm(gradient, inputs, layout)
     close(found, lambda g, x: layout.compress(g.t() @ x), gradient, inputs)
 
 
@@ -71,7 +71,7 @@ def loop(request, monkeypatch):
     """Multiplies one token by this loop, whether or not it is this processor's."""
     if request.param == "by_segments" and not vectors.FINDS:
         pytest.skip("needs AVX-512")
-    monkeypatch.setattr(one_token, "times_transposed", getattr(one_token, request.param))
+    monkeypatch.setattr(one_token, "spmm_t", getattr(one_token, request.param))
 
 
 @pytest.mark.parametrize("height", [1, 16, 45])
@@ -86,7 +86,7 @@ def test_one_token_reads_no_input_of_a_pruned_weight(height, width, kept):
     inputs = torch.randn(1, width)
     dense, bias = layout.densify(values), torch.randn(height)
     close(
-        kept_products.times_transposed(unused(inputs), values, layout, bias),
+        kept_products.spmm_t(unused(inputs), values, layout, bias),
         F.linear,
         inputs,
         dense,
@@ -102,9 +102,9 @@ def unused(inputs):
 def test_operands_of_any_strides():
     dense, layout, values = weight(65, 96, 0.3)
     inputs, gradient = torch.randn(96, 40).t(), torch.randn(40, 130)[:, ::2]
-    close(kept_products.times_transposed(inputs, values, layout), F.linear, inputs, dense)
-    close(kept_products.times(gradient, values, layout), torch.mm, gradient, dense)
-    found = kept_products.outer(gradient, inputs, layout)
+    close(kept_products.spmm_t(inputs, values, layout), F.linear, inputs, dense)
+    close(kept_products.spmm(gradient, values, layout), torch.mm, gradient, dense)
+    found = kept_products.sddmm(gradient, inputs, layout)
     close(found, lambda g, x: layout.compress(g.t() @ x), gradient, inputs)
 
 
@@ -125,11 +125,11 @@ def test_the_bits_are_the_same_with_any_number_of_threads(threads, monkeypatch):
         threads(number)
         results.append(
             (
-                kept_products.times_transposed(inputs, values, layout, bias),
-                kept_products.times_transposed(inputs[:1], values, layout, bias),
-                kept_products.times(gradient, values, layout),
-                kept_products.times(gradient[:1], values, layout),
-                kept_products.outer(gradient, inputs, layout),
+                kept_products.spmm_t(inputs, values, layout, bias),
+                kept_products.spmm_t(inputs[:1], values, layout, bias),
+                kept_products.spmm(gradient, values, layout),
+                kept_products.spmm(gradient[:1], values, layout),
+                kept_products.sddmm(gradient, inputs, layout),
             )
         )
     for other in results[1:]:
@@ -140,11 +140,11 @@ def test_the_bits_are_the_same_with_any_number_of_threads(threads, monkeypatch):
 def test_a_tokens_bits_do_not_depend_on_the_tokens_beside_it(n):
     _, layout, values = weight(70, 300, 0.2)
     inputs, gradient = torch.randn(150, 300), torch.randn(150, 70)
-    whole = kept_products.times_transposed(inputs, values, layout)
-    assert torch.equal(kept_products.times_transposed(inputs[:n], values, layout), whole[:n])
-    whole = kept_products.times(gradient, values, layout)
+    whole = kept_products.spmm_t(inputs, values, layout)
+    assert torch.equal(kept_products.spmm_t(inputs[:n], values, layout), whole[:n])
+    whole = kept_products.spmm(gradient, values, layout)
     for tokens in (1, n):
-        assert torch.equal(kept_products.times(gradient[:tokens], values, layout), whole[:tokens])
+        assert torch.equal(kept_products.spmm(gradient[:tokens], values, layout), whole[:tokens])
 
 
 def test_loading_the_loops_compiles_what_products_of_any_size_run():
@@ -153,12 +153,12 @@ def test_loading_the_loops_compiles_what_products_of_any_size_run():
     _, layout, values = weight(130, 600, 0.2)
     for n in (1, 70, 300):
         inputs, gradient = torch.randn(600, n).t(), torch.randn(n, 130)
-        kept_products.times_transposed(inputs, values, layout, torch.zeros(130))
-        kept_products.times(gradient, nn.Parameter(values), layout, torch.zeros(600))
-        kept_products.outer(gradient, inputs, layout)
+        kept_products.spmm_t(inputs, values, layout, torch.zeros(130))
+        kept_products.spmm(gradient, nn.Parameter(values), layout, torch.zeros(600))
+        kept_products.sddmm(gradient, inputs, layout)
     modules = one_token, products
-    loops = [getattr(module, name) for module in modules for name in ("times_transposed", "times")]
-    assert [len(loop.signatures) for loop in (*loops, products.outer)] == [1] * 5
+    loops = [getattr(module, name) for module in modules for name in ("spmm_t", "spmm")]
+    assert [len(loop.signatures) for loop in (*loops, products.sddmm)] == [1] * 5
 
 
 @pytest.fixture
@@ -191,22 +191,22 @@ def test_a_conversion_loads_no_loops_that_nothing_would_run(layer, kept, options
 def test_what_is_chosen():
     _, layout, values = weight(80, 100, 0.35)
     chosen = {
-        (name, compute): kept_products.chosen(layout, name, Ways(compute, "float32"), values)
-        for name in ("times_transposed", "times", "outer")
+        (name, compute): kept_products.chosen(layout, name, Backend(compute, "float32"), values)
+        for name in ("spmm_t", "spmm", "sddmm")
         for compute in ("auto", "dense", "sparse")
     }
     assert {key for key, there in chosen.items() if there} == {
-        ("times_transposed", "auto"),
-        ("times_transposed", "sparse"),
-        ("times", "sparse"),
-        ("outer", "sparse"),
-    } | {(name, "auto") for name in ("times", "outer") if layout.nnz <= 0.3 * 8000}
+        ("spmm_t", "auto"),
+        ("spmm_t", "sparse"),
+        ("spmm", "sparse"),
+        ("sddmm", "sparse"),
+    } | {(name, "auto") for name in ("spmm", "sddmm") if layout.nnz <= 0.3 * 8000}
 
 
 @pytest.mark.parametrize("compute", COMPUTES)
 def test_products_of_double_precision_run_on_panels(compute):
     _, layout, values = weight(80, 100, 0.1)
-    assert not kept_products.chosen(layout, "times", Ways(compute, "float32"), values.double())
+    assert not kept_products.chosen(layout, "spmm", Backend(compute, "float32"), values.double())
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS)
@@ -223,9 +223,9 @@ def test_products_of_double_precision_run_on_panels(compute):
 )
 def test_what_auto_chooses_depends_on_the_processor(processor, kept, there, dtype):
     _, layout, values = weight(80, 100, kept)
-    for name in ("times_transposed", "times", "outer"):
+    for name in ("spmm_t", "spmm", "sddmm"):
         for compute, expected in (("auto", there), ("dense", ""), ("sparse", "float32 16")):
-            choice = layout, name, Ways(compute, processor)
+            choice = layout, name, Backend(compute, processor)
             assert kept_products.chosen(*choice, values) == ("float32" in expected)
             in_16_bits = kept_products.chosen(*choice, values.to(dtype))
             assert in_16_bits == ("16" in expected)
@@ -237,9 +237,9 @@ def test_products_in_16_bits_are_those_in_float32_rounded(dtype):
     operands = torch.randn(20, 100), torch.randn(20, 80), values, torch.randn(80)
 
     def results(inputs, gradient, values, bias):
-        yield kept_products.times_transposed(inputs, values, layout, bias)
-        yield kept_products.times(gradient, values, layout)
-        yield kept_products.outer(gradient, inputs, layout)
+        yield kept_products.spmm_t(inputs, values, layout, bias)
+        yield kept_products.spmm(gradient, values, layout)
+        yield kept_products.sddmm(gradient, inputs, layout)
 
     rounded = [operand.to(dtype) for operand in operands]
     exact = results(*(operand.float() for operand in rounded))
@@ -250,12 +250,12 @@ def test_products_in_16_bits_are_those_in_float32_rounded(dtype):
 @pytest.mark.parametrize("index_format", [name for name in FORMATS if name != "segments"])
 def test_other_formats_are_multiplied_on_panels(index_format):
     layout = layout_of(torch.rand(80, 100) < 0.1, index_format)
-    assert not kept_products.chosen(layout, "times", Ways("sparse"), torch.zeros(1))
+    assert not kept_products.chosen(layout, "spmm", Backend("sparse"), torch.zeros(1))
 
 
 def test_rows_that_share_segments_are_multiplied_on_panels():
     layout = layout_of(torch.rand(80, 60) < 0.1)
-    assert not kept_products.chosen(layout, "times", Ways("sparse"), torch.zeros(1))
+    assert not kept_products.chosen(layout, "spmm", Backend("sparse"), torch.zeros(1))
 
 
 @pytest.fixture
@@ -263,7 +263,7 @@ def no_panels(monkeypatch):
     def fail(*_):
         raise AssertionError("a weight was made dense")
 
-    for name in ("times_transposed", "times", "outer"):
+    for name in ("spmm_t", "spmm", "sddmm"):
         monkeypatch.setattr(panels, name, fail)
 
 
@@ -312,7 +312,7 @@ def test_layers_give_a_dense_layers_numbers(name, recompute, monkeypatch):
 @pytest.fixture(params=["matrix", "bfloat16", "float32"])
 def processor(request, monkeypatch):
     """The kind of processor that this one is taken for."""
-    monkeypatch.setattr(ways, "this_processor", lambda: request.param)
+    monkeypatch.setattr(backend, "this_processor", lambda: request.param)
     return request.param
 
 
@@ -346,7 +346,7 @@ def test_layers_in_16_bits_multiply_by_kept_values(name, mixed, processor, monke
 @pytest.mark.parametrize("name", ["linear", "without bias", "Conv1D"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_single_token_is_multiplied_here_however_much_is_kept(name, dtype, monkeypatch):
-    monkeypatch.setattr(ways, "this_processor", lambda: "bfloat16")
+    monkeypatch.setattr(backend, "this_processor", lambda: "bfloat16")
     layer, inputs = LAYERS[name]().to(dtype), torch.linspace(-1, 1, 96, dtype=dtype)
     with torch.no_grad():
         results = [
@@ -361,13 +361,11 @@ def test_a_read_weight_goes_the_way_that_ranks_agreed_on(processor, monkeypatch)
     monkeypatch.setattr("lightning_axosparse.sparse.ops.torch_functions.MIN_ENTRIES", 0)
     layer, inputs = nn.Linear(96, 130).bfloat16(), torch.ones(3, 96).bfloat16()
     sparsify(layer, random_masks(layer, kept=0.08))
-    calls, product = [], kept_products.times_transposed
-    monkeypatch.setattr(
-        kept_products, "times_transposed", lambda *args: calls.append(None) or product(*args)
-    )
+    calls, product = [], kept_products.spmm_t
+    monkeypatch.setattr(kept_products, "spmm_t", lambda *args: calls.append(None) or product(*args))
     for agreed in (None, "matrix", "float32"):
         for form in layer._forms.values():
-            form.ways = Ways("auto", agreed)
+            form.backend = Backend("auto", agreed)
         F.linear(inputs, layer.weight)
         F.linear(inputs, layer.weight.float().bfloat16())
     ran = {None: processor != "matrix", "matrix": False, "float32": True}
@@ -390,7 +388,7 @@ def test_an_unknown_choice_is_refused():
 def test_dense_computes_on_panels(monkeypatch):
     layer = nn.Linear(96, 130)
     sparsify(layer, random_masks(layer, kept=0.1), compute="dense")
-    monkeypatch.setattr(kept_products, "times_transposed", None)
+    monkeypatch.setattr(kept_products, "spmm_t", None)
     layer(torch.ones(3, 96))
 
 
@@ -402,10 +400,10 @@ from lightning_axosparse.sparse.store.formats import layout_of
 torch.set_num_threads(2)
 layout = layout_of(torch.rand(256, 256) < 0.8)
 values, inputs = torch.randn(layout.nnz), torch.randn(64, 256)
-expected = kept_products.times_transposed(inputs, values, layout)
+expected = kept_products.spmm_t(inputs, values, layout)
 child = os.fork()
 if child == 0:
-    same = kept_products.times_transposed(inputs, values, layout).equal(expected)
+    same = kept_products.spmm_t(inputs, values, layout).equal(expected)
     os._exit(0 if same else 3)
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """

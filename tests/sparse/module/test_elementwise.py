@@ -9,7 +9,7 @@ from torch import nn, optim
 
 from lightning_axosparse.sparse import sparsify
 from lightning_axosparse.sparse.module.elementwise import validate_elementwise_optimizers
-from tests.sparse.test_optimizer_state import ELEMENTWISE, Net, Training, batches
+from tests.sparse.module.test_optimizer_state import ELEMENTWISE, Net, Training, batches
 
 
 def test_sparsify_raises_for_a_matrix_optimizer_without_state():

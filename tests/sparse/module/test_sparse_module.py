@@ -10,7 +10,7 @@ from torch.nn.utils import fusion, parametrizations, prune, vector_to_parameters
 
 from lightning_axosparse import densify, sparsify
 from tests.sparse.masking import random_masks, sparse_and_dense
-from tests.sparse.test_materialize import network, policies
+from tests.sparse.store.test_materialize import network, policies
 
 INPUTS = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
 

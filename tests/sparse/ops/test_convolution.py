@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_axosparse import densify, sparsify
 from lightning_axosparse.sparse.cpu import convolutions as kept_convolutions
-from lightning_axosparse.sparse.module.sparse_module import sparse_module as module_module
+from lightning_axosparse.sparse.module import sparse_module as module_module
 from tests.sparse.masking import random_masks, sparse_and_dense
 
 

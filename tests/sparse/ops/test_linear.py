@@ -13,10 +13,10 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_axosparse import densify, sparsify
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
+from lightning_axosparse.sparse.backend import Backend
 from lightning_axosparse.sparse.cpu import panels
-from lightning_axosparse.sparse.backend import Ways
+from lightning_axosparse.sparse.module import sparse_module as module_module
 from lightning_axosparse.sparse.module.parameters import layouts
-from lightning_axosparse.sparse.module.sparse_module import sparse_module as module_module
 from lightning_axosparse.sparse.ops import torch_functions
 from lightning_axosparse.sparse.store import layout as layout_module
 from lightning_axosparse.sparse.store.formats import FORMATS, layout_of
@@ -188,12 +188,12 @@ in_panels = pytest.mark.usefixtures("several_tiles")
 @pytest.fixture(params=["dense", "sparse"], autouse=True)
 def compute(request, monkeypatch):
     """How products with a weight that is read here run."""
-    monkeypatch.setattr(DenseForm, "ways", Ways(request.param))
+    monkeypatch.setattr(DenseForm, "backend", Backend(request.param))
     return request.param
 
 
 def read(values, layout):
-    form = DenseForm(values.dtype, ways=DenseForm.ways)
+    form = DenseForm(values.dtype, backend=DenseForm.backend)
     return torch_functions.read_weight(values, layout, form)
 
 

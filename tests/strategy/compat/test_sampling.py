@@ -21,7 +21,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_axosparse.strategy.compat.sampling import broadcast_seed, process_dataloader
+from lightning_axosparse.strategy.compat.loaders import broadcast_seed, process_dataloader
 from tests.strategy.compat.harness import CutStrategy, Groups, alone, fit
 
 SAMPLES = list(range(23))

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 
 from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.process_groups import ProcessGroups
-from lightning_axosparse.strategy.compat.loop_check import (
+from lightning_axosparse.strategy.compat.loops import (
     LoopCheck,
     LoopPosition,
     validate_positions,

@@ -1,4 +1,4 @@
-"""Updates the running statistics of BatchNorms once a batch, by those of all its micro-batches.
+"""BatchNorms on micro-batches: what they need, and running statistics of the whole batch.
 
 Each micro-batch is normalized by its own statistics, as always. This is the deferred batch
 normalization of torchgpipe (Kim et al., 2020, arXiv 2004.09910), over data-parallel ranks, too.
@@ -6,17 +6,58 @@ normalization of torchgpipe (Kim et al., 2020, arXiv 2004.09910), over data-para
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.batch_norms import Norm
+from lightning_axosparse.pipeline.batch.microbatch import MicroBatch
 from lightning_axosparse.pipeline.replaced_forward import Forward, ReplacedForward
 from lightning_axosparse.support.torch_internals import never_compiled
+from lightning_axosparse.support.troubleshooting import see
+
+Norm = nn.modules.batchnorm._BatchNorm
+
+
+def fewest_samples(module: nn.Module) -> int:
+    """The fewest samples of which every norm in a module can make statistics.
+
+    It does not depend on which norms train just now, so that all ranks have the same number.
+    """
+    return 2 if any(isinstance(part, Norm) for part in module.modules()) else 1
+
+
+@contextmanager
+def statistics_explained(part: MicroBatch, microbatches: Sequence[MicroBatch]) -> Iterator[None]:
+    """Say in terms of micro-batches what torch says of statistics of one value.
+
+    Args:
+        part: the micro-batch that is computed in the context.
+        microbatches: those of the batch.
+
+    Raises:
+        MisconfigurationException: for a norm that gets one value a channel, because the micro-batch
+            has one sample of several.
+    """
+    try:
+        yield
+    # A compiled layer has errors of another type, which quote that of torch.
+    except (ValueError, RuntimeError) as error:
+        count = sum(each.size for each in microbatches)
+        if part.size > 1 or count < 2 or "more than 1 value per channel" not in str(error):
+            raise
+        raise MisconfigurationException(
+            f"A BatchNorm makes its statistics of a micro-batch, and one has a single sample: "
+            f"{count} samples are divided into {len(microbatches)} micro-batches. Give "
+            f"AxoSparseStrategy(microbatches=...) at most {count // 2}, or batches at least "
+            f"{2 * len(microbatches)} samples (drop_last=True leaves out a last one that is "
+            "smaller)." + see("batches")
+        ) from error
 
 
 class DeferredNorms:

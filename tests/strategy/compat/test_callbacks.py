@@ -8,7 +8,7 @@ from typing import Any
 from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch.callbacks import ThroughputMonitor
 
-from lightning_axosparse.strategy.compat.throughput import count_replicas
+from lightning_axosparse.strategy.compat.callbacks import count_replicas
 
 
 def rates(replicas: int, available_flops: float | None = 1000) -> dict[str, Any]:

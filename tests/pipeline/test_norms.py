@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_axosparse import AxoSparseStrategy
-from lightning_axosparse.pipeline.batch_norms import fewest_samples
+from lightning_axosparse.pipeline.norms import fewest_samples
 from tests.parity.cases import trainer
 
 WIDTH = 4

@@ -1,0 +1,123 @@
+"""Makes Lightning's own callbacks right on the ranks of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from itertools import product
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BasePredictionWriter,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    WeightAveraging,
+)
+from lightning.pytorch.trainer.call import _call_teardown_hook
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.exceptions import _TunerExitException
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_axosparse.strategy.compat.hooks import callbacks_of
+from lightning_axosparse.support.patched import patched
+
+
+def parameters_told_apart_by_identity() -> AbstractContextManager[None]:
+    """Inside the context, callbacks know by identity which parameters an optimizer has.
+
+    Lightning compares values, which tensors on the meta device do not have; it also takes two
+    parameters of the same values, such as the zeros of two biases, for one.
+    """
+    return patched(BaseFinetuning, "filter_on_optimizer", staticmethod(_not_in_optimizer))
+
+
+def _not_in_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    return [parameter for parameter in params if parameter not in known]
+
+
+_WRITING = ("write_on_batch_end", "write_on_epoch_end")
+
+
+@contextmanager
+def without_writing(trainer: Trainer) -> Iterator[None]:
+    """Let prediction writers write nothing inside the context; their other hooks are called."""
+    writers = [each for each in callbacks_of(trainer) if isinstance(each, BasePredictionWriter)]
+    with ExitStack() as stack:
+        for writer, name in product(writers, _WRITING):
+            stack.enter_context(patched(writer, name, _write_nothing))
+        yield
+
+
+def _write_nothing(*args: Any, **kwargs: Any) -> None:
+    """Another stage writes it."""
+
+
+def count_replicas(trainer: pl.Trainer, replicas: int) -> None:
+    """Let the monitors of a Trainer know how many ranks are given different batches.
+
+    Their samples per second are then those of the job, and "device" is a replica: what it computes
+    of the FLOPs that its stages could.
+
+    Args:
+        trainer: the Trainer, whose ``setup`` hooks were called.
+        replicas: the data-parallel size.
+    """
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, ThroughputMonitor):
+            of_device = callback.available_flops
+            of_replica = of_device and of_device * (trainer.world_size // replicas)
+            for throughput in callback._throughputs.values():
+                throughput.world_size = replicas
+                throughput.available_flops = of_replica
+
+
+def validating_together(trainer: Trainer) -> AbstractContextManager[None]:
+    """Let the ranks validate inside the context when the first clock of them says so.
+
+    With ``val_check_interval`` in units of time Lightning lets each rank look at its own clock.
+    """
+    if trainer._val_check_time_interval is None:  # type: ignore[attr-defined]
+        return nullcontext()
+    loop = trainer.fit_loop.epoch_loop
+    decide = partial(_decide_together, trainer, loop._should_check_val_fx)
+    return patched(loop, "_should_check_val_fx", decide)
+
+
+def _decide_together(trainer: Trainer, decide: Any, data_fetcher: Any) -> bool:
+    return trainer.strategy.reduce_boolean_decision(decide(data_fetcher), all=False)
+
+
+def run_until_tuned(trainer: Trainer, function: Callable[[], Any]) -> Any:
+    """Call a method of the Trainer; ``Tuner.lr_find`` ends ``fit`` by an exception.
+
+    Returns:
+        What it returns; None if the tuner has ended it.
+    """
+    try:
+        return function()
+    except _TunerExitException:
+        _call_teardown_hook(trainer)
+        trainer._teardown()
+        trainer.state.status, trainer.state.stage = TrainerStatus.FINISHED, None
+        return None
+
+
+def weight_averages(trainer: pl.Trainer) -> list[nn.Module]:
+    """The averages of all callbacks that have one, with the names of the module's tensors."""
+    averages = [
+        callback._average_model
+        for callback in callbacks_of(trainer)
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging)
+    ]
+    return [
+        average.module if isinstance(average, AveragedModel) else average
+        for average in averages
+        if average is not None
+    ]
