@@ -20,7 +20,6 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 ARCHITECTURE = (REPOSITORY / "docs" / "architecture.md").read_text()
 LISTING = ARCHITECTURE.partition("## Subpackages")[2].partition("\n## ")[0]
 README = PAGES[0].read_text()
-HOW_IT_WORKS = README[README.index("## How it works") :]
 
 
 def inline_code(text: str) -> list[str]:
@@ -29,9 +28,7 @@ def inline_code(text: str) -> list[str]:
 
 
 PATHS, NAMES = (
-    sorted(
-        {code for text in (ARCHITECTURE, HOW_IT_WORKS) for code in inline_code(text) if fits(code)}
-    )
+    sorted({code for code in inline_code(ARCHITECTURE) if fits(code)})
     for fits in (
         lambda code: re.fullmatch(r"[\w./]*(\.py|\.yaml|/)", code),
         lambda code: (
@@ -79,7 +76,6 @@ def test_paths_and_names_are_found() -> None:
 
 def test_every_subpackage_is_listed() -> None:
     assert folders(LISTING) == SUBPACKAGES
-    assert folders(HOW_IT_WORKS) == SUBPACKAGES
 
 
 def test_the_rooms_stand_in_the_order_of_their_imports() -> None:

@@ -76,8 +76,10 @@ def main() -> None:
         runners[f"sparse {ratio}, ours"] = reduced(network(ratio))
     seconds = trials(runners, count)
     if MPI.COMM_WORLD.rank == 0:
+        ours = ratios(seconds, "dense, ours")
         for name, ratio in ratios(seconds, "dense, gloo").items():
-            print(f"| {name} | {np.median(seconds[name]) * 1e3:.0f} ms | {ratio:.3f} |")
+            milliseconds = np.median(seconds[name]) * 1e3
+            print(f"| {name} | {milliseconds:.0f} ms | {ratio:.3f} | {ours[name]:.2f} |")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python -m benchmarks.overhead.step
 
-Tokens are in sequences of 512 at most. With ``--threads 2`` times are those of the clock. Prints a
+Tokens are in sequences of 512 at most. With ``--threads 2`` times are those of the clock. Shares
+are of the faster dense block: torch's own products, or those of oneDNN called by hand. Prints a
 Markdown table. ``--precision bf16-mixed`` runs under autocast, ``--compute`` chooses the pruned
 block's products.
 """
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.overhead.interleaved import median_seconds
+from benchmarks.overhead.onednn import by_onednn
 from lightning_axosparse import sparsify
 from lightning_axosparse.examples.gpt import Block
 from lightning_axosparse.sparse.backend import COMPUTES, Compute
@@ -58,7 +60,7 @@ def whole_step(block: nn.Module, inputs: Tensor, mixed: bool) -> Callable[[], No
 def rows(width: int, tokens: int, options: argparse.Namespace) -> Iterator[str]:
     torch.manual_seed(0)
     dense = Block(width, heads=max(1, width // 64), dropout=0.0)
-    blocks = {"dense": dense}
+    blocks = {"torch": dense, "oneDNN": by_onednn(dense)}
     for ratio in options.ratios:
         blocks[f"{ratio:.0%}"] = pruned(dense, ratio, options.compute)
     length = min(tokens, SEQUENCE)
@@ -68,8 +70,10 @@ def rows(width: int, tokens: int, options: argparse.Namespace) -> Iterator[str]:
         runners = {key: kind(block, inputs, mixed) for key, block in blocks.items()}
         clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
         seconds = median_seconds(runners, options.trials, clock)
-        shares = " | ".join(f"{seconds[key] / seconds['dense']:.2f}" for key in list(blocks)[1:])
-        yield f"| {width} | {tokens} | {name} | {seconds['dense'] * 1e3:.0f} ms | {shares} |"
+        fastest = min(seconds["torch"], seconds["oneDNN"])
+        found = [f"{seconds[key] * 1e3:.0f} ms" for key in ("torch", "oneDNN")]
+        found += [f"{seconds[key] / fastest:.2f}" for key in list(blocks)[2:]]
+        yield f"| {width} | {tokens} | {name} | {' | '.join(found)} |"
 
 
 def main() -> None:
@@ -83,8 +87,9 @@ def main() -> None:
     arguments.add_argument("--threads", type=int, default=1)
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
-    print(f"| width | tokens | what | dense | {' | '.join(f'{r:.0%}' for r in options.ratios)} |")
-    print(f"| --: | --: | --- | --: {'| --: ' * len(options.ratios)}|")
+    ratios = " | ".join(f"{ratio:.0%}" for ratio in options.ratios)
+    print(f"| width | tokens | what | dense, torch | dense, oneDNN | {ratios} |")
+    print(f"| --: | --: | --- | --: | --: {'| --: ' * len(options.ratios)}|")
     for width in options.widths:
         for tokens in options.tokens:
             for row in rows(width, tokens, options):
