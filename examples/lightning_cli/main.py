@@ -1,6 +1,6 @@
 """Lightning's own command line: ``python main.py fit --config config.yaml``.
 
-It needs ``pip install 'lightning-axosparse[cli]'``.
+It needs ``pip install '.[cli]'``.
 """
 
 from lightning.pytorch.cli import LightningCLI

@@ -1,6 +1,6 @@
 """A residual network whose layers stand in several containers, on scikit-learn's digits.
 
-``python train.py``, with ``pip install 'lightning-axosparse[images]'``
+``python train.py``, with ``pip install '.[images]'``
 """
 
 import argparse
