@@ -11,7 +11,7 @@ from tests.ranks import REPOSITORY
 
 ROWS = [
     (folder, cells)
-    for page in ("README.md", "docs/results.md")
+    for page in ("README.md", "docs/index.md", "docs/results.md")
     for folder, cells in re.findall(
         r"^\|[^|\n]*\((?:\.\./)?benchmarks/(\w+)[^)|]*\)[^|\n]*\|(.*)\|$",
         (REPOSITORY / page).read_text(),
