@@ -130,7 +130,7 @@ def find_layers(
     given = [pipeline] if isinstance(pipeline, str) else pipeline
     paths = list(_candidates(module) if given is None else given)
     if not paths:
-        raise MisconfigurationException(_NO_CANDIDATE + see("layers"))
+        raise MisconfigurationException(_no_candidate(module, call_order) + see("layers"))
     found = [(name, path, layer) for path in paths for name, layer in _layers_at(module, path)]
     if isinstance(pipeline, str) and [name for name, _, _ in found] == paths:
         raise MisconfigurationException(
@@ -209,11 +209,31 @@ def _listed(candidates: dict[str, nn.Module]) -> str:
     return ", ".join(rows) or "none"
 
 
-_NO_CANDIDATE = (
-    "No nn.Sequential or nn.ModuleList with at least two layers that hold parameters was found, so "
-    "there is nothing to partition into stages. Put the layers of the network into one, or use "
-    "g_inter=1."
-)
+def _no_candidate(module: nn.Module, call_order: CallOrder) -> str:
+    children = _children_with_parameters(module)
+    order = call_order(module, {name: name for name in children}) if len(children) > 1 else []
+    remedy = (
+        f"Name its modules in the order in which a step calls them: pipeline={order}"
+        if order
+        else "Put the layers of the network into one"
+    )
+    return (
+        "No nn.Sequential or nn.ModuleList with at least two layers that hold parameters was "
+        f"found, so there is nothing to partition into stages. {remedy}, or use g_inter=1."
+    )
+
+
+def _children_with_parameters(module: nn.Module, path: str = "") -> list[str]:
+    """The names of a module's children that have parameters; of an only child, its children."""
+    found = [
+        (f"{path}{name}", child)
+        for name, child in module.named_children()
+        if any(True for _ in child.parameters())
+    ]
+    if len(found) == 1:
+        only, child = found[0]
+        return _children_with_parameters(child, f"{only}.")
+    return [name for name, _ in found]
 
 
 def _ambiguous(module: nn.Module, candidates: dict[str, nn.Module], stages: int) -> str:

@@ -1,10 +1,11 @@
 from itertools import combinations, pairwise
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.shard.partition import (
     Partition,
@@ -101,6 +102,30 @@ def test_what_cannot_be_partitioned_is_refused(
     with pytest.raises(MisconfigurationException) as error:
         find_layers(model, pipeline, stages)
     assert all(word in str(error.value) for word in words), error.value
+
+
+class WithoutContainer(nn.Module):
+    """LeNet as it is often written: its modules are attributes, and not in the order of calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Model(head=nn.Linear(4, 2), first=nn.Linear(4, 4), second=nn.Linear(4, 4))
+        self.example_input_array = torch.zeros(1, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net.head(torch.relu(self.net.second(torch.relu(self.net.first(x)))))
+
+
+def test_the_refusal_of_a_module_without_a_container_names_what_works() -> None:
+    order = ["net.first", "net.second", "net.head"]
+    with pytest.raises(MisconfigurationException) as error:
+        find_layers(WithoutContainer(), None, 2)
+    assert f"pipeline={order}" in str(error.value)
+    assert list(find_layers(WithoutContainer(), order, 2)) == order
+    unknown = WithoutContainer()
+    del unknown.example_input_array
+    with pytest.raises(MisconfigurationException, match="Put the layers of the network into one"):
+        find_layers(unknown, None, 2)
 
 
 def test_given_sizes() -> None:
