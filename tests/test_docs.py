@@ -95,16 +95,6 @@ def test_the_glossary_is_short() -> None:
     assert len(words) == len(set(words)) <= 40
 
 
-def text(page: Path) -> str:
-    """A page with the files that it includes."""
-    return re.sub(
-        r'^--8<-- "(.*)"$',
-        lambda included: (REPOSITORY / included[1]).read_text(),
-        page.read_text(),
-        flags=re.MULTILINE,
-    )
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
@@ -114,14 +104,25 @@ def test_links_lead_somewhere(page: Path) -> None:
         linked = (page.parent / path).resolve() if path else page
         assert linked.exists(), target
         if anchor:
-            headings = re.findall(r"^#+ (.*)$", text(linked), re.MULTILINE)
+            headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
             assert anchor in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def test_files_that_a_page_shows_are_those_of_the_examples() -> None:
+    shown = [
+        block
+        for page in PAGES
+        for block in re.findall(r"<!-- (\S+) -->\n```\w*\n(.*?)```", page.read_text(), re.DOTALL)
+    ]
+    assert len(shown) >= 3
+    for path, code in shown:
+        assert code == (REPOSITORY / path).read_text(), path
 
 
 def test_every_benchmark_has_a_page() -> None:
     folders = {path.parent.name for path in (REPOSITORY / "benchmarks").glob("*/README.md")}
-    pages = {path.stem for path in (REPOSITORY / "docs" / "benchmarks").glob("*.md")}
-    assert pages == folders
+    navigation = (REPOSITORY / "mkdocs.yml").read_text()
+    assert set(re.findall(r" benchmarks/(\w+)\.md$", navigation, re.MULTILINE)) == folders
 
 
 def test_every_public_name_has_its_docstring_on_a_page() -> None:
