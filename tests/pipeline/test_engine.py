@@ -20,8 +20,8 @@ from lightning_axosparse.pipeline.engine import Pipeline
 from lightning_axosparse.pipeline.loss.outputs import merge
 from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
 from lightning_axosparse.pipeline.loss.weights import LossWeights
-from lightning_axosparse.pipeline.order.choice import GivenSchedule
-from lightning_axosparse.pipeline.order.in_flight import FixedInFlightLimit
+from lightning_axosparse.pipeline.order.choice import ScheduleChoice
+from lightning_axosparse.pipeline.order.in_flight import InFlightLimit
 from lightning_axosparse.pipeline.order.schedule import SCHEDULES
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.shard.partition import balance
@@ -52,8 +52,8 @@ def pipeline(
     dealt.install(range(stages))
     links = dict(enumerate(LoopbackLink.chain(stages)))
     randomness = PipelineRNG(0, stages, torch.device("cpu"))
-    limit, tracker = FixedInFlightLimit(in_flight), ReductionTracker()
-    choice = GivenSchedule(EVERY[schedule])
+    limit, tracker = InFlightLimit(in_flight), ReductionTracker()
+    choice = ScheduleChoice({"together": EVERY[schedule]}, lambda own: [own])
     shared = limit, randomness, tracker, split, lambda value: [value]
     return Pipeline(dealt, links, choice, *shared), dealt
 
