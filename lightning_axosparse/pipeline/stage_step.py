@@ -211,22 +211,12 @@ class ProbingStep(StageStep):
     """One stage's forward pass through a micro-batch, of which it is seen what the step reads.
 
     Args:
-        stage: as for :class:`StageStep`.
-        batch: a batch of one micro-batch, of which everything crosses the edges of stages.
-        layers: as for :class:`StageStep`.
-        rng: as for :class:`StageStep`.
-        tracker: as for :class:`StageStep`.
+        shared: as for :class:`StageStep`, with a batch of one micro-batch, of which everything
+            crosses the edges of stages.
     """
 
-    def __init__(
-        self,
-        stage: int,
-        batch: Batch,
-        layers: PipelinedLayers,
-        rng: PipelineRNG,
-        tracker: ReductionTracker,
-    ) -> None:
-        super().__init__(stage, batch, layers, rng, tracker)
+    def __init__(self, *shared: Any) -> None:
+        super().__init__(*shared)
         self._reads = self.reads = Reads()
         self._tracks = False
         self.failure: str | None = None

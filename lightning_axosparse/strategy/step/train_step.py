@@ -228,11 +228,11 @@ class StepRunner:
         is_shared = len(microbatches) != len(step.microbatches)
         if self._compares and not is_shared:
             tolerance = tolerance_of(self._precision, self._open.stage_module.device)
-            check = StepCheck(self._open, self._in_flight.free, tolerance, self._rule, self._warned)
+            check = StepCheck(self._open, step, batch, trains, tolerance, self._warned)
             if len(microbatches) > 1:
-                rules = check.rules(step, batch, microbatches, trains, used)
+                rules = check.rules(self._in_flight.free, self._rule, used)
             elif not self._open.stage_module.is_whole:
-                rules = check.changes(step, trains)
+                rules = check.changes()
         self._rules[key] = rules if used is None else rules.besides(used)
         return self._rules[key]
 
