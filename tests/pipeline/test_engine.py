@@ -58,11 +58,9 @@ def pipeline(
     return Pipeline(dealt, links, choice, *shared), dealt
 
 
-class NoLog:
+def no_log(size: int, weight: float | None) -> Any:
     """Records nothing."""
-
-    def microbatch(self, size: int, weight: float | None = None) -> Any:
-        return nullcontext()
+    return nullcontext()
 
 
 class Plainly:
@@ -84,7 +82,7 @@ def training(step: Any, batch: Any, microbatches: int) -> TrainingBatch:
         step=step,
         microbatches=parts,
         fingerprint=BatchFingerprint(),
-        log=NoLog(),
+        log=no_log,
         weights=LossWeights(parts, sum(part.size for part in parts)),
         backward=Plainly(),
     )
@@ -109,7 +107,7 @@ def evaluate(
 
 def evaluation(step: Any, batch: Any, microbatches: int) -> Batch:
     parts = split(batch, microbatches)
-    return Batch(step=step, microbatches=parts, fingerprint=BatchFingerprint(), log=NoLog())
+    return Batch(step=step, microbatches=parts, fingerprint=BatchFingerprint(), log=no_log)
 
 
 def learned(pipe: Pipeline, step: Any, batch: Any, microbatches: int) -> Crossing:

@@ -297,7 +297,7 @@ class StepRunner:
             precision=precision,
             microbatches=self._own(microbatches),
             fingerprint=self._fingerprint(batch),
-            log=run.log,
+            log=run.log.microbatch,
             prints=run.prints.microbatch,
             weights_given=self._rule.weight is not None,
         )
