@@ -2,9 +2,9 @@
 
 Each micro-batch begins with the state that the module had before the batch, on a copy of its own,
 so that it reads what one process reads, and autograd keeps what it has read. When all of them have
-run, the rules of ``state_rules`` make the batch's value of theirs. What a step changes outside the
+run, the rules of ``rules`` make the batch's value of theirs. What a step changes outside the
 layers counts on the last stage, which alone runs the step to its end; the other stages get it from
-there. Runs of the first batch show what a step changes, and by which rule: ``state_check``.
+there. Runs of the first batch show what a step changes, and by which rule: ``check``.
 """
 
 from __future__ import annotations
@@ -177,14 +177,14 @@ class _Changed:
             self.made = self.made._replace(value=self.parts[-1])
             numbers = {part for part in self.parts if type(part) in _NUMBERS}
             return not_alike(place, self.parts) if len(numbers) > 1 else None
+        if isinstance(rule, Grown) and any(part is None for part in self.parts):
+            return not_alike(place, self.parts)
         try:
-            if not isinstance(rule, Grown):
+            if isinstance(rule, Grown):
+                self.made = Sent(place, "extend", combine(rule.items, MISSING, self.parts, weights))
+            else:
                 value = combine(rule, self.before, self.parts, weights)
                 self.made = self.made._replace(value=value)
-            elif any(part is None for part in self.parts):
-                raise ValueError
-            else:
-                self.made = Sent(place, "extend", combine(rule.items, MISSING, self.parts, weights))
         except (RuntimeError, TypeError, ValueError):  # Of other shapes than in the first batch.
             return not_alike(place, self.parts)
         return None
