@@ -24,6 +24,7 @@ from lightning_axosparse.pipeline.crossing.values import Activation
 from lightning_axosparse.pipeline.loss.combination import Term
 from lightning_axosparse.pipeline.norms import Norm
 from lightning_axosparse.pipeline.stage_step import StageStep, loss_of
+from lightning_axosparse.pipeline.state.batch_state import StepState
 from lightning_axosparse.pipeline.state.module_state import ModuleState, Place, write
 from lightning_axosparse.pipeline.state.values import copied
 from lightning_axosparse.support.torch_internals import (
@@ -137,14 +138,8 @@ class DryRun:
     failure: str | None = None
 
 
-class Recomputed:
+class Recomputed(StepState):
     """Lets layers that are computed again in a dry run read what they have read before."""
-
-    def begin(self, stage: int) -> None:
-        """Do nothing."""
-
-    def end(self, stage: int) -> None:
-        """Do nothing."""
 
     def remember(self, layer: nn.Module) -> Callable[[], AbstractContextManager[None]]:
         """Remember the state of a layer, as :class:`StepState` says."""

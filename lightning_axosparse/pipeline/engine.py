@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from lightning_axosparse.distributed.backoff import BackOff
 from lightning_axosparse.distributed.rank_status import this_rank
@@ -29,31 +29,6 @@ from lightning_axosparse.pipeline.stage_step import (
 from lightning_axosparse.support.trace import clock
 
 
-class Forward(Protocol):
-    """The forward passes of a stage."""
-
-    def forward(self, microbatch: int, received: Any, /) -> Any:
-        """Compute a micro-batch; what is returned is sent to the next stage, if there is one."""
-
-
-class ForwardBackward(Forward, Protocol):
-    """The forward and backward passes of a stage."""
-
-    def backward(self, microbatch: int, output: Any, gradients: Gradients | None, /) -> float:
-        """Differentiate what ``forward`` returned; the last stage gets no gradients.
-
-        Returns:
-            The factor to send to the previous stage.
-        """
-
-    def make_weight_gradient(self, microbatch: int, /) -> bool:
-        """Make one of the weight gradients that backward passes have left to the schedule.
-
-        Returns:
-            Whether those of this micro-batch are complete.
-        """
-
-
 class StageRun:
     """The state of one stage in one batch.
 
@@ -62,11 +37,11 @@ class StageRun:
         stages: number of stages.
         schedule: decides what runs next.
         link: messages from and to the adjacent stages.
-        passes: computes; :class:`ForwardBackward` unless the schedule is ``ForwardOnly``.
+        passes: computes; a :class:`TrainingStageStep` unless the schedule is ``ForwardOnly``.
     """
 
     def __init__(
-        self, stage: int, stages: int, schedule: Schedule, link: Link, passes: Forward
+        self, stage: int, stages: int, schedule: Schedule, link: Link, passes: StageStep
     ) -> None:
         self.stage, self.schedule, self.passes = stage, schedule, passes
         self.peak_in_flight = 0
@@ -112,14 +87,14 @@ class StageRun:
         if not self._last:
             gradients = self._link.gradients.popleft()
             self._gradients_used += 1
-        factor = cast(ForwardBackward, self.passes).backward(microbatch, output, gradients)
+        factor = cast(TrainingStageStep, self.passes).backward(microbatch, output, gradients)
         if not self._first:
             leaves = [None if t is None else t.grad for t in tensors(received)]
             self._link.send_gradient(Gradients(leaves, factor))
 
     def make_weight_gradient(self, microbatch: int) -> None:
         """Make one of the weight gradients that backward passes have left."""
-        if cast(ForwardBackward, self.passes).make_weight_gradient(microbatch):
+        if cast(TrainingStageStep, self.passes).make_weight_gradient(microbatch):
             self.schedule.end_weight_gradients()
 
     def awaited(self) -> str:

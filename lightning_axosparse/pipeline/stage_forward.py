@@ -33,7 +33,7 @@ from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
 from lightning_axosparse.pipeline.pausable_mode import PausableMode, paused
 from lightning_axosparse.pipeline.replaced_forward import ReplacedForward
 from lightning_axosparse.pipeline.rng import PipelineRNG
-from lightning_axosparse.pipeline.state.batch_state import IGNORED, StepState
+from lightning_axosparse.pipeline.state.batch_state import StepState
 from lightning_axosparse.support.torch_internals import (
     backward_passes_by,
     never_compiled,
@@ -138,7 +138,7 @@ class PipelinedLayers:
         self._checkpointing = checkpointing
         self._module = nn.ModuleList(layers) if module is None else module
         self._buffers: dict[int, str] = {}
-        self._state = IGNORED
+        self._state = StepState()
         self._running: _Running | None = None
         self._watched: list[WatchedLayer] = []
         self._present: set[int] = set()

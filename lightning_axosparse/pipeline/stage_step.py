@@ -37,18 +37,6 @@ from lightning_axosparse.support.troubleshooting import see
 _NOTHING = Activation()
 
 
-class StepLog(Protocol):
-    """Records what a step logs: ``strategy.compat.logging.logging.MicrobatchLog``."""
-
-    def microbatch(self, size: int, weight: float | None = None, /) -> AbstractContextManager[None]:
-        """Record inside the context what is logged for a micro-batch.
-
-        Args:
-            size: its samples.
-            weight: its weight in the batch, if the user has given one.
-        """
-
-
 class LossBackward(Protocol):
     """Differentiates the losses of a batch: ``strategy.step.batch_gradients.BatchGradients``."""
 
@@ -78,7 +66,8 @@ class Batch:
         precision: makes the context in which the step runs.
         microbatches: the micro-batches that this replica computes.
         fingerprint: of the whole batch; every message carries it.
-        log: records what the step logs.
+        log: makes the context that records what the step logs for a micro-batch of so many samples,
+            and of this weight, if the user has given one.
         prints: makes the context that records what the step prints.
         weights_given: whether the user has given the weights of the micro-batches.
         crossing: what crosses the edges of stages; None where that is not known: everything.
@@ -90,7 +79,7 @@ class Batch:
     precision: Callable[[], AbstractContextManager[Any]] = nullcontext
     microbatches: Sequence[MicroBatch]
     fingerprint: BatchFingerprint
-    log: StepLog
+    log: Callable[[int, float | None], AbstractContextManager[None]]
     prints: Callable[[], AbstractContextManager[Any]] = nullcontext
     weights_given: bool = False
     crossing: Crossing | None = None
@@ -173,7 +162,7 @@ class StageStep:
         )
         self._visits[microbatch] = visit
         tracked = self._tracker.microbatch(part.size) if self._tracks else nullcontext()
-        log = batch.log.microbatch(part.size, part.weight if batch.weights_given else None)
+        log = batch.log(part.size, part.weight if batch.weights_given else None)
         explained = statistics_explained(part, batch.microbatches)
         self._rng.seed_outside_layers(part.number)
         with self._forward_context(microbatch, received):
@@ -211,22 +200,12 @@ class ProbingStep(StageStep):
     """One stage's forward pass through a micro-batch, of which it is seen what the step reads.
 
     Args:
-        stage: as for :class:`StageStep`.
-        batch: a batch of one micro-batch, of which everything crosses the edges of stages.
-        layers: as for :class:`StageStep`.
-        rng: as for :class:`StageStep`.
-        tracker: as for :class:`StageStep`.
+        shared: as for :class:`StageStep`, with a batch of one micro-batch, of which everything
+            crosses the edges of stages.
     """
 
-    def __init__(
-        self,
-        stage: int,
-        batch: Batch,
-        layers: PipelinedLayers,
-        rng: PipelineRNG,
-        tracker: ReductionTracker,
-    ) -> None:
-        super().__init__(stage, batch, layers, rng, tracker)
+    def __init__(self, *shared: Any) -> None:
+        super().__init__(*shared)
         self._reads = self.reads = Reads()
         self._tracks = False
         self.failure: str | None = None

@@ -84,16 +84,16 @@ def train(row: str, arguments: dict[str, Any], **more: Any) -> tuple[Record, flo
 
 def train_by_times(row: str) -> tuple[list[tuple[Record, float]], bool]:
     """A run long enough for a choice, made together and by choice, and whether one was made."""
-    from lightning_axosparse.pipeline.order.choice import FastestSchedule
+    from lightning_axosparse.pipeline.order.choice import ScheduleChoice
 
     made = []
-    choose = FastestSchedule._choose
+    choose = ScheduleChoice._choose
     options = {"max_epochs": 12}
     # More than those of which deferral at the end makes weight gradients apart.
     more = {"microbatches": 8}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            FastestSchedule, "_choose", lambda self: made.append(chosen := choose(self)) or chosen
+            ScheduleChoice, "_choose", lambda self: made.append(chosen := choose(self)) or chosen
         )
         records = [train(row, way | more, **options) for way in (TOGETHER, FASTEST)]
     return records, len(made) == 1

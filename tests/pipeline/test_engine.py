@@ -20,8 +20,8 @@ from lightning_axosparse.pipeline.engine import Pipeline
 from lightning_axosparse.pipeline.loss.outputs import merge
 from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
 from lightning_axosparse.pipeline.loss.weights import LossWeights
-from lightning_axosparse.pipeline.order.choice import GivenSchedule
-from lightning_axosparse.pipeline.order.in_flight import FixedInFlightLimit
+from lightning_axosparse.pipeline.order.choice import ScheduleChoice
+from lightning_axosparse.pipeline.order.in_flight import InFlightLimit
 from lightning_axosparse.pipeline.order.schedule import SCHEDULES
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.shard.partition import balance
@@ -52,17 +52,15 @@ def pipeline(
     dealt.install(range(stages))
     links = dict(enumerate(LoopbackLink.chain(stages)))
     randomness = PipelineRNG(0, stages, torch.device("cpu"))
-    limit, tracker = FixedInFlightLimit(in_flight), ReductionTracker()
-    choice = GivenSchedule(EVERY[schedule])
+    limit, tracker = InFlightLimit(in_flight), ReductionTracker()
+    choice = ScheduleChoice({"together": EVERY[schedule]}, lambda own: [own])
     shared = limit, randomness, tracker, split, lambda value: [value]
     return Pipeline(dealt, links, choice, *shared), dealt
 
 
-class NoLog:
+def no_log(size: int, weight: float | None) -> Any:
     """Records nothing."""
-
-    def microbatch(self, size: int, weight: float | None = None) -> Any:
-        return nullcontext()
+    return nullcontext()
 
 
 class Plainly:
@@ -84,7 +82,7 @@ def training(step: Any, batch: Any, microbatches: int) -> TrainingBatch:
         step=step,
         microbatches=parts,
         fingerprint=BatchFingerprint(),
-        log=NoLog(),
+        log=no_log,
         weights=LossWeights(parts, sum(part.size for part in parts)),
         backward=Plainly(),
     )
@@ -109,7 +107,7 @@ def evaluate(
 
 def evaluation(step: Any, batch: Any, microbatches: int) -> Batch:
     parts = split(batch, microbatches)
-    return Batch(step=step, microbatches=parts, fingerprint=BatchFingerprint(), log=NoLog())
+    return Batch(step=step, microbatches=parts, fingerprint=BatchFingerprint(), log=no_log)
 
 
 def learned(pipe: Pipeline, step: Any, batch: Any, microbatches: int) -> Crossing:

@@ -31,10 +31,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_axosparse.pipeline.backward.weight_gradients import Scratch, WeightGradientQueue
+from lightning_axosparse.pipeline.backward.weight_gradients import WeightGradientQueue
 from lightning_axosparse.pipeline.replaced_forward import ReplacedForward
 from lightning_axosparse.sparse.module.sparse_module import SparseModule, kept_product
 from lightning_axosparse.sparse.ops.linear import KeptProduct
+from lightning_axosparse.sparse.store.scratch import scratch
 from lightning_axosparse.support.torch_internals import (
     apply_untransformed,
     backward_transformed,
@@ -70,7 +71,7 @@ class Operation(Protocol):
         x: Tensor,
         weight: Tensor,
         has_bias: bool,
-        scratch: Scratch | None = None,
+        in_scratch: bool = False,
     ) -> list[Tensor]:
         """Compute the gradients of the weight and of the bias, if there is one.
 
@@ -79,7 +80,7 @@ class Operation(Protocol):
             x: the input.
             weight: the weight, which may have another dtype.
             has_bias: whether the bias has a gradient.
-            scratch: memory for the weight's gradient; None for new memory, which keeps a graph.
+            in_scratch: whether the weight's gradient may be in scratch memory, without a graph.
         """
 
 
@@ -116,17 +117,18 @@ class MatrixProduct:
         x: Tensor,
         weight: Tensor,
         has_bias: bool,
-        scratch: Scratch | None = None,
+        in_scratch: bool = False,
     ) -> list[Tensor]:
         """Multiply the output's gradient by the input, and sum it."""
         flat = gradient.reshape(-1, gradient.shape[-1])
         left, right = flat, x.reshape(-1, x.shape[-1])
         if not self.transposes:
             left, right = right, left
-        if scratch is None:
+        if not in_scratch:
             product = left.t().mm(right)
         else:
-            product = scratch.empty(weight.shape, x.dtype, x.device)
+            memory = scratch.take("weight gradient", weight.numel(), x.dtype, x.device)
+            product = memory.view(weight.shape)
             torch.mm(left.t(), right, out=product)
         return [product, flat.sum(0)] if has_bias else [product]
 
@@ -159,7 +161,7 @@ class Convolution:
         x: Tensor,
         weight: Tensor,
         has_bias: bool,
-        scratch: Scratch | None = None,
+        in_scratch: bool = False,
     ) -> list[Tensor]:
         """Convolve the input with the output's gradient; the operator takes no memory for it."""
         wanted = [False, True, has_bias]
@@ -218,7 +220,7 @@ class KeptValues:
         x: Tensor,
         weight: Tensor,
         has_bias: bool,
-        scratch: Scratch | None = None,
+        in_scratch: bool = False,
     ) -> list[Tensor]:
         """Compute the kept entries of the product alone, in new memory."""
         kept = self.product.values_gradient(gradient, x, weight)
@@ -405,10 +407,10 @@ class _Product(NamedTuple):
     def tensors(self) -> Sequence[Tensor]:
         return self.gradient, self.x
 
-    def compute(self, scratch: Scratch | None) -> Sequence[Tensor]:
+    def compute(self, in_scratch: bool) -> Sequence[Tensor]:
         weight, *bias = self.parameters
         return self.operation.parameter_gradients(
-            self.gradient, self.x, weight, bool(bias), scratch
+            self.gradient, self.x, weight, bool(bias), in_scratch
         )
 
 

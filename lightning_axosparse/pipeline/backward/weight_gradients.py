@@ -4,36 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lightning_axosparse.support.torch_internals import storage_id
-
-
-class Scratch:
-    """Memory for one tensor at a time, because new memory takes longer than adding a gradient."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self._views: dict[tuple[Sequence[int], torch.dtype, torch.device], Tensor] = {}
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialized tensor, valid until the next one of its dtype and device."""
-        view = self._views.get((shape, dtype, device))
-        if view is None:
-            view = self._views[shape, dtype, device] = self._view(shape, dtype, device)
-        return view
-
-    def _view(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        size, buffer = prod(shape), self._buffers.get((dtype, device))
-        if buffer is None or buffer.numel() < size:
-            buffer = torch.empty(size, dtype=dtype, device=device)
-            self._buffers[dtype, device] = buffer
-            self._views.clear()
-        return buffer[:size].view(*shape)
 
 
 class WeightProduct(Protocol):
@@ -47,11 +23,11 @@ class WeightProduct(Protocol):
     def tensors(self) -> Sequence[Tensor]:
         """What is kept until the product is computed."""
 
-    def compute(self, scratch: Scratch | None) -> Sequence[Tensor]:
+    def compute(self, in_scratch: bool) -> Sequence[Tensor]:
         """Compute the term of each parameter.
 
         Args:
-            scratch: memory that a term may be in; None for new memory.
+            in_scratch: whether a term may be in scratch memory, which the next product may take.
         """
 
 
@@ -70,7 +46,6 @@ class WeightGradientQueue:
         self._on_final = on_final
         self._products: dict[tuple[int, nn.Parameter], list[WeightProduct]] = {}
         self._left: Counter[int] = Counter()
-        self._scratch = Scratch()
         self._backwards_ended = False
         self._begun: set[nn.Parameter] = set()
         self.reordered = False
@@ -118,9 +93,9 @@ class WeightGradientQueue:
             self._begun.add(parameters[0])
             self.reordered |= any(parameter.grad is not None for parameter in parameters)
         # The first term becomes the gradient.
-        scratch = None if parameters[0].grad is None else self._scratch
+        in_scratch = parameters[0].grad is not None
         with torch.no_grad():
-            for parameter, term in zip(parameters, _sum(products, scratch), strict=True):
+            for parameter, term in zip(parameters, _sum(products, in_scratch), strict=True):
                 _accumulate(parameter, term)
         following = next(iter(self._products), None)
         if self._backwards_ended and (following is None or following[1] is not key[1]):
@@ -128,13 +103,13 @@ class WeightGradientQueue:
                 self._on_final(parameter)
 
 
-def _sum(products: Sequence[WeightProduct], scratch: Scratch | None) -> Sequence[Tensor]:
+def _sum(products: Sequence[WeightProduct], in_scratch: bool) -> Sequence[Tensor]:
     first, *others = products
-    total = first.compute(scratch)
+    total = first.compute(in_scratch)
     for other in others:
         # The next product may take the same scratch memory.
         total = [term.clone() for term in total]
-        for term, more in zip(total, other.compute(scratch), strict=True):
+        for term, more in zip(total, other.compute(in_scratch), strict=True):
             term += more
     return total
 

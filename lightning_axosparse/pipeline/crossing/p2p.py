@@ -10,27 +10,32 @@ import pickle
 from collections import deque
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lightning_axosparse.support.torch_internals import tree_map_only
 
+if TYPE_CHECKING:  # It starts MPI, which the stages of one process do without.
+    from lightning_axosparse.distributed.mpi.transport import Channel
+
 _ALIGNMENT = 16  # bytes; a multiple of every element size, so that each tensor can be a view
 
 
-class Link(Protocol):
+class Link:
     """One stage's connection to the adjacent stages.
 
     Messages of one direction arrive in the order in which they were sent.
+
+    Attributes:
+        activations: arrived from the previous stage and not yet used, oldest first.
+        gradients: arrived from the next stage and not yet used, oldest first.
     """
 
-    activations: deque[Any]
-    """Arrived from the previous stage and not yet used, oldest first."""
-
-    gradients: deque[Any]
-    """Arrived from the next stage and not yet used, oldest first."""
+    def __init__(self) -> None:
+        self.activations: deque[Any] = deque()
+        self.gradients: deque[Any] = deque()
 
     def begin(self, activations: int, gradients: int) -> None:
         """Prepare to receive so many messages of each direction in this batch."""
@@ -48,25 +53,7 @@ class Link(Protocol):
         """Wait until everything sent in this batch has left."""
 
 
-class Channel(Protocol):
-    """Ordered messages to and from an adjacent stage, as ``distributed.mpi.transport`` has them."""
-
-    arrived: deque[tuple[bytes, Tensor]]
-
-    def begin(self, messages: int) -> None:
-        """Start a batch in which so many messages will be received."""
-
-    def send(self, header: bytes, block: Tensor) -> None:
-        """Send a message without waiting."""
-
-    def poll(self) -> None:
-        """Progress messages, and append what has arrived to ``arrived``."""
-
-    def end(self) -> None:
-        """Wait until everything sent has left."""
-
-
-class ChannelLink:
+class ChannelLink(Link):
     """The link of a stage whose adjacent stages are other ranks.
 
     Args:
@@ -78,8 +65,7 @@ class ChannelLink:
     def __init__(
         self, previous: Channel | None, following: Channel | None, device: torch.device
     ) -> None:
-        self.activations: deque[Any] = deque()
-        self.gradients: deque[Any] = deque()
+        super().__init__()
         self._previous, self._following, self._device = previous, following, device
 
     def begin(self, activations: int, gradients: int) -> None:
@@ -117,15 +103,14 @@ class ChannelLink:
                 channel.end()
 
 
-class LoopbackLink:
+class LoopbackLink(Link):
     """The link of a stage whose adjacent stages are in the same process.
 
     The schedule and all other code are those used between ranks: for notebooks, debuggers, tests.
     """
 
     def __init__(self) -> None:
-        self.activations: deque[Any] = deque()
-        self.gradients: deque[Any] = deque()
+        super().__init__()
         self._next: LoopbackLink | None = None
         self._previous: LoopbackLink | None = None
 
@@ -137,9 +122,6 @@ class LoopbackLink:
             left._next, right._previous = right, left
         return links
 
-    def begin(self, activations: int, gradients: int) -> None:
-        """Do nothing: messages are passed as objects."""
-
     def send_activation(self, tree: Any) -> None:
         """Pass the tree to the next stage."""
         assert self._next is not None
@@ -149,12 +131,6 @@ class LoopbackLink:
         """Pass the tree to the previous stage."""
         assert self._previous is not None
         self._previous.gradients.append(relink(tree))
-
-    def poll(self) -> None:
-        """Do nothing: what was sent has arrived."""
-
-    def end(self) -> None:
-        """Do nothing: what was sent has arrived."""
 
 
 @dataclass(frozen=True)

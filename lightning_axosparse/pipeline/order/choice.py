@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -23,47 +23,6 @@ _WORDS: dict[WeightGradients, str] = {
 }
 
 
-class ScheduleChoice(Protocol):
-    """The schedule of a pipeline's training batches, the same on all ranks in any one batch."""
-
-    def begin_batch(self) -> type[Schedule]:
-        """Choose the schedule of the training batch that begins; may be collective over the job."""
-
-    def timed(self) -> AbstractContextManager[None]:
-        """Run the passes of the batch in this context."""
-
-    def found_reordered_sums(self) -> None:
-        """Take in that deferral has changed the order of a sum in the batch."""
-
-    def measure_again(self) -> None:
-        """Choose again, because passes take other times now."""
-
-
-class GivenSchedule:
-    """The schedule that the user asked for.
-
-    Args:
-        schedule: its class.
-    """
-
-    def __init__(self, schedule: type[Schedule]) -> None:
-        self._schedule = schedule
-
-    def begin_batch(self) -> type[Schedule]:
-        """Return the schedule."""
-        return self._schedule
-
-    def timed(self) -> AbstractContextManager[None]:
-        """Measure nothing."""
-        return nullcontext()
-
-    def found_reordered_sums(self) -> None:
-        """Do nothing: the user has chosen."""
-
-    def measure_again(self) -> None:
-        """Do nothing: the user has chosen."""
-
-
 class Trials(NamedTuple):
     """What one rank has measured.
 
@@ -76,7 +35,7 @@ class Trials(NamedTuple):
     reordered: bool
 
 
-class FastestSchedule:
+class ScheduleChoice:
     """Runs the first batches by several schedules in turn, and the others by the fastest one.
 
     All make the same gradients to the bit, unless a step reads a weight besides calling its layer;
@@ -100,8 +59,9 @@ class FastestSchedule:
         self.measure_again()
 
     def measure_again(self) -> None:
-        """Run all in turn again."""
-        self._chosen: type[Schedule] | None = None
+        """Run all in turn again, where there are several."""
+        is_given = len(self._schedules) == 1
+        self._chosen: type[Schedule] | None = self._schedules[0] if is_given else None
         self._seconds: list[float] = []
         self._reordered = False
 
@@ -187,8 +147,7 @@ class ScheduleRule:
             groups: the process groups of its grid.
         """
         schedules = SCHEDULES[self.schedule]
-        if self.weight_gradients is not None:
-            return GivenSchedule(schedules[self.weight_gradients])
-        if stages > 1 and self.may_defer and len(schedules) > 1:
-            return FastestSchedule(schedules, partial(all_gather, group=groups.world))
-        return GivenSchedule(next(iter(schedules.values())))
+        way = next(iter(schedules)) if self.weight_gradients is None else self.weight_gradients
+        if self.weight_gradients is not None or stages == 1 or not self.may_defer:
+            schedules = {way: schedules[way]}
+        return ScheduleChoice(schedules, partial(all_gather, group=groups.world))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -15,17 +15,21 @@ from lightning_axosparse.distributed.process_groups import ProcessGroups, all_ga
 from lightning_axosparse.pipeline.activation_bytes import activation_bytes
 
 
-class InFlightLimit(Protocol):
-    """The in-flight limit of a pipeline, the same on all ranks in any one batch."""
+class InFlightLimit:
+    """The in-flight limit of a pipeline, the same on all ranks in any one batch: a constant one.
 
-    value: int
-    """The limit of the running batch."""
+    Args:
+        value: the limit.
 
-    largest: int
-    """The largest value that the limit may take; receive buffers are allocated for so many."""
+    Attributes:
+        value: the limit of the running batch.
+        largest: the largest value that it may take; receive buffers are allocated for so many.
+        kept: bytes that this rank keeps of a micro-batch, as last measured; 0: not measured.
+    """
 
-    kept: int
-    """Bytes that this rank keeps of a micro-batch, as last measured; 0: not measured."""
+    def __init__(self, value: int) -> None:
+        self.value = self.largest = value
+        self.kept = 0
 
     def begin_batch(self) -> None:
         """Choose the limit of the training batch that begins; may be collective over the job."""
@@ -37,6 +41,7 @@ class InFlightLimit(Protocol):
             stage: index of the stage.
             received: what the pass was given by the previous stage.
         """
+        return nullcontext()
 
     def measured_pending(self, stage: int, size: int) -> None:
         """Take in what a stage keeps of a micro-batch that waits for its weight gradients.
@@ -48,31 +53,6 @@ class InFlightLimit(Protocol):
 
     def measure_again(self) -> None:
         """Choose again, because memory was freed."""
-
-
-class FixedInFlightLimit:
-    """A constant limit.
-
-    Args:
-        value: the limit.
-    """
-
-    def __init__(self, value: int) -> None:
-        self.value = self.largest = value
-        self.kept = 0
-
-    def begin_batch(self) -> None:
-        """Do nothing: the limit is constant."""
-
-    def measured(self, stage: int, received: Any) -> AbstractContextManager[None]:
-        """Measure nothing."""
-        return nullcontext()
-
-    def measured_pending(self, stage: int, size: int) -> None:
-        """Do nothing: the limit is constant."""
-
-    def measure_again(self) -> None:
-        """Do nothing: the limit is constant."""
 
 
 class Capacity(NamedTuple):
@@ -89,7 +69,7 @@ class Capacity(NamedTuple):
     free: int
 
 
-class MemoryInFlightLimit:
+class MemoryInFlightLimit(InFlightLimit):
     """The limit that memory allows, between the number of stages, as in 1F1B, and twice that.
 
     The bytes that a stage keeps of a micro-batch are measured in the first batch, which runs at the
@@ -113,8 +93,8 @@ class MemoryInFlightLimit:
         steps: Callable[[], int],
         gather: Callable[[Capacity], list[Capacity]],
     ) -> None:
-        self.value, self.largest = stages, 2 * stages
-        self.kept = 0
+        super().__init__(stages)
+        self.largest = 2 * stages
         self._least, self._free, self._device = stages, free, device
         self._steps, self._gather = steps, gather
         self.measure_again()
@@ -186,7 +166,7 @@ class InFlightRule:
             groups: the process groups of its grid.
         """
         if self.given is not None or stages == 1 or self.schedule != "message-driven":
-            return FixedInFlightLimit(self.given or stages)
+            return InFlightLimit(self.given or stages)
         return MemoryInFlightLimit(
             stages,
             self.free,

@@ -50,9 +50,9 @@ def not_sent(place: Place) -> str:
     return (
         f"The step changes `{place}`, but a rank runs the step only as far as the layers of its "
         "stage, and what is new is larger than 1 MB, or an object that cannot be sent: before the "
-        "last stage hooks find it as it was. Log values or torchmetrics objects, which every rank "
-        "receives, or take what the step returns in a hook such as `on_train_batch_end`, with "
-        "AxoSparseStrategy(step_outputs='all')." + see("steps")
+        "last stage hooks find what was made there. Log values or torchmetrics objects, which "
+        "every rank receives, or take what the step returns in a hook such as "
+        "`on_train_batch_end`, with AxoSparseStrategy(step_outputs='all')." + see("steps")
     )
 
 
@@ -65,14 +65,6 @@ def not_alike(place: Place, parts: Sequence[Any]) -> str:
     )
 
 
-def new_number(place: Place, rule: str) -> str:
-    """What to say of a number that the first batch has not changed."""
-    return (
-        f"The step changes `{place}`, which it did not in its first batch, and each micro-batch in "
-        f"another way: the {rule} of what they make is kept. {_HOOKS}" + see("steps")
-    )
-
-
 def _brief(value: Any) -> str:
     """A number itself; of anything else what it is."""
     if value is MISSING:
@@ -81,13 +73,7 @@ def _brief(value: Any) -> str:
         if value.ndim:
             return f"{type(value).__name__.lower()} of shape {tuple(value.shape)}"
         value = value.item()
-    if isinstance(value, float):
+    if isinstance(value, (int, float)):
         return f"{value:.6g}"
-    if isinstance(value, (int, str)) or value is None:
-        return repr(value) if len(repr(value)) < 40 else f"a {type(value).__name__}"
-    has_length = hasattr(value, "__len__")
-    return (
-        f"{type(value).__name__} of {len(value)} entries"
-        if has_length
-        else str(type(value).__name__)
-    )
+    name = "None" if value is None else type(value).__name__
+    return f"{name} of {len(value)} entries" if hasattr(value, "__len__") else name

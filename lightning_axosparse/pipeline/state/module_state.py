@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, deque
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -102,7 +94,38 @@ def namespace_of(owner: Any, name: str) -> MutableMapping[str, Any]:
     return attributes
 
 
-def inherited(owner: Any) -> dict[str, Any]:
+def held_by(owner: Any, name: str) -> Any:
+    """What an attribute holds, or the class in its place; ``MISSING`` if there is nothing."""
+    namespace = namespace_of(owner, name)
+    return namespace[name] if name in namespace else _inherited(owner).get(name, MISSING)
+
+
+def value_at(module: nn.Module, place: Place) -> Any:
+    """What the attribute of a place holds; ``MISSING`` if it is gone."""
+    owner = owner_of(module, place)
+    return MISSING if owner is None else held_by(owner, place.name)
+
+
+def write(module: nn.Module, place: Place, value: Any, in_place: bool = True) -> None:
+    """Give an attribute a value.
+
+    Args:
+        module: the user's module.
+        place: the attribute.
+        value: ``MISSING`` to delete it.
+        in_place: whether the object that it holds gets the content, where it can take it.
+    """
+    owner = owner_of(module, place)
+    if owner is None:
+        return
+    namespace = namespace_of(owner, place.name)
+    if value is MISSING:
+        namespace.pop(place.name, None)
+    elif not (in_place and overwrite(namespace.get(place.name), value)):
+        namespace[place.name] = value
+
+
+def _inherited(owner: Any) -> dict[str, Any]:
     """The values that a user's class gives attributes of its objects."""
     return {
         name: value
@@ -114,55 +137,16 @@ def inherited(owner: Any) -> dict[str, Any]:
 
 
 _INHERITED = (bool, int, float, list, set, dict, deque, Tensor, np.ndarray)
+_OWN = frozenset(vars(nn.Module())) | {"forward"}
+_OWN_OF_LIGHTNING = _OWN | frozenset(vars(LightningModule()))
+_HOOKS = [name for name, value in vars(nn.Module()).items() if type(value) is OrderedDict]
 
 
-@dataclass
-class _Attribute:
-    """An attribute as it was captured.
-
-    Attributes:
-        namespace: the dict that has it.
-        value: the object that it held.
-        before: a copy of that.
-        contents: the tensors, arrays and collections in it, each with what it held.
-        is_inherited: whether the class had it, and not the owner itself.
-    """
-
-    namespace: MutableMapping[str, Any]
-    value: Any
-    before: Any
-    contents: list[tuple[Any, Any]]
-    is_inherited: bool
-
-    def is_same(self, value: Any) -> bool:
-        """Whether the attribute holds what it held."""
-        if value is self.value and isinstance(value, nn.Parameter) and not self.contents:
-            # Nothing has been written to its memory.
-            is_there: bool = value.data_ptr() == self.before.data_ptr()
-            return is_there and value.shape == self.before.shape
-        return same(self.before, value)
-
-    def put_back(self, name: str, owner: Any) -> None:
-        """Give the attribute the object back that it held, with its content."""
-        now = namespace_of(owner, name)
-        if now is not self.namespace or self.is_inherited:
-            now.pop(name, None)
-        if not self.is_inherited:
-            self.namespace[name] = self.value
-        if isinstance(self.value, nn.Parameter) and not self.contents:
-            self.value.data = self.before
-        for holder, content in self.contents:
-            if not _holds(holder, content):
-                overwrite(holder, content)
-
-
-@dataclass
-class _Owner:
-    """What has attributes: a part of the module, or an object that one holds."""
-
-    path: tuple[Step, ...]
-    owner: Any
-    attributes: dict[str, _Attribute] = field(default_factory=dict)
+def _own(owner: Any) -> frozenset[str]:
+    """The attributes in which torch and Lightning keep what belongs to no step."""
+    if isinstance(owner, LightningModule):
+        return _OWN_OF_LIGHTNING
+    return _OWN if isinstance(owner, nn.Module) else frozenset()
 
 
 class Writes(OperatorMode):
@@ -197,39 +181,101 @@ class Writes(OperatorMode):
         return func(*args, **kwargs)
 
 
+class _Attribute(NamedTuple):
+    """An attribute of a part of the module, or of an object; without a name all of them."""
+
+    path: tuple[Step, ...]
+    owner: Any
+    name: str | None
+
+
+@dataclass
+class _Holder:
+    """What can be changed in place: a tensor, an array, a collection or the dict of an object.
+
+    Attributes:
+        of: the attribute that it belongs to.
+        value: the holder.
+        content: a copy of what it held; of a parameter that nothing has written to, its memory.
+        memory: of a parameter.
+    """
+
+    of: _Attribute
+    value: Any
+    content: Any = field(init=False)
+    memory: Tensor | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.value, nn.Parameter):
+            self.content = self.memory = self.value.detach()
+        elif isinstance(self.value, (Tensor, np.ndarray)):
+            self.content = copied(self.value)
+        else:
+            self.content = copy.copy(self.value)
+
+    @property
+    def storage(self) -> int | None:
+        """The number of a tensor's storage."""
+        is_tensor = isinstance(self.value, Tensor)
+        return storage_id(self.value.untyped_storage()) if is_tensor else None
+
+    def is_same(self) -> bool:
+        """Whether it holds what it held."""
+        value, content = self.value, self.content
+        if self.memory is not None and self.memory.data_ptr() != value.data_ptr():
+            return False  # A teacher, for example, that is still equal to its student.
+        if isinstance(value, (Tensor, np.ndarray)):
+            return content is self.memory or same(content, value)
+        if isinstance(value, set):
+            return bool(value == content)
+        if isinstance(value, Mapping):
+            is_alike = list(value) == list(content)
+            return is_alike and all(value[key] is each for key, each in content.items())
+        is_alike = len(value) == len(content)
+        return is_alike and all(a is b for a, b in zip(value, content, strict=True))
+
+    def changed(self) -> Iterator[str]:
+        """The names of attributes that are other ones than before."""
+        owner, name = self.of.owner, self.of.name
+        if name is not None:
+            yield name
+            return
+        default, own = _inherited(owner), _own(owner)
+        for name in {**self.content, **self.value}:
+            before, now = (
+                each.get(name, default.get(name, MISSING)) for each in (self.content, self.value)
+            )
+            if not (name in own or same(before, now)):
+                yield name
+
+    def put_back(self) -> None:
+        """Give it what it held."""
+        if self.memory is not None and self.memory.data_ptr() != self.value.data_ptr():
+            self.value.data = self.memory
+        if self.content is not self.memory:
+            overwrite(self.value, self.content)
+
+
 class ModuleState:
     """The values of all that a step may change on a module, at the time when it is created.
 
-    Left out are the states of torchmetrics objects, which have their own way, tensors without
-    values, and what torch and Lightning keep in a module. The running statistics of BatchNorms,
+    Left out are the states of torchmetrics objects, which have their own way, and tensors without
+    values. What torch and Lightning keep in a module, and the running statistics of BatchNorms,
     which follow micro-batches as they do, are put back, but are not named as changes. Parameters
-    may fill the memory: they are copied when they are about to change (:meth:`watched`). Hooks that
-    were registered since, as by a library at its first call, are removed again.
+    may fill the memory: they are copied when they are about to change (:meth:`watched`).
 
     Args:
         module: the user's module.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        clones: dict[int, Any] = {}
-        self._parameters: dict[int, list[_Attribute]] = {}
-        self._owners = [_Owner(path, owner) for path, owner in _owners(module)]
-        for each in self._owners:
-            for name, value in _attributes(each.owner):
-                each.attributes[name] = self._captured(each.owner, name, value, clones)
-        registries = (vars(part).get(name, {}) for part in module.modules() for name in _HOOKS)
-        self._hooks = [(registry, copy.copy(registry)) for registry in registries]
-
-    def _captured(self, owner: Any, name: str, value: Any, clones: dict[int, Any]) -> _Attribute:
-        namespace = namespace_of(owner, name)
-        if isinstance(value, nn.Parameter):
-            # `parameter.data = other` gives it other memory.
-            attribute = _Attribute(namespace, value, value.detach(), [], False)
-            storage = storage_id(value.untyped_storage())
-            self._parameters.setdefault(storage, []).append(attribute)
-            return attribute
-        before, contents = copied(value, clones), list(_contents(value, clones))
-        return _Attribute(namespace, value, before, contents, namespace.get(name) is not value)
+        self._holders = list(_holders(module))
+        self._parameters: dict[int | None, list[_Holder]] = {}
+        for each in self._holders:
+            if each.memory is not None:
+                self._parameters.setdefault(each.storage, []).append(each)
+        registries = [vars(part).get(name) for part in module.modules() for name in _HOOKS]
+        self._hooks = [(each, copy.copy(each)) for each in registries if each is not None]
 
     @contextmanager
     def watched(self) -> Iterator[set[Place]]:
@@ -241,32 +287,18 @@ class ModuleState:
         written: set[Place] = set()
         with Writes(self._save) as writes:
             yield written
-        written |= self._places_of(writes.storages)
+        written |= {
+            Place(each.of.path, each.of.name)
+            for each in self._holders
+            if each.of.name is not None and each.storage in writes.storages
+            if not _is_statistic(each.of.owner, each.of.name)
+        }
 
     def _save(self, storage: int) -> None:
         """Copy the parameters that have some memory."""
-        for attribute in self._parameters.get(storage, ()):
-            if not attribute.contents:
-                attribute.before = attribute.before.clone()
-                attribute.contents.append((attribute.value, attribute.before))
-
-    def before(self, place: Place) -> Any:
-        """A copy of the value that was captured; ``MISSING`` if there was none."""
-        owner = next((each for each in self._owners if each.path == place.owner), None)
-        if owner is None or place.name not in owner.attributes:
-            return MISSING
-        return owner.attributes[place.name].before
-
-    def _places_of(self, storages: Collection[int]) -> set[Place]:
-        return {
-            Place(each.path, name)
-            for each in self._owners
-            for name, attribute in each.attributes.items()
-            if not _is_statistic(each.owner, name)
-            for holder, _ in attribute.contents
-            if isinstance(holder, Tensor) and is_readable(holder)
-            if storage_id(holder.untyped_storage()) in storages
-        }
+        for each in self._parameters.get(storage, ()):
+            if each.content is each.memory:
+                each.content = copied(each.content)
 
     def rewind(self) -> dict[Place, Any]:
         """Put back what was captured, into the same objects.
@@ -274,22 +306,19 @@ class ModuleState:
         Returns:
             What had changed: copies of the values; ``MISSING`` for an attribute that was deleted.
         """
-        changes: dict[Place, Any] = {}
         for registry, before in self._hooks:
             if registry != before:
                 registry.clear()
                 registry.update(before)
-        for each in self._owners:
-            now = dict(_attributes(each.owner))
-            for name in dict.fromkeys([*each.attributes, *now]):
-                was, value = each.attributes.get(name), now.get(name, MISSING)
-                is_same = was is not None and was.is_same(value)
-                if not (is_same or _is_statistic(each.owner, name)):
-                    changes[Place(each.path, name)] = _clone(value)
-                if was is None:
-                    del namespace_of(each.owner, name)[name]
-                elif not is_same or was.value is not value:
-                    was.put_back(name, each.owner)
+        changed = [each for each in self._holders if not each.is_same()]
+        changes = {
+            Place(each.of.path, name): _clone(held_by(each.of.owner, name))
+            for each in changed
+            for name in each.changed()
+            if not _is_statistic(each.of.owner, name)
+        }
+        for each in changed:
+            each.put_back()
         return changes
 
 
@@ -302,107 +331,57 @@ def _clone(value: Any) -> Any:
     return copied(value.detach() if isinstance(value, nn.Parameter) else value, objects=True)
 
 
-def write(module: nn.Module, place: Place, value: Any) -> None:
-    """Give an attribute a value, in place where its object can take it.
+def _holders(module: nn.Module) -> Iterator[_Holder]:
+    """All that can be changed in place; what has several names has the first one.
 
-    Args:
-        module: the user's module.
-        place: the attribute.
-        value: ``MISSING`` to delete it.
+    Parts of the module have the one that ``module.named_modules()`` gives them.
     """
-    owner = owner_of(module, place)
-    if owner is None:
-        return
-    namespace = namespace_of(owner, place.name)
-    if value is MISSING:
-        namespace.pop(place.name, None)
-    elif not overwrite(namespace.get(place.name), value):
-        namespace[place.name] = value
-
-
-def _owners(module: nn.Module) -> Iterator[tuple[tuple[Step, ...], Any]]:
-    """Whatever has attributes: the module, its parts and what they hold; each object once.
-
-    A part that has several names has the one that ``module.named_modules()`` gives it.
-    """
-    waiting: list[tuple[tuple[Step, ...], Any]] = [((), module)]
+    waiting: list[tuple[tuple[Step, ...], _Attribute | None, Any]] = [((), None, module)]
     seen: set[int] = set()
     while waiting:
-        path, value = waiting.pop()
+        path, attribute, value = waiting.pop()
+        if isinstance(value, (Tensor, np.ndarray)):
+            if attribute and (not isinstance(value, Tensor) or is_readable(value)):
+                yield _Holder(attribute, value)
+            continue
         if id(value) in seen or isinstance(value, (Metric, MetricCollection)):
             continue
-        held = list(_held(value))
+        held: list[tuple[Step, _Attribute | None, Any]] = []
         if isinstance(value, nn.Module) or is_object(value):
-            yield path, value
-        elif not held:
+            for namespace in _namespaces(value):
+                yield _Holder(_Attribute(path, value, None), namespace)
+            held = [
+                ((".", name), _Attribute(path, value, name), each)
+                for name, each in _attributes(value)
+            ]
+        elif attribute and is_collection(value):
+            if isinstance(value, (list, set, deque, MutableMapping)):
+                yield _Holder(attribute, value)
+            if not is_long(value):
+                held = [(_step(key), attribute, each) for key, each in entries(value).items()]
+        else:
             continue
         seen.add(id(value))
-        waiting.extend(((*path, step), each) for step, each in reversed(held))
+        waiting.extend(((*path, step), where, each) for step, where, each in reversed(held))
 
 
-def _held(value: Any) -> Iterator[tuple[Step, Any]]:
-    """What a module, an object or a collection holds, with the last step of the way to it."""
-    if isinstance(value, nn.Module):
-        for name, part in value._modules.items():
-            yield (".", name), part
-    if isinstance(value, nn.Module) or is_object(value):
-        for name, each in _attributes(value):
-            yield (".", name), each
-    elif is_collection(value) and not is_long(value):
-        for key, each in entries(value).items():
-            yield _step(key), each
+def _namespaces(owner: Any) -> Iterator[dict[str, Any]]:
+    """The dicts in which an object has its attributes."""
+    yield vars(owner)
+    if isinstance(owner, nn.Module):
+        yield from (owner._parameters, owner._buffers, owner._modules)
+
+
+def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
+    """The attributes of a module that a step may change, or of an object."""
+    if isinstance(owner, nn.Module):
+        yield from (*owner._modules.items(), *owner._parameters.items(), *owner._buffers.items())
+    own = _own(owner)
+    for name, value in {**_inherited(owner), **vars(owner)}.items():
+        if name not in own:
+            yield name, value
 
 
 def _step(key: Key) -> Step:
     is_attribute = key.text.startswith(".") and isinstance(key.value, str)
     return "." if is_attribute else "[]", key.value
-
-
-def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
-    """The attributes of a module that a step may change, or of an object."""
-    if not isinstance(owner, nn.Module):
-        yield from {**inherited(owner), **vars(owner)}.items()
-        return
-    for name, tensor in chain(owner._parameters.items(), owner._buffers.items()):
-        if tensor is None or is_readable(tensor):
-            yield name, tensor
-    own = _OWN_OF_LIGHTNING if isinstance(owner, LightningModule) else _OWN
-    for name, value in {**inherited(owner), **vars(owner)}.items():
-        if name not in own:
-            yield name, value
-
-
-_OWN = frozenset(vars(nn.Module())) | {"forward"}
-_HOOKS = [name for name, value in vars(nn.Module()).items() if type(value) is OrderedDict]
-_OWN_OF_LIGHTNING = _OWN | frozenset(vars(LightningModule()))
-
-
-def _contents(value: Any, clones: Mapping[int, Any]) -> Iterator[tuple[Any, Any]]:
-    """The tensors, arrays and collections that a value consists of, each with what it holds."""
-    waiting, seen = [value], set()
-    while waiting:
-        each = waiting.pop()
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
-        if isinstance(each, (Tensor, np.ndarray)):
-            yield each, clones.get(id(each), each)
-        elif is_collection(each) and isinstance(each, (list, set, deque, MutableMapping)):
-            yield each, copy.copy(each)
-        if is_collection(each) and not is_long(each):
-            waiting.extend(entries(each).values())
-
-
-def _holds(holder: Any, content: Any) -> bool:
-    """Whether a tensor, an array or a collection holds what it held."""
-    if isinstance(holder, (Tensor, np.ndarray)):
-        return same(holder, content)
-    if len(holder) != len(content):
-        return False
-    if isinstance(holder, set):
-        return bool(holder == content)
-    if isinstance(holder, Mapping):
-        return list(holder) == list(content) and all(
-            holder[key] is each for key, each in content.items()
-        )
-    return all(here is there for here, there in zip(holder, content, strict=True))

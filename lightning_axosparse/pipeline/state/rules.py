@@ -4,13 +4,10 @@ Every micro-batch begins with what the attribute was before the batch. A rule sa
 ends with, given what each micro-batch has made of it:
 
     once        what each of them made of it, as all made the same (`self.steps += 1`)
-    sum         what it was, and the sum of the changes (`self.samples += len(x)`)
+    sum         what it was, and the sum of the changes (`self.samples += len(x)`); a union of sets
     mean        the weighted mean (`self.average = 0.9 * self.average + 0.1 * x.mean()`)
-    total       the sum of the values (`self.size = len(x)`)
-    union       of sets (`self.seen.update(labels)`)
     Joined      the values one after the other (`self.last = logits`)
-    Appended    what it was, and the items that they have appended to it, one after the other
-    Items       the same, where all append as many: each item has a rule of its own
+    Grown       a list that grows: what is appended to it has a rule of its own
     Entries     each entry of a collection, or attribute of an object, has a rule of its own
 
 What the whole batch has made of the attribute shows which rule holds. That may be chance: a running
@@ -20,10 +17,12 @@ second time, from what the whole batch has left, and the rule has to hold there,
 
 from __future__ import annotations
 
+import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from math import inf
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -42,21 +41,16 @@ from lightning_axosparse.pipeline.state.values import (
 
 @dataclass(frozen=True)
 class Joined:
-    """Tensors or arrays are concatenated along a dimension."""
+    """Tensors, arrays or lists are concatenated along a dimension."""
 
     dim: int
 
 
 @dataclass(frozen=True)
-class Appended:
-    """The items that micro-batches have appended stand one after the other."""
+class Grown:
+    """The items that are appended to a list follow a rule, as one list."""
 
-
-@dataclass(frozen=True)
-class Items:
-    """Each item that a batch appends is made of one item of each micro-batch, by its rule."""
-
-    rules: tuple[Rule, ...]
+    items: Rule
 
 
 @dataclass(frozen=True)
@@ -66,14 +60,8 @@ class Entries:
     rules: Mapping[Key, Rule]
     others: Rule
 
-    def of(self, key: Key) -> Rule:
-        """The rule of an entry."""
-        return self.rules.get(key, self.others)
 
-
-Rule: TypeAlias = (
-    Literal["once", "sum", "mean", "total", "union"] | Joined | Appended | Items | Entries
-)
+Rule: TypeAlias = Literal["once", "sum", "mean"] | Joined | Grown | Entries
 
 
 class Seen(NamedTuple):
@@ -115,12 +103,17 @@ def find(seen: Seen, path: str = "") -> Rule:
     Raises:
         Unexplained: if there is none.
     """
-    for rule in _candidates(seen, path):
-        if isinstance(rule, (Entries, Items)):
-            return rule
+    appended = _appended(seen)
+    if appended is not None:
+        return Grown(find(appended, path))
+    kinds = {_kind(value) for value in (seen.whole, *seen.parts)}
+    kind = kinds.pop() if len(kinds) == 1 else "other"
+    for rule in _candidates(kind, seen):
         if _holds(rule, seen):
             return rule
-    raise Unexplained(path, seen)
+    if kind not in ("list", "entries"):
+        raise Unexplained(path, seen)
+    return _entry_rules(seen, path)
 
 
 def combine(rule: Rule, before: Any, parts: Sequence[Any], weights: Sequence[float]) -> Any:
@@ -131,40 +124,40 @@ def combine(rule: Rule, before: Any, parts: Sequence[Any], weights: Sequence[flo
         before: what it was.
         parts: what each micro-batch has made of it.
         weights: of the micro-batches, which add up to one.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: if the values are not of the kind that the rule is for.
     """
-    if len(parts) == 1 and not isinstance(rule, (Items, Appended)):
-        return parts[0]
+    if len(parts) == 1 or rule == "once":
+        return parts[-1]
     if isinstance(rule, Joined):
         return _joined(parts, rule.dim)
-    if isinstance(rule, (Appended, Items)):
-        if any(items_after(before, part) is None for part in parts):
-            before = type(parts[0])()  # The list was replaced.
-        return extended(before, appended(rule, before, parts, weights))
+    if isinstance(rule, Grown):
+        items = [items_after(before, part) for part in parts]
+        if any(each is None for each in items):
+            raise ValueError
+        return extended(before, combine(rule.items, MISSING, items, weights))
     if isinstance(rule, Entries):
         return _combined_entries(rule, before, parts, weights)
-    return _COMBINE[rule](before, parts, weights)
-
-
-def appended(rule: Rule, before: Any, parts: Sequence[Any], weights: Sequence[float]) -> list[Any]:
-    """The items that the batch appends to a list, by ``Items`` or ``Appended``."""
-    each = [items_after(before, part) or [] for part in parts]
-    counts = {len(items) for items in each}
-    if isinstance(rule, Items) and len(counts) == 1:
-        return [
-            combine(rule.rules[index % len(rule.rules)], MISSING, column, weights)
-            for index, column in enumerate(zip(*each, strict=True))
-        ]
-    return [item for items in each for item in items]
+    if rule == "mean":
+        if any(_is_integer(part) for part in parts):
+            raise TypeError
+        return _total([part * weight for part, weight in zip(parts, weights, strict=True)])
+    if not _is_number(before):
+        return _total(parts)
+    return before + _total([part - before for part in parts])
 
 
 def items_after(before: Any, value: Any) -> list[Any] | None:
     """The items that were appended to a list or deque, which may have lost its first; else None."""
-    old = list(before) if isinstance(before, (list, deque)) else []
-    items = list(value)
+    if not isinstance(value, (list, deque)):
+        return None
+    old, items = list(before) if isinstance(before, (list, deque)) else [], list(value)
     dropped = len(old) + 1 if isinstance(value, deque) and value.maxlen is not None else 1
     for first in range(dropped):
         kept = old[first:]
-        if len(items) >= len(kept) and all(map(same, kept, items)):
+        is_kept = all(map(operator.is_, kept, items)) or all(map(same, kept, items))
+        if len(items) >= len(kept) and is_kept:
             return items[len(kept) :]
     return None
 
@@ -176,21 +169,30 @@ def extended(before: Any, items: Iterable[Any]) -> Any:
     return [*(before if isinstance(before, list) else []), *items]
 
 
-def _candidates(seen: Seen, path: str) -> Iterator[Rule]:
-    kinds = {_kind(value) for value in (seen.whole, *seen.parts)}
-    kind = kinds.pop() if len(kinds) == 1 else "other"
-    # A list is extended, where it could be replaced, as only what is new is sent to other stages.
-    if kind == "sequence" and (rule := _appending(seen, path)) is not None:
-        yield rule
+def _appended(seen: Seen) -> Seen | None:
+    """What all runs have appended to a list; None if one has not, or has done something else."""
+    runs = [seen] if seen.again is None else [seen, seen.again]
+    made: list[Seen] = []
+    for run in runs:
+        whole, *parts = (items_after(run.before, value) for value in (run.whole, *run.parts))
+        if not whole or any(part is None for part in parts):
+            return None
+        made.append(run._replace(before=MISSING, whole=whole, parts=parts, again=None))
+    if not any(isinstance(run.before, (list, deque)) for run in runs):
+        return None
+    return made[0]._replace(again=made[-1] if seen.again else None)
+
+
+def _candidates(kind: str, seen: Seen) -> Iterator[Rule]:
     yield "once"
     if kind in ("number", "array"):
-        yield from ("sum", "mean", "total") if _is_number(seen.before) else ("total", "sum", "mean")
+        yield from ("sum", "mean")
     if kind == "array":
-        yield from map(Joined, range(_dims(seen.whole)))
+        yield from map(Joined, range(seen.whole.ndim))
+    elif kind == "list":
+        yield Joined(0)
     elif kind == "set":
-        yield "union"
-    elif kind in ("sequence", "entries"):
-        yield _entry_rules(seen, path)
+        yield "sum"
 
 
 def _kind(value: Any) -> str:
@@ -199,7 +201,7 @@ def _kind(value: Any) -> str:
     if isinstance(value, (int, float, complex, np.number)) and not isinstance(value, bool):
         return "number"
     if isinstance(value, (list, deque)):
-        return "sequence"
+        return "list"
     if isinstance(value, (set, frozenset)):
         return "set"
     return "entries" if isinstance(value, (tuple, Mapping)) or is_object(value) else "other"
@@ -207,10 +209,6 @@ def _kind(value: Any) -> str:
 
 def _is_number(value: Any) -> bool:
     return _kind(value) in ("number", "array")
-
-
-def _dims(value: Any) -> int:
-    return int(value.ndim)
 
 
 def _holds(rule: Rule, seen: Seen) -> bool:
@@ -226,20 +224,27 @@ def _holds(rule: Rule, seen: Seen) -> bool:
     return holds and (seen.again is None or _holds(rule, seen.again))
 
 
+_EPSILON = 1e-7  # Of values that were computed in float32, the error beside a small change.
+
+
 def _close(one: Any, other: Any, seen: Seen) -> bool:
     """Whether two values are equal up to errors that are small beside the batch's change."""
-    if not _is_number(one) or not _is_number(other):
-        return _same_or_opaque(one, other)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(
+            _close(a, b, seen._replace(before=MISSING)) for a, b in zip(one, other, strict=True)
+        )
+    if not (_is_number(one) and _is_number(other)):
+        # Of objects that cannot be compared, such as functions, one is as good as the other.
+        is_opaque = _kind(one) == "other" and "__eq__" not in vars(type(one))
+        return same(one, other) or (is_opaque and type(one) is type(other))
     one, other = _as_double(one), _as_double(other)
     if one.shape != other.shape:
         return False
     largest = max(_largest(one), _largest(other))
-    change = _change(seen)
-    allowed = seen.tolerance * (largest if change is None else min(change, largest))
+    allowed = seen.tolerance * min(_change(seen), largest)
     if not _is_integer(seen.whole):
         allowed += _EPSILON * largest
-    equal = (one == other) | ((one != one) & (other != other))
-    return bool((equal | ((one - other).abs() <= allowed)).all())
+    return torch.allclose(one, other, rtol=0, atol=allowed, equal_nan=True)
 
 
 def _is_integer(value: Any) -> bool:
@@ -253,25 +258,12 @@ def _largest(tensor: Tensor) -> float:
     return float(torch.nan_to_num(tensor.abs(), 0.0, 0.0, 0.0).max()) if tensor.numel() else 0.0
 
 
-_EPSILON = 1e-7  # Of values that were computed in float32, the error beside a small change.
-
-
-def _change(seen: Seen) -> float | None:
-    """How much the whole batch has changed the value, if that is known."""
+def _change(seen: Seen) -> float:
+    """How much the whole batch has changed the value; infinite if that is not known."""
     if not _is_number(seen.before) or not _is_number(seen.whole):
-        return None
+        return inf
     before, whole = _as_double(seen.before), _as_double(seen.whole)
-    if before.shape != whole.shape or not whole.numel():
-        return None
-    return _largest(whole - before)
-
-
-def _same_or_opaque(one: Any, other: Any) -> bool:
-    """Of objects that cannot be compared, such as functions, one is as good as the other."""
-    if same(one, other):
-        return True
-    is_opaque = _kind(one) == "other" and "__eq__" not in vars(type(one))
-    return is_opaque and type(one) is type(other)
+    return _largest(whole - before) if before.shape == whole.shape and whole.numel() else inf
 
 
 def _as_double(value: Any) -> Tensor:
@@ -280,82 +272,21 @@ def _as_double(value: Any) -> Tensor:
 
 
 def _total(parts: Sequence[Any]) -> Any:
+    if isinstance(parts[0], (set, frozenset)):
+        return reduce(operator.or_, parts)
     if isinstance(parts[0], Tensor) and parts[0].dtype is torch.bool:
         raise TypeError
     if len({getattr(part, "shape", ()) for part in parts}) > 1:
         raise ValueError
-    return reduce(lambda one, other: one + other, parts)
-
-
-def _sum(before: Any, parts: Sequence[Any], weights: Sequence[float]) -> Any:
-    if not _is_number(before):
-        return _total(parts)
-    return before + _total([part - before for part in parts])
-
-
-def _mean(before: Any, parts: Sequence[Any], weights: Sequence[float]) -> Any:
-    first = parts[0]
-    if isinstance(first, int) or (
-        isinstance(first, Tensor) and not (first.is_floating_point() or first.is_complex())
-    ):
-        raise TypeError
-    return _total([part * weight for part, weight in zip(parts, weights, strict=True)])
-
-
-def _union(before: Any, parts: Sequence[Any], weights: Sequence[float]) -> Any:
-    return set().union(*parts)
-
-
-_COMBINE: Mapping[Any, Callable[[Any, Sequence[Any], Sequence[float]], Any]] = {
-    "once": lambda before, parts, weights: parts[-1],
-    "sum": _sum,
-    "mean": _mean,
-    "total": lambda before, parts, weights: _total(parts),
-    "union": _union,
-}
+    return reduce(operator.add, parts)
 
 
 def _joined(parts: Sequence[Any], dim: int) -> Any:
     if isinstance(parts[0], Tensor):
         return torch.cat(list(parts), dim)
+    if isinstance(parts[0], list):
+        return reduce(operator.add, parts)
     return np.concatenate(parts, dim)
-
-
-def _appending(seen: Seen, path: str) -> Rule | None:
-    """The rule of a list that grows, or is replaced, if there is one."""
-    grows = all(items_after(seen.before, value) is not None for value in (seen.whole, *seen.parts))
-    new, parts = _new_items(seen)
-    if not new:
-        return None
-    if all(len(part) == len(new) for part in parts):
-        return Items(tuple(_item_rules(seen, path))) if grows else None
-    joined = [item for part in parts for item in part]
-    is_joined = len(joined) == len(new) and all(
-        _close(one, other, seen._replace(before=MISSING))
-        for one, other in zip(joined, new, strict=True)
-    )
-    return Appended() if is_joined else None
-
-
-def _new_items(seen: Seen) -> tuple[list[Any], list[list[Any]]]:
-    """The items that the batch has appended, and each micro-batch; all, of a list that is new."""
-    values = seen.whole, *seen.parts
-    grows = all(items_after(seen.before, value) is not None for value in values)
-    new, *parts = (items_after(seen.before if grows else [], value) or [] for value in values)
-    return new, parts
-
-
-def _item_rules(seen: Seen, path: str) -> Iterator[Rule]:
-    """The rule of each item that is appended."""
-    runs = [seen] if seen.again is None else [seen, seen.again]
-    each = [_new_items(run) for run in runs]
-    for index in range(len(each[0][0])):
-        first, *again = (
-            run._replace(before=MISSING, whole=new[index], parts=[part[index] for part in parts])
-            for run, (new, parts) in zip(runs, each, strict=True)
-            if all(len(items) > index for items in (new, *parts))
-        )
-        yield find(first._replace(again=again[0] if again else None), f"{path}[...]")
 
 
 def _entry_rules(seen: Seen, path: str) -> Entries:
@@ -372,10 +303,11 @@ def _entry_rules(seen: Seen, path: str) -> Entries:
     ):
         raise Unexplained(path, seen)
     rules = {}
+    is_new = isinstance(seen.whole, list) and seen.before is MISSING
     for key in whole:
         inner = _entry(seen, key)
         if not all(same(inner.before, each) for each in (inner.whole, *inner.parts)):
-            rules[key] = find(inner, path + key.text)
+            rules[key] = find(inner, path + ("[...]" if is_new else key.text))
     return Entries(rules, next(iter(rules.values()), "once"))
 
 
@@ -408,5 +340,6 @@ def _combined_entries(
         held = [(part[key], w) for part, w in zip(each, weights, strict=True) if key in part]
         values, shares = zip(*held, strict=True)
         is_changed = not all(same(value, was) for value in values)
-        made[key] = combine(rule.of(key), was, values, shares) if is_changed else was
+        of_entry = rule.rules.get(key, rule.others)
+        made[key] = combine(of_entry, was, values, shares) if is_changed else was
     return with_entries(parts[0], made)

@@ -114,31 +114,24 @@ def with_entries(value: Any, changed: Mapping[Key, Any]) -> Any:
     return rebuilt(value, changed)
 
 
-def copied(
-    value: Any, clones: dict[int, Any] | None = None, objects: bool = False, depth: int = 0
-) -> Any:
+def copied(value: Any, objects: bool = False, depth: int = 0) -> Any:
     """A copy that does not change when the value is changed in place; parameters are not copied.
 
     Args:
         value: what an attribute holds.
-        clones: the copies of tensors and arrays that were made before, by ``id`` of the original;
-            filled.
         objects: whether users' objects are copied; else the copy holds the same ones.
         depth: how many collections hold the value.
     """
-    clones = {} if clones is None else clones
     if isinstance(value, nn.Parameter):
         return value
     if isinstance(value, (Tensor, np.ndarray)):
-        if id(value) not in clones:
-            clones[id(value)] = _clone(value)
-        return clones[id(value)]
+        return _clone(value)
     of_entries = is_collection(value)
     if depth >= _DEEPEST or not (of_entries or (objects and is_object(value))):
         return value
     if isinstance(value, set) or (of_entries and is_long(value)):
         return copy.copy(value)
-    made = {key: copied(each, clones, objects, depth + 1) for key, each in entries(value).items()}
+    made = {key: copied(each, objects, depth + 1) for key, each in entries(value).items()}
     if isinstance(value, tuple) and all(map(operator.is_, made.values(), value)):
         return value
     return with_entries(value, made)
@@ -228,35 +221,25 @@ def overwrite(target: Any, value: Any) -> bool:
         False if that cannot be done, as with numbers and tensors of another shape.
     """
     if isinstance(target, Tensor):
-        return isinstance(value, Tensor) and _overwrite_tensor(target, value)
+        if not (isinstance(value, Tensor) and is_readable(target)):
+            return False
+        if target.shape != value.shape or target.dtype != value.dtype:
+            return False
+        with torch.inference_mode(target.is_inference()), torch.no_grad():
+            target.data.copy_(value)
+        return True
     if type(target) is not type(value):
         return False
     if isinstance(target, np.ndarray):
         if target.shape != value.shape or target.dtype != value.dtype:
             return False
         target[...] = value
-        return True
-    if isinstance(target, list):
-        target[:] = value
-    elif isinstance(target, (set, deque)):
-        items = list(value)
+    elif isinstance(target, (list, set, deque, MutableMapping)):
+        content = copy.copy(value)
         target.clear()
-        (target.update if isinstance(target, set) else target.extend)(items)
-    elif isinstance(target, MutableMapping):
-        items = list(value.items())
-        target.clear()
-        for key, each in items:
-            target[key] = each
+        (target.extend if isinstance(target, (list, deque)) else target.update)(content)
     else:
         return False
-    return True
-
-
-def _overwrite_tensor(target: Tensor, value: Tensor) -> bool:
-    if target.shape != value.shape or target.dtype != value.dtype or not is_readable(target):
-        return False
-    with torch.inference_mode(target.is_inference()), torch.no_grad():
-        target.data.copy_(value)
     return True
 
 
@@ -270,6 +253,5 @@ def size_of(value: Any, depth: int = 0) -> float:
         return 16
     if depth >= _DEEPEST or not is_collection(value) or is_object(value):
         return inf
-    if isinstance(value, set):
-        return sum(size_of(each, depth + 1) for each in value)
-    return 16 + sum(size_of(each, depth + 1) for each in entries(value).values())
+    held = value if isinstance(value, set) else entries(value).values()
+    return 16 + sum(size_of(each, depth + 1) for each in held)

@@ -152,14 +152,21 @@ class StepRunner:
             microbatches = self._splitter.split_to_train(batch, args, stage_module.groups)
             microbatches = self._weighted(microbatches)
             step = self._batch(user_step, precision, batch, args, kwargs, microbatches)
-            rules = self._rules_of(step, batch, microbatches, trains=True)
+            compare = partial(self._check, step, batch, microbatches, trains=True)
+            rules = self._rules.get(self._loader_of(step)) or compare()
             reducer = stage_module.step_reducer
             parameters = stage_module.sharding.held().values()
             hooks = GradientHooks(parameters)
             gradients = BatchGradients(
                 self._trainer, stage_module.module, self._precision, reducer, self._stashed, hooks
             )
-            weights = self._loss_weights(step.microbatches, microbatches, rules)
+            weights = LossWeights(
+                step.microbatches,
+                sum(part.size for part in microbatches),
+                "given" if self._rule.weight is not None else self._rule.loss,
+                stage_module.groups.batch_replicas,
+                rules.loss,
+            )
             training = TrainingBatch(**vars(step), weights=weights, backward=gradients)
             with torch.enable_grad(), self._stashed.around_step(parameters):
                 if not training.microbatches:
@@ -176,7 +183,6 @@ class StepRunner:
                 gradients.finish(parameters, self._waits)
             if stage_module.norms is not None:
                 stage_module.norms.update(stage_module.groups.data)
-            compare = partial(self._check, step, batch, microbatches, trains=True)
             return self._combine(step, last, microbatches, rules, weights.terms, compare)
 
     def evaluate(
@@ -204,20 +210,13 @@ class StepRunner:
             microbatches = self._splitter.split_to_evaluate(batch, args, run.stage_module.groups)
             microbatches = self._weighted(microbatches)
             step = self._batch(user_step, precision, batch, args, kwargs, microbatches)
-            rules = self._rules_of(step, batch, microbatches, trains=False)
+            compare = partial(self._check, step, batch, microbatches, trains=False)
+            rules = self._rules.get(self._loader_of(step)) or compare()
             run.state.begin_batch(rules.state, step.microbatches)
             explained = self._splitter.explained(args, batch)
             with run.metrics.batch(len(microbatches)), explained:
                 last = run.pipeline.evaluate(step)
-            compare = partial(self._check, step, batch, microbatches, trains=False)
             return self._combine(step, last, microbatches, rules, (), compare)
-
-    def _rules_of(
-        self, step: Batch, batch: Any, microbatches: Sequence[MicroBatch], trains: bool
-    ) -> StepRules:
-        """How micro-batches combine, as an earlier batch of the loader has shown, or this one."""
-        key = self._loader_of(step)
-        return self._rules.get(key) or self._check(step, batch, microbatches, trains)
 
     def _check(
         self, step: Batch, batch: Any, microbatches: Sequence[MicroBatch], trains: bool
@@ -228,11 +227,11 @@ class StepRunner:
         is_shared = len(microbatches) != len(step.microbatches)
         if self._compares and not is_shared:
             tolerance = tolerance_of(self._precision, self._open.stage_module.device)
-            check = StepCheck(self._open, self._in_flight.free, tolerance, self._rule, self._warned)
+            check = StepCheck(self._open, step, batch, trains, tolerance, self._warned)
             if len(microbatches) > 1:
-                rules = check.rules(step, batch, microbatches, trains, used)
+                rules = check.rules(self._in_flight.free, self._rule, used)
             elif not self._open.stage_module.is_whole:
-                rules = check.changes(step, trains)
+                rules = check.changes()
         self._rules[key] = rules if used is None else rules.besides(used)
         return self._rules[key]
 
@@ -289,31 +288,19 @@ class StepRunner:
         microbatches: Sequence[MicroBatch],
     ) -> Batch:
         """What the stages of this rank need to run a step on a batch."""
-        run = self._open
+        run, grid = self._open, self._open.stage_module.grid
         step = Batch(
             step=user_step,
             args=args,
             kwargs=kwargs,
             precision=precision,
-            microbatches=self._own(microbatches),
+            microbatches=of_replica(microbatches, grid.part_of_batch, grid.replicas_per_batch),
             fingerprint=self._fingerprint(batch),
-            log=run.log,
+            log=run.log.microbatch,
             prints=run.prints.microbatch,
             weights_given=self._rule.weight is not None,
         )
         return self._with_crossing(step)
-
-    def _loss_weights(
-        self, own: Sequence[MicroBatch], microbatches: Sequence[MicroBatch], rules: StepRules
-    ) -> LossWeights:
-        """The weights of the micro-batches that this replica computes."""
-        return LossWeights(
-            own,
-            sum(part.size for part in microbatches),
-            "given" if self._rule.weight is not None else self._rule.loss,
-            self._open.stage_module.groups.batch_replicas,
-            rules.loss,
-        )
 
     def _fingerprint(self, batch: Any) -> BatchFingerprint:
         """What the ranks that are given this batch compare."""
@@ -328,11 +315,6 @@ class StepRunner:
             return microbatches
         return weigh_by(self._rule.weight, microbatches)
 
-    def _own(self, microbatches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """The micro-batches that this replica computes, of those that replicas share."""
-        grid = self._open.stage_module.grid
-        return of_replica(microbatches, grid.part_of_batch, grid.replicas_per_batch)
-
     def _combine(
         self,
         step: Batch,
@@ -342,19 +324,7 @@ class StepRunner:
         losses: Sequence[Term],
         compare: Callable[[], StepRules],
     ) -> Any:
-        """Combine what the last stage's micro-batches returned and logged, for every stage.
-
-        Args:
-            step: the step that has run on the batch.
-            last: the last stage's, on the ranks that run it.
-            microbatches: those of the whole batch.
-            rules: how values of micro-batches combine.
-            losses: those of the micro-batches; none in evaluation.
-            compare: compares the batch; collective over the pipeline.
-
-        Returns:
-            What the step returned for the batch, or its loss.
-        """
+        """Combine what the last stage's micro-batches returned and logged, for every stage."""
         run, stage_module = self._open, self._open.stage_module
         sends_all = self._sends_outputs or self._trainer.predicting
         is_new = self._is_new(step, last, losses)
@@ -383,7 +353,7 @@ class StepRunner:
         output = move_data_to_device(output, stage_module.device)
         if last is None or sends_all or not last.outputs:
             return output
-        own = self._own(microbatches)
+        own = step.microbatches
         share = sum(part.weight for part in own) / sum(part.weight for part in microbatches)
         return with_loss(merged(last.outputs, own, share), output)
 

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_axosparse.distributed.rank_status import this_rank
-from lightning_axosparse.pipeline.order.in_flight import FixedInFlightLimit
+from lightning_axosparse.pipeline.order.in_flight import InFlightLimit
 from lightning_axosparse.strategy.compat.gradients import gradients_are_seen
 from lightning_axosparse.strategy.compat.loops import position
 from lightning_axosparse.strategy.compat.precision import (
@@ -45,7 +45,7 @@ class WholeStepRunner:
         steps_in_parts: bool,
         stage_module: StageModule,
     ) -> None:
-        self.limit = FixedInFlightLimit(1)
+        self.limit = InFlightLimit(1)
         self.peak_in_flight = {0: 1}
         self._trainer, self._precision, self._stage_module = trainer, precision, stage_module
         self._waits = not steps_in_parts or gradients_are_seen(trainer)

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.backward.weight_gradients import Scratch, WeightGradientQueue
+from lightning_axosparse.pipeline.backward.weight_gradients import WeightGradientQueue
+from lightning_axosparse.sparse.store.scratch import scratch
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,12 @@ class Known:
     parameters: Sequence[nn.Parameter]
     tensors: Sequence[Tensor]
 
-    def compute(self, scratch: Scratch | None) -> Sequence[Tensor]:
+    def compute(self, in_scratch: bool) -> Sequence[Tensor]:
         assert not torch.is_grad_enabled()
         first, *others = (tensor.clone() for tensor in self.tensors)
-        if scratch is not None:
-            first = scratch.empty(first.shape, first.dtype, first.device).copy_(first)
+        if in_scratch:
+            memory = scratch.take("weight gradient", first.numel(), first.dtype, first.device)
+            first = memory.view(first.shape).copy_(first)
         return [first, *others]
 
 
@@ -139,14 +141,3 @@ def test_gradients_keep_the_layout_and_the_dtype_of_their_parameter() -> None:
     assert weight.grad.stride() == weight.stride()
     assert weight.grad.dtype == torch.float32
     assert torch.equal(weight.grad, term.float())
-
-
-def test_scratch_memory_is_reused() -> None:
-    scratch = Scratch()
-    cpu = torch.device("cpu")
-    large = scratch.empty((4, 5), torch.float32, cpu)
-    small = scratch.empty((2, 3), torch.float32, cpu)
-    assert small.shape == (2, 3)
-    assert small.data_ptr() == large.data_ptr()
-    assert scratch.empty((2, 3), torch.float64, cpu).data_ptr() != large.data_ptr()
-    assert scratch.empty((9, 9), torch.float32, cpu).shape == (9, 9)

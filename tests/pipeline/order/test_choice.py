@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lightning_axosparse.pipeline.order import choice as schedule_choice
-from lightning_axosparse.pipeline.order.choice import FastestSchedule, ScheduleRule, Trials
+from lightning_axosparse.pipeline.order.choice import ScheduleChoice, ScheduleRule, Trials
 from lightning_axosparse.pipeline.order.schedule import (
     BubbleFilling,
     CooldownFilling,
@@ -34,7 +35,7 @@ class Clock:
         self.now += self._seconds[schedule]
 
 
-def run(choice: FastestSchedule, clock: Clock, monkeypatch: Any) -> Any:
+def run(choice: ScheduleChoice, clock: Clock, monkeypatch: Any) -> Any:
     """Run batches; yields their schedules."""
     monkeypatch.setattr(schedule_choice, "perf_counter", lambda: clock.now)
     while True:
@@ -58,7 +59,7 @@ def alone(trials: Trials) -> list[Trials]:
     ],
 )
 def test_the_fastest_one_is_kept(seconds: Any, fastest: Any, monkeypatch: Any) -> None:
-    choice = FastestSchedule(WAYS, alone)
+    choice = ScheduleChoice(WAYS, alone)
     schedules = list(islice(run(choice, Clock(*seconds), monkeypatch), 40))
     assert schedules[:TRIALS] == IN_TURN * (TRIALS // 3)
     assert set(schedules[TRIALS:]) == {fastest}
@@ -72,7 +73,7 @@ def test_the_slowest_rank_decides_for_all(monkeypatch: Any) -> None:
         gathered.append(trials)
         return [trials, slow]
 
-    choice = FastestSchedule(WAYS, gather)
+    choice = ScheduleChoice(WAYS, gather)
     *_, last = islice(run(choice, Clock(2.0, 1.5, 1.0), monkeypatch), 40)
     assert last is MessageDriven
     assert gathered == [((2.0, 1.5, 1.0), False)]
@@ -80,14 +81,14 @@ def test_the_slowest_rank_decides_for_all(monkeypatch: Any) -> None:
 
 def test_a_rank_that_sums_in_another_order_decides_for_all(monkeypatch: Any) -> None:
     reordered = Trials((1.0, 0.5, 0.5), reordered=True)
-    choice = FastestSchedule(WAYS, lambda mine: [mine, reordered])
+    choice = ScheduleChoice(WAYS, lambda mine: [mine, reordered])
     *_, last = islice(run(choice, Clock(1.0, 0.7, 0.5), monkeypatch), 40)
     assert last is MessageDriven
 
 
 def test_reordering_is_told_to_the_other_ranks(monkeypatch: Any) -> None:
     gathered = []
-    choice = FastestSchedule(WAYS, lambda mine: gathered.append(mine) or [mine])
+    choice = ScheduleChoice(WAYS, lambda mine: gathered.append(mine) or [mine])
     running = run(choice, Clock(1.0, 0.7, 0.5), monkeypatch)
     next(running)
     choice.found_reordered_sums()
@@ -97,7 +98,7 @@ def test_reordering_is_told_to_the_other_ranks(monkeypatch: Any) -> None:
 
 
 def test_it_is_measured_again_when_passes_have_changed(monkeypatch: Any) -> None:
-    choice = FastestSchedule(WAYS, alone)
+    choice = ScheduleChoice(WAYS, alone)
     *_, before = islice(run(choice, Clock(1.0, 0.7, 0.5), monkeypatch), 40)
     choice.measure_again()
     schedules = list(islice(run(choice, Clock(1.0, 2.0, 2.0), monkeypatch), 40))
@@ -122,7 +123,7 @@ def test_what_is_given_or_cannot_be_deferred_is_not_tried(
     schedule: str, weight_gradients: Any, may_defer: bool, stages: int, expected: Any
 ) -> None:
     rule = ScheduleRule(schedule, weight_gradients, may_defer)
-    groups: Any = None  # asked by none of them
+    groups: Any = SimpleNamespace(world=None)  # asked by none of them
     choice = rule.choice(stages, groups)
     chosen = []
     for _ in range(TRIALS + 2):

@@ -24,6 +24,7 @@ from lightning_axosparse.pipeline.state.module_state import (
     Place,
     namespace_of,
     owner_of,
+    value_at,
     write,
 )
 from lightning_axosparse.pipeline.state.values import MISSING, copied, same
@@ -133,8 +134,8 @@ def test_what_a_step_changes_is_named_and_put_back() -> None:
     }
     assert changes[Place((), "function")] is MISSING
     assert changes[Place((), "counts")] == Counter("aaabc")
-    assert state.before(Place((), "counts")) == Counter("aab")
-    assert state.before(Place((), "made")) is MISSING
+    assert value_at(module, Place((), "counts")) == Counter("aab")
+    assert value_at(module, Place((), "made")) is MISSING
     assert objects[0] is module.items
     assert objects[1] is module.items[0]
     assert objects[2] is module.average

@@ -16,14 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_axosparse.pipeline.state.rules import (
-    Appended,
     Entries,
-    Items,
+    Grown,
     Joined,
     Rule,
     Seen,
     Unexplained,
-    appended,
     combine,
     find,
 )
@@ -61,7 +59,7 @@ def meter(held: Any, x: Tensor) -> Any:
 
 
 def replaced(held: Any, x: Tensor) -> Any:
-    return SimpleNamespace(size=len(x), mean=float(x.mean()))
+    return SimpleNamespace(outputs=x, mean=float(x.mean()))
 
 
 EXPLAINED: dict[str, tuple[Step, Any, Rule | type]] = {
@@ -77,14 +75,13 @@ EXPLAINED: dict[str, tuple[Step, Any, Rule | type]] = {
     "a moving average": (lambda a, x: 0.9 * a + 0.1 * x.mean(), torch.tensor(1.0), "mean"),
     "the last mean": (lambda a, x: float(x.mean()), 0.0, "mean"),
     "the last mean, at first": (lambda a, x: x.mean(), None, "mean"),
-    "the last size": (lambda n, x: len(x), 0, "total"),
     "the last outputs": (lambda a, x: x[None] * 2, MISSING, Joined(1)),
-    "a set": (lambda s, x: s | set(x.tolist()), {9.0}, "union"),
-    "a list of outputs": (lambda xs, x: pushed(xs, x), [], Items((Joined(0),))),
-    "a list of losses": (lambda xs, x: pushed(xs, x.mean(), len(x)), [1], Items),
-    "a list of samples": (lambda xs, x: pushed(xs, *x.tolist()), [0.0], Appended()),
-    "the last samples": (lambda xs, x: x.tolist(), [0.0], Appended()),
-    "a window": (lambda d, x: pushed(d, float(x.mean())), deque([1.0, 2.0], 2), Items),
+    "a set": (lambda s, x: s | set(x.tolist()), {9.0}, "sum"),
+    "a list of outputs": (lambda xs, x: pushed(xs, x), [], Grown),
+    "a list of losses": (lambda xs, x: pushed(xs, x.mean(), len(x)), [1], Grown),
+    "a list of samples": (lambda xs, x: pushed(xs, *x.tolist()), [0.0], Grown(Joined(0))),
+    "the last samples": (lambda xs, x: x.tolist(), [0.0], Joined(0)),
+    "a window": (lambda d, x: pushed(d, float(x.mean())), deque([1.0, 2.0], 2), Grown),
     "counts": (added, Counter(large=3), Entries),
     "first counts": (added, Counter(), Entries),
     "sums": (meter, {"sum": 1.0, "seen": 4}, Entries),
@@ -124,6 +121,7 @@ UNEXPLAINED: dict[str, tuple[Step, Any, str]] = {
     "a running minimum": (lambda best, x: min(best, float(x.mean())), 1e9, ""),
     "a maximum": (lambda best, x: torch.maximum(best, x.max()), torch.tensor(0.0), ""),
     "a variance": (lambda v, x: x.var(correction=0), torch.tensor(0.0), ""),
+    "the last size": (lambda n, x: len(x), 0, ""),
     "a text": (lambda t, x: str(x.tolist()), "", ""),
     "an entry": (
         lambda d, x: {"n": d["n"] + 1, "max": float(x.max())},
@@ -154,8 +152,10 @@ def test_a_second_run_tells_rules_from_chance() -> None:
 
 def test_what_a_later_batch_appends_otherwise_is_kept() -> None:
     rule = find(seen(lambda xs, x: pushed(xs, x), []))
-    assert appended(rule, [1], [[1], [1]], [0.5, 0.5]) == []
-    assert appended(rule, [1], [[1, 2], [1]], [0.5, 0.5]) == [2]
+    assert combine(rule, [1], [[1], [1]], [0.5, 0.5]) == [1]
+    assert combine(rule, [1], [[1, 2], [1]], [0.5, 0.5]) == [1, 2]
+    with pytest.raises(ValueError):
+        combine(rule, [1], [[2], [1]], [0.5, 0.5])
 
 
 @given(st.lists(st.integers(-99, 99), min_size=2, max_size=9), st.integers(-99, 99), st.data())
