@@ -20,14 +20,10 @@ from torch import Tensor
 from lightning_axosparse.sparse.store.formats import layout_of
 from lightning_axosparse.sparse.store.weight import SparseWeight
 from lightning_axosparse.support.corrupt_file import CorruptFileError
-from lightning_axosparse.support.files.checksum import verified, with_checksum
 from lightning_axosparse.support.files.stored_shape import stored_shape
 
 _ESCAPE = 255
 """A byte of distance that means this many pruned entries and no kept entry after them."""
-
-_KIND = "lightning_axosparse.Packed/"  # the class's former name, which files have
-_FORMAT = f"{_KIND}2"
 
 
 @dataclass(frozen=True)
@@ -71,12 +67,6 @@ class EncodedTensor:
         index, code = _deflate([_distances(mask)]), _deflate([plane.copy() for plane in planes])
         return cls(mask.shape, values.dtype, index, code)
 
-    @classmethod
-    def encode_nonzeros(cls, dense: Tensor) -> EncodedTensor:
-        """Encode the entries of ``dense`` whose bits are not all zero: without loss."""
-        mask = dense.view(_BITS[dense.dtype.itemsize]) != 0
-        return cls.encode(dense[mask], mask)
-
     def mask(self) -> Tensor:
         """Return a bool tensor of the dense shape, True where an entry is kept; on CPU.
 
@@ -106,34 +96,6 @@ class EncodedTensor:
             raise CorruptFileError("an encoded tensor has fewer values than positions")
         rows = planes.reshape(self.dtype.itemsize, -1).T.copy()
         return SparseWeight(torch.from_numpy(rows).view(-1).view(self.dtype), layout_of(mask))
-
-    def record(self) -> dict[str, Any]:
-        """Return plain containers and uint8 tensors, for ``torch.load(weights_only=True)``."""
-        return with_checksum({"format": _FORMAT, **vars(self), "shape": list(self.shape)})
-
-    @staticmethod
-    def is_record(value: Any) -> bool:
-        """Return whether ``value`` came from :meth:`record`, of this version or another."""
-        return isinstance(value, dict) and str(value.get("format")).startswith(_KIND)
-
-    @classmethod
-    def from_record(cls, record: dict[str, Any]) -> EncodedTensor:
-        """Return the tensor that :meth:`record` described.
-
-        Raises:
-            CorruptFileError: if it has changed, or is of another version.
-        """
-        if record["format"] != _FORMAT:
-            raise CorruptFileError(
-                f"a tensor is encoded as {record['format']}, but this version of "
-                f"lightning_axosparse reads {_FORMAT}"
-            )
-        fields = verified(record, "an encoded tensor")
-        shape = stored_shape(fields["shape"], "an encoded tensor")
-        return cls(shape, fields["dtype"], fields["index"], fields["values"])
-
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _distances(mask: Tensor) -> np.ndarray[Any, Any]:

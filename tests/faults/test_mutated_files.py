@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from lightning_axosparse import (
-    CompactCheckpointIO,
     CorruptFileError,
     Ticket,
     load_sparse,
@@ -92,16 +91,14 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
         "hyper_parameters": {"width": 24, "name": "net"},
     }
     AtomicCheckpointIO().save_checkpoint(checkpoint, folder / "plain.ckpt")
-    CompactCheckpointIO().save_checkpoint(checkpoint, folder / "compact.ckpt")
     write_folder(checkpoint, folder / "folder.ckpt")
     sparse = model()
-    load_sparse(sparse, folder / "compact.ckpt")
+    load_sparse(sparse, folder / "plain.ckpt")
     save_safetensors(sparse, folder / "sparse.safetensors")
     save_safetensors(dense, folder / "dense.safetensors", sparse=False)
     return {
         "ticket": Kind(folder / "a.ticket", load_ticket, seal_archive),
         "checkpoint": Kind(folder / "plain.ckpt", load_checkpoint, seal_archive),
-        "compact": Kind(folder / "compact.ckpt", load_compact, seal_archive),
         "folder": Kind(folder / "folder.ckpt", load_checkpoint, lambda data: None),
         "sparse safetensors": Kind(folder / "sparse.safetensors", load_weights, seal_safetensors),
         "dense safetensors": Kind(
@@ -126,14 +123,11 @@ def load_ticket(path: Path) -> Any:
     return ticket.state_dict(), dict(ticket.masks)
 
 
-def load_checkpoint(path: Path, io: Any = AtomicCheckpointIO) -> Any:
+def load_checkpoint(path: Path) -> Any:
     """As a run does that resumes."""
-    io().verify(path)
-    return all_made(validated(io().load_deferred(path, weights_only=True), path, model()))
-
-
-def load_compact(path: Path) -> Any:
-    return load_checkpoint(path, CompactCheckpointIO), load_weights(path)
+    files = AtomicCheckpointIO()
+    files.verify(path)
+    return all_made(validated(files.load_deferred(path, weights_only=True), path, model()))
 
 
 def load_weights(path: Path, ticket: Path | None = None) -> Any:
@@ -275,7 +269,7 @@ def mutated(kind: Kind, to: Path, random: random.Random, seals: bool) -> bool:
     return data != whole
 
 
-NAMES = ["ticket", "checkpoint", "compact", "folder", "sparse safetensors", "dense safetensors"]
+NAMES = ["ticket", "checkpoint", "folder", "sparse safetensors", "dense safetensors"]
 
 
 @pytest.mark.parametrize("name", NAMES)

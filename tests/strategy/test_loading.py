@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_axosparse import AxoSparseStrategy, CompactCheckpointIO
+from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.checkpoint import atomic_io, mapped_file
 from tests.parity.cases import trainer
 from tests.ranks import run_ranks
@@ -58,7 +58,7 @@ class Doubles(Watched):
             each["exp_avg"].mul_(2)
 
 
-def resume(stages: int, watched: Watched, path: Path, *plugins: Any) -> dict[str, Any]:
+def resume(stages: int, watched: Watched, path: Path) -> dict[str, Any]:
     """Go on for one step; what the rank read, mapped and has then."""
     L.seed_everything(1, verbose=False)
     read: list[int] = []
@@ -72,9 +72,7 @@ def resume(stages: int, watched: Watched, path: Path, *plugins: Any) -> dict[str
         checked.append(file)
         original(file)
 
-    run = trainer(
-        AxoSparseStrategy(stages, 2), stages, max_steps=2, callbacks=[watched], plugins=[*plugins]
-    )
+    run = trainer(AxoSparseStrategy(stages, 2), stages, max_steps=2, callbacks=[watched])
     module = Equal()
     with (
         patch.object(mapped_file._File, "tensor", tensor),
@@ -124,7 +122,6 @@ def on_two(path: Path) -> dict[str, Any]:
     return {
         "plain": resume(2, Watched(), path / "plain.ckpt"),
         "hooked": resume(2, Doubles(), path / "plain.ckpt"),
-        "compact": resume(2, Watched(), path / "compact.ckpt", CompactCheckpointIO()),
         "loaded": load_from_checkpoint(2, path / "large.ckpt"),
     }
 
@@ -133,18 +130,12 @@ def on_two(path: Path) -> dict[str, Any]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("saved")
     L.seed_everything(0, verbose=False)
-    ways = (
-        ("plain", [], WIDTH),
-        ("compact", [CompactCheckpointIO()], WIDTH),
-        ("large", [], LARGE),
-    )
-    for name, plugins, width in ways:
+    for name, width in (("plain", WIDTH), ("large", LARGE)):
         run = trainer(
             AxoSparseStrategy(1, 2),
             max_steps=1,
             callbacks=[ModelCheckpoint(path, name)],
             enable_checkpointing=True,
-            plugins=plugins,
         )
         L.seed_everything(0, verbose=False)
         run.fit(Equal(width), DataLoader(torch.ones(16, width), 8))
@@ -160,11 +151,11 @@ def test_a_rank_reads_what_its_stage_needs(ranks: list[dict[str, Any]]) -> None:
     of_a_stage = 3 * (LAYERS // 2 + 1) * WEIGHT  # weights and two moments
     assert [rank["plain"]["read"] for rank in ranks] == [of_a_stage] * 2
     assert [rank["plain"]["checked"] for rank in ranks] == [1, 0]
-    results = (rank[way] for rank in ranks for way in ("plain", "hooked", "compact"))
+    results = (rank[way] for rank in ranks for way in ("plain", "hooked"))
     assert not any(result["mapped"] for result in results)
 
 
-@pytest.mark.parametrize("way", ["plain", "hooked", "compact"])
+@pytest.mark.parametrize("way", ["plain", "hooked"])
 def test_stages_go_on_as_one_process_does(
     ranks: list[dict[str, Any]], folder: Path, way: str
 ) -> None:

@@ -24,7 +24,6 @@ from torch import nn
 
 from lightning_axosparse import (
     AxoSparseStrategy,
-    CompactCheckpointIO,
     CorruptFileError,
     EarlyBirdTicket,
     Ticket,
@@ -56,11 +55,10 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ticket = Ticket(masks, 0.7, step=40, distances={30: 0.3, 40: 0.05})
     ticket.save(folder / "a.ticket")
     checkpoint = {"state_dict": state, "callbacks": {"EarlyBird": {"ticket": ticket.state_dict()}}}
-    CompactCheckpointIO().save_checkpoint(checkpoint, folder / "compact.ckpt")
     AtomicCheckpointIO().save_checkpoint(checkpoint, folder / "plain.ckpt")
     save_safetensors(dense, folder / "dense.safetensors", sparse=False)
     sparse = model()
-    load_sparse(sparse, folder / "compact.ckpt")
+    load_sparse(sparse, folder / "plain.ckpt")
     save_safetensors(sparse, folder / "sparse.safetensors")
     return {"folder": folder, "ticket": ticket, "state": state}
 
@@ -71,7 +69,7 @@ def loads_as(originals: dict[str, Any], path: Path) -> bool:
     if path.suffix == ".ticket":
         return Ticket.load(path) == ticket
     if path.suffix == ".ckpt":
-        checkpoint = CompactCheckpointIO().load_checkpoint(path)
+        checkpoint = AtomicCheckpointIO().load_checkpoint(path)
         if not (
             list(checkpoint) == ["state_dict", "callbacks"]
             and same(checkpoint["state_dict"], state)
@@ -136,7 +134,7 @@ edits = st.lists(
     min_size=1,
     max_size=4,
 )
-NAMES = ["a.ticket", "compact.ckpt", "plain.ckpt", "dense.safetensors", "sparse.safetensors"]
+NAMES = ["a.ticket", "plain.ckpt", "dense.safetensors", "sparse.safetensors"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -167,7 +165,7 @@ def test_the_error_names_a_changed_file(
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # kB
 
 
-@pytest.mark.parametrize("name", ["compact.ckpt", "sparse.safetensors", "dense.safetensors"])
+@pytest.mark.parametrize("name", ["plain.ckpt", "sparse.safetensors", "dense.safetensors"])
 def test_a_damaged_file_does_not_change_the_module(
     originals: dict[str, Any], tmp_path: Path, name: str
 ) -> None:
@@ -186,17 +184,13 @@ def test_a_damaged_file_does_not_change_the_module(
     assert same(untouched.state_dict(), before)
 
 
-@pytest.mark.parametrize("plugins", [[], [CompactCheckpointIO()]])
-def test_a_run_does_not_resume_from_a_damaged_checkpoint(
-    tmp_path: Path, plugins: list[Any]
-) -> None:
+def test_a_run_does_not_resume_from_a_damaged_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     draw = EarlyBirdTicket(0.6, method="early-bird", every="1 epoch", draw_by="1 epoch")
     run = trainer(
         AxoSparseStrategy(),
         callbacks=[draw, ModelCheckpoint(tmp_path, "a")],
         enable_checkpointing=True,
-        plugins=plugins,
         max_epochs=1,
     )
     run.fit(Net(), loader(1))
@@ -205,10 +199,14 @@ def test_a_run_does_not_resume_from_a_damaged_checkpoint(
     path.write_bytes(data)
     fresh = Net()
     before = {name: tensor.clone() for name, tensor in fresh.state_dict().items()}
-    again = trainer(AxoSparseStrategy(), callbacks=[EarlyBirdTicket(0.6)], plugins=plugins)
+    again = trainer(AxoSparseStrategy(), callbacks=[EarlyBirdTicket(0.6)])
     with pytest.raises(CorruptFileError, match=r"a\.ckpt' cannot be read"):
         again.fit(fresh, loader(1), ckpt_path=path, weights_only=False)
     assert same(fresh.state_dict(), before)
+
+
+def eye() -> EncodedTensor:
+    return EncodedTensor.encode(torch.ones(8), torch.eye(8, dtype=torch.bool))
 
 
 def bytes_of(content: bytes) -> torch.Tensor:
@@ -217,7 +215,7 @@ def bytes_of(content: bytes) -> torch.Tensor:
 
 @pytest.mark.parametrize("part", ["index", "values"])
 def test_a_small_record_does_not_become_a_large_one(part: str) -> None:
-    good = EncodedTensor.encode_nonzeros(torch.eye(8))
+    good = eye()
     bomb = bytes_of(zlib.compress(bytes(1 << 27), 9))
     fields = {**vars(good), part: bomb}
     tracemalloc.start()
@@ -242,15 +240,11 @@ def test_a_small_record_does_not_become_a_large_one(part: str) -> None:
 )
 def test_fields_that_do_not_fit_each_other(change: dict[str, Any], message: str) -> None:
     with pytest.raises(CorruptFileError, match=message):
-        EncodedTensor(**{**vars(EncodedTensor.encode_nonzeros(torch.eye(8))), **change}).decode()
+        EncodedTensor(**{**vars(eye()), **change}).decode()
 
 
 def test_records_are_checked_wherever_they_come_from(originals: dict[str, Any]) -> None:
     """As when ``torch.load`` read the file, which looks at no checksum."""
-    contents = torch.load(originals["folder"] / "compact.ckpt", weights_only=True)
-    contents["state_dict"]["2.weight"]["values"][3] ^= 1
-    with pytest.raises(CorruptFileError, match="encoded tensor does not match"):
-        load_sparse(model(), contents)
     state = originals["ticket"].state_dict()
     for change in ({"step": 41}, {"scope": "layer"}, {"crc32": None}):
         with pytest.raises(CorruptFileError, match="ticket does not match"):
@@ -267,13 +261,6 @@ def test_files_of_older_versions_raise(originals: dict[str, Any], tmp_path: Path
     torch.save(state, tmp_path / "old.ticket")
     with pytest.raises(CorruptFileError, match=r"old\.ticket'.*Ticket/1.*reads .*Ticket/4"):
         Ticket.load(tmp_path / "old.ticket")
-    record = {
-        **EncodedTensor.encode_nonzeros(torch.eye(8)).record(),
-        "format": "lightning_axosparse.Packed/1",
-    }
-    torch.save({"state_dict": {"0.weight": record}}, tmp_path / "old.ckpt")
-    with pytest.raises(CorruptFileError, match=r"old\.ckpt'.*Packed/1.*reads .*Packed/2"):
-        load_sparse(model(), tmp_path / "old.ckpt", originals["ticket"])
     header = json.dumps({"__metadata__": {"lightning_axosparse.sparse/1": "{}"}}).encode()
     old = tmp_path / "old.safetensors"
     old.write_bytes(len(header).to_bytes(8, "little") + header)
@@ -307,16 +294,6 @@ def test_shapes_are_those_of_the_module_before_anything_is_made(
         alone = nn.Sequential(nn.Linear(16, 16, bias=False))
         with pytest.raises(ValueError, match=r"shape \(131072, 131072\) in the file, \(16, 16\)"):
             load_sparse(alone, path)
-    record = {**EncodedTensor.encode_nonzeros(torch.eye(16)).record(), "shape": HUGE}
-    record = with_checksum({name: value for name, value in record.items() if name != "crc32"})
-    state = {**originals["state"], "0.weight": record}
-    archive.save({"state_dict": state, "optimizer_states": []}, tmp_path / "huge.ckpt")
-    with few_bytes():
-        with pytest.raises(ValueError, match=r"\(131072, 131072\) in the file, \(16, 16\)"):
-            load_sparse(model(), tmp_path / "huge.ckpt", originals["ticket"])
-        run = trainer(AxoSparseStrategy(), plugins=[CompactCheckpointIO()])
-        with pytest.raises(CorruptFileError, match=r"a tensor of shape \(131072, 131072\)"):
-            run.fit(Net(), loader(1), ckpt_path=tmp_path / "huge.ckpt")
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 
-from lightning_axosparse import AxoSparseStrategy, CompactCheckpointIO, EarlyBirdTicket
+from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.checkpoint.consolidate import consolidate
 from lightning_axosparse.checkpoint.folder import manifest
@@ -209,9 +209,3 @@ def test_an_error_of_a_thread_ends_a_run_in_one_process(
     with pytest.raises(OSError, match=r"step=2.ckpt' was not written: .*no space left for it"):
         train(tmp_path, 1, AsyncCheckpointIO(), g_inter=2, transport="loopback")
     assert not [*tmp_path.iterdir()]
-
-
-def test_a_plugin_of_ones_own_is_refused_in_threads_too(tmp_path: Path) -> None:
-    io = AsyncCheckpointIO(CompactCheckpointIO())
-    with pytest.raises(L.fabric.utilities.exceptions.MisconfigurationException, match="one file"):
-        train(tmp_path, 1, io, g_inter=2)
