@@ -17,7 +17,7 @@ from lightning_axosparse.sparse.module.optimizer_state import compress_state, wi
 from lightning_axosparse.sparse.module.parameters import OwnedParameter, owned_parameters
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.weight import SparseWeight
-from lightning_axosparse.support.files.deferred_tensor import DeferredTensor, all_made
+from lightning_axosparse.support.files.deferred_tensor import DeferredTensor
 from lightning_axosparse.support.torch_internals import (
     path_name,
     tree_leaves_with_path,
@@ -80,11 +80,7 @@ def gather_remote_tensors(checkpoint: dict[str, Any], tensors: StageTensors) -> 
 
 def local_model_state(state: Mapping[str, Any], split: Sharding, stages: range) -> dict[str, Any]:
     """Return the part of a whole module's state that these stages hold."""
-    return {
-        key: all_made(value)
-        for key, value in state.items()
-        if split.stage_of(key) in (None, *stages)
-    }
+    return {key: value for key, value in state.items() if split.stage_of(key) in (None, *stages)}
 
 
 def gather_optimizer_state(
@@ -168,10 +164,9 @@ def local_optimizer_state(
 
 def _own(value: Any, layout: Layout | None) -> Any:
     """A value of optimizer state with memory of its own, not that of a mapped file."""
-    made = all_made(value)
     if layout is None:
-        return tree_map_only(Tensor, Tensor.clone, made)
-    return compress_state({"": made}, layout)[""]
+        return tree_map_only(Tensor, Tensor.clone, value)
+    return compress_state({"": value}, layout)[""]
 
 
 def _deferred(name: str, value: Any, layout: Layout | None = None) -> Any:

@@ -46,7 +46,7 @@ def test_the_file_is_never_in_memory(tmp_path: Path) -> None:
 
 def test_a_folder_is_not_written_over_and_can_be_removed(tmp_path: Path) -> None:
     (tmp_path / "sharded.ckpt").mkdir()
-    (tmp_path / "sharded.ckpt" / "0.distcp").touch()
+    (tmp_path / "sharded.ckpt" / "stage-0.pt").touch()
     with pytest.raises(IsADirectoryError, match=r"sharded.ckpt' is a folder.*another name"):
         AtomicCheckpointIO().save_checkpoint(CONTENT, tmp_path / "sharded.ckpt")
     AtomicCheckpointIO().remove_checkpoint(tmp_path / "sharded.ckpt")

@@ -32,10 +32,9 @@ from lightning_axosparse import (
     save_safetensors,
 )
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, validated
-from lightning_axosparse.checkpoint.folder import manifest
 from lightning_axosparse.checkpoint.folder.stage_tensors import StageTensors
 from lightning_axosparse.checkpoint.folder.writer import FolderWriter
-from lightning_axosparse.support.files.deferred_tensor import DeferredTensor, all_made
+from lightning_axosparse.support.files.deferred_tensor import DeferredTensor
 from tests.sparse.masking import apply_masks
 from tests.support.test_corrupt_file import EDITS
 
@@ -99,7 +98,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
     return {
         "ticket": Kind(folder / "a.ticket", load_ticket, seal_archive),
         "checkpoint": Kind(folder / "plain.ckpt", load_checkpoint, seal_archive),
-        "folder": Kind(folder / "folder.ckpt", load_checkpoint, lambda data: None),
+        "folder": Kind(folder / "folder.ckpt", load_checkpoint, seal_archive),
         "sparse safetensors": Kind(folder / "sparse.safetensors", load_weights, seal_safetensors),
         "dense safetensors": Kind(
             folder / "dense.safetensors",
@@ -127,7 +126,7 @@ def load_checkpoint(path: Path) -> Any:
     """As a run does that resumes."""
     files = AtomicCheckpointIO()
     files.verify(path)
-    return all_made(validated(files.load_deferred(path, weights_only=True), path, model()))
+    return validated(files.load_mapped(path, weights_only=True), path)
 
 
 def load_weights(path: Path, ticket: Path | None = None) -> Any:
@@ -149,11 +148,6 @@ def seal_safetensors(data: bytearray) -> None:
         start, end = found.span(1)
         data[start:end] = b"0" * 8
         data[start:end] = b"%08x" % crc32(data)
-
-
-def seal_folder(path: Path) -> None:
-    files = [file for file in path.iterdir() if file.name != "manifest.json"]
-    manifest.write(path, {file.name: manifest.entry(file) for file in files})
 
 
 class Storages(TorchDispatchMode):
@@ -251,9 +245,7 @@ def mutated(kind: Kind, to: Path, random: random.Random, seals: bool) -> bool:
         shutil.rmtree(to, ignore_errors=True)
         shutil.copytree(kind.path, to)
         files = [to / name for name in sorted(file.name for file in kind.path.iterdir())]
-        changed = random.choice(
-            [file for file in files if file.name != "manifest.json" or not seals]
-        )
+        changed = random.choice(files)
     else:
         shutil.copyfile(kind.path, to)
         changed = to
@@ -261,11 +253,8 @@ def mutated(kind: Kind, to: Path, random: random.Random, seals: bool) -> bool:
     data = bytearray(whole)
     mutate(data, random)
     if seals:
-        seal = seal_archive if changed.name == "meta.pt" else kind.seal
-        seal(data)
+        kind.seal(data)
     changed.write_bytes(data)
-    if seals and kind.path.is_dir():
-        seal_folder(to)
     return data != whole
 
 

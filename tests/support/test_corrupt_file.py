@@ -394,4 +394,4 @@ def test_records_take_no_more_memory_than_the_file(tmp_path: Path, crafted: Any)
 def test_a_tensor_is_no_larger_than_its_file(tmp_path: Path) -> None:
     torch.save({"state_dict": {"a": torch.zeros(1).expand(*HUGE)}}, tmp_path / "a.ckpt")
     with pytest.raises(CorruptFileError, match=r"no tensor of the shape \(131072, 131072\)"):
-        AtomicCheckpointIO().load_deferred(tmp_path / "a.ckpt")
+        AtomicCheckpointIO().load_mapped(tmp_path / "a.ckpt")
