@@ -17,8 +17,8 @@ from lightning_axosparse.checkpoint.sparse_encoding import EncodedTensor
 from lightning_axosparse.sparse.store.weight import SparseWeight
 from lightning_axosparse.support.arguments import BOOL, MODULE, PATH, checked
 from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
+from lightning_axosparse.support.files import archive
 from lightning_axosparse.support.files.atomic_file import replacing
-from lightning_axosparse.support.files.checksum import of_file
 from lightning_axosparse.support.files.stored_shape import stored_shape
 from lightning_axosparse.support.troubleshooting import see
 
@@ -217,5 +217,5 @@ def _check(path: str | Path) -> None:
         if found is None:
             raise CorruptFileError("its checksum is missing, as in files of older versions")
         unsummed = head[: found.start(1)] + _UNSUMMED.encode() + head[found.end(1) :]
-        if found[1] != b"%08x" % of_file(file, crc32(unsummed)):
+        if found[1] != b"%08x" % archive.checksum(file, crc32(unsummed)):
             raise CorruptFileError("its checksum does not match its content")

@@ -17,12 +17,13 @@ import torch
 
 from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
 from lightning_axosparse.support.files.atomic_file import replacing
-from lightning_axosparse.support.files.checksum import of_file
 from lightning_axosparse.support.files.deferred_tensor import DeferredTensor
 from lightning_axosparse.support.torch_internals import reduced_for_save
 
 _COMMENT = b"lightning_axosparse crc32 %08x"
 _SIZE = len(_COMMENT % 0)
+_BLOCK = 1 << 20
+
 _NO_COMMENT = (0).to_bytes(2, "little")
 """The last field of an archive without a comment: the length of the comment."""
 
@@ -101,7 +102,21 @@ def check_records(file: BinaryIO, with_checksums: bool = True) -> None:
             # Without a checksum: written after torch.serialization.set_crc32_options(False).
             if with_checksums and record.CRC:
                 with archive.open(record) as part:
-                    of_file(cast(BinaryIO, part))  # raises at the end if the checksum differs
+                    checksum(cast(BinaryIO, part))  # raises at the end if the checksum differs
+
+
+def checksum(file: BinaryIO, before: int = 0, size: int | None = None) -> int:
+    """Return the CRC-32 of what follows in a file, which is read a block at a time.
+
+    Args:
+        file: an open file.
+        before: the checksum of what precedes it.
+        size: number of bytes; None for all up to the end.
+    """
+    left = float("inf") if size is None else size
+    while left > 0 and (block := file.read(int(min(_BLOCK, left)))):
+        before, left = crc32(block, before), left - len(block)
+    return before
 
 
 class _Pickler(pickle.Pickler):
@@ -136,7 +151,7 @@ class _ChecksumWriter:
 
 
 def _verify_comment(file: BinaryIO, size: int, end: bytes) -> None:
-    checksum = of_file(file, size=size - _SIZE - len(_NO_COMMENT))
-    comment = _SIZE.to_bytes(2, "little") + _COMMENT % crc32(_NO_COMMENT, checksum)
+    before = checksum(file, size=size - _SIZE - len(_NO_COMMENT))
+    comment = _SIZE.to_bytes(2, "little") + _COMMENT % crc32(_NO_COMMENT, before)
     if end[-len(comment) :] != comment:
         raise CorruptFileError("its checksum does not match its content")
