@@ -10,7 +10,11 @@ A sum runs over the kept entries in the order of their places, so it does not de
 of threads, and a position's result does not depend on the positions beside it.
 
 The functions take flat arrays and check nothing. A row is an output channel of the weight, or, in
-what ``transposed_places`` wrote, a plane of the inputs.
+what ``transposed_places`` wrote, a plane of the inputs. Each row has ``segments`` segments, of
+which ``counts`` has the kept entries and ``offsets`` their places. ``places`` has where the planes
+of each kept entry begin in the ``source``, int32; ``begins`` the first kept entry of each row, and
+their number, int64; ``rows`` the first row to compute and the one after the last. ``group`` is the
+number of rows that see the same inputs, and how far on those of the next ones are.
 """
 
 from __future__ import annotations
@@ -44,17 +48,7 @@ def places(
     places: Any,
     begins: Any,
 ) -> None:
-    """Write the places of all kept entries in the inputs.
-
-    Args:
-        counts: kept entries in each segment, row after row.
-        offsets: the offset of each kept entry in its segment.
-        segments: how many a row has.
-        columns: the place of each column of the weight, int32.
-        group: rows that see the same inputs, and how far on those of the next ones are.
-        places: one for each kept entry, int32, to write.
-        begins: the first kept entry of each row, and their number, int64, to write.
-    """
+    """Write the places of all kept entries in the inputs."""
     entry = 0
     for row in range(len(begins) - 1):
         begins[row] = entry
@@ -82,17 +76,8 @@ def transposed_places(
 ) -> None:
     """Write the kept entries plane after plane of the inputs, and their places in the outputs.
 
-    Args:
-        counts: as for :func:`places`.
-        offsets: as for :func:`places`.
-        segments: as for :func:`places`.
-        columns: the plane of each column of the weight, and its shift, int32.
-        group: rows that see the same inputs, and how many planes these have.
-        values: the kept values.
-        rows: the numbers of an output plane, and the place of its first number.
-        places: one for each kept entry, int32, to write.
-        transposed: the kept values in the order of planes, to write.
-        begins: the first kept entry of each plane, and their number, int64, to write.
+    ``columns`` are the plane of each column of the weight and its shift; ``rows`` are the numbers
+    of an output plane, and the place of its first number.
     """
     begins[:] = 0
     height = len(counts) // segments
@@ -131,18 +116,9 @@ def convolve(
     stride: int,
     positions: int,
 ) -> None:
-    """Compute ``positions`` numbers of some rows: the sums of their kept values times the source.
+    """Compute ``positions`` numbers, at least 16, of each row's plane in the target.
 
-    Args:
-        source: the planes to read.
-        places: the place of each kept entry in it.
-        values: the kept entries.
-        begins: the first kept entry of each row, and their number.
-        rows: the first row to compute, and the one after the last.
-        bias: one number for each row, or none.
-        target: the planes to write, one for each row.
-        stride: the numbers of such a plane.
-        positions: the numbers of it to write; at least 16.
+    They are the sums of its kept values times the source; a plane has ``stride`` numbers.
     """
     position = 0
     while position < positions:
@@ -188,15 +164,7 @@ def correlate(
 ) -> None:
     """Add to each kept entry of some rows the products of its numbers with the row's gradient.
 
-    Args:
-        source: the planes of the inputs.
-        places: the place of each kept entry in it.
-        begins: the first kept entry of each row, and their number.
-        rows: the first row to compute, and the one after the last.
-        gradient: the gradient of the outputs, the numbers of its planes, and the place of the
-            first number in a plane.
-        positions: how many numbers of a plane to multiply.
-        products: one for each kept entry; they are added to it.
+    ``gradient`` is that of the outputs, the numbers of its planes, and where the first one begins.
     """
     position = 0
     while position < positions:
