@@ -170,27 +170,17 @@ def _own(value: Any, layout: Layout | None) -> Any:
 
 
 def _deferred(name: str, value: Any, layout: Layout | None = None) -> Any:
-    """A tensor of this stage as checkpoints hold it: dense and on CPU once it is made.
-
-    Args:
-        name: of the tensor in the checkpoint.
-        value: of the state; what is no tensor stays as it is.
-        layout: of the kept entries that ``value`` may consist of.
-    """
+    """A tensor of this stage as checkpoints hold it, dense; ``layout`` is of the entries it has."""
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, SparseWeight):
-        return DeferredTensor(name, value.shape, value.dtype, partial(_dense, value), value.kept)
+        make = partial(_densified, value.entries, value.dtype)
+        return DeferredTensor(name, value.shape, value.dtype, make, value.kept)
     if layout is not None and value.shape == (layout.nnz,):
-        make = partial(_densified, layout)
+        make = partial(_densified, layout, value.dtype)
         return DeferredTensor(name, layout.shape, value.dtype, make, value)
     return DeferredTensor(name, value.shape, value.dtype, Tensor.detach, value)
 
 
-@torch.no_grad()
-def _dense(weight: SparseWeight, kept: Tensor) -> Tensor:
-    return SparseWeight(kept, weight.entries.to(kept.device), weight).dense()
-
-
-def _densified(layout: Layout, kept: Tensor) -> Tensor:
-    return layout.to(kept.device).densify(kept.detach())
+def _densified(layout: Layout, dtype: torch.dtype, kept: Tensor) -> Tensor:
+    return layout.to(kept.device).densify(kept.detach().to(dtype))

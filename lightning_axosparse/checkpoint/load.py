@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_axosparse.checkpoint.safetensors import SafetensorsState
 from lightning_axosparse.pruning.bitmask import MaskBits
+from lightning_axosparse.pruning.prunable import few
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.sparse.module.convert import load_loops_of, renew_reducers
 from lightning_axosparse.sparse.module.parameters import (
@@ -113,16 +114,7 @@ def _load_kept(
 ) -> list[str]:
     """Load a module's state, in place, and store the masked parameters sparse.
 
-    At most one masked parameter is dense at a time: each is read, compressed to its kept entries
-    and freed. Parameters on the meta device are moved to CPU.
-
-    Args:
-        module: the model; a parameter that is stored sparse already gets the mask given here.
-        owned: its parameters to load.
-        state: name -> tensor of the module's shape, as in ``module.state_dict()``; preferably one
-            that reads on access.
-        masks: parameter name -> bool tensor of its shape, True where an entry is kept.
-        skipped: of the names to leave as they are.
+    At most one masked parameter is dense at a time. Those on the meta device are moved to CPU.
 
     Returns:
         The masked names that are stored sparse now.
@@ -133,7 +125,8 @@ def _load_kept(
         masked = next((name for name in entry.names if name in masks), None)
         validate_made(entry.names[0], entry.parameter)
         if masked is None:
-            _allocate(entry)
+            if entry.parameter.is_meta:
+                _replace_parameter(entry, torch.empty_like(entry.parameter, device="cpu"))
         else:
             in_file = next(name for name in entry.names if name in state)
             _store_sparse(entry, state[in_file], masks[masked])
@@ -166,12 +159,6 @@ def _kept(tensor: Tensor, layout: Layout) -> Tensor:
     if isinstance(tensor, SparseWeight) and tensor.entries.same_entries(layout):
         return tensor.kept_values().clone()
     return layout.compress(tensor)
-
-
-def _allocate(entry: OwnedParameter) -> None:
-    """Allocate a dense parameter that is on the meta device on CPU."""
-    if entry.parameter.is_meta:
-        _replace_parameter(entry, torch.empty_like(entry.parameter, device="cpu"))
 
 
 def _replace_parameter(entry: OwnedParameter, values: Tensor) -> None:
@@ -208,7 +195,9 @@ def _validate_names(
             if tensor.is_meta and (name not in expected or skipped(name))
         ],
     }
-    messages = [f"{what} {_first_names(names)}." for what, names in problems.items() if names]
+    messages = [
+        f"{what} {few(list(map(repr, names)))}." for what, names in problems.items() if names
+    ]
     if messages:
         raise ValueError(
             " ".join(messages)
@@ -255,12 +244,6 @@ def _validate_masks(owned: Sequence[OwnedParameter], masks: Mapping[str, Tensor]
                 )
 
 
-def _first_names(names: Sequence[str]) -> str:
-    """Return up to five of ``names``, and how many more there are."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(f"'{name}'" for name in names[:5]) + more
-
-
 def _state_in(
     source: str | os.PathLike[str] | Mapping[str, Any],
 ) -> tuple[Mapping[str, Tensor], Ticket | None]:
@@ -287,6 +270,6 @@ def _state_in(
 def _ticket_of(state: SafetensorsState, skipped: Skipped) -> Ticket | None:
     """Return the ticket of the masks of a sparse safetensors file."""
     names = (name for name in state.sparse if not skipped(name))
-    masks = MaskBits.merged(MaskBits({name: state.encoded(name).mask()}) for name in names)
+    masks = MaskBits.merged(MaskBits({name: state.mask(name)}) for name in names)
     ticket = Ticket(masks, pruning_ratio=0.0)
     return replace(ticket, pruning_ratio=ticket.sparsity) if masks else None
