@@ -136,10 +136,9 @@ def load_weights(path: Path, ticket: Path | None = None) -> Any:
 
 
 def seal_archive(data: bytearray) -> None:
-    comment = data.rfind(b"lightning_axosparse crc32 ")
-    if comment > 1:
-        summed = bytes(data[: comment - 2]) + b"\0\0"
-        data[comment:] = b"lightning_axosparse crc32 %08x" % crc32(summed)
+    """As torch writes it without checksums."""
+    for entry in re.finditer(rb"PK\x01\x02", bytes(data)):
+        data[entry.start() + 16 : entry.start() + 20] = bytes(len(data[entry.start() + 16 :][:4]))
 
 
 def seal_safetensors(data: bytearray) -> None:
