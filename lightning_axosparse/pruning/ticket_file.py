@@ -81,7 +81,6 @@ class TicketFile:
 
     @classmethod
     def _from_record(cls, fields: dict[str, Any]) -> Self:
-        """Return the ticket with the fields that :meth:`_record` returned."""
         return cls(**{**fields, "masks": MaskBits.from_state_dict(fields["masks"])})
 
     @classmethod

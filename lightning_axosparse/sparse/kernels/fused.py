@@ -44,7 +44,6 @@ def compress(
 
 @triton.jit
 def _densify_bits(values, dense, starts, first, numel, bits, block, CHUNK: tl.constexpr):
-    """Write to each entry of the block the next kept value if its bit is set, else zero."""
     program = tl.program_id(0).to(tl.int64)
     start = program * block
     end = tl.minimum(start + block, numel)
@@ -60,7 +59,6 @@ def _densify_bits(values, dense, starts, first, numel, bits, block, CHUNK: tl.co
 
 @triton.jit
 def _compress_bits(values, dense, starts, first, numel, bits, block, CHUNK: tl.constexpr):
-    """Read the entries of the block whose bits are set."""
     program = tl.program_id(0).to(tl.int64)
     start = program * block
     end = tl.minimum(start + block, numel)

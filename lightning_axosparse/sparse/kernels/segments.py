@@ -154,7 +154,6 @@ def _add_rows(
 
 @compiled
 def _first_entry(row: int, counts: Any, starts: Any, in_block: int, segments: int) -> Any:
-    """Return the kept entries before a row."""
     first = row // in_block * in_block
     entry = np.int64(starts[row // in_block])
     for segment in range(first * segments, row * segments):
