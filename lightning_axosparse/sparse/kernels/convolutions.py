@@ -31,7 +31,6 @@ from lightning_axosparse.sparse.kernels.vectors import (
     item,
     lanes_of,
     load,
-    load_some,
     multiply_add,
     store,
     zeros,
@@ -174,8 +173,10 @@ def correlate(
             position += _correlate(zeros(256), *part)
         elif left >= 64:
             position += _correlate(zeros(64), *part)
+        elif left >= 16:
+            position += _correlate(zeros(16), *part)
         else:
-            position += _correlate_some(zeros(16), min(left, 16), *part)
+            position += _correlate_rest(left, *part)
 
 
 @compiled
@@ -198,8 +199,7 @@ def _correlate(
 
 
 @compiled
-def _correlate_some(
-    zero: Any,
+def _correlate_rest(
     number: int,
     position: int,
     source: Any,
@@ -209,11 +209,13 @@ def _correlate_some(
     gradient: tuple[Any, int, int],
     products: Any,
 ) -> int:
-    """Do what :func:`_correlate` does for fewer positions than there are lanes."""
+    """Do what :func:`_correlate` does for a number of positions that fills no vector."""
     for row in range(rows[0], rows[1]):
-        at = row * gradient[1] + gradient[2] + position
-        factor = load_some(zero, gradient[0], at, number)
+        first = row * gradient[1] + gradient[2] + position
         for k in range(item(begins, row), item(begins, row + 1)):
-            numbers = load_some(zero, source, np.intp(item(places, k)) + position, number)
-            products[k] += dot(factor, numbers)
-    return int(lanes_of(zero))
+            place = np.intp(item(places, k)) + position
+            total = np.float32(0)
+            for at in range(number):
+                total += item(gradient[0], first + at) * item(source, place + at)
+            products[k] += total
+    return number
