@@ -122,6 +122,10 @@ class FolderWriter:
         return write
 
 
+class _NotWritten(Exception):
+    """A stage could not write its part, so the folder is removed."""
+
+
 @dataclass(frozen=True)
 class _Write:
     """One folder that is being written.
@@ -163,7 +167,7 @@ class _Write:
         try:
             with self.place:
                 if found := [error for error in errors if error is not None]:
-                    raise OSError("; ".join(found))
+                    raise _NotWritten("; ".join(found))
         except Exception as error:
             self.in_place.set_result(without_link(error))
         else:
