@@ -11,7 +11,6 @@ from lightning_axosparse.callbacks.early_bird import EarlyBirdTicket
 from lightning_axosparse.callbacks.early_bird_channels import EarlyBirdChannels
 from lightning_axosparse.callbacks.learning_rate_factor import LearningRateFactor
 from lightning_axosparse.callbacks.timeline import PipelineTimeline
-from lightning_axosparse.checkpoint.compact_io import CompactCheckpointIO
 from lightning_axosparse.checkpoint.load import load_sparse
 from lightning_axosparse.checkpoint.safetensors import save_safetensors
 from lightning_axosparse.pruning import ChannelTicket, Ticket
@@ -25,7 +24,6 @@ __version__ = "0.1.0"
 __all__ = [
     "AxoSparseStrategy",
     "ChannelTicket",
-    "CompactCheckpointIO",
     "CorruptFileError",
     "EarlyBirdChannels",
     "EarlyBirdTicket",

@@ -8,7 +8,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_axosparse.checkpoint.sparse_encoding import EncodedTensor
+from lightning_axosparse.checkpoint.sparse_encoding import encoded
 from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.examples.text import TextDataModule
 from lightning_axosparse.pruning.mask_rule import MaskRule
@@ -48,11 +48,11 @@ def row(weights: dict[str, Tensor], masks: dict[str, Tensor]) -> list[float]:
     kept = least = places = packed = 0.0
     for name, mask in masks.items():
         values = weights[name][mask]
-        part = EncodedTensor.encode(values, mask)
+        index, code = encoded(values, mask)
         kept += values.nbytes
         least += entropy(mask)
-        places += part.index.numel()
-        packed += part.index.numel() + part.values.numel()
+        places += index.numel()
+        packed += index.numel() + code.numel()
     return [1 + least / kept, 1 + places / kept, packed / kept]
 
 

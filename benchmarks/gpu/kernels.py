@@ -52,7 +52,7 @@ def rows(
     dense = torch.randn(size, size, device=device).to(dtype)
     mask = torch.rand(size, size, device=device) >= ratio
     layouts = {name: layout_of(mask, name) for name in FORMATS}
-    values = layouts["coo"].compress(dense)
+    values = layouts["bitmap"].compress(dense)
     made = torch.empty_like(dense)
     time = partial(median_seconds, trials=trials, device=device, repeats=10)
     zeros = time({"zeros": made.zero_})["zeros"]

@@ -47,7 +47,7 @@ def main() -> None:
     for ratio in (0.5, 0.8, 0.9, 0.95):
         mask = torch.rand(options.size, options.size) > ratio
         layouts = {name: layout_of(mask, name) for name in FORMATS}
-        first = layouts["coo"]
+        first = layouts["segments"]
         values = torch.randn(first.nnz)
         tile = torch.empty(max(part.numel for part in first.tiles))
         made, read = (

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from math import prod
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 from fsspec.core import url_to_fs
 from fsspec.utils import get_protocol
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from torch import nn
-from torch.nn.parameter import is_lazy
 
-from lightning_axosparse.checkpoint.folder import manifest, sharded
+from lightning_axosparse.checkpoint.folder import sharded
 from lightning_axosparse.checkpoint.mapped_file import load_mapped
-from lightning_axosparse.sparse.module.parameters import owned_parameters
 from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
 from lightning_axosparse.support.files import archive
 from lightning_axosparse.support.files.atomic_file import clear_partials
-from lightning_axosparse.support.files.deferred_tensor import DeferredTensor, all_made
-from lightning_axosparse.support.torch_internals import tree_leaves
+from lightning_axosparse.support.files.deferred_tensor import all_made
 
 _ENTRIES = {
     "state_dict": dict,
@@ -72,8 +66,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return super().load_checkpoint(path, map_location, weights_only)
         self.verify(local)
         if local.is_dir():
-            whole: dict[str, Any] = all_made(self.load_deferred(local, weights_only))
-            return whole
+            return self.load_mapped(local, weights_only)
         with reading(local):
             return super().load_checkpoint(local, map_location, weights_only)
 
@@ -81,33 +74,29 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Read a file once, a block at a time, and check that it is as it was written.
 
         Args:
-            path: the file, or the folder; of one without a manifest the table is checked.
+            path: the file, or the folder.
 
         Raises:
             CorruptFileError: if it is not.
         """
         if path.is_dir():
-            manifest.verify(path)
-            path = sharded.table(path)
-            if not path.exists():  # of torch alone
-                return
-        archive.check(path)
+            with reading(path):
+                sharded.verify(path)
+        else:
+            archive.check(path)
 
-    def load_deferred(self, path: Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a verified checkpoint, with deferred tensors for weights and optimizer state.
+    def load_mapped(self, path: Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a verified checkpoint, with weights and optimizer state mapped into memory.
 
         Args:
             path: the file or folder.
             weights_only: as for ``torch.load``.
         """
-        if path.is_dir():
-            contents, table = {"pytorch-lightning_version": L.__version__}, sharded.table(path)
-            if table.exists():
-                with reading(path):
-                    contents = super().load_checkpoint(table, weights_only=weights_only)
-            return sharded.deferred(contents, path)
         with reading(path):
-            return load_mapped(path, weights_only)
+            if path.is_dir():
+                return sharded.load(path, weights_only)
+            whole: dict[str, Any] = load_mapped(path, weights_only)
+            return whole
 
 
 def clear_unfinished_checkpoints(trainer: Trainer) -> None:
@@ -123,14 +112,12 @@ def clear_unfinished_checkpoints(trainer: Trainer) -> None:
             clear_partials(local)
 
 
-def validated(checkpoint: Any, path: Path, module: nn.Module) -> dict[str, Any]:
+def validated(checkpoint: Any, path: Path) -> dict[str, Any]:
     """Return what a file holds, if it has the form of a Lightning checkpoint.
 
     Args:
-        checkpoint: the content; its tensors may be deferred.
+        checkpoint: the content.
         path: of the file or folder, for the error message.
-        module: into which it will be loaded. What is encoded in few bytes may declare any shape, so
-            it must not be larger than the largest weight, or an optimizer's state of it.
 
     Raises:
         CorruptFileError: if it has not.
@@ -145,20 +132,7 @@ def validated(checkpoint: Any, path: Path, module: nn.Module) -> dict[str, Any]:
             if not (isinstance(value, kind) or is_empty):
                 found = type(value).__name__
                 raise CorruptFileError(f"its `{name}` is a {found}, not a {kind.__name__}")
-        most = _most_entries(module)
-        for leaf in tree_leaves(checkpoint):
-            if isinstance(leaf, DeferredTensor) and leaf.stored and leaf.numel() > most:
-                raise CorruptFileError(f"it has a tensor of shape {tuple(leaf.shape)}")
     return checkpoint
-
-
-def _most_entries(module: nn.Module) -> float:
-    """The entries of the largest tensor, or of an optimizer's square matrix for one side of it."""
-    if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
-        return float("inf")
-    shapes = [each.shape for each in owned_parameters(module)]
-    shapes += [buffer.shape for buffer in module.buffers()]
-    return max((max(prod(s), *(side * side for side in s)) for s in shapes if s), default=1)
 
 
 def local_path(path: Any) -> Path | None:

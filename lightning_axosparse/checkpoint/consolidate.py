@@ -42,7 +42,7 @@ def consolidate(
     target = source.with_name(f"{source.name}.consolidated") if file is None else Path(file)
     files = AtomicCheckpointIO()
     files.verify(source)
-    files.save_checkpoint(files.load_deferred(source, weights_only), target)
+    files.save_checkpoint(files.load_mapped(source, weights_only), target)
     return target
 
 

@@ -17,7 +17,7 @@ from lightning_axosparse.sparse.module.optimizer_state import compress_state, wi
 from lightning_axosparse.sparse.module.parameters import OwnedParameter, owned_parameters
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.weight import SparseWeight
-from lightning_axosparse.support.files.deferred_tensor import DeferredTensor, all_made
+from lightning_axosparse.support.files.deferred_tensor import DeferredTensor
 from lightning_axosparse.support.torch_internals import (
     path_name,
     tree_leaves_with_path,
@@ -80,11 +80,7 @@ def gather_remote_tensors(checkpoint: dict[str, Any], tensors: StageTensors) -> 
 
 def local_model_state(state: Mapping[str, Any], split: Sharding, stages: range) -> dict[str, Any]:
     """Return the part of a whole module's state that these stages hold."""
-    return {
-        key: all_made(value)
-        for key, value in state.items()
-        if split.stage_of(key) in (None, *stages)
-    }
+    return {key: value for key, value in state.items() if split.stage_of(key) in (None, *stages)}
 
 
 def gather_optimizer_state(
@@ -168,34 +164,23 @@ def local_optimizer_state(
 
 def _own(value: Any, layout: Layout | None) -> Any:
     """A value of optimizer state with memory of its own, not that of a mapped file."""
-    made = all_made(value)
     if layout is None:
-        return tree_map_only(Tensor, Tensor.clone, made)
-    return compress_state({"": made}, layout)[""]
+        return tree_map_only(Tensor, Tensor.clone, value)
+    return compress_state({"": value}, layout)[""]
 
 
 def _deferred(name: str, value: Any, layout: Layout | None = None) -> Any:
-    """A tensor of this stage as checkpoints hold it: dense and on CPU once it is made.
-
-    Args:
-        name: of the tensor in the checkpoint.
-        value: of the state; what is no tensor stays as it is.
-        layout: of the kept entries that ``value`` may consist of.
-    """
+    """A tensor of this stage as checkpoints hold it, dense; ``layout`` is of the entries it has."""
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, SparseWeight):
-        return DeferredTensor(name, value.shape, value.dtype, partial(_dense, value), value.kept)
+        make = partial(_densified, value.entries, value.dtype)
+        return DeferredTensor(name, value.shape, value.dtype, make, value.kept)
     if layout is not None and value.shape == (layout.nnz,):
-        make = partial(_densified, layout)
+        make = partial(_densified, layout, value.dtype)
         return DeferredTensor(name, layout.shape, value.dtype, make, value)
     return DeferredTensor(name, value.shape, value.dtype, Tensor.detach, value)
 
 
-@torch.no_grad()
-def _dense(weight: SparseWeight, kept: Tensor) -> Tensor:
-    return SparseWeight(kept, weight.entries.to(kept.device), weight).dense()
-
-
-def _densified(layout: Layout, kept: Tensor) -> Tensor:
-    return layout.to(kept.device).densify(kept.detach())
+def _densified(layout: Layout, dtype: torch.dtype, kept: Tensor) -> Tensor:
+    return layout.to(kept.device).densify(kept.detach().to(dtype))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_axosparse.checkpoint.safetensors import SafetensorsState
-from lightning_axosparse.checkpoint.sparse_encoding import EncodedTensor
 from lightning_axosparse.pruning.bitmask import MaskBits
+from lightning_axosparse.pruning.prunable import few
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.sparse.module.convert import load_loops_of, renew_reducers
 from lightning_axosparse.sparse.module.parameters import (
@@ -82,7 +82,7 @@ def load_sparse(
         ValueError: for an argument of another type, if the file holds no weights, there is no
             ticket, or for names or shapes that do not fit.
     """
-    state = _state_in(source)
+    state, saved = _state_in(source)
     if isinstance(ticket, str | os.PathLike):
         ticket = Ticket.load(ticket)
 
@@ -92,7 +92,9 @@ def load_sparse(
     owned = [entry for entry in owned_parameters(module) if not all(map(skipped, entry.names))]
     _validate_names(module, owned, state, skipped)
     _validate_shapes(module, state, skipped)
-    ticket = ticket or _ticket_in(state, skipped)
+    ticket = ticket or saved
+    if ticket is None and isinstance(state, SafetensorsState):
+        ticket = _ticket_of(state, skipped)
     if ticket is None:
         raise ValueError(
             "There is no ticket in the file, so nothing tells which weights to keep. Pass `ticket=`"
@@ -112,16 +114,7 @@ def _load_kept(
 ) -> list[str]:
     """Load a module's state, in place, and store the masked parameters sparse.
 
-    At most one masked parameter is dense at a time: each is read, compressed to its kept entries
-    and freed. Parameters on the meta device are moved to CPU.
-
-    Args:
-        module: the model; a parameter that is stored sparse already gets the mask given here.
-        owned: its parameters to load.
-        state: name -> tensor of the module's shape, as in ``module.state_dict()``; preferably one
-            that reads on access.
-        masks: parameter name -> bool tensor of its shape, True where an entry is kept.
-        skipped: of the names to leave as they are.
+    At most one masked parameter is dense at a time. Those on the meta device are moved to CPU.
 
     Returns:
         The masked names that are stored sparse now.
@@ -132,7 +125,8 @@ def _load_kept(
         masked = next((name for name in entry.names if name in masks), None)
         validate_made(entry.names[0], entry.parameter)
         if masked is None:
-            _allocate(entry)
+            if entry.parameter.is_meta:
+                _replace_parameter(entry, torch.empty_like(entry.parameter, device="cpu"))
         else:
             in_file = next(name for name in entry.names if name in state)
             _store_sparse(entry, state[in_file], masks[masked])
@@ -165,12 +159,6 @@ def _kept(tensor: Tensor, layout: Layout) -> Tensor:
     if isinstance(tensor, SparseWeight) and tensor.entries.same_entries(layout):
         return tensor.kept_values().clone()
     return layout.compress(tensor)
-
-
-def _allocate(entry: OwnedParameter) -> None:
-    """Allocate a dense parameter that is on the meta device on CPU."""
-    if entry.parameter.is_meta:
-        _replace_parameter(entry, torch.empty_like(entry.parameter, device="cpu"))
 
 
 def _replace_parameter(entry: OwnedParameter, values: Tensor) -> None:
@@ -207,7 +195,9 @@ def _validate_names(
             if tensor.is_meta and (name not in expected or skipped(name))
         ],
     }
-    messages = [f"{what} {_first_names(names)}." for what, names in problems.items() if names]
+    messages = [
+        f"{what} {few(list(map(repr, names)))}." for what, names in problems.items() if names
+    ]
     if messages:
         raise ValueError(
             " ".join(messages)
@@ -216,14 +206,16 @@ def _validate_names(
         )
 
 
-def _validate_shapes(
-    module: nn.Module, state: SafetensorsState | _CheckpointState, skipped: Skipped
-) -> None:
+def _validate_shapes(module: nn.Module, state: Mapping[str, Tensor], skipped: Skipped) -> None:
     """Check that the tensors in the file have the shapes of those in the module.
 
     It comes before any is made, as what a file declares may be larger than the memory.
     """
-    shapes = state.shapes
+    shapes = (
+        state.shapes
+        if isinstance(state, SafetensorsState)
+        else {name: value.shape for name, value in state.items() if isinstance(value, Tensor)}
+    )
     expected = {
         name: tensor.shape
         for name, tensor in module.state_dict(keep_vars=True).items()
@@ -252,88 +244,32 @@ def _validate_masks(owned: Sequence[OwnedParameter], masks: Mapping[str, Tensor]
                 )
 
 
-def _first_names(names: Sequence[str]) -> str:
-    """Return up to five of ``names``, and how many more there are."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(f"'{name}'" for name in names[:5]) + more
-
-
-class _CheckpointState(Mapping[str, Tensor]):
-    """A state dict whose encoded tensors are decoded on access.
-
-    Args:
-        contents: a checkpoint, or a state dict: name -> tensor or its record.
-
-    Attributes:
-        ticket: the ticket that an EarlyBirdTicket saved in the checkpoint, or None.
-
-    Raises:
-        CorruptFileError: if a record or the ticket has changed.
-    """
-
-    def __init__(self, contents: Mapping[str, Any]) -> None:
-        self._state = {
-            name: EncodedTensor.from_record(value) if EncodedTensor.is_record(value) else value
-            for name, value in contents.get("state_dict", contents).items()
-        }
-        self.ticket = Ticket.in_checkpoint(contents)
-
-    @property
-    def shapes(self) -> dict[str, torch.Size]:
-        """The dense shape of each tensor."""
-        return {
-            name: value.shape
-            for name, value in self._state.items()
-            if isinstance(value, EncodedTensor | Tensor)
-        }
-
-    def __getitem__(self, name: str) -> Tensor:
-        value = self._state[name]
-        return value.decode() if isinstance(value, EncodedTensor) else value
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._state
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._state)
-
-    def __len__(self) -> int:
-        return len(self._state)
-
-
 def _state_in(
     source: str | os.PathLike[str] | Mapping[str, Any],
-) -> SafetensorsState | _CheckpointState:
-    """Return the weights in ``source`` after verifying their checksums, if there are any."""
-    if isinstance(source, Mapping):
-        return _CheckpointState(source)
-    path = Path(source)
-    if not path.is_file():
-        raise FileNotFoundError(f"There is no file '{path}'." + see("files"))
-    if path.suffix == ".safetensors":
-        return SafetensorsState(path)
-    archive.check(path)
-    with reading(path):
-        contents = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    if not isinstance(contents, Mapping):
-        raise ValueError(
-            f"'{path}' holds a {type(contents).__name__}, not weights by their names."
-            + see("checkpoints")
-        )
-    with reading(path):
-        return _CheckpointState(contents)
+) -> tuple[Mapping[str, Tensor], Ticket | None]:
+    """Return the weights in ``source``, which has not changed, and a callback's ticket in it."""
+    if not isinstance(source, Mapping):
+        path = Path(source)
+        if not path.is_file():
+            raise FileNotFoundError(f"There is no file '{path}'." + see("files"))
+        if path.suffix == ".safetensors":
+            return SafetensorsState(path), None
+        archive.check(path)
+        with reading(path):
+            source = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        if not isinstance(source, Mapping):
+            raise ValueError(
+                f"'{path}' holds a {type(source).__name__}, not weights by their names."
+                + see("checkpoints")
+            )
+        with reading(path):
+            return source.get("state_dict", source), Ticket.in_checkpoint(source)
+    return source.get("state_dict", source), Ticket.in_checkpoint(source)
 
 
-def _ticket_in(state: SafetensorsState | _CheckpointState, skipped: Skipped) -> Ticket | None:
-    """Return the ticket in a checkpoint, or one of the masks of a sparse safetensors file."""
-    if isinstance(state, _CheckpointState):
-        return state.ticket
+def _ticket_of(state: SafetensorsState, skipped: Skipped) -> Ticket | None:
+    """Return the ticket of the masks of a sparse safetensors file."""
     names = (name for name in state.sparse if not skipped(name))
-    masks = [MaskBits({name: state.encoded(name).mask()}) for name in names]
-    return _with_ratio(MaskBits.merged(masks)) if masks else None
-
-
-def _with_ratio(masks: MaskBits) -> Ticket:
-    """Return a ticket of ``masks`` whose pruning ratio is the sparsity of the masks."""
+    masks = MaskBits.merged(MaskBits({name: state.mask(name)}) for name in names)
     ticket = Ticket(masks, pruning_ratio=0.0)
-    return replace(ticket, pruning_ratio=ticket.sparsity)
+    return replace(ticket, pruning_ratio=ticket.sparsity) if masks else None

@@ -13,12 +13,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from lightning_axosparse.checkpoint.sparse_encoding import EncodedTensor
+from lightning_axosparse.checkpoint.sparse_encoding import decoded, decoded_mask, encoded
 from lightning_axosparse.sparse.store.weight import SparseWeight
 from lightning_axosparse.support.arguments import BOOL, MODULE, PATH, checked
 from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
+from lightning_axosparse.support.files import archive
 from lightning_axosparse.support.files.atomic_file import replacing
-from lightning_axosparse.support.files.checksum import of_file
 from lightning_axosparse.support.files.stored_shape import stored_shape
 from lightning_axosparse.support.troubleshooting import see
 
@@ -49,6 +49,7 @@ _CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _CODES}
 
 
 @checked(ValueError, module=MODULE, path=PATH, sparse=BOOL)
@@ -80,10 +81,10 @@ def save_safetensors(module: nn.Module, path: str | Path, sparse: bool = True) -
         if first != name:
             metadata[name] = first  # tied: as safetensors.torch.save_model notes it
         elif sparse and isinstance(value, SparseWeight):
-            encoded = EncodedTensor.encode(value.kept_values(), value.entries.mask())
-            tensors[f"{name}.index"], tensors[f"{name}.values"] = encoded.index, encoded.values
-            dtype = str(encoded.dtype).removeprefix("torch.")
-            described[name] = {"shape": list(encoded.shape), "dtype": dtype}
+            index, values = encoded(value.kept_values(), value.entries.mask())
+            tensors[f"{name}.index"], tensors[f"{name}.values"] = index, values
+            dtype = str(value.dtype).removeprefix("torch.")
+            described[name] = {"shape": list(value.shape), "dtype": dtype}
         else:
             tensors[name] = value.detach()
     if described:
@@ -112,7 +113,7 @@ class SafetensorsState(Mapping[str, Tensor]):
             self._file = safe_open(path, framework="pt")
             metadata = dict(self._file.metadata() or {})
             self._described = {
-                name: (stored_shape(said["shape"], repr(name)), getattr(torch, said["dtype"]))
+                name: (stored_shape(said["shape"], repr(name)), _DTYPES[said["dtype"]])
                 for name, said in json.loads(metadata.pop(_KEY, "{}")).items()
             }
             parts = {f"{name}.{part}" for name in self._described for part in ("index", "values")}
@@ -135,21 +136,17 @@ class SafetensorsState(Mapping[str, Tensor]):
             return self._described[first][0]
         return torch.Size(self._file.get_slice(first).get_shape())
 
-    def encoded(self, name: str) -> EncodedTensor:
-        """Return one of the ``sparse`` tensors as it is in the file."""
+    def mask(self, name: str) -> Tensor:
+        """Return the mask of one of the ``sparse`` tensors."""
         with reading(self._path):
-            return EncodedTensor(
-                *self._described[name],
-                self._file.get_tensor(f"{name}.index"),
-                self._file.get_tensor(f"{name}.values"),
-            )
+            return decoded_mask(self._file.get_tensor(f"{name}.index"), self._shape(name))
 
     def __getitem__(self, name: str) -> Tensor:
         first = self._first[name]
         if first in self._described:
-            encoded = self.encoded(first)
+            mask, (_, dtype) = self.mask(first), self._described[first]
             with reading(self._path):
-                return encoded.decode()
+                return decoded(self._file.get_tensor(f"{first}.values"), mask, dtype)
         tensor: Tensor = self._file.get_tensor(first)
         return tensor
 
@@ -217,5 +214,5 @@ def _check(path: str | Path) -> None:
         if found is None:
             raise CorruptFileError("its checksum is missing, as in files of older versions")
         unsummed = head[: found.start(1)] + _UNSUMMED.encode() + head[found.end(1) :]
-        if found[1] != b"%08x" % of_file(file, crc32(unsummed)):
+        if found[1] != b"%08x" % archive.checksum(file, crc32(unsummed)):
             raise CorruptFileError("its checksum does not match its content")

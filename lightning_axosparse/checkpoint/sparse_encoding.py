@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,120 +19,65 @@ from torch import Tensor
 from lightning_axosparse.sparse.store.formats import layout_of
 from lightning_axosparse.sparse.store.weight import SparseWeight
 from lightning_axosparse.support.corrupt_file import CorruptFileError
-from lightning_axosparse.support.files.checksum import verified, with_checksum
-from lightning_axosparse.support.files.stored_shape import stored_shape
 
 _ESCAPE = 255
 """A byte of distance that means this many pruned entries and no kept entry after them."""
 
-_KIND = "lightning_axosparse.Packed/"  # the class's former name, which files have
-_FORMAT = f"{_KIND}2"
+
+def encoded(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Encode kept entries.
+
+    Args:
+        values: kept entries in the order of the flattened tensor, shape ``(nnz,)``.
+        mask: bool, of the dense tensor's shape, True where an entry is kept.
+
+    Returns:
+        The positions and the values, as rows of bytes.
+    """
+    # Little-endian, as in the file: the last plane has the signs and exponents.
+    rows = values.detach().cpu().contiguous().view(torch.uint8).numpy()
+    planes = rows.reshape(-1, values.dtype.itemsize).T
+    return _deflate([_distances(mask)]), _deflate([plane.copy() for plane in planes])
 
 
-@dataclass(frozen=True)
-class EncodedTensor:
-    """One tensor with its kept entries and their positions encoded.
+def decoded_mask(index: Tensor, shape: torch.Size) -> Tensor:
+    """Return a bool tensor of the dense ``shape``, True where an entry is kept; on CPU.
 
-    Attributes:
-        shape: shape of the dense tensor.
-        dtype: its dtype.
-        index: the encoded positions of the kept entries; uint8, 1-D.
-        values: the encoded kept entries; uint8, 1-D.
+    Args:
+        index: the encoded positions.
+        shape: of the dense tensor.
 
     Raises:
-        CorruptFileError: for fields of other types.
+        CorruptFileError: if a position is outside of the tensor.
     """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    index: Tensor
-    values: Tensor
-
-    def __post_init__(self) -> None:
-        stored_shape(self.shape, "an encoded tensor")
-        if not isinstance(self.dtype, torch.dtype):
-            raise CorruptFileError(f"{self.dtype!r} is no dtype of an encoded tensor")
-        for name, code in (("index", self.index), ("values", self.values)):
-            if not isinstance(code, Tensor) or code.dtype != torch.uint8 or code.dim() != 1:
-                raise CorruptFileError(f"the {name} of an encoded tensor is not a row of bytes")
-
-    @classmethod
-    def encode(cls, values: Tensor, mask: Tensor) -> EncodedTensor:
-        """Encode kept entries.
-
-        Args:
-            values: kept entries in the order of the flattened tensor, shape ``(nnz,)``.
-            mask: bool, of the dense tensor's shape, True where an entry is kept.
-        """
-        # Little-endian, as in the file: the last plane has the signs and exponents.
-        rows = values.detach().cpu().contiguous().view(torch.uint8).numpy()
-        planes = rows.reshape(-1, values.dtype.itemsize).T
-        index, code = _deflate([_distances(mask)]), _deflate([plane.copy() for plane in planes])
-        return cls(mask.shape, values.dtype, index, code)
-
-    @classmethod
-    def encode_nonzeros(cls, dense: Tensor) -> EncodedTensor:
-        """Encode the entries of ``dense`` whose bits are not all zero: without loss."""
-        mask = dense.view(_BITS[dense.dtype.itemsize]) != 0
-        return cls.encode(dense[mask], mask)
-
-    def mask(self) -> Tensor:
-        """Return a bool tensor of the dense shape, True where an entry is kept; on CPU.
-
-        Raises:
-            CorruptFileError: if a position is outside of the tensor.
-        """
-        entries = self.shape.numel()
-        steps = np.frombuffer(_inflate(self.index, entries), np.uint8)
-        ends = steps != _ESCAPE
-        kept = np.cumsum(steps, dtype=np.int64)[ends] + np.arange(int(ends.sum()))
-        if kept.size and kept[-1] >= entries:
-            raise CorruptFileError("an encoded tensor keeps entries that its shape does not have")
-        mask = np.zeros(entries, dtype=np.bool_)
-        mask[kept] = True
-        return torch.from_numpy(mask).view(self.shape)
-
-    def decode(self) -> SparseWeight:
-        """Return the tensor, with the dense shape and storing only its kept entries; on CPU.
-
-        Raises:
-            CorruptFileError: if there are fewer values than positions.
-        """
-        mask = self.mask()
-        size = int(mask.count_nonzero()) * self.dtype.itemsize
-        planes = np.frombuffer(_inflate(self.values, size), np.uint8)
-        if planes.size != size:
-            raise CorruptFileError("an encoded tensor has fewer values than positions")
-        rows = planes.reshape(self.dtype.itemsize, -1).T.copy()
-        return SparseWeight(torch.from_numpy(rows).view(-1).view(self.dtype), layout_of(mask))
-
-    def record(self) -> dict[str, Any]:
-        """Return plain containers and uint8 tensors, for ``torch.load(weights_only=True)``."""
-        return with_checksum({"format": _FORMAT, **vars(self), "shape": list(self.shape)})
-
-    @staticmethod
-    def is_record(value: Any) -> bool:
-        """Return whether ``value`` came from :meth:`record`, of this version or another."""
-        return isinstance(value, dict) and str(value.get("format")).startswith(_KIND)
-
-    @classmethod
-    def from_record(cls, record: dict[str, Any]) -> EncodedTensor:
-        """Return the tensor that :meth:`record` described.
-
-        Raises:
-            CorruptFileError: if it has changed, or is of another version.
-        """
-        if record["format"] != _FORMAT:
-            raise CorruptFileError(
-                f"a tensor is encoded as {record['format']}, but this version of "
-                f"lightning_axosparse reads {_FORMAT}"
-            )
-        fields = verified(record, "an encoded tensor")
-        shape = stored_shape(fields["shape"], "an encoded tensor")
-        return cls(shape, fields["dtype"], fields["index"], fields["values"])
+    entries = shape.numel()
+    steps = np.frombuffer(_inflate(index, entries), np.uint8)
+    ends = steps != _ESCAPE
+    kept = np.cumsum(steps, dtype=np.int64)[ends] + np.arange(int(ends.sum()))
+    if kept.size and kept[-1] >= entries:
+        raise CorruptFileError("an encoded tensor keeps entries that its shape does not have")
+    mask = np.zeros(entries, dtype=np.bool_)
+    mask[kept] = True
+    return torch.from_numpy(mask).view(shape)
 
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+def decoded(values: Tensor, mask: Tensor, dtype: torch.dtype) -> SparseWeight:
+    """Return a tensor with the dense shape that stores only its kept entries; on CPU.
+
+    Args:
+        values: the encoded kept entries.
+        mask: of :func:`decoded_mask`.
+        dtype: of the entries.
+
+    Raises:
+        CorruptFileError: if there are fewer values than positions.
+    """
+    size = int(mask.count_nonzero()) * dtype.itemsize
+    planes = np.frombuffer(_inflate(values, size), np.uint8)
+    if planes.size != size:
+        raise CorruptFileError("an encoded tensor has fewer values than positions")
+    rows = planes.reshape(dtype.itemsize, -1).T.copy()
+    return SparseWeight(torch.from_numpy(rows).view(-1).view(dtype), layout_of(mask))
 
 
 def _distances(mask: Tensor) -> np.ndarray[Any, Any]:
@@ -161,6 +105,8 @@ def _inflate(code: Tensor, limit: int) -> bytes:
     A byte of distance covers at least one entry, so an index has no more bytes than entries. A
     Huffman code has at least one bit, so nothing becomes more than eight times as large.
     """
+    if code.dtype != torch.uint8 or code.dim() != 1:
+        raise CorruptFileError("what encodes a tensor is not a row of bytes")
     decoder, limit = zlib.decompressobj(), min(limit, 8 * code.numel())
     try:
         content = decoder.decompress(code.numpy().data, limit + 1)  # 0 would set no limit

@@ -122,7 +122,7 @@ def restored(config: DictConfig, source: Path) -> tuple[L.LightningModule, Path 
     files = AtomicCheckpointIO()
     files.verify(source)
     with reading(source):
-        contents = files.load_deferred(source, weights_only=True)
+        contents = files.load_mapped(source, weights_only=True)
     if not isinstance(contents, Mapping) or "state_dict" not in contents:
         raise ValueError(
             f"'{source}' is no Lightning checkpoint: it has no `state_dict`." + see("commands")

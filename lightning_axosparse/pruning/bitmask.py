@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lightning_axosparse.support.arguments import validate_mask
 from lightning_axosparse.support.corrupt_file import CorruptFileError
-from lightning_axosparse.support.files.checksum import verified, with_checksum
 from lightning_axosparse.support.files.stored_shape import stored_shape
 
 
@@ -72,12 +71,8 @@ class MaskBits(Mapping[str, Tensor]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain containers and uint8 tensors, for ``torch.load(weights_only=True)``."""
-        return with_checksum(
-            {
-                "bits": dict(self._bits),
-                "shapes": {name: list(shape) for name, shape in self.shapes.items()},
-            }
-        )
+        shapes = {name: list(shape) for name, shape in self.shapes.items()}
+        return {"bits": dict(self._bits), "shapes": shapes}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> MaskBits:
@@ -86,12 +81,11 @@ class MaskBits(Mapping[str, Tensor]):
         Raises:
             CorruptFileError: if the state is not as it was written.
         """
-        fields = verified(state, "masks")
         masks = cls({})
-        masks._bits = dict(fields["bits"])
+        masks._bits = dict(state["bits"])
         masks.shapes = {
             name: stored_shape(shape, f"the mask of {name!r}")
-            for name, shape in fields["shapes"].items()
+            for name, shape in state["shapes"].items()
         }
         for name, shape in masks.shapes.items():
             bits, size = masks._bits.get(name), -(-shape.numel() // 8)

@@ -54,7 +54,7 @@ class Ticket(TicketFile):
     """
 
     kind: ClassVar[str] = "ticket"
-    form: ClassVar[str] = "lightning_axosparse.Ticket/4"
+    form: ClassVar[str] = "lightning_axosparse.Ticket/5"
     kinds: ClassVar[Mapping[str, Kind]] = {
         "masks": MASKS,
         "pruning_ratio": FRACTION,

@@ -1,4 +1,4 @@
-"""Base class of tickets: saves them with a checksum, and reads them from files and checkpoints."""
+"""Base class of tickets: saves them, and reads them from files and checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from lightning_axosparse.pruning.bitmask import MaskBits
 from lightning_axosparse.support.arguments import PATH, Kind, check, checked
 from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
 from lightning_axosparse.support.files import archive
-from lightning_axosparse.support.files.checksum import verified, with_checksum
 from lightning_axosparse.support.troubleshooting import see
 
 
@@ -54,7 +53,7 @@ class TicketFile:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain containers and uint8 tensors, for ``torch.load(weights_only=True)``."""
-        return with_checksum({"format": self.form, **self._record()})
+        return {"format": self.form, **self._record()}
 
     def _record(self) -> dict[str, Any]:
         """Return the fields, as plain containers."""
@@ -78,13 +77,10 @@ class TicketFile:
                 f"it is a {state['format']}, but this version of lightning_axosparse reads "
                 f"{cls.form}"
             )
-        fields = verified(state, f"the {cls.kind}")
-        del fields["format"]
-        return cls._from_record(fields)
+        return cls._from_record({key: state[key] for key in state if key != "format"})
 
     @classmethod
     def _from_record(cls, fields: dict[str, Any]) -> Self:
-        """Return the ticket with the fields that :meth:`_record` returned."""
         return cls(**{**fields, "masks": MaskBits.from_state_dict(fields["masks"])})
 
     @classmethod

@@ -25,8 +25,7 @@ from lightning_axosparse.pipeline.shard.partition import UnknownOrderError
 from lightning_axosparse.pruning.channels.ticket import ChannelTicket
 from lightning_axosparse.sparse.module.optimizer_state import dense_shapes
 from lightning_axosparse.strategy.checkpoints import load_whole_optimizer
-from lightning_axosparse.strategy.compat.callbacks import weight_averages
-from lightning_axosparse.strategy.compat.hooks import checkpoint_hooks, trainer_of
+from lightning_axosparse.strategy.compat.hooks import trainer_of
 from lightning_axosparse.strategy.compat.loading import files_mapped, reading_files
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.launcher.launcher import MPILauncher
@@ -49,7 +48,6 @@ from lightning_axosparse.strategy.validation import (
     validate_run,
 )
 from lightning_axosparse.support.corrupt_file import restoring
-from lightning_axosparse.support.files.deferred_tensor import all_made
 from lightning_axosparse.support.trace import clock, now
 from lightning_axosparse.support.troubleshooting import see
 
@@ -354,8 +352,8 @@ class PipelineStrategy(MPIStrategy):
     ) -> dict[str, Any]:
         """Read a checkpoint; collective over the job when a run starts.
 
-        Tensors of a local file or folder are deferred then, until a stage needs them, or mapped
-        into memory where a hook reads the checkpoint.
+        Tensors of a local file or folder are mapped into memory then, and read where a stage or a
+        hook uses them.
         """
         files, local = reading_files(self.checkpoint_io), local_path(checkpoint_path)
         if not (self._is_starting and files is not None and local is not None and local.exists()):
@@ -363,13 +361,7 @@ class PipelineStrategy(MPIStrategy):
         if self.local_rank == 0:
             files.verify(local)
         self.barrier()
-        checkpoint = validated(files.load_deferred(local, weights_only), local, self._module)
-        trainer = self._module.trainer
-        is_read = checkpoint_hooks(trainer, "on_load_checkpoint") or weight_averages(trainer)
-        if self._layers.are_divided and not is_read:
-            return checkpoint
-        whole: dict[str, Any] = all_made(checkpoint)
-        return whole
+        return validated(files.load_mapped(local, weights_only), local)
 
     @property
     def _is_starting(self) -> bool:

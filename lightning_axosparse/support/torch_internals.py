@@ -17,8 +17,6 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
-from lightning_axosparse.support.corrupt_file import CorruptFileError
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -85,14 +83,6 @@ def dispatch_mode_is_active() -> bool:
 def version_of(tensor: Tensor) -> int:
     """Return how often ``tensor`` was changed in place; 0 for one made in inference mode."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def checkpoint_offset(tensor: Tensor) -> int:
-    """Return where in its file the storage of a tensor is, after loading it to the meta device."""
-    offset = tensor.untyped_storage()._checkpoint_offset
-    if offset is None:
-        raise CorruptFileError("a tensor was saved without values, from the meta device")
-    return offset
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:

@@ -35,7 +35,7 @@ def test_steps_of_a_small_model(monkeypatch, capsys):
 
 def test_kernels_of_a_small_weight(monkeypatch, capsys):
     rows = table(kernels.main, monkeypatch, capsys, "--trials", "1")
-    assert [row[2] for row in rows] == 4 * ["coo", "segments", "bitmap"]
+    assert [row[2] for row in rows] == 4 * ["segments", "bitmap"]
 
 
 def test_products_of_a_small_weight():

@@ -17,22 +17,19 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_axosparse import (
     AxoSparseStrategy,
-    CompactCheckpointIO,
     EarlyBirdTicket,
     Ticket,
     densify,
     load_sparse,
     save_safetensors,
 )
-from lightning_axosparse.checkpoint.compact_io import compacted, expanded
 from lightning_axosparse.sparse.module.parameters import layouts
 from lightning_axosparse.sparse.store.scratch import scratch
-from lightning_axosparse.support.files.deferred_tensor import all_made
-from tests.parity.cases import EPOCHS, Net, Record, fit, loader, trainer
+from tests.parity.cases import Net, Record, fit, loader, trainer
 from tests.ranks import run_ranks
 from tests.sparse.masking import apply_masks, sparse_and_dense
 
-FORMS = ("checkpoint", "compact", "weights", "sparse safetensors", "dense safetensors")
+FORMS = ("checkpoint", "weights", "sparse safetensors", "dense safetensors")
 
 
 def net() -> Net:
@@ -43,21 +40,17 @@ def net() -> Net:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A model trained to a ticket, in all forms of file."""
     folder = tmp_path_factory.mktemp("saved")
-    files = {name: folder / f"{name}.ckpt" for name in FORMS[:3]}
-    files.update({name: folder / f"{name}.safetensors" for name in FORMS[3:]})
+    files = {name: folder / f"{name}.ckpt" for name in FORMS[:2]}
+    files.update({name: folder / f"{name}.safetensors" for name in FORMS[2:]})
     draw = EarlyBirdTicket(0.6, method="early-bird", every="1 epoch", draw_by="1 epoch")
-    for form in ("compact", "checkpoint"):
-        L.seed_everything(0, verbose=False)
-        draw = EarlyBirdTicket(0.6, method="early-bird", every="1 epoch", draw_by="1 epoch")
-        plugins = [CompactCheckpointIO()] if form == "compact" else []
-        run = trainer(
-            AxoSparseStrategy(),
-            callbacks=[draw, ModelCheckpoint(folder, filename=form)],
-            enable_checkpointing=True,
-            plugins=plugins,
-        )
-        model = net()
-        run.fit(model, loader(1))
+    L.seed_everything(0, verbose=False)
+    run = trainer(
+        AxoSparseStrategy(),
+        callbacks=[draw, ModelCheckpoint(folder, filename="checkpoint")],
+        enable_checkpointing=True,
+    )
+    model = net()
+    run.fit(model, loader(1))
     assert draw.ticket is not None
     torch.save(model.state_dict(), files["weights"])
     load_sparse(model, files["checkpoint"])
@@ -202,50 +195,16 @@ def test_a_fresh_head_stays_dense_and_learns(saved: dict[str, Any], form: str) -
         assert weight[mask].all()
 
 
-def test_a_run_resumes_from_a_compact_checkpoint(saved: dict[str, Any]) -> None:
-    records = []
-    for form, plugins in (("checkpoint", []), ("compact", [CompactCheckpointIO()])):
-        draw = EarlyBirdTicket(0.6)
-        run = trainer(AxoSparseStrategy(), callbacks=[draw], plugins=plugins, max_epochs=EPOCHS + 1)
-        model = net()
-        records.append(fit(run, model, ckpt_path=saved["files"][form], weights_only=False))
-        assert draw.ticket == saved["ticket"]
-    assert records[0].losses == records[1].losses
-    assert records[0].facts == records[1].facts
-    torch.testing.assert_close(records[0].weights, records[1].weights, rtol=0, atol=0)
-
-
 def leaves(value: Any) -> list[Any]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def test_a_compact_checkpoint_is_smaller_and_the_same(saved: dict[str, Any]) -> None:
-    compact = torch.load(saved["files"]["compact"], weights_only=False)
-    plain = torch.load(saved["files"]["checkpoint"], weights_only=False)
-    whole = CompactCheckpointIO().load_checkpoint(saved["files"]["compact"], weights_only=False)
-    assert whole.keys() == plain.keys()
-    for part in ("state_dict", "optimizer_states"):
-        torch.testing.assert_close(whole[part], plain[part], rtol=0, atol=0)
-        sizes = [sum(t.nbytes for t in leaves(state[part])) for state in (compact, plain)]
-        assert sizes[0] < 0.75 * sizes[1]
-
-
 def test_tied_weights_are_in_a_checkpoint_once(saved: dict[str, Any]) -> None:
     names = [f"model.{layer}.weight" for layer in (2, 4)]
-    for form in ("checkpoint", "compact"):
-        state = torch.load(saved["files"][form], weights_only=False)["state_dict"]
-        one, other = (
-            {leaf.untyped_storage().data_ptr() for leaf in leaves(state[name])} for name in names
-        )
-        assert one == other
-        assert list(state) == list(saved["model"].state_dict())
-
-
-def test_a_compact_checkpoint_may_hold_tied_weights_twice(saved: dict[str, Any]) -> None:
-    dense = CompactCheckpointIO().load_checkpoint(saved["files"]["compact"], weights_only=False)
-    twice = {name: tensor.clone() for name, tensor in dense["state_dict"].items()}
-    made = all_made(expanded(compacted(twice)))
-    torch.testing.assert_close(made, dense["state_dict"], rtol=0, atol=0)
+    state = torch.load(saved["files"]["checkpoint"], weights_only=False)["state_dict"]
+    one, other = (state[name].untyped_storage().data_ptr() for name in names)
+    assert one == other
+    assert list(state) == list(saved["model"].state_dict())
 
 
 class Counted(TorchDispatchMode):
@@ -269,7 +228,7 @@ class Counted(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("form", ["weights", "compact", "sparse safetensors"])
+@pytest.mark.parametrize("form", ["weights", "sparse safetensors"])
 def test_the_dense_weights_are_never_there_together(tmp_path: Path, form: str) -> None:
     layers, width = 48, 128
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
@@ -278,8 +237,6 @@ def test_the_dense_weights_are_never_there_together(tmp_path: Path, form: str) -
     path = tmp_path / ("model.safetensors" if "safetensors" in form else "model.ckpt")
     if form == "weights":
         torch.save(dense.state_dict(), path)
-    elif form == "compact":
-        CompactCheckpointIO().save_checkpoint({"state_dict": dense.state_dict()}, path)
     else:
         save_safetensors(sparse, path)
     with torch.device("meta"):

@@ -26,17 +26,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from lightning_axosparse import (
-    CompactCheckpointIO,
     CorruptFileError,
     Ticket,
     load_sparse,
     save_safetensors,
 )
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, validated
-from lightning_axosparse.checkpoint.folder import manifest
 from lightning_axosparse.checkpoint.folder.stage_tensors import StageTensors
 from lightning_axosparse.checkpoint.folder.writer import FolderWriter
-from lightning_axosparse.support.files.deferred_tensor import DeferredTensor, all_made
+from lightning_axosparse.support.files.deferred_tensor import DeferredTensor
 from tests.sparse.masking import apply_masks
 from tests.support.test_corrupt_file import EDITS
 
@@ -92,17 +90,15 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
         "hyper_parameters": {"width": 24, "name": "net"},
     }
     AtomicCheckpointIO().save_checkpoint(checkpoint, folder / "plain.ckpt")
-    CompactCheckpointIO().save_checkpoint(checkpoint, folder / "compact.ckpt")
     write_folder(checkpoint, folder / "folder.ckpt")
     sparse = model()
-    load_sparse(sparse, folder / "compact.ckpt")
+    load_sparse(sparse, folder / "plain.ckpt")
     save_safetensors(sparse, folder / "sparse.safetensors")
     save_safetensors(dense, folder / "dense.safetensors", sparse=False)
     return {
         "ticket": Kind(folder / "a.ticket", load_ticket, seal_archive),
         "checkpoint": Kind(folder / "plain.ckpt", load_checkpoint, seal_archive),
-        "compact": Kind(folder / "compact.ckpt", load_compact, seal_archive),
-        "folder": Kind(folder / "folder.ckpt", load_checkpoint, lambda data: None),
+        "folder": Kind(folder / "folder.ckpt", load_checkpoint, seal_archive),
         "sparse safetensors": Kind(folder / "sparse.safetensors", load_weights, seal_safetensors),
         "dense safetensors": Kind(
             folder / "dense.safetensors",
@@ -126,14 +122,11 @@ def load_ticket(path: Path) -> Any:
     return ticket.state_dict(), dict(ticket.masks)
 
 
-def load_checkpoint(path: Path, io: Any = AtomicCheckpointIO) -> Any:
+def load_checkpoint(path: Path) -> Any:
     """As a run does that resumes."""
-    io().verify(path)
-    return all_made(validated(io().load_deferred(path, weights_only=True), path, model()))
-
-
-def load_compact(path: Path) -> Any:
-    return load_checkpoint(path, CompactCheckpointIO), load_weights(path)
+    files = AtomicCheckpointIO()
+    files.verify(path)
+    return validated(files.load_mapped(path, weights_only=True), path)
 
 
 def load_weights(path: Path, ticket: Path | None = None) -> Any:
@@ -143,10 +136,9 @@ def load_weights(path: Path, ticket: Path | None = None) -> Any:
 
 
 def seal_archive(data: bytearray) -> None:
-    comment = data.rfind(b"lightning_axosparse crc32 ")
-    if comment > 1:
-        summed = bytes(data[: comment - 2]) + b"\0\0"
-        data[comment:] = b"lightning_axosparse crc32 %08x" % crc32(summed)
+    """As torch writes it without checksums."""
+    for entry in re.finditer(rb"PK\x01\x02", bytes(data)):
+        data[entry.start() + 16 : entry.start() + 20] = bytes(len(data[entry.start() + 16 :][:4]))
 
 
 def seal_safetensors(data: bytearray) -> None:
@@ -155,11 +147,6 @@ def seal_safetensors(data: bytearray) -> None:
         start, end = found.span(1)
         data[start:end] = b"0" * 8
         data[start:end] = b"%08x" % crc32(data)
-
-
-def seal_folder(path: Path) -> None:
-    files = [file for file in path.iterdir() if file.name != "manifest.json"]
-    manifest.write(path, {file.name: manifest.entry(file) for file in files})
 
 
 class Storages(TorchDispatchMode):
@@ -257,9 +244,7 @@ def mutated(kind: Kind, to: Path, random: random.Random, seals: bool) -> bool:
         shutil.rmtree(to, ignore_errors=True)
         shutil.copytree(kind.path, to)
         files = [to / name for name in sorted(file.name for file in kind.path.iterdir())]
-        changed = random.choice(
-            [file for file in files if file.name != "manifest.json" or not seals]
-        )
+        changed = random.choice(files)
     else:
         shutil.copyfile(kind.path, to)
         changed = to
@@ -267,15 +252,12 @@ def mutated(kind: Kind, to: Path, random: random.Random, seals: bool) -> bool:
     data = bytearray(whole)
     mutate(data, random)
     if seals:
-        seal = seal_archive if changed.name == "meta.pt" else kind.seal
-        seal(data)
+        kind.seal(data)
     changed.write_bytes(data)
-    if seals and kind.path.is_dir():
-        seal_folder(to)
     return data != whole
 
 
-NAMES = ["ticket", "checkpoint", "compact", "folder", "sparse safetensors", "dense safetensors"]
+NAMES = ["ticket", "checkpoint", "folder", "sparse safetensors", "dense safetensors"]
 
 
 @pytest.mark.parametrize("name", NAMES)

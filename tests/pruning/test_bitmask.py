@@ -62,5 +62,5 @@ def test_masks_take_one_bit_an_entry():
 def test_a_state_whose_bits_do_not_fit_the_shape_is_rejected():
     state = MaskBits({"w": torch.ones(4, 4, dtype=torch.bool)}).state_dict()
     longer = MaskBits({"w": torch.ones(4, 6, dtype=torch.bool)}).state_dict()
-    with pytest.raises(CorruptFileError, match="masks"):
+    with pytest.raises(CorruptFileError, match="one bit per entry"):
         MaskBits.from_state_dict({**state, "bits": longer["bits"]})

@@ -164,7 +164,6 @@ LAYERS = {
     ),
 }
 DIRECT = {"linear", "transformers_conv1d", "twice", "checkpoint", "checkpoint_reentrant"}
-NEVER_WHOLE_WHEN_LARGE = {*DIRECT, "embedding", "embedding_sparse", "tied"}
 layer_types = pytest.mark.parametrize("name", LAYERS)
 
 
@@ -258,7 +257,7 @@ def alive(made):
 @pytest.mark.parametrize("large", [False, True])
 def test_no_dense_weight_between_forward_and_backward(name, large, saving, made, monkeypatch):
     monkeypatch.setattr(torch_functions, "MIN_ENTRIES", 0 if large else 2**18)
-    never_whole = name in (NEVER_WHOLE_WHEN_LARGE if large else DIRECT)
+    never_whole = name in DIRECT
     module, inputs, masks = build(name)
     sparse, _ = sparse_and_dense(module, masks)
     with saving():

@@ -1,20 +1,17 @@
 """Writes checkpoints as folders to which all stages write at once, also while training goes on.
 
-Each stage writes its own tensors, and the first one writes the manifest and puts the folder in its
-place when all have. In the background, where ranks must not send messages, the others leave in the
-folder what they have written, for the first to find.
+Each stage writes a file with its own tensors, and the first one puts the folder in its place when
+all have. In the background, where ranks must not send messages, it looks for the others' files,
+which have their names when they are whole.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -22,13 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_axosparse.checkpoint.folder import manifest, shard_metadata
-from lightning_axosparse.checkpoint.folder.sharded import record, table
+from lightning_axosparse.checkpoint.folder.sharded import WRITTEN_AS, of_stage, record, table
 from lightning_axosparse.checkpoint.folder.stage_tensors import StageTensors
 from lightning_axosparse.distributed.process_groups import gather
 from lightning_axosparse.support.files import archive
-from lightning_axosparse.support.files.atomic_file import replacing, replacing_folder
-from lightning_axosparse.support.files.deferred_tensor import DeferredTensor, each_once
+from lightning_axosparse.support.files.atomic_file import replacing_folder
+from lightning_axosparse.support.files.deferred_tensor import DeferredTensor
 from lightning_axosparse.support.torch_internals import tree_leaves, tree_map_only
 from lightning_axosparse.support.troubleshooting import see, without_link
 
@@ -79,12 +75,12 @@ class FolderWriter:
         actions, self._when_written = self._when_written, []
         if write is None:
             return
-        parts = gather(write.written.result(), self._tensors.group)
+        errors = gather(write.written.result(), self._tensors.group)
         error = None
         if self._tensors.is_first:
-            write.all_written.set_result(parts)
+            write.all_written.set_result(errors)
             if not self._in_background:
-                write.put_in_place(parts)
+                write.put_in_place(errors)
             error = write.in_place.result()
         error = self._tensors.agree(error)
         if error is not None:
@@ -111,9 +107,8 @@ class FolderWriter:
                 leaves = tree_leaves(checkpoint)
                 deferred = {leaf.key: leaf for leaf in leaves if isinstance(leaf, DeferredTensor)}
                 own = {name: each for name, each in deferred.items() if name not in tensors.remote}
-                archive.save(
-                    tree_map_only(DeferredTensor, each_once(record), checkpoint), table(folder)
-                )
+                content = tree_map_only(DeferredTensor, record, checkpoint)
+                archive.save({**content, WRITTEN_AS: folder.name}, table(folder))
                 tensors.agree((folder, deferred.keys() & tensors.remote))
             else:
                 folder, wanted = tensors.agree(None)
@@ -122,36 +117,13 @@ class FolderWriter:
                 own = {name: tensor.copied() for name, tensor in own.items()}
             group = tensors.group
             stage, stages = (0, 1) if group is None else (dist.get_rank(group), group.size())
-            write = _Write(goal, folder, stage, stages, _plan(own, folder, group), stack.pop_all())
+            write = _Write(goal, folder, stage, stages, own, stack.pop_all())
         tensors.forget()
         return write
 
 
-@dataclass(frozen=True)
-class _Written:
-    """What a stage has written, or why it could not.
-
-    Attributes:
-        records: as torch records it.
-        files: by name, what the manifest says of the stage's files.
-        error: why it could not; None if it could.
-    """
-
-    records: list[Any]
-    files: dict[str, manifest.Entry]
-    error: str | None
-
-
 class _NotWritten(Exception):
     """A stage could not write its part, so the folder is removed."""
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What is left to do of ``torch.distributed.checkpoint.save``: write, and on one stage end."""
-
-    write: Callable[[], list[Any]]
-    end: Callable[[list[list[Any]]], None]
 
 
 @dataclass(frozen=True)
@@ -163,10 +135,10 @@ class _Write:
         folder: its name until then.
         stage: this stage.
         stages: how many there are.
-        plan: what this stage writes.
+        tensors: what this stage writes, by name.
         place: on the first stage, puts the folder in its place, or removes it after an error.
-        written: by this stage.
-        all_written: on the first stage, what each has written, if they have told it.
+        written: why this stage could not write, or None.
+        all_written: on the first stage, that of each stage, if they have told it.
         in_place: on the first stage, the error that prevented it, or None.
     """
 
@@ -174,34 +146,28 @@ class _Write:
     folder: Path
     stage: int
     stages: int
-    plan: _Plan
+    tensors: dict[str, DeferredTensor]
     place: ExitStack
-    written: Future[_Written] = field(default_factory=Future)
-    all_written: Future[list[_Written]] = field(default_factory=Future)
+    written: Future[str | None] = field(default_factory=Future)
+    all_written: Future[list[str | None]] = field(default_factory=Future)
     in_place: Future[str | None] = field(default_factory=Future)
 
-    def write(self) -> _Written:
-        """Write what this stage has."""
+    @torch.no_grad()
+    def write(self) -> str | None:
+        """Write what this stage has; return why it could not."""
+        content = {WRITTEN_AS: self.folder.name, "state_dict": self.tensors}
         try:
-            with torch.no_grad():
-                records = self.plan.write()
-            return _Written(records, self._entries(_files_of(records)), None)
+            archive.save(content, of_stage(self.folder, self.stage))
         except Exception as error:  # of the system, or of a tensor that is made
-            return _Written([], {}, f"stage {self.stage}: {error}")
+            return f"stage {self.stage}: {without_link(error)}"
+        return None
 
-    def put_in_place(self, parts: list[_Written]) -> None:
-        """End the folder with what all stages have written."""
+    def put_in_place(self, errors: list[str | None]) -> None:
+        """End the folder when all stages have written, or could not."""
         try:
             with self.place:
-                if errors := [part.error for part in parts if part.error is not None]:
-                    raise _NotWritten("; ".join(errors))
-                for stage in range(self.stages):
-                    self._left_by(stage).unlink(missing_ok=True)
-                self.plan.end([part.records for part in parts])
-                files = self._entries({table(self.folder).name, shard_metadata.NAME})
-                for part in parts:
-                    files |= part.files
-                manifest.write(self.folder, files)
+                if found := [error for error in errors if error is not None]:
+                    raise _NotWritten("; ".join(found))
         except Exception as error:
             self.in_place.set_result(without_link(error))
         else:
@@ -209,77 +175,16 @@ class _Write:
 
     def in_background(self) -> None:
         """Do all that is to be done without messages."""
-        written = self.write()
-        if self.stage > 0 and written.error is None:
-            with suppress(OSError), replacing(self._left_by(self.stage)) as file:
-                pickle.dump(written, file)
-        self.written.set_result(written)
+        error = self.write()
+        self.written.set_result(error)
         if self.stage == 0:
-            self.put_in_place(self._parts(written))
+            self.put_in_place(self._errors(error))
 
-    def _parts(self, mine: _Written) -> list[_Written]:
-        """What all stages have written, as soon as they have left or told it."""
-        left = [self._left_by(stage) for stage in range(1, self.stages)]
+    def _errors(self, mine: str | None) -> list[str | None]:
+        """Why stages could not write, as soon as the files of all are there or all have told it."""
+        files = [of_stage(self.folder, stage) for stage in range(1, self.stages)]
         while not self.all_written.done():
-            if all(path.exists() for path in left):
-                return [mine, *(pickle.loads(path.read_bytes()) for path in left)]
+            if all(file.exists() for file in files):
+                return [mine]
             wait([self.all_written], _LOOK_SECONDS)
         return self.all_written.result()
-
-    def _entries(self, names: set[str]) -> dict[str, manifest.Entry]:
-        return {name: manifest.entry(self.folder / name) for name in names}
-
-    def _left_by(self, stage: int) -> Path:
-        return self.folder / f"written-{stage}"
-
-
-def _files_of(records: list[Any]) -> set[str]:
-    """The names of the files to which a stage has written."""
-    return {record.storage_data.relative_path for record in records}
-
-
-def _plan(own: dict[str, DeferredTensor], folder: Path, group: dist.ProcessGroup | None) -> _Plan:
-    """Plan how to write this stage's tensors, one at a time; collective over the group."""
-    # Imported here, because few runs need it and it takes a while.
-    from torch.distributed import checkpoint
-    from torch.distributed.checkpoint.planner import WriteItem
-    from torch.futures import Future as TorchFuture
-
-    class Planner(checkpoint.DefaultSavePlanner):
-        def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-            return object.made() if isinstance(object, DeferredTensor) else object
-
-    class Writer(checkpoint.FileSystemWriter):
-        """Leaves writing until it is told to."""
-
-        def write_data(self, plan: Any, planner: Any) -> TorchFuture[list[Any]]:
-            later["write"] = partial(super().write_data, plan, planner)
-            nothing = TorchFuture[list[Any]]()
-            nothing.set_result([])
-            return nothing
-
-        def finish(self, metadata: Any, results: Any) -> None:
-            later["end"] = partial(super().finish, metadata)
-
-    later: dict[str, Callable[..., Any]] = {}
-    with warnings.catch_warnings():
-        # The advice to start ranks, where one writes alone.
-        warnings.filterwarnings("ignore", message=".*assuming the intent is to save")
-        try:
-            checkpoint.save(
-                own,
-                storage_writer=Writer(folder),
-                planner=Planner(flatten_state_dict=False),
-                process_group=group,
-                no_dist=group is None,
-            )
-        except checkpoint.CheckpointException as error:
-            raise OSError(
-                f"'{folder}' was not written: {without_link(error)}." + see("files")
-            ) from error
-    write = later["write"]
-    return _Plan(lambda: write().value(), later.get("end", _nothing))
-
-
-def _nothing(records: list[list[Any]]) -> None:
-    """Another stage ends the folder."""

@@ -331,7 +331,6 @@ class _Reader:
         return self._stay((args, kwargs), f"'{name}' ({type(layer).__name__}) reads them")
 
     def _weighted(self, name: str, layer: Any, value: Any, args: Any, kwargs: Any) -> Any:
-        """The output of a convolution or a linear layer."""
         linear = isinstance(layer, nn.Linear)
         grouped = getattr(layer, "groups", 1) > 1
         reads = isinstance(value, _Value) and not grouped and linear == (value.form != "map")
@@ -352,7 +351,6 @@ class _Reader:
         return _Value((_Part(made, scaled=False),), "vector" if linear else "map")
 
     def _normalized(self, name: str, layer: nn.Module, value: _Value) -> Any:
-        """The output of a BatchNorm."""
         first, *others = value.parts
         width = layer_outputs(layer)
         if others or first.scaled or first.made.scale is not None or width != value.width:

@@ -100,7 +100,7 @@ def validate_channelwise_optimizer(optimizer: Optimizer) -> None:
 def _keep(
     layer: nn.Module, name: str, dimension: int, kept: Tensor, optimizers: Iterable[Optimizer]
 ) -> None:
-    """Remove entries of a parameter or buffer, which stays the same object, if there is one."""
+    """Remove entries of a parameter or buffer, if there is one, which stays the same object."""
     tensor: Tensor | None = getattr(layer, name)
     if tensor is None:
         return

@@ -103,7 +103,7 @@ class ChannelTicket(TicketFile):
     """
 
     kind: ClassVar[str] = "ticket of channels"
-    form: ClassVar[str] = "lightning_axosparse.ChannelTicket/1"
+    form: ClassVar[str] = "lightning_axosparse.ChannelTicket/2"
     kinds: ClassVar[Mapping[str, Kind]] = {
         "masks": MASKS,
         "channels": instance_of("Channels, which find_channels returns", Channels),

@@ -154,7 +154,7 @@ def forward(
     for chunk in planes.chunks:
         memory = planes.memory_of_outputs(result[chunk])
         entries = planes.of_inputs(images[chunk]), places, kept, begins
-        target = _flat(memory)[planes.margin :], planes.outputs_stride, planes.positions
+        target = _flat(memory)[planes.margin :], planes.stride, planes.positions
 
         def part(first: int, last: int, entries: Any = entries, target: Any = target) -> None:
             kernel_module("convolutions").convolve(*entries, (first, last), shift, *target)
@@ -167,14 +167,7 @@ def forward(
 def transposed(
     gradient: Tensor, values: Tensor, layout: SegmentLayout, geometry: Geometry
 ) -> Tensor:
-    """Return the gradient of the images.
-
-    Args:
-        gradient: that of the outputs, shape ``geometry.outputs``, float32, on CPU.
-        values: kept values of the weight.
-        layout: the kept entries.
-        geometry: the convolution.
-    """
+    """Return the gradient of the images from that of the outputs; arguments as for the others."""
     planes = geometry.planes
     result = gradient.new_empty(geometry.images)
     weight = _transposed_places(values, layout, geometry)
@@ -193,21 +186,14 @@ def transposed(
 
 
 def sddmm(gradient: Tensor, images: Tensor, layout: SegmentLayout, geometry: Geometry) -> Tensor:
-    """Return the kept entries of the gradient of the weight.
-
-    Args:
-        gradient: that of the outputs, shape ``geometry.outputs``, float32, on CPU.
-        images: shape ``geometry.images``, likewise.
-        layout: the kept entries.
-        geometry: the convolution.
-    """
+    """Return the kept entries of the gradient of the weight; arguments as for the others."""
     planes = geometry.planes
     result = images.new_zeros(layout.nnz)
     places, begins = _places(layout, geometry)
     products = _flat(result)
     for chunk in planes.chunks:
         entries = planes.of_inputs(images[chunk]), places, begins
-        factors = planes.of_outputs(gradient[chunk]), planes.outputs_stride, planes.margin
+        factors = planes.of_outputs(gradient[chunk]), planes.stride, planes.margin
 
         def part(first: int, last: int, entries: Any = entries, factors: Any = factors) -> None:
             kernel_module("convolutions").correlate(
@@ -231,8 +217,7 @@ class _Planes:
         number: planes of the inputs.
         positions: numbers of a plane that are sums.
         margin: the largest shift.
-        stride: numbers from one plane of the inputs to the next.
-        outputs_stride: numbers from one plane of the outputs to the next.
+        stride: numbers from one plane to the next.
         whole: whether images are such planes as they are.
     """
 
@@ -256,10 +241,10 @@ class _Planes:
         together = -(-images // max(chunks, 1))
         self.chunks = [slice(first, first + together) for first in range(0, images, together or 1)]
         self.positions = together * rows * columns
-        self.stride = self.outputs_stride = self.positions
+        self.stride = self.positions
         if not self.whole:
             self.positions = -(-self.positions // _LINE) * _LINE
-            self.stride = self.outputs_stride = _spread(self.positions + self.margin)
+            self.stride = _spread(self.positions + self.margin)
 
     @property
     def inputs(self) -> int:
@@ -269,7 +254,7 @@ class _Planes:
     @property
     def outputs(self) -> int:
         """Numbers of all planes of the outputs."""
-        return self._geometry.weight[0] * self.outputs_stride
+        return self._geometry.weight[0] * self.stride
 
     def of_inputs(self, images: Tensor) -> Any:
         """Return images as planes."""
@@ -339,7 +324,7 @@ class _Planes:
 
     def _outputs_view(self, memory: Tensor, outputs: Tensor) -> Tensor:
         images, channels, height, width = outputs.shape
-        planes = memory.view(channels, self.outputs_stride)[:, self.margin :]
+        planes = memory.view(channels, self.stride)[:, self.margin :]
         grid = planes[:, : images * prod(self._grid)].unflatten(-1, (images, *self._grid))
         inside: Tensor = grid[:, :, :height, :width]
         return inside
@@ -388,7 +373,7 @@ def _transposed_places(
         planes.columns,
         group,
         _flat(values),
-        (planes.outputs_stride, planes.margin),
+        (planes.stride, planes.margin),
         places,
         kept,
         begins,

@@ -4,7 +4,8 @@ One panel of the weight's rows is made dense in scratch memory just before its p
 panel of the gradient is compressed to its kept entries just after. A panel takes no more memory
 than the activations that it is multiplied with, or one tile. Products with narrow panels are
 slower, so a weight that is small beside its activations is one panel; a large weight and its
-gradient never exist whole.
+gradient never exist whole. The products take what those of ``products.py`` do, of any dtype and on
+any device, with inputs of two dimensions.
 """
 
 from __future__ import annotations
@@ -24,17 +25,7 @@ PANEL_ENTRIES = 2**24
 
 
 def spmm_t(inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = None) -> Tensor:
-    """Multiply ``inputs`` by the transposed weight; every panel gives some columns of the result.
-
-    Args:
-        inputs: shape ``(n, columns)``.
-        values: kept values of the weight, which has the shape ``(rows, columns)``.
-        layout: the kept entries.
-        bias: shape ``(rows,)``.
-
-    Returns:
-        A tensor of shape ``(n, rows)``.
-    """
+    """Multiply ``inputs`` by the transposed weight; a panel gives some columns of the result."""
     panels = _panels(layout, inputs.shape[0])
     if len(panels) == 1:
         return F.linear(inputs, panels[0].dense(values), bias)
@@ -53,15 +44,6 @@ def spmm(inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = N
 
     In 16 bits every partial sum would be rounded, so a weight of several panels is made dense as a
     whole there.
-
-    Args:
-        inputs: shape ``(n, rows)``.
-        values: kept values of the weight, which has the shape ``(rows, columns)``.
-        layout: the kept entries.
-        bias: shape ``(columns,)``.
-
-    Returns:
-        A tensor of shape ``(n, columns)``.
     """
     first, *others = _panels(layout, inputs.shape[0])
     if others and inputs.dtype.itemsize < 4:
@@ -74,16 +56,7 @@ def spmm(inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = N
 
 
 def sddmm(left: Tensor, right: Tensor, layout: Layout) -> Tensor:
-    """Return the kept entries of ``left.t() @ right``.
-
-    Args:
-        left: shape ``(n, rows)``.
-        right: shape ``(n, columns)``.
-        layout: the kept entries of the result, which has the shape ``(rows, columns)``.
-
-    Returns:
-        A tensor of shape ``(layout.nnz,)``.
-    """
+    """Return the kept entries of ``left.t() @ right``."""
     values = left.new_empty(layout.nnz)
     for panel in _panels(layout, left.shape[0]):
         out = panel.memory(left)

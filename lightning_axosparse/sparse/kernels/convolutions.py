@@ -10,7 +10,11 @@ A sum runs over the kept entries in the order of their places, so it does not de
 of threads, and a position's result does not depend on the positions beside it.
 
 The functions take flat arrays and check nothing. A row is an output channel of the weight, or, in
-what ``transposed_places`` wrote, a plane of the inputs.
+what ``transposed_places`` wrote, a plane of the inputs. Each row has ``segments`` segments, of
+which ``counts`` has the kept entries and ``offsets`` their places. ``places`` has where the planes
+of each kept entry begin in the ``source``, int32; ``begins`` the first kept entry of each row, and
+their number, int64; ``rows`` the first row to compute and the one after the last. ``group`` is the
+number of rows that see the same inputs, and how far on those of the next ones are.
 """
 
 from __future__ import annotations
@@ -27,7 +31,6 @@ from lightning_axosparse.sparse.kernels.vectors import (
     item,
     lanes_of,
     load,
-    load_some,
     multiply_add,
     store,
     zeros,
@@ -44,17 +47,7 @@ def places(
     places: Any,
     begins: Any,
 ) -> None:
-    """Write the places of all kept entries in the inputs.
-
-    Args:
-        counts: kept entries in each segment, row after row.
-        offsets: the offset of each kept entry in its segment.
-        segments: how many a row has.
-        columns: the place of each column of the weight, int32.
-        group: rows that see the same inputs, and how far on those of the next ones are.
-        places: one for each kept entry, int32, to write.
-        begins: the first kept entry of each row, and their number, int64, to write.
-    """
+    """Write the places of all kept entries in the inputs."""
     entry = 0
     for row in range(len(begins) - 1):
         begins[row] = entry
@@ -82,17 +75,8 @@ def transposed_places(
 ) -> None:
     """Write the kept entries plane after plane of the inputs, and their places in the outputs.
 
-    Args:
-        counts: as for :func:`places`.
-        offsets: as for :func:`places`.
-        segments: as for :func:`places`.
-        columns: the plane of each column of the weight, and its shift, int32.
-        group: rows that see the same inputs, and how many planes these have.
-        values: the kept values.
-        rows: the numbers of an output plane, and the place of its first number.
-        places: one for each kept entry, int32, to write.
-        transposed: the kept values in the order of planes, to write.
-        begins: the first kept entry of each plane, and their number, int64, to write.
+    ``columns`` are the plane of each column of the weight and its shift; ``rows`` are the numbers
+    of an output plane, and the place of its first number.
     """
     begins[:] = 0
     height = len(counts) // segments
@@ -131,18 +115,9 @@ def convolve(
     stride: int,
     positions: int,
 ) -> None:
-    """Compute ``positions`` numbers of some rows: the sums of their kept values times the source.
+    """Compute ``positions`` numbers, at least 16, of each row's plane in the target.
 
-    Args:
-        source: the planes to read.
-        places: the place of each kept entry in it.
-        values: the kept entries.
-        begins: the first kept entry of each row, and their number.
-        rows: the first row to compute, and the one after the last.
-        bias: one number for each row, or none.
-        target: the planes to write, one for each row.
-        stride: the numbers of such a plane.
-        positions: the numbers of it to write; at least 16.
+    They are the sums of its kept values times the source; a plane has ``stride`` numbers.
     """
     position = 0
     while position < positions:
@@ -188,15 +163,7 @@ def correlate(
 ) -> None:
     """Add to each kept entry of some rows the products of its numbers with the row's gradient.
 
-    Args:
-        source: the planes of the inputs.
-        places: the place of each kept entry in it.
-        begins: the first kept entry of each row, and their number.
-        rows: the first row to compute, and the one after the last.
-        gradient: the gradient of the outputs, the numbers of its planes, and the place of the
-            first number in a plane.
-        positions: how many numbers of a plane to multiply.
-        products: one for each kept entry; they are added to it.
+    ``gradient`` is that of the outputs, the numbers of its planes, and where the first one begins.
     """
     position = 0
     while position < positions:
@@ -206,8 +173,10 @@ def correlate(
             position += _correlate(zeros(256), *part)
         elif left >= 64:
             position += _correlate(zeros(64), *part)
+        elif left >= 16:
+            position += _correlate(zeros(16), *part)
         else:
-            position += _correlate_some(zeros(16), min(left, 16), *part)
+            position += _correlate_rest(left, *part)
 
 
 @compiled
@@ -230,8 +199,7 @@ def _correlate(
 
 
 @compiled
-def _correlate_some(
-    zero: Any,
+def _correlate_rest(
     number: int,
     position: int,
     source: Any,
@@ -241,11 +209,13 @@ def _correlate_some(
     gradient: tuple[Any, int, int],
     products: Any,
 ) -> int:
-    """Do what :func:`_correlate` does for fewer positions than there are lanes."""
+    """Do what :func:`_correlate` does for a number of positions that fills no vector."""
     for row in range(rows[0], rows[1]):
-        at = row * gradient[1] + gradient[2] + position
-        factor = load_some(zero, gradient[0], at, number)
+        first = row * gradient[1] + gradient[2] + position
         for k in range(item(begins, row), item(begins, row + 1)):
-            numbers = load_some(zero, source, np.intp(item(places, k)) + position, number)
-            products[k] += dot(factor, numbers)
-    return int(lanes_of(zero))
+            place = np.intp(item(places, k)) + position
+            total = np.float32(0)
+            for at in range(number):
+                total += item(gradient[0], first + at) * item(source, place + at)
+            products[k] += total
+    return number

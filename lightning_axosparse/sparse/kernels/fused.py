@@ -1,10 +1,8 @@
 """Densifies and compresses a tile with Triton, in one pass over the dense entries.
 
 One program works on one block of the layout. To densify, it writes every entry of the block once,
-coalesced: from a bitmap it writes the kept value or zero according to the bit; from positions it
-writes zeros and then, while the block is still in cache, the kept values over them. The
-tests compare the kernels with the reference in Triton's interpreter and compile them for a GPU;
-they have not run on one.
+coalesced: the kept value or zero, according to the bit. The tests compare the kernels with the
+reference in Triton's interpreter and compile them for a GPU; they have not run on one.
 
 Besides memory, the number of instructions per entry limits their speed, so arithmetic on entries
 has 32 bits and counts from the start of the block; the start itself has 64.
@@ -12,54 +10,40 @@ has 32 bits and counts from the start of the block; the start itself has 64.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_axosparse.sparse.kernels import Bits, Blocks, Positions
-
-_PLACES, _KEPT = 2048, 1024
-"""Entries of a bitmap, and kept entries with an index, that a program handles at a time."""
+_CHUNK = 2048
+"""Entries that a program handles at a time."""
 
 
-def densify(index: Bits | Positions, blocks: Blocks, values: Tensor, out: Tensor) -> None:
-    """Fill the flat tile ``out`` with ``values`` where an entry is kept and zeros elsewhere."""
-    kernel = _densify_bits if isinstance(index, Bits) else _densify_indices
-    _launch(kernel, index, blocks, values, out)
-
-
-def compress(index: Bits | Positions, blocks: Blocks, dense: Tensor, out: Tensor) -> None:
-    """Copy the kept entries of the flat tile ``dense`` to ``out``."""
-    kernel = _compress_bits if isinstance(index, Bits) else _compress_indices
-    _launch(kernel, index, blocks, out, dense)
-
-
-def _launch(
-    kernel: Any, index: Bits | Positions, blocks: Blocks, values: Tensor, dense: Tensor
+def densify(
+    bits: Tensor, starts: Tensor, first: int, blocks: int, block: int, values: Tensor, out: Tensor
 ) -> None:
-    arguments: tuple[Any, ...] = ()
-    match index:
-        case Bits(bits):
-            arguments = (bits,)
-        case Positions(indices, tile_start):
-            arguments = (indices, tile_start)
-    kernel[(blocks.number,)](
-        values,
-        dense,
-        blocks.starts,
-        blocks.first,
-        dense.numel(),
-        *arguments,
-        blocks.entries,
-        CHUNK=_PLACES if isinstance(index, Bits) else _KEPT,
-    )
+    """Fill the flat tile ``out`` with ``values`` where an entry is kept and zeros elsewhere.
+
+    Args:
+        bits: one for each entry of the tile, uint8, the first in the lowest bit.
+        starts: kept entries of the whole tensor before each block and after the last one.
+        first: kept entries of the whole tensor before the tile.
+        blocks: how many the tile has; one program runs on each.
+        block: entries of a block, kept or not.
+        values: the kept entries.
+        out: the tile.
+    """
+    _densify_bits[(blocks,)](values, out, starts, first, out.numel(), bits, block, CHUNK=_CHUNK)
+
+
+def compress(
+    bits: Tensor, starts: Tensor, first: int, blocks: int, block: int, dense: Tensor, out: Tensor
+) -> None:
+    """Copy the kept entries of the flat tile ``dense`` to ``out``; arguments as above."""
+    _compress_bits[(blocks,)](out, dense, starts, first, dense.numel(), bits, block, CHUNK=_CHUNK)
 
 
 @triton.jit
 def _densify_bits(values, dense, starts, first, numel, bits, block, CHUNK: tl.constexpr):
-    """Write to each entry of the block the next kept value if its bit is set, else zero."""
     program = tl.program_id(0).to(tl.int64)
     start = program * block
     end = tl.minimum(start + block, numel)
@@ -75,7 +59,6 @@ def _densify_bits(values, dense, starts, first, numel, bits, block, CHUNK: tl.co
 
 @triton.jit
 def _compress_bits(values, dense, starts, first, numel, bits, block, CHUNK: tl.constexpr):
-    """Read the entries of the block whose bits are set."""
     program = tl.program_id(0).to(tl.int64)
     start = program * block
     end = tl.minimum(start + block, numel)
@@ -109,63 +92,3 @@ def _ranked(bits, left, CHUNK: tl.constexpr):
     kept = ((held[:, None] >> place) & 1) == 1
     within = (((sums << 4)[:, None] >> (4 * place)) & 15).to(tl.int32)
     return kept, before[:, None] + within, tl.sum(counts, 0)
-
-
-@triton.jit
-def _densify_indices(
-    values,
-    dense,
-    starts,
-    first,
-    numel,
-    indices,
-    tile_start,
-    block,
-    CHUNK: tl.constexpr,
-):
-    """Write zeros to the block, then the kept values to their positions."""
-    program = tl.program_id(0).to(tl.int64)
-    start = program * block
-    end = tl.minimum(start + block, numel)
-    for begin in range(start, end, CHUNK):
-        within = tl.arange(0, CHUNK)
-        zeros = tl.zeros((CHUNK,), dense.dtype.element_ty)
-        tl.store(dense + begin + within, zeros, mask=within < end - begin)
-    tl.debug_barrier()
-    entry = tl.load(starts + program).to(tl.int64) - first
-    stop = tl.load(starts + program + 1).to(tl.int64) - first
-    for begin in range(entry, stop, CHUNK):
-        mask = tl.arange(0, CHUNK) < stop - begin
-        places = _places(indices + begin, mask, tile_start + start, CHUNK)
-        kept = tl.load(values + begin + tl.arange(0, CHUNK), mask=mask)
-        tl.store(dense + start + places, kept, mask=mask)
-
-
-@triton.jit
-def _compress_indices(
-    values,
-    dense,
-    starts,
-    first,
-    numel,
-    indices,
-    tile_start,
-    block,
-    CHUNK: tl.constexpr,
-):
-    """Read the kept entries of the block from their positions."""
-    program = tl.program_id(0).to(tl.int64)
-    start = program * block
-    entry = tl.load(starts + program).to(tl.int64) - first
-    stop = tl.load(starts + program + 1).to(tl.int64) - first
-    for begin in range(entry, stop, CHUNK):
-        mask = tl.arange(0, CHUNK) < stop - begin
-        places = _places(indices + begin, mask, tile_start + start, CHUNK)
-        kept = tl.load(dense + start + places, mask=mask)
-        tl.store(values + begin + tl.arange(0, CHUNK), kept, mask=mask)
-
-
-@triton.jit
-def _places(indices, mask, start, CHUNK: tl.constexpr):
-    """Return the next kept entries' positions in the block that begins at ``start``."""
-    return (tl.load(indices + tl.arange(0, CHUNK), mask=mask, other=0) - start).to(tl.int32)

@@ -8,7 +8,7 @@ one by one (:func:`by_columns`). The two add in different orders.
 With the weight as it is stored, kept values are multiplied one by one (:func:`times`): each changes
 another output. That gives the bits of ``products.py``.
 
-The functions take flat float32 arrays and their sizes, and check nothing.
+The functions take what those of ``products.py`` do, for one token, and check nothing.
 """
 
 from __future__ import annotations
@@ -59,17 +59,6 @@ def by_segments(
 
     The kept entries of the next rows are asked for in time: the processor does not foresee where
     they are, as each segment's are read in turn.
-
-    Args:
-        inputs: ``width`` numbers.
-        counts: kept entries in each segment, row after row.
-        offsets: the place of each kept entry in its segment.
-        values: the kept entries.
-        width: columns of the weight.
-        rows: the first row of the weight to multiply with, and the one after the last.
-        start: the kept entries before the first row.
-        bias: one number for each row of the weight, or none.
-        outputs: one number for each row of the weight, to write.
     """
     segments = (width + SEGMENT - 1) // SEGMENT
     whole = width // SEGMENT
@@ -150,17 +139,7 @@ def by_columns(
 def spmm(
     inputs: Any, counts: Any, offsets: Any, values: Any, width: int, bias: Any, outputs: Any
 ) -> None:
-    """Compute ``inputs @ weight + bias``.
-
-    Args:
-        inputs: one number for each row of the weight.
-        counts: kept entries in each segment, row after row.
-        offsets: the place of each kept entry in its segment.
-        values: the kept entries.
-        width: columns of the weight.
-        bias: ``width`` numbers, or none.
-        outputs: ``width`` numbers, to write.
-    """
+    """Compute ``inputs @ weight + bias``."""
     segments = (width + SEGMENT - 1) // SEGMENT
     columns = np.empty(width + AT_ONCE, np.int32)
     for column in range(width):

@@ -10,7 +10,11 @@ Sums run over columns in ascending order: a token's result depends neither on th
 nor on the number of threads. Only a single token is multiplied in another order, by
 ``one_token.py``.
 
-The functions take flat float32 arrays and their sizes, and check nothing.
+The functions take flat float32 arrays and their sizes, and check nothing. A weight has ``height`` x
+``width`` numbers; ``counts`` has the kept entries in each segment, row after row, and ``offsets``
+the place of each in its segment. ``rows`` are the first row of it to compute with and the one after
+the last, ``start`` the kept entries before these, ``bias`` one number for each output or none, and
+``packed`` memory for ``LANES * (width + ROWS)`` numbers.
 """
 
 from __future__ import annotations
@@ -49,22 +53,7 @@ def spmm_t(
     height: int,
     packed: Any,
 ) -> None:
-    """Compute some rows' columns of ``inputs @ weight.t() + bias``.
-
-    Args:
-        inputs: ``tokens`` rows of ``width`` numbers.
-        tokens: the number of rows of the inputs.
-        counts: kept entries in each segment, row after row.
-        offsets: the place of each kept entry in its segment.
-        values: the kept entries.
-        width: columns of the weight.
-        rows: the first row of the weight to multiply with, and the one after the last.
-        start: the kept entries before the first row.
-        bias: one number for each row of the weight, or none.
-        outputs: ``tokens`` rows of ``height`` numbers, to write.
-        height: rows of the whole weight.
-        packed: memory for ``LANES * (width + ROWS)`` numbers.
-    """
+    """Compute some rows' columns of ``inputs @ weight.t() + bias``."""
     token = 0
     while token < tokens:
         part = (inputs, token, tokens, counts, offsets, values, width, rows, start, bias, outputs)
@@ -130,20 +119,7 @@ def spmm(
     outputs: Any,
     packed: Any,
 ) -> None:
-    """Compute some rows of ``inputs @ weight + bias``.
-
-    Args:
-        inputs: rows of ``height`` numbers.
-        tokens: the first row of the inputs to multiply, and the one after the last.
-        counts: kept entries in each segment, row after row.
-        offsets: the place of each kept entry in its segment.
-        values: the kept entries.
-        height: rows of the weight.
-        width: columns of the weight.
-        bias: one number for each column of the weight, or none.
-        outputs: rows of ``width`` numbers, to write.
-        packed: memory for ``LANES * (width + ROWS)`` numbers.
-    """
+    """Compute some rows of ``inputs @ weight + bias``."""
     token = tokens[0]
     while token < tokens[1]:
         part = (inputs, token, tokens[1], counts, offsets, values, height, width, bias, outputs)
@@ -210,21 +186,7 @@ def sddmm(
     products: Any,
     packed: Any,
 ) -> None:
-    """Compute the kept entries of some rows of ``left.t() @ right``.
-
-    Args:
-        left: ``tokens`` rows of ``height`` numbers.
-        right: ``tokens`` rows of ``width`` numbers.
-        tokens: the number of rows of both.
-        counts: kept entries in each segment, row after row.
-        offsets: the place of each kept entry in its segment.
-        height: rows of the weight.
-        width: columns of the weight.
-        rows: the first row of the weight to compute, and the one after the last.
-        start: the kept entries before the first row.
-        products: one number for each kept entry; they are added to it.
-        packed: memory for ``LANES * (width + ROWS)`` numbers.
-    """
+    """Add the kept entries of some rows of ``left.t() @ right`` to ``products``."""
     token = 0
     while token < tokens:
         part = (left, right, token, tokens, counts, offsets, height, width, rows, start, products)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_axosparse.sparse.kernels import SEGMENT, Blocks, Rows, Segments
+from lightning_axosparse.sparse.kernels import SEGMENT
 from lightning_axosparse.sparse.kernels.jit import compiled
 from lightning_axosparse.sparse.kernels.vectors import item
 
@@ -16,15 +16,31 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Entries are moved as integers of their size: NumPy has no bfloat16."""
 
 
-def densify(index: Segments, blocks: Blocks, values: Tensor, out: Tensor) -> None:
-    """Fill the flat tile ``out`` with ``values`` where an entry is kept and zeros elsewhere."""
+Rows = tuple[Tensor, Tensor, Tensor, int, int]
+"""The kept entries of a matrix of which each row has segments of its own.
+
+Kept entries in each segment, row after row; the offset of each in its segment; kept entries before
+each block; rows of a block; columns of the matrix.
+"""
+
+
+def densify(counts: Tensor, offsets: Tensor, line: int, values: Tensor, out: Tensor) -> None:
+    """Fill the flat tile ``out`` with ``values`` where an entry is kept and zeros elsewhere.
+
+    Args:
+        counts: kept entries in each segment, int16.
+        offsets: the offset of each kept entry in its segment, uint8.
+        line: entries of a line, which is cut into segments.
+        values: the kept entries.
+        out: the tile.
+    """
     out.zero_()
-    _scatter(*_arrays(index), index.line, _numpy(values), _numpy(out))
+    _scatter(counts.numpy(), offsets.numpy(), line, _numpy(values), _numpy(out))
 
 
-def compress(index: Segments, blocks: Blocks, dense: Tensor, out: Tensor) -> None:
-    """Copy the kept entries of the flat tile ``dense`` to ``out``."""
-    _gather(*_arrays(index), index.line, _numpy(dense), _numpy(out))
+def compress(counts: Tensor, offsets: Tensor, line: int, dense: Tensor, out: Tensor) -> None:
+    """Copy the kept entries of the flat tile ``dense`` to ``out``; arguments as above."""
+    _gather(counts.numpy(), offsets.numpy(), line, _numpy(dense), _numpy(out))
 
 
 def take_rows(numbers: Tensor, values: Tensor, rows: Rows) -> Tensor:
@@ -36,9 +52,9 @@ def take_rows(numbers: Tensor, values: Tensor, rows: Rows) -> Tensor:
         rows: its kept entries.
 
     Returns:
-        A tensor of shape ``(n, rows.width)``.
+        A tensor of shape ``(n, columns)``.
     """
-    result = values.new_zeros(len(numbers), rows.width)
+    result = values.new_zeros(len(numbers), rows[-1])
     _take_rows(numbers.numpy(), *_row_arrays(rows), _numpy(values), _numpy(result).reshape(-1))
     return result
 
@@ -48,22 +64,18 @@ def add_rows(numbers: Tensor, dense: Tensor, rows: Rows) -> Tensor:
 
     Args:
         numbers: which rows to add to, shape ``(n,)``, integers.
-        dense: the rows, shape ``(n, rows.width)``, float32 or float64.
+        dense: the rows, shape ``(n, columns)``, float32 or float64.
         rows: the kept entries of the matrix.
     """
-    values = dense.new_zeros(len(rows.offsets))
+    values = dense.new_zeros(len(rows[1]))
     flat = dense.detach().contiguous().view(-1).numpy()
     _add_rows(numbers.numpy(), *_row_arrays(rows), flat, values.numpy())
     return values
 
 
 def _row_arrays(rows: Rows) -> tuple[Any, Any, Any, int, int]:
-    counts, offsets, starts = rows.counts.numpy(), rows.offsets.numpy(), rows.starts.numpy()
-    return counts, offsets, starts, rows.in_block, rows.width
-
-
-def _arrays(index: Segments) -> tuple[Any, Any]:
-    return index.counts.numpy(), index.offsets.numpy()
+    counts, offsets, starts, in_block, width = rows
+    return counts.numpy(), offsets.numpy(), starts.numpy(), in_block, width
 
 
 def _numpy(tensor: Tensor) -> Any:
@@ -142,7 +154,6 @@ def _add_rows(
 
 @compiled
 def _first_entry(row: int, counts: Any, starts: Any, in_block: int, segments: int) -> Any:
-    """Return the kept entries before a row."""
     first = row // in_block * in_block
     entry = np.int64(starts[row // in_block])
     for segment in range(first * segments, row * segments):

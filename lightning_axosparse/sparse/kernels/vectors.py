@@ -79,18 +79,6 @@ def load(_: Any, like: Any, array: Any, offset: Any) -> Any:
 
 
 @intrinsic
-def load_some(_: Any, like: Any, array: Any, offset: Any, number: Any) -> Any:
-    """Return what :func:`load` does, with zeros after the first ``number``, which are not read."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _, array, offset, number = args
-        pointer = _pointer(context, builder, signature.args[1], array, offset)
-        return _masked_load(builder, pointer, _first(builder, number, like.lanes))
-
-    return like(like, array, types.intp, types.intp), generate
-
-
-@intrinsic
 def store(_: Any, vector: Any, array: Any, offset: Any) -> Any:
     """Write ``vector`` to the flat ``array`` from ``offset`` on."""
 
@@ -376,19 +364,6 @@ def _first(builder: Any, number: Any, lanes: int) -> Any:
     """Return a mask of the first ``number`` lanes."""
     lane = ir.Constant(ir.VectorType(number.type, lanes), list(range(lanes)))
     return builder.icmp_signed("<", lane, _splat(builder, number, lanes))
-
-
-def _masked_load(builder: Any, pointer: Any, mask: Any) -> Any:
-    vector = ir.VectorType(pointer.type.pointee, mask.type.count)
-    element = "f32" if vector.element == _FLOAT else "i8"
-    name = f"llvm.masked.load.v{vector.count}{element}.p0"
-    arguments = [vector.as_pointer(), _INDEX, mask.type, vector]
-    function = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(vector, arguments), name
-    )
-    cast = builder.bitcast(pointer, vector.as_pointer())
-    empty = ir.Constant(vector, None)
-    return builder.call(function, [cast, ir.Constant(_INDEX, 1), mask, empty])
 
 
 def _pointer(context: Any, builder: Any, kind: Any, array: Any, offset: Any) -> Any:

@@ -80,7 +80,7 @@ def sparsify(
             of the kept entries, as a ratio that rises does.
         optimizer: the optimizer that holds the parameters, if there is one; its state of them is
             compressed.
-        index_format: how the positions of kept entries are stored: "coo", "segments" or "bitmap"
+        index_format: how the positions of kept entries are stored: "segments" or "bitmap"
             (``sparse/store/formats.py``); None selects the fastest on the parameter's device.
         policy: "sparse": no dense weight stays in memory (see ``compute``); "samo": it stays in
             memory, in the dtype that products run in, and is filled once per optimizer step. With

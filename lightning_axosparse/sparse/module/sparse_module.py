@@ -19,7 +19,6 @@ from lightning_axosparse.sparse.ops.torch_functions import read_weight
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.materialize import DenseForm, master_dtype
 from lightning_axosparse.sparse.store.weight import SparseWeight, sparse_weight
-from lightning_axosparse.support.files.deferred_tensor import all_made
 from lightning_axosparse.support.troubleshooting import see
 
 
@@ -102,7 +101,7 @@ class SparseModule(nn.Module):
         error_msgs: list[str],
     ) -> None:
         for name, layout in self._layouts.items():
-            dense = all_made(state_dict.get(prefix + name))
+            dense = state_dict.get(prefix + name)
             if dense is None:
                 continue
             if dense.shape == layout.shape:

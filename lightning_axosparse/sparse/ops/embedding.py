@@ -1,12 +1,8 @@
-"""Looks up rows of a sparse embedding on CPU, without the other rows.
-
-With the index format "segments" the kept entries of a row are found directly; in other formats one
-tile of the weight is dense at a time.
-"""
+"""Looks up rows of a sparse embedding on CPU, without the other rows, where they have segments."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeGuard
 
@@ -15,8 +11,7 @@ from torch import Tensor, nn
 
 from lightning_axosparse.sparse.kernels import kernel_module
 from lightning_axosparse.sparse.store.formats import SegmentLayout, layout_of
-from lightning_axosparse.sparse.store.layout import Layout, Tile, row_length
-from lightning_axosparse.sparse.store.scratch import scratch
+from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.weight import SparseWeight
 from lightning_axosparse.support.torch_internals import backward_transformed, transformed
 
@@ -33,13 +28,14 @@ def embedding(
     """Compute ``torch.nn.functional.embedding`` with a read weight, as stored.
 
     Returns:
-        The rows; NotImplemented on other devices than the CPU, for renormalisation, gradients
-        scaled by frequency or sparse gradients, and indices out of range: torch's own function
-        runs then.
+        The rows; NotImplemented on other devices than the CPU, for rows without segments of their
+        own, renormalisation, gradients scaled by frequency or sparse gradients, and indices out of
+        range: torch's own function runs then.
     """
-    stored = isinstance(weight, SparseWeight) and weight.is_cpu and weight.has_whole_rows()
+    stored = isinstance(weight, SparseWeight) and weight.has_whole_rows()
     if (
         not stored
+        or not found_by_row(weight.entries)
         or type(input) is not Tensor
         or not input.is_cpu
         or max_norm is not None
@@ -61,6 +57,7 @@ class _Lookup(torch.autograd.Function):
     def forward(indices: Tensor, weight: SparseWeight, padding: int | None) -> Tensor:
         if weight.dense_copy is not None:
             return weight.operand()[indices]
+        assert isinstance(weight.entries, SegmentLayout)
         rows = take_rows(indices.reshape(-1), weight.kept_values(), weight.entries)
         return rows.view(*indices.shape, rows.shape[1])
 
@@ -121,25 +118,21 @@ def found_by_row(layout: Layout) -> TypeGuard[SegmentLayout]:
 def load_loops() -> None:
     """Compile the loops, or load them from numba's cache, before a layer needs them."""
     layout = layout_of(torch.ones(1, 64, dtype=torch.bool, device="cpu"), "segments")
+    assert isinstance(layout, SegmentLayout)
     indices = torch.zeros(1, dtype=torch.int64, device="cpu")
     values = torch.zeros(64, dtype=torch.float32, device="cpu")
     add_rows(indices, take_rows(indices, values, layout), layout)
 
 
-def take_rows(indices: Tensor, values: Tensor, layout: Layout) -> Tensor:
+def take_rows(indices: Tensor, values: Tensor, layout: SegmentLayout) -> Tensor:
     """Return the dense rows ``indices`` (shape ``(n,)``) of a weight: shape ``(n, columns)``."""
-    if found_by_row(layout):
-        taken: Tensor = kernel_module("segments").take_rows(indices, values, layout.rows)
-        return taken
-    result = values.new_empty(len(indices), row_length(layout.shape))
-    for tile, found in _tiles_with(indices, layout):
-        rows = _scratch_rows(layout, tile, values)
-        layout.densify_tile(tile, values[tile.entries], rows.view(-1))
-        result[found] = rows[indices[found] - tile.rows.start]
-    return result
+    taken: Tensor = kernel_module("segments").take_rows(indices, values, layout.rows)
+    return taken
 
 
-def add_rows(indices: Tensor, rows: Tensor, layout: Layout, padding: int | None = None) -> Tensor:
+def add_rows(
+    indices: Tensor, rows: Tensor, layout: SegmentLayout, padding: int | None = None
+) -> Tensor:
     """Add ``rows`` to the rows ``indices`` of a zero matrix and return its kept entries.
 
     Args:
@@ -150,26 +143,6 @@ def add_rows(indices: Tensor, rows: Tensor, layout: Layout, padding: int | None 
     """
     if padding is not None:
         rows, indices = rows[indices != padding], indices[indices != padding]
-    if found_by_row(layout) and rows.dtype.itemsize >= 4:
-        added: Tensor = kernel_module("segments").add_rows(indices, rows, layout.rows)
-        return added
-    values = rows.new_zeros(layout.nnz)
-    for tile, found in _tiles_with(indices, layout):
-        sums = _scratch_rows(layout, tile, rows).zero_()
-        sums.index_add_(0, indices[found] - tile.rows.start, rows[found])
-        layout.compress_tile(tile, sums.view(-1), values[tile.entries])
-    return values
-
-
-def _tiles_with(indices: Tensor, layout: Layout) -> Iterator[tuple[Tile, Tensor]]:
-    """Yield each tile that has some of the rows ``indices``, and the places of those in them."""
-    for tile in layout.tiles:
-        inside = (indices >= tile.rows.start) & (indices < tile.rows.stop)
-        found = inside.nonzero().squeeze(1)
-        if len(found):
-            yield tile, found
-
-
-def _scratch_rows(layout: Layout, tile: Tile, like: Tensor) -> Tensor:
-    rows = scratch.take("tile", tile.numel, like.dtype, like.device)
-    return rows.view(-1, row_length(layout.shape))
+    wide = rows if rows.dtype.itemsize >= 4 else rows.float()
+    added: Tensor = kernel_module("segments").add_rows(indices, wide, layout.rows)
+    return added.to(rows.dtype)

@@ -380,7 +380,6 @@ def _multiply(
 
 
 def _sddmm(left: Tensor, right: Tensor, layout: Layout, backend: Backend) -> Tensor:
-    """Return the kept entries of ``left.t() @ right``."""
     if kept_products.chosen(layout, "sddmm", backend, left):
         return kept_products.sddmm(left, right, layout)
     return panels.sddmm(left, right, layout)

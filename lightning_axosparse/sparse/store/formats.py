@@ -1,4 +1,4 @@
-"""Stores the positions of kept entries in one of three index formats.
+"""Stores the positions of kept entries in one of two index formats.
 
 ========  =====================================  ============================================
 format    bytes per kept entry                   where it pays
@@ -8,7 +8,6 @@ segments  1.02 / 1.04 / 1.09 / 1.18              the default on CPU: compiled co
                                                  with kept values as they are stored
 bitmap    0.25 / 0.63 / 1.26 / 2.52              the default on CUDA, where a kernel reads it
                                                  in one pass
-coo       4.00 / 4.00 / 4.01 / 4.02              nowhere; SAMO's format, to compare with
 ========  =====================================  ============================================
 
 ``benchmarks/overhead`` measures them.
@@ -18,54 +17,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_axosparse.sparse.kernels import SEGMENT, Bits, Positions, Rows, Segments
+from lightning_axosparse.sparse.kernels import SEGMENT, kernel_module, triton_installed
 from lightning_axosparse.sparse.store.layout import (
+    INT32_ENTRIES,
     Layout,
     Tile,
     block_entries,
     block_rows,
-    index_dtype,
     row_length,
 )
-from lightning_axosparse.sparse.store.scratch import scratch
 from lightning_axosparse.support.troubleshooting import see
 
 _SHORTEST_LINE = 64
 """Shorter rows would take more bytes for the numbers of kept entries than for their offsets."""
-
-
-@dataclass(eq=False)
-class CooLayout(Layout):
-    """One integer per kept entry: its flat position (SAMO; Singh & Bhatele, IPDPS 2023).
-
-    Attributes:
-        indices: flat positions, shape ``(nnz,)``, int32 (int64 for tensors of 2^31 entries or
-            more).
-    """
-
-    indices: Tensor
-
-    @staticmethod
-    def _index(positions: Tensor, starts: Tensor, mask: Tensor) -> dict[str, Tensor]:
-        return {"indices": positions.to(index_dtype(mask.numel()))}
-
-    def positions(self) -> Tensor:
-        """Return the stored indices themselves."""
-        return self.indices
-
-    def positions_in(self, tile: Tile) -> Tensor:
-        """Return the stored indices minus the tile's start."""
-        positions = _scratch_positions(self, tile).copy_(self.indices[tile.entries])
-        return positions.sub_(tile.start) if tile.start else positions
-
-    def index_in(self, tile: Tile) -> Positions:
-        """Return the tile's indices."""
-        return Positions(self.indices[tile.entries], tile.start)
 
 
 @dataclass(eq=False)
@@ -107,16 +77,20 @@ class SegmentLayout(Layout):
         """Return the positions in the segments of the tile."""
         return self._positions(self.counts[self._segments_in(tile)], self.offsets[tile.entries])
 
-    def index_in(self, tile: Tile) -> Segments:
+    def kernels(self, tensor: Tensor) -> ModuleType | None:
+        """Return compiled loops on a CPU."""
+        return kernel_module("segments") if tensor.is_cpu else None
+
+    def index_in(self, tile: Tile) -> tuple[Tensor, Tensor, int]:
         """Return the tile's segments."""
         line = _line_entries(self.shape)
-        return Segments(self.counts[self._segments_in(tile)], self.offsets[tile.entries], line)
+        return self.counts[self._segments_in(tile)], self.offsets[tile.entries], line
 
     @property
-    def rows(self) -> Rows:
-        """The kept entries by row, if each row has segments of its own."""
+    def rows(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
+        """The kept entries by row, as ``segments`` takes them, if each has its own segments."""
         width = row_length(self.shape)
-        return Rows(self.counts, self.offsets, self.starts, block_rows(self.shape), width)
+        return self.counts, self.offsets, self.starts, block_rows(self.shape), width
 
     def _segments_in(self, tile: Tile) -> slice:
         line = _line_entries(self.shape)
@@ -163,13 +137,20 @@ class BitmapLayout(Layout):
             return torch.from_numpy(np.flatnonzero(bits))
         return torch.nonzero_static(_unpacked(held), size=tile.nnz).squeeze(1)
 
-    def index_in(self, tile: Tile) -> Bits:
-        """Return the tile's bits."""
-        return Bits(self.bits[tile.start // 8 :])
+    def kernels(self, tensor: Tensor) -> ModuleType | None:
+        """Return those of Triton, which count within a block in 32 bits, on CUDA."""
+        fits = tensor.is_cuda and tensor.is_floating_point()
+        small = block_entries(self.shape) < INT32_ENTRIES
+        return kernel_module("fused") if fits and small and triton_installed() else None
+
+    def index_in(self, tile: Tile) -> tuple[Tensor, Tensor, int, int, int]:
+        """Return the tile's bits and blocks."""
+        first, last = tile.blocks.start, tile.blocks.stop
+        blocks = self.starts[first:], tile.entries.start, last - first, block_entries(self.shape)
+        return self.bits[tile.start // 8 :], *blocks
 
 
 FORMATS: dict[str, type[Layout]] = {
-    "coo": CooLayout,
     "segments": SegmentLayout,
     "bitmap": BitmapLayout,
 }
@@ -180,8 +161,8 @@ def layout_of(mask: Tensor, index_format: str | None = None) -> Layout:
 
     Args:
         mask: True where an entry is kept.
-        index_format: "coo", "segments" or "bitmap"; None selects "bitmap" for a mask on CUDA,
-            else "segments".
+        index_format: "segments" or "bitmap"; None selects "bitmap" for a mask on CUDA, else
+            "segments".
 
     Raises:
         ValueError: for another format.
@@ -203,10 +184,6 @@ def _line_entries(shape: torch.Size) -> int:
 
 def _segments(line: int) -> int:
     return -(-line // SEGMENT)
-
-
-def _scratch_positions(layout: Layout, tile: Tile) -> Tensor:
-    return scratch.take("positions", tile.nnz, torch.int64, layout.starts.device)
 
 
 def _unpacked(held: Tensor) -> Tensor:

@@ -8,14 +8,14 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from math import gcd, prod
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from typing_extensions import Self
 
-from lightning_axosparse.sparse.kernels import Blocks, Index, fused_kernels
-from lightning_axosparse.sparse.kernels import reference as reference_kernels
+from lightning_axosparse.sparse.kernels import reference
 from lightning_axosparse.support.trace import clock, now
 from lightning_axosparse.support.troubleshooting import see
 
@@ -100,14 +100,15 @@ class Layout(ABC):
 
     @abstractmethod
     def positions_in(self, tile: Tile) -> Tensor:
-        """Return the positions of the tile's kept entries, counted from its start, int64.
-
-        They may lie in scratch memory.
-        """
+        """Return the positions of the tile's kept entries, counted from its start, int64."""
 
     @abstractmethod
-    def index_in(self, tile: Tile) -> Index:
-        """Return the tile's part of the index as the fused kernels read it."""
+    def kernels(self, tensor: Tensor) -> ModuleType | None:
+        """Return the kernels that do without positions, if there are any for a tile ``tensor``."""
+
+    @abstractmethod
+    def index_in(self, tile: Tile) -> tuple[Any, ...]:
+        """Return the tile's part of the index as these kernels read it."""
 
     @cached_property
     def tiles(self) -> list[Tile]:
@@ -148,9 +149,7 @@ class Layout(ABC):
         if dense.is_meta:  # the parameter of another stage
             return values
         if type(dense) not in (Tensor, Parameter):
-            # Materializing a sparse weight inside the kernel would overwrite the positions there,
-            # which lie in the same scratch memory.
-            dense = dense.clone()
+            dense = dense.clone()  # of a sparse weight once, not for each tile
         rows = dense.view(1) if dense.dim() == 0 else dense
         for tile in self.tiles:
             self.compress_tile(tile, rows[tile.rows].reshape(-1), values[tile.entries])
@@ -182,12 +181,11 @@ class Layout(ABC):
             out: where to write, shape ``(tile.numel,)``, contiguous, dtype of ``values``.
         """
         start = now()
-        index = self.index_in(tile)
-        fused = self._fused_kernels(index, out)
-        if fused is None:
-            reference_kernels.densify(self.positions_in(tile), values, out)
+        kernels = self.kernels(out)
+        if kernels is None:
+            reference.densify(self.positions_in(tile), values, out)
         else:
-            fused.densify(index, self.blocks_in(tile), values, out)
+            kernels.densify(*self.index_in(tile), values, out)
         clock.add("densify", start, now())
 
     def compress_tile(self, tile: Tile, dense: Tensor, out: Tensor) -> None:
@@ -199,24 +197,12 @@ class Layout(ABC):
             out: where to write them, shape ``(tile.nnz,)``, contiguous, dtype of ``dense``.
         """
         start = now()
-        index = self.index_in(tile)
-        fused = self._fused_kernels(index, out)
-        if fused is None:
-            reference_kernels.compress(self.positions_in(tile), dense, out)
+        kernels = self.kernels(out)
+        if kernels is None:
+            reference.compress(self.positions_in(tile), dense, out)
         else:
-            fused.compress(index, self.blocks_in(tile), dense, out)
+            kernels.compress(*self.index_in(tile), dense, out)
         clock.add("compress", start, now())
-
-    def _fused_kernels(self, index: Index, tensor: Tensor) -> ModuleType | None:
-        # They count within a block in 32 bits.
-        small = block_entries(self.shape) < INT32_ENTRIES
-        return fused_kernels(index, tensor) if small else None
-
-    def blocks_in(self, tile: Tile) -> Blocks:
-        """Return the tile's blocks as the fused kernels read them."""
-        number = tile.blocks.stop - tile.blocks.start
-        starts = self.starts[tile.blocks.start :]
-        return Blocks(number, block_entries(self.shape), starts, tile.entries.start)
 
     def mask(self) -> Tensor:
         """Return a bool tensor of the layout's shape, True where an entry is kept."""

@@ -19,7 +19,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_path
 from lightning_axosparse.checkpoint.mapped_file import load_mapped
 from lightning_axosparse.support.corrupt_file import reading
-from lightning_axosparse.support.files.deferred_tensor import all_made
 from lightning_axosparse.support.patched import patched
 from lightning_axosparse.support.torch_internals import tree_leaves
 
@@ -40,7 +39,7 @@ def files_mapped() -> Iterator[Callable[[Tensor], bool]]:
         if local is None or map_location not in _ON_CPU or not is_zipfile(local):
             return read(path, map_location, weights_only)
         with reading(local):
-            checkpoint = all_made(load_mapped(local, weights_only))
+            checkpoint = load_mapped(local, weights_only)
         tensors = (leaf for leaf in tree_leaves(checkpoint) if isinstance(leaf, Tensor))
         mapped.update(dict.fromkeys(tensors))
         return checkpoint

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_axosparse.sparse.module.parameters import sparse_parameters
 from lightning_axosparse.strategy.stages.sharded_module import in_parts
-from lightning_axosparse.support.files.deferred_tensor import all_made
 from lightning_axosparse.support.memory.deferred_init import DeferredInit
 from lightning_axosparse.support.torch_internals import swap_values
 from lightning_axosparse.support.troubleshooting import see
@@ -135,7 +133,7 @@ def values_held(
     Values for tensors on the meta device are left out of it: they are meta tensors there, too.
 
     Args:
-        state: of the whole module; its tensors may be deferred.
+        state: of the whole module.
         module: the module.
         others: tensors of other stages, which keep the values that they have here until then.
     """
@@ -158,7 +156,7 @@ def load_values(
     strict: bool,
     others: Iterable[Tensor] = (),
 ) -> None:
-    """Load what a module holds of a state, one tensor at a time.
+    """Load what a module holds of a state.
 
     Args:
         module: the module.
@@ -168,10 +166,7 @@ def load_values(
     """
     with in_parts(module):
         held = values_held(state, module, others)
-    # A sparse layer makes its weight dense when its turn has come.
-    stored = sparse_parameters(module)
-    made = {n: value if n in stored else all_made(value) for n, value in held.items()}
-    module.load_state_dict(made, strict=strict)
+    module.load_state_dict(held, strict=strict)
 
 
 def validate_values(tensors: Iterable[tuple[str, Tensor]], stage: int) -> None:

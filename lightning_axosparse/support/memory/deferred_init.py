@@ -250,9 +250,8 @@ class DeferredInit(TorchDispatchMode):
             drawn = generator, generator.get_state()
             self._draw(operator, args, kwargs, mutated, device)
         arguments = tree_map(self._frozen, (args, kwargs))
-        reads = frozenset(
-            leaf.storage for leaf in _leaves_of(arguments) if isinstance(leaf, _Place)
-        )
+        tensors = filter(self.device_of, filter(_is_tensor, tree_leaves((args, kwargs))))
+        reads = frozenset(storage_id(tensor.untyped_storage()) for tensor in tensors)
         for storage in written:
             self._writers[storage].append(len(self._log))
         self._log.append(_Operation(operator, arguments, reads, made, drawn))
@@ -424,7 +423,6 @@ def _give_values(tensor: Tensor, values: Tensor) -> None:
 
 
 def _generator(args: Any, kwargs: Any, device: torch.device) -> torch.Generator:
-    """The random generator that an operator draws from."""
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
     if given:
         return given[0]
@@ -438,12 +436,6 @@ def _all_tensors() -> list[Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Some objects warn when their type is asked for.
         return [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
-
-
-def _leaves_of(arguments: Any) -> list[Any]:
-    leaves: list[Any] = []
-    tree_map(leaves.append, arguments, is_leaf=_is_place)
-    return leaves
 
 
 def _is_place(value: Any) -> bool:

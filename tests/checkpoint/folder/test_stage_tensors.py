@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
-from lightning_axosparse import AxoSparseStrategy, CompactCheckpointIO
+from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.checkpoint.consolidate import consolidate
 from lightning_axosparse.checkpoint.folder.stage_tensors import StageTensors
 from lightning_axosparse.strategy.validation import validate_local
@@ -69,7 +69,6 @@ def two_ranks(folder: Path) -> dict[str, Any]:
     counting = Counting()
     write(folder / "streamed", Net)
     facts = {"most": counting.most, "all": counting.all}
-    write(folder / "compact", Net, plugins=[CompactCheckpointIO()])
     write(folder / "theirs", Net, plugins=[TorchCheckpointIO()])
     write(folder / "read", Reading)
     write(folder / "read folder", Reading, save_distributed_checkpoint=True)
@@ -105,10 +104,8 @@ def test_no_tensor_travels_for_a_folder(facts: Any) -> None:
 def test_every_plugin_and_hook_gets_the_values(facts: Any, folder: Path) -> None:
     streamed = torch.load(folder / "streamed" / "a.ckpt", weights_only=True)
     theirs = torch.load(folder / "theirs" / "a.ckpt", weights_only=True)
-    compact = CompactCheckpointIO().load_checkpoint(folder / "compact" / "a.ckpt")
     for part in ("state_dict", "optimizer_states"):
         torch.testing.assert_close(theirs[part], streamed[part], rtol=0, atol=0)
-        torch.testing.assert_close(compact[part], streamed[part], rtol=0, atol=0)
     weights = [value for value in streamed["state_dict"].values() if value.dim() == 2]
     file = consolidate(folder / "read folder" / "a.ckpt")
     for path in (folder / "read" / "a.ckpt", file):
@@ -126,8 +123,8 @@ def test_old_folders_are_removed_and_the_last_is_linked(facts: Any, folder: Path
 
 
 def test_a_plugin_for_one_file_and_a_folder_are_refused_together(tmp_path: Path) -> None:
-    with pytest.raises(MisconfigurationException, match=r"CompactCheckpointIO writes one file"):
-        write(tmp_path, Net, plugins=[CompactCheckpointIO()], save_distributed_checkpoint=True)
+    with pytest.raises(MisconfigurationException, match=r"TorchCheckpointIO writes one file"):
+        write(tmp_path, Net, plugins=[TorchCheckpointIO()], save_distributed_checkpoint=True)
 
 
 def test_a_folder_is_local() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import lightning as L
@@ -17,10 +15,9 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 
-from lightning_axosparse import AxoSparseStrategy, CompactCheckpointIO, EarlyBirdTicket
+from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.checkpoint.consolidate import consolidate
-from lightning_axosparse.checkpoint.folder import manifest
 from lightning_axosparse.checkpoint.folder import writer as folder_writer
 from lightning_axosparse.checkpoint.folder.stage_tensors import StageTensors
 from lightning_axosparse.checkpoint.folder.writer import FolderWriter
@@ -138,12 +135,12 @@ def test_older_folders_stay_until_the_next_one_is_written(facts: Any, folder: Pa
     assert [path.name for path in (folder / "best").iterdir()] == NAMES[2:]
 
 
-def test_a_folder_of_several_ranks_lists_all_its_files(facts: Any, folder: Path) -> None:
+def test_a_folder_has_a_file_of_each_stage(facts: Any, folder: Path) -> None:
     for way in ("at once", "threads", "regrid"):
         for path in (folder / way).iterdir():
-            listed = manifest.names(path) or set()
-            assert listed == {file.name for file in path.iterdir()} - {"manifest.json"}
-            assert "__1_0.distcp" in listed or way == "regrid"
+            files = {file.name for file in path.iterdir()}
+            assert {"meta.pt", "stage-0.pt"} <= files <= {"meta.pt", "stage-0.pt", "stage-1.pt"}
+            assert "stage-1.pt" in files or way == "regrid"
 
 
 def test_an_error_of_a_stage_is_raised_on_all(facts: Any, folder: Path) -> None:
@@ -159,59 +156,28 @@ def test_an_error_of_a_stage_is_raised_on_all(facts: Any, folder: Path) -> None:
     assert not [*folder.glob(".*")]
 
 
-class Record(NamedTuple):
-    """What torch says of a tensor that a stage has written."""
-
-    storage_data: SimpleNamespace
-
-
 def test_the_first_stage_puts_the_folder_in_its_place_without_being_told(tmp_path: Path) -> None:
-    def written(stage: int) -> list[Record]:
-        (tmp_path / str(stage)).write_text(f"of stage {stage}")
-        return [Record(SimpleNamespace(relative_path=str(stage)))]
-
-    def end(records: Any) -> None:
-        assert not (tmp_path / "manifest.json").exists()
-        (tmp_path / ".metadata").write_text(str(len(records)))
-
-    (tmp_path / "meta.pt").touch()
     first, second = (
-        folder_writer._Write(
-            tmp_path / "a",
-            tmp_path,
-            stage,
-            2,
-            folder_writer._Plan(partial(written, stage), end),
-            folder_writer.ExitStack(),
-        )
+        folder_writer._Write(tmp_path / "a", tmp_path, stage, 2, {}, folder_writer.ExitStack())
         for stage in (0, 1)
     )
     thread = threading.Thread(target=first.in_background)
     thread.start()
-    assert list(first.written.result(60).files) == ["0"]
+    assert first.written.result(60) is None
     assert not first.in_place.done()
     second.in_background()
     thread.join(60)
     assert first.in_place.result(0) is None
-    names = {"0", "1", ".metadata", "meta.pt"}
-    assert manifest.names(tmp_path) == names
-    assert {path.name for path in tmp_path.iterdir()} == {*names, "manifest.json"}
-    manifest.verify(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"stage-0.pt", "stage-1.pt"}
 
 
 def test_an_error_of_a_thread_ends_a_run_in_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(write: Any) -> Any:
-        return folder_writer._Written([], {}, "stage 0: no space left for it")
+        return "stage 0: no space left for it"
 
     monkeypatch.setattr(Late, "write", lambda late, write: fail(write))
     with pytest.raises(OSError, match=r"step=2.ckpt' was not written: .*no space left for it"):
         train(tmp_path, 1, AsyncCheckpointIO(), g_inter=2, transport="loopback")
     assert not [*tmp_path.iterdir()]
-
-
-def test_a_plugin_of_ones_own_is_refused_in_threads_too(tmp_path: Path) -> None:
-    io = AsyncCheckpointIO(CompactCheckpointIO())
-    with pytest.raises(L.fabric.utilities.exceptions.MisconfigurationException, match="one file"):
-        train(tmp_path, 1, io, g_inter=2)

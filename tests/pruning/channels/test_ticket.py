@@ -205,7 +205,5 @@ def test_a_file_without_a_ticket_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CorruptFileError, match="no ticket of channels"):
         ChannelTicket.load(tmp_path / "plain.ckpt")
     state = ChannelTicket.largest(made("vgg"), 0.5).state_dict()
-    with pytest.raises(CorruptFileError, match="checksum"):
-        ChannelTicket.from_state_dict({**state, "pruning_ratio": 0.6})
     with pytest.raises(CorruptFileError, match="ChannelTicket/0"):
         ChannelTicket.from_state_dict({**state, "format": "lightning_axosparse.ChannelTicket/0"})

@@ -287,7 +287,7 @@ def test_a_name_that_is_no_text_raises(model, masks):
 
 
 @pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("index_format", [None, "coo", "segments", "bitmap"])
+@pytest.mark.parametrize("index_format", [None, "segments", "bitmap"])
 def test_masks_that_keep_nothing_or_all_train_as_masked_dense_weights_do(keep, index_format):
     torch.manual_seed(0)
     sparse = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))

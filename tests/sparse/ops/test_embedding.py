@@ -59,17 +59,6 @@ def test_a_conversion_loads_the_loops_that_layers_run():
     assert [len(loop.signatures) for loop in (segments._take_rows, segments._add_rows)] == loaded
 
 
-@pytest.mark.parametrize("pair", [COLUMNS], indirect=True)
-def test_tiles_without_a_token_are_not_made(pair, monkeypatch):
-    values, layout, _, _ = pair
-    visited = []
-    monkeypatch.setattr(
-        Layout, "densify_tile", lambda _, tile, values, out: visited.append(tile) or out.zero_()
-    )
-    F.embedding(torch.tensor([ROWS - 1]), read(values, layout))
-    assert visited == [layout.tiles[-1]]
-
-
 @pytest.mark.parametrize("pair", [WIDE], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_rows_with_segments_of_their_own_make_no_tile(pair, dtype, monkeypatch):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_axosparse.sparse.store import layout as layout_module
-from lightning_axosparse.sparse.store.formats import FORMATS, CooLayout, SegmentLayout, layout_of
+from lightning_axosparse.sparse.store.formats import FORMATS, BitmapLayout, SegmentLayout, layout_of
 from lightning_axosparse.sparse.store.layout import Tile, block_rows, index_dtype
 
 shapes = st.one_of(
@@ -91,7 +91,6 @@ def test_the_default_takes_one_byte_a_kept_entry(kept, most):
 
 
 def test_indices_are_int32_below_two_to_the_31_entries():
-    assert CooLayout.from_mask(torch.ones(2, 2, dtype=torch.bool)).indices.dtype == torch.int32
     assert index_dtype(2**31 - 1) == torch.int32
     assert index_dtype(2**31) == torch.int64
 
@@ -103,15 +102,10 @@ def test_a_tensor_of_more_than_two_to_the_31_entries():
     starts = torch.searchsorted(kept, torch.arange(0, 2**32 + 1, 2**15)).int()
     counts = torch.zeros(2**24, dtype=torch.int16)
     counts[kept // 256] = torch.tensor([1, 1, 1], dtype=torch.int16)
-    layouts = [
-        CooLayout(shape, 3, starts, kept),
-        SegmentLayout(shape, 3, starts, counts, (kept % 256).to(torch.uint8)),
-    ]
-    for layout in layouts:
-        assert torch.equal(layout.positions(), kept)
-        found = [tile.start + layout.positions_in(tile) for tile in layout.tiles if tile.nnz]
-        assert torch.equal(torch.cat(found), kept)
-    assert layouts[0].same_entries(layouts[1])
+    layout = SegmentLayout(shape, 3, starts, counts, (kept % 256).to(torch.uint8))
+    assert torch.equal(layout.positions(), kept)
+    found = [tile.start + layout.positions_in(tile) for tile in layout.tiles if tile.nnz]
+    assert torch.equal(torch.cat(found), kept)
 
 
 @every_format
@@ -129,9 +123,9 @@ def test_an_unknown_format_raises():
 @every_format
 def test_same_entries(index_format):
     one = layout_of(torch.tensor([[True, False]]), index_format)
-    assert one.same_entries(CooLayout.from_mask(torch.tensor([[True, False]])))
-    assert not one.same_entries(CooLayout.from_mask(torch.tensor([[False, True]])))
-    assert not one.same_entries(CooLayout.from_mask(torch.tensor([[True], [False]])))
+    assert one.same_entries(BitmapLayout.from_mask(torch.tensor([[True, False]])))
+    assert not one.same_entries(BitmapLayout.from_mask(torch.tensor([[False, True]])))
+    assert not one.same_entries(BitmapLayout.from_mask(torch.tensor([[True], [False]])))
 
 
 @every_format
