@@ -257,12 +257,7 @@ class EarlyBirdTicket(TicketSearch):
             self._prune(trainer, self._pruned)
 
     def _schedule(self, trainer: Trainer) -> MaskSchedule:
-        """The optimizer steps of this run after which the ratio rises.
-
-        Raises:
-            MisconfigurationException: if the draw does not come after the first masks, or the run
-                has no end of which there are shares.
-        """
+        """The optimizer steps of this run after which the ratio rises."""
         assert self.draw_by is not None
         total, first = partial(total_steps, trainer), self._first
         begin, every, end = (
@@ -372,14 +367,7 @@ class EarlyBirdTicket(TicketSearch):
     def _ticket_of(
         self, trainer: Trainer, module: LightningModule, masks: MaskBits, ratio: float
     ) -> Ticket:
-        """The masks of all stages, as the first replica has them; collective.
-
-        Args:
-            trainer: the running Trainer.
-            module: the whole model.
-            masks: at least those of the parameters that this rank counts.
-            ratio: the fraction of entries that they prune.
-        """
+        """The masks of all stages, as the first replica has them; collective."""
         strategy = strategy_of(trainer)
         counted = strategy.counted_parameters()
         part = masks.only(name for name in masks if name in counted)
@@ -443,12 +431,7 @@ class EarlyBirdTicket(TicketSearch):
 
 
 def _agreed_processor(strategy: AxoSparseStrategy, recorded: Processor | None) -> Processor:
-    """Return the kind of processor for which all ranks choose how products run; collective.
-
-    Args:
-        strategy: the running strategy.
-        recorded: that of the run which is resumed, if there is one.
-    """
+    """Return the kind of processor for which all ranks choose how products run; collective."""
     mine = most_cautious(filter(None, (this_processor(), recorded)))
     stages = most_cautious(all_gather(mine, strategy.inter_group))
     return most_cautious(all_gather(stages, strategy.data_group))

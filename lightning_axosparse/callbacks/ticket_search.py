@@ -192,11 +192,7 @@ class TicketSearch(Callback):
         return when is not None and Moment.of(when, partial(total_steps, trainer)).reached(now)
 
     def _take_ticket(self, ticket: Any) -> None:
-        """Go on with the ticket of a checkpoint.
-
-        Raises:
-            MisconfigurationException: if the user has given another.
-        """
+        """Go on with the ticket of a checkpoint."""
         if self.ticket not in (None, ticket):
             raise MisconfigurationException(
                 "The checkpoint holds another ticket than the one given as `ticket=`. Resume "
