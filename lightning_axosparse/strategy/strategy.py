@@ -241,6 +241,16 @@ class AxoSparseStrategy(PipelineStrategy):
         )
         self.schedule, self.transport = schedule, transport
 
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Make the strategy known by its name."""
+        strategy_registry.register(
+            cls.strategy_name,
+            cls,
+            description="message-driven pipeline x data parallelism over MPI",
+            override=True,
+        )
+
     @property
     def g_inter(self) -> int:
         """Stages per replica, when the run begins."""

@@ -23,7 +23,6 @@ MODULES = {
 }
 
 WITHOUT_LINK = {
-    ("__init__.py", "AttributeError("): "Python's protocol",
     # Users never see them.
     ("callbacks/ticket_search.py", "NotImplementedError"): "abstract",
     (

@@ -1,10 +1,17 @@
 from __future__ import annotations
 
 import lightning as L
+import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_axosparse import sparsify
+
+
+def test_the_strategy_is_refused_with_what_works():
+    with pytest.raises(MisconfigurationException, match="Write a LightningModule"):
+        L.Fabric(accelerator="cpu", devices=1, strategy="axosparse")
 
 
 def test_sparse_storage_trains_under_fabric_like_masked_dense_weights():
