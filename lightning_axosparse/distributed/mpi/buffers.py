@@ -31,6 +31,7 @@ _CONVERTED_TO = {torch.bool: torch.uint8, torch.complex32: torch.complex64}
 _OPERATIONS = {
     ReduceOp.SUM: MPI.SUM,
     ReduceOp.AVG: MPI.SUM,
+    ReduceOp.PREMUL_SUM: MPI.SUM,
     ReduceOp.PRODUCT: MPI.PROD,
     ReduceOp.MAX: MPI.MAX,
     ReduceOp.MIN: MPI.MIN,
@@ -52,11 +53,12 @@ class ReduceOperation:
 
     def __init__(self, reduce_op: Any, ranks: int) -> None:
         self._op = reduce_op.op
+        self._factor = reduce_op.__getstate__()[1] if self._op == ReduceOp.PREMUL_SUM else None
         self._ranks = ranks
 
     def operation(self, dtype: torch.dtype) -> MPI.Op:
         """The MPI operation for tensors of ``dtype``."""
-        if dtype == torch.bool and self._op == ReduceOp.AVG:
+        if dtype == torch.bool and self._op in (ReduceOp.AVG, ReduceOp.PREMUL_SUM):
             raise ValueError(
                 f"A bool tensor cannot be reduced by {self._op}; convert it first." + see("logging")
             )
@@ -67,6 +69,8 @@ class ReduceOperation:
         dtype = tensor.dtype
         if dtype not in _DATATYPES:
             dtype = _CONVERTED_TO.get(dtype, torch.float32)
+        if self._factor is not None:
+            tensor = tensor * self._factor
         return tensor.to(dtype).contiguous()
 
     def copy_back(self, staged: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

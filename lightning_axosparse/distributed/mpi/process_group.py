@@ -147,6 +147,45 @@ class MPIProcessGroup(dist.ProcessGroup):
         return MPIWork([request], tensors, [buffer], lambda: reduction.copy_back([buffer], tensors))
 
     @_nccl_for_cuda
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any
+    ) -> MPIWork:
+        """Reduce the r-th tensor of each list over all ranks into rank r's output."""
+        reduction = ReduceOperation(opts.reduceOp, self.size())
+        sources = [reduction.stage(flat(parts)) for parts in inputs]
+        buffers = [
+            source.new_empty(output.numel())
+            for source, output in zip(sources, outputs, strict=True)
+        ]
+        requests = [
+            self._comm.Ireduce_scatter(
+                typed(source),
+                typed(buffer),
+                [part.numel() for part in parts],
+                reduction.operation(parts[0].dtype),
+            )
+            for source, buffer, parts in zip(sources, buffers, inputs, strict=True)
+        ]
+        return MPIWork(
+            requests,
+            outputs,
+            [*sources, *buffers],
+            lambda: reduction.copy_back(buffers, outputs),
+        )
+
+    @_nccl_for_cuda
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
+    ) -> Any:
+        """Reduce the r-th slice of each input into rank r's output."""
+        parts = [list(source.reshape(-1).chunk(self.size())) for source in inputs]
+        return self.reduce_scatter(outputs, parts, opts)
+
+    @_nccl_for_cuda
+    def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any) -> Any:
+        return self.reduce_scatter_tensor_coalesced([output], [source], opts)
+
+    @_nccl_for_cuda
     def broadcast(self, tensors: list[Tensor], opts: Any) -> MPIWork:
         """Copy the root's tensors to all ranks."""
         buffers = [tensor.contiguous() for tensor in tensors]
@@ -170,6 +209,13 @@ class MPIProcessGroup(dist.ProcessGroup):
                 split_back(buffer, parts)
 
         return MPIWork(requests, [*tensors_in(outputs)], [*sources, *buffers], finish)
+
+    @_nccl_for_cuda
+    def allgather_coalesced(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> Any:
+        """The same as :meth:`allgather`."""
+        return self.allgather(outputs, inputs)
 
     @_nccl_for_cuda
     def allgather_into_tensor_coalesced(
@@ -212,6 +258,33 @@ class MPIProcessGroup(dist.ProcessGroup):
         return MPIWork([request], outputs, [source, buffer], lambda: copy_back(buffer, outputs[0]))
 
     @_nccl_for_cuda
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> MPIWork:
+        """Send the r-th tensor to rank r, and receive likewise."""
+        source, buffer = flat(inputs), empty_for(outputs)
+        request = self._comm.Ialltoallv(raw(source, inputs), raw(buffer, outputs))
+        return MPIWork([request], outputs, [source, buffer], lambda: split_back(buffer, outputs))
+
+    @_nccl_for_cuda
+    def alltoall_base(
+        self,
+        output: Tensor,
+        source: Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
+    ) -> Any:
+        """Send the r-th rows to rank r, and receive likewise."""
+        outputs = (
+            torch.split(output, output_splits)
+            if output_splits
+            else output.tensor_split(self.size())
+        )
+        inputs = (
+            torch.split(source, input_splits) if input_splits else source.tensor_split(self.size())
+        )
+        return self.alltoall(list(outputs), list(inputs))
+
+    @_nccl_for_cuda
     def send(self, tensors: list[Tensor], destination: int, tag: int = 0) -> MPIWork:
         """Send tensors to one rank."""
         buffers = [tensor.contiguous() for tensor in tensors]
@@ -238,6 +311,9 @@ class MPIProcessGroup(dist.ProcessGroup):
     # What torch 2.13 calls the same operations.
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
+    all_to_all_single = alltoall_base
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
 
 def _describe_members(communicator: MPI.Intracomm) -> str:

@@ -141,6 +141,9 @@ def reductions_that_gloo_lacks() -> None:
     total = sum(every)
     for dtype in [*FLOATS, torch.complex64, torch.complex128]:
         assert reduced(dtype, ReduceOp.AVG) == (total / ranks).to(dtype).tolist(), dtype
+        half = dist._make_nccl_premul_sum(0.5)
+        if not dtype.is_complex:
+            assert reduced(dtype, half) == (total * 0.5).to(dtype).tolist(), dtype
     assert reduced(torch.int64, ReduceOp.AVG) == (total // ranks).tolist()
     assert reduced(torch.complex64, ReduceOp.SUM) == total.to(torch.complex64).tolist()
 
@@ -161,6 +164,29 @@ def reductions_that_gloo_lacks() -> None:
     ones = torch.tensor([2048.0 if rank == 0 else 1.0], dtype=torch.float16)
     dist.all_reduce(ones)
     assert ones.item() == 2048 + ranks - 1
+
+    # uneven pieces
+    pieces = [torch.full((r,), float(rank)) for r in range(ranks)]
+    mine = torch.empty(rank)
+    dist.reduce_scatter(mine, pieces)
+    assert mine.tolist() == [sum(range(ranks))] * rank
+    slices = torch.arange(2.0 * ranks, dtype=torch.bfloat16).add(rank)
+    mine = torch.empty(2, dtype=torch.bfloat16)
+    dist.reduce_scatter_tensor(mine, slices, ReduceOp.AVG)
+    middle = sum(range(ranks)) / ranks
+    assert mine.tolist() == [2 * rank + middle, 2 * rank + 1 + middle]
+
+    received = [torch.empty(r + 1, rank + 1) for r in range(ranks)]
+    dist.all_to_all(received, [torch.full((rank + 1, r + 1), float(rank)) for r in range(ranks)])
+    assert [tensor.unique().tolist() for tensor in received] == [[r] for r in range(ranks)]
+    rows = torch.empty(ranks, 2)
+    dist.all_to_all_single(rows, torch.full((ranks, 2), float(rank)))
+    assert rows[:, 1].tolist() == list(range(ranks))
+    rows = torch.empty(sum(range(ranks)), 2)
+    dist.all_to_all_single(
+        rows, torch.full((rank * ranks, 2), float(rank)), list(range(ranks)), [rank] * ranks
+    )
+    assert rows[:, 0].tolist() == [r for r in range(ranks) for _ in range(r)]
 
 
 def asynchronous_work() -> int:
