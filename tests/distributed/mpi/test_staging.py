@@ -5,13 +5,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_axosparse.distributed.mpi.staging import HostStaging, PinnedStaging
+from lightning_axosparse.distributed.mpi import staging
+from lightning_axosparse.distributed.mpi.staging import DeviceStaging, HostStaging, PinnedStaging
 
 CPU = torch.device("cpu")
 
@@ -120,3 +122,38 @@ def test_the_compute_stream_waits_for_what_arrives_through_pinned_memory(runtime
     assert arrived.data_ptr() != block.data_ptr()
     assert arrived.tolist() == block.tolist()
     assert [(t is arrived, s) for t, s in runtime.used] == [(True, runtime.compute)]
+
+
+def test_a_cuda_aware_mpi_reads_a_block_once_it_is_computed(runtime: Runtime) -> None:
+    direct = DeviceStaging(CPU, runtime)
+    block = torch.arange(5, dtype=torch.uint8)
+    given, ready = direct.outgoing(block)
+    assert given is block
+    assert not ready()
+    runtime.compute.run()
+    assert ready()
+    assert direct.empty(3).shape == (3,)
+    assert direct.incoming(block) is block
+    assert runtime.used[0][1] is runtime.compute
+
+
+@pytest.mark.parametrize(("value", "aware"), [("0", False), ("1", True)])
+def test_the_variable_decides_on_cuda_awareness(
+    value: str, aware: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AXOSPARSE_CUDA_AWARE_MPI", value)
+    assert staging.mpi_is_cuda_aware() is aware
+
+
+def test_another_value_of_the_variable_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AXOSPARSE_CUDA_AWARE_MPI", "yes")
+    with pytest.raises(ValueError, match=r"'yes'\. Set it to 0 or 1"):
+        staging.mpi_is_cuda_aware()
+
+
+def test_a_library_without_cuda_is_not_cuda_aware(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AXOSPARSE_CUDA_AWARE_MPI", raising=False)
+    libraries = [str(path) for path in Path(torch.__file__).parent.glob("lib/libtorch_cpu.so")]
+    assert libraries
+    monkeypatch.setattr(staging, "loaded_mpi_libraries", lambda: set(libraries))
+    assert not staging.mpi_is_cuda_aware()
