@@ -9,18 +9,12 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_axosparse.callbacks.pruning_strategy import (
-    PruningStrategy,
-    can_prune,
-    strategy_of,
-)
 from lightning_axosparse.callbacks.ticket_search import TicketSearch, misconfigured
-from lightning_axosparse.callbacks.trainer_info import callbacks_of
+from lightning_axosparse.callbacks.trainer_info import strategy_of
 from lightning_axosparse.callbacks.triggers import WHEN, Moment, Progress, When, total_steps
 from lightning_axosparse.distributed.process_groups import all_gather, broadcast_from_first
 from lightning_axosparse.pruning.bitmask import MaskBits
@@ -42,10 +36,10 @@ from lightning_axosparse.sparse.backend import (
 from lightning_axosparse.sparse.cpu.products import most_kept
 from lightning_axosparse.sparse.module.elementwise import validate_elementwise_optimizers
 from lightning_axosparse.sparse.store.materialize import Policy, best_policy
+from lightning_axosparse.strategy.strategy import AxoSparseStrategy
 from lightning_axosparse.strategy.validation import (
     optimizers_before_setup,
     unless_made_later,
-    validate_beside_pruning,
     validate_one_optimizer,
 )
 from lightning_axosparse.support.arguments import (
@@ -148,6 +142,7 @@ class EarlyBirdTicket(TicketSearch):
     """
 
     kind = Ticket
+    lack = "cannot store weights sparse"
     prunes_at_start: Literal[True] = True
     """A strategy may store weights sparse by :attr:`ticket` as soon as it makes them."""
 
@@ -216,23 +211,7 @@ class EarlyBirdTicket(TicketSearch):
         """Whether anything is pruned."""
         return super().has_pruned or self._pruned is not None
 
-    def validate_fit(self, trainer: Trainer) -> None:
-        """Validate strategy, module and callbacks; the launcher calls this before it starts ranks.
-
-        Raises:
-            MisconfigurationException: if the strategy cannot prune, the module does not match
-                ``prune``, ``scope`` or ``ticket``, the optimizer has no second moment for
-                ``score="saliency"``, or another callback needs dense weights.
-        """
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
-        validate_beside_pruning(callbacks_of(trainer, Callback))
-        if not can_prune(trainer):
-            raise MisconfigurationException(
-                "EarlyBirdTicket needs strategy='axosparse' (AxoSparseStrategy); "
-                f"{type(trainer.strategy).__name__} cannot store weights sparse." + see("tickets")
-            )
-        self._validate_shares(trainer)
+    def _validate_before_launch(self, trainer: Trainer) -> None:
         with unless_made_later(trainer.lightning_module):
             self._validate_model(trainer.lightning_module)
             if trainer.strategy.launcher is not None and self.ticket is None:
@@ -278,12 +257,7 @@ class EarlyBirdTicket(TicketSearch):
             self._prune(trainer, self._pruned)
 
     def _schedule(self, trainer: Trainer) -> MaskSchedule:
-        """The optimizer steps of this run after which the ratio rises.
-
-        Raises:
-            MisconfigurationException: if the draw does not come after the first masks, or the run
-                has no end of which there are shares.
-        """
+        """The optimizer steps of this run after which the ratio rises."""
         assert self.draw_by is not None
         total, first = partial(total_steps, trainer), self._first
         begin, every, end = (
@@ -393,14 +367,7 @@ class EarlyBirdTicket(TicketSearch):
     def _ticket_of(
         self, trainer: Trainer, module: LightningModule, masks: MaskBits, ratio: float
     ) -> Ticket:
-        """The masks of all stages, as the first replica has them; collective.
-
-        Args:
-            trainer: the running Trainer.
-            module: the whole model.
-            masks: at least those of the parameters that this rank counts.
-            ratio: the fraction of entries that they prune.
-        """
+        """The masks of all stages, as the first replica has them; collective."""
         strategy = strategy_of(trainer)
         counted = strategy.counted_parameters()
         part = masks.only(name for name in masks if name in counted)
@@ -463,13 +430,8 @@ class EarlyBirdTicket(TicketSearch):
                 self._rule.shares(module)
 
 
-def _agreed_processor(strategy: PruningStrategy, recorded: Processor | None) -> Processor:
-    """Return the kind of processor for which all ranks choose how products run; collective.
-
-    Args:
-        strategy: the running strategy.
-        recorded: that of the run which is resumed, if there is one.
-    """
+def _agreed_processor(strategy: AxoSparseStrategy, recorded: Processor | None) -> Processor:
+    """Return the kind of processor for which all ranks choose how products run; collective."""
     mine = most_cautious(filter(None, (this_processor(), recorded)))
     stages = most_cautious(all_gather(mine, strategy.inter_group))
     return most_cautious(all_gather(stages, strategy.data_group))

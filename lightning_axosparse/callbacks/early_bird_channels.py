@@ -6,17 +6,13 @@ import os
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_axosparse.callbacks.early_bird import EarlyBirdTicket
-from lightning_axosparse.callbacks.pruning_strategy import can_prune, strategy_of
 from lightning_axosparse.callbacks.ticket_search import TicketSearch, misconfigured
-from lightning_axosparse.callbacks.trainer_info import callbacks_of
+from lightning_axosparse.callbacks.trainer_info import strategy_of
 from lightning_axosparse.callbacks.triggers import (
     WHEN,
     When,
@@ -41,13 +37,6 @@ from lightning_axosparse.support.arguments import (
     whole,
 )
 from lightning_axosparse.support.troubleshooting import see
-
-_KEEP_OTHER_WEIGHTS = (
-    EarlyBirdTicket,
-    ModelPruning,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
 
 
 class EarlyBirdChannels(TicketSearch):
@@ -97,6 +86,7 @@ class EarlyBirdChannels(TicketSearch):
     """
 
     kind = ChannelTicket
+    lack = "cannot remove channels"
 
     @checked(
         MisconfigurationException,
@@ -135,23 +125,7 @@ class EarlyBirdChannels(TicketSearch):
         self._channels: Channels | None = None
         """What can be removed; None before training, and where a ticket is used from the start."""
 
-    def validate_fit(self, trainer: Trainer) -> None:
-        """Validate strategy, module and callbacks; the launcher calls this before it starts ranks.
-
-        Raises:
-            MisconfigurationException: if the strategy cannot remove channels, the module cannot be
-                traced, has no channels to remove or does not fit ``ticket``, the optimizer's state
-                does not have the shape of its parameters, or another callback keeps weights.
-        """
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
-        _validate_callbacks(callbacks_of(trainer, Callback))
-        if not can_prune(trainer):
-            raise MisconfigurationException(
-                "EarlyBirdChannels needs strategy='axosparse' (AxoSparseStrategy); "
-                f"{type(trainer.strategy).__name__} cannot remove channels." + see("channels")
-            )
-        self._validate_shares(trainer)
+    def _validate_before_launch(self, trainer: Trainer) -> None:
         with unless_made_later(trainer.lightning_module):
             self._find(trainer.lightning_module)
         if trainer.strategy.launcher is not None:
@@ -234,16 +208,6 @@ class EarlyBirdChannels(TicketSearch):
         found = broadcast_from_first(found, strategy.data_group)
         scales = {name: found[name] for name in self._channels.scales}
         return MaskBits(channel_masks(scales, self.pruning_ratio, self.floor))
-
-
-def _validate_callbacks(callbacks: list[Callback]) -> None:
-    for callback in callbacks:
-        if isinstance(callback, _KEEP_OTHER_WEIGHTS):
-            raise MisconfigurationException(
-                f"{type(callback).__name__} keeps masks or weights of its own, which do not fit a "
-                "network whose channels EarlyBirdChannels removes. Leave one of the two callbacks "
-                "out." + see("callbacks")
-            )
 
 
 def _validate_optimizers(optimizers: list[Optimizer]) -> None:

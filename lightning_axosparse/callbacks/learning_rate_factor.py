@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_axosparse.callbacks.period import search_of
-from lightning_axosparse.callbacks.pruning_strategy import can_prune, strategy_of
+from lightning_axosparse.callbacks.trainer_info import require_strategy, strategy_of
 from lightning_axosparse.callbacks.triggers import (
     WHEN,
     Moment,
@@ -68,12 +68,7 @@ class LearningRateFactor(Callback):
         """
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        if not can_prune(trainer):
-            raise MisconfigurationException(
-                "LearningRateFactor needs strategy='axosparse' (AxoSparseStrategy); "
-                f"{type(trainer.strategy).__name__} does not multiply learning rates."
-                + see("callbacks")
-            )
+        require_strategy(trainer, self, "does not multiply learning rates")
         if self.after == "draw" and search_of(trainer) is None:
             raise MisconfigurationException(
                 "LearningRateFactor(after='draw') begins when a ticket is drawn, but no callback "

@@ -9,7 +9,10 @@ from typing import Any, ClassVar
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_axosparse.callbacks.trainer_info import callbacks_of, require_strategy
 from lightning_axosparse.callbacks.triggers import Moment, Progress, When, total_steps, validate_end
 from lightning_axosparse.pruning.bitmask import MaskBits
 from lightning_axosparse.pruning.channels.ticket import ChannelTicket
@@ -41,6 +44,8 @@ class TicketSearch(Callback):
     ticket: Ticket | ChannelTicket | None
     kind: ClassVar[type[Ticket] | type[ChannelTicket]]
     """The class of :attr:`ticket`."""
+    lack: ClassVar[str]
+    """What other strategies do not do, in words."""
 
     def __init__(
         self,
@@ -74,6 +79,22 @@ class TicketSearch(Callback):
         Raises:
             MisconfigurationException: if something does not fit.
         """
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        for callback in callbacks_of(trainer, Callback):
+            if isinstance(callback, _KEEP_OTHER_WEIGHTS) and callback is not self:
+                raise MisconfigurationException(
+                    f"{type(callback).__name__} keeps dense weights or masks of its own, which do "
+                    f"not fit those that {type(self).__name__} leaves. Leave one of the two "
+                    "callbacks out." + see("callbacks")
+                )
+        require_strategy(trainer, self, self.lack)
+        if self.ticket is None and float in map(type, (self.every, self.draw_after, self.draw_by)):
+            validate_end(trainer)
+        self._validate_before_launch(trainer)
+
+    def _validate_before_launch(self, trainer: Trainer) -> None:
+        """Check what this process can know of the module and its optimizers."""
         raise NotImplementedError
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -170,18 +191,8 @@ class TicketSearch(Callback):
     def _reached(self, when: When | None, trainer: Trainer, now: Progress) -> bool:
         return when is not None and Moment.of(when, partial(total_steps, trainer)).reached(now)
 
-    def _validate_shares(self, trainer: Trainer) -> None:
-        """Check that a run of which times are shares has an end."""
-        times = self.every, self.draw_after, self.draw_by
-        if self.ticket is None and float in map(type, times):
-            validate_end(trainer)
-
     def _take_ticket(self, ticket: Any) -> None:
-        """Go on with the ticket of a checkpoint.
-
-        Raises:
-            MisconfigurationException: if the user has given another.
-        """
+        """Go on with the ticket of a checkpoint."""
         if self.ticket not in (None, ticket):
             raise MisconfigurationException(
                 "The checkpoint holds another ticket than the one given as `ticket=`. Resume "
@@ -196,6 +207,9 @@ class TicketSearch(Callback):
             f"the masks have not settled (last mask_distance: {last}, threshold: "
             f"{self.threshold}, window: {self._window.size})"
         )
+
+
+_KEEP_OTHER_WEIGHTS = (TicketSearch, ModelPruning, StochasticWeightAveraging, WeightAveraging)
 
 
 @contextmanager

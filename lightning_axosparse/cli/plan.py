@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import Any, get_args
 
 from rich import box
 from rich.console import Console
@@ -18,7 +18,7 @@ from lightning_axosparse.planning.cost import Cluster, Transformer
 from lightning_axosparse.planning.memory_model import DENSE, SPARSE
 from lightning_axosparse.planning.search import Plan, Workload, search
 from lightning_axosparse.planning.simulate import Wire
-from lightning_axosparse.support.arguments import COUNT, NOT_NEGATIVE
+from lightning_axosparse.support.arguments import COUNT, NOT_NEGATIVE, Kind, number
 
 MODELS = {
     "gpt2": Transformer(layers=12, width=768, heads=12, sequence=1024, vocabulary=50257),
@@ -28,7 +28,6 @@ MODELS = {
     "gpt3-6.7b": Transformer(layers=32, width=4096, heads=32, sequence=2048, vocabulary=50257),
     "gpt3-13b": Transformer(layers=40, width=5120, heads=40, sequence=2048, vocabulary=50257),
 }
-T = TypeVar("T")
 
 _SHAPE = ("LAYERS", "WIDTH", "HEADS", "SEQUENCE", "VOCABULARY")
 _DEFERRED = {"together": "no", "cooldown": "at end", "deferred": "all"}
@@ -178,46 +177,33 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _ratio(text: str) -> float:
-    return _checked(text, float, lambda ratio: 0 <= ratio < 1, "a ratio: from 0 up to below 1")
+def _read(convert: Callable[[str], Any], kind: Kind) -> Callable[[str], Any]:
+    """Return what converts and validates an argument; argparse shows its error."""
+
+    def read(text: str) -> Any:
+        try:
+            value = convert(text)
+        except ValueError:
+            value = None
+        if value is None or not kind.fits(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {kind.wanted}")
+        return value
+
+    return read
 
 
-def _count(text: str) -> int:
-    count: int = _checked(text, int, COUNT.fits, f"a count: {COUNT.wanted}")
-    return count
-
-
-def _fraction(text: str) -> float:
-    return _checked(text, float, lambda part: 0 < part <= 1, "a fraction: above 0, at most 1")
-
-
-def _not_negative(text: str) -> float:
-    number: float = _checked(text, float, NOT_NEGATIVE.fits, NOT_NEGATIVE.wanted)
-    return number
-
-
-def _positive(text: str) -> float:
-    return _checked(text, float, lambda number: 0 < number < inf, "a positive number")
-
-
-def _picture(text: str) -> Path:
-    return _checked(
-        text,
-        Path,
-        lambda file: file.suffix == ".png" and file.parent.is_dir(),
+_ratio = _read(float, number("a ratio: from 0 up to below 1", lambda ratio: 0 <= ratio < 1))
+_count = _read(int, Kind(f"a count: {COUNT.wanted}", COUNT.fits))
+_fraction = _read(float, number("a fraction: above 0, at most 1", lambda part: 0 < part <= 1))
+_not_negative = _read(float, NOT_NEGATIVE)
+_positive = _read(float, number("a positive number", lambda value: 0 < value < inf))
+_picture = _read(
+    Path,
+    Kind(
         "a .png file in a folder that exists",
-    )
-
-
-def _checked(text: str, read: Callable[[str], T], fits: Callable[[T], bool], wanted: str) -> T:
-    """Return the value of ``text``; if it does not fit, raise the error that argparse shows."""
-    try:
-        value = read(text)
-    except ValueError:
-        value = None
-    if value is None or not fits(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
-    return value
+        lambda file: file.suffix == ".png" and file.parent.is_dir(),
+    ),
+)
 
 
 if __name__ == "__main__":

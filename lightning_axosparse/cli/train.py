@@ -197,11 +197,7 @@ def find_modules_here() -> None:
 
 
 def _job_of_sweep(config: DictConfig) -> float | None:
-    """Train, unless that has been done; after an error the next job runs.
-
-    Returns:
-        As :func:`train`; NaN if the job failed.
-    """
+    """Train, unless that has been done; after an error the next job runs."""
     try:
         before = finished_before(config)
     except ValueError as error:

@@ -111,16 +111,7 @@ before its world, each has a communicator of its own, and an MPI has only so man
 def _group_of(
     grid: Grid, partition: Sequence[Sequence[int]], description: str
 ) -> dist.ProcessGroup | None:
-    """Create a group for each part of a partition of ranks, and return the one with this rank.
-
-    Args:
-        grid: the grid of ranks, with this rank.
-        partition: disjoint sequences of ranks, the same on all ranks.
-        description: what the groups are for, in words.
-
-    Returns:
-        The group; None if this rank is in no part or alone in its part.
-    """
+    """Create a group for each part of a partition of ranks, and return the one with this rank."""
     mine = None
     for part in partition:
         if len(part) > 1:

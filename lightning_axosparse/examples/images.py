@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import lightning as L
 import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler, TensorDataset
+from torch.utils.data import TensorDataset
 
-from lightning_axosparse.examples.text import EpochShuffle
+from lightning_axosparse.examples.text import SplitDataModule
 from lightning_axosparse.support.arguments import COUNT, INDEX, NONE, PATH, SEED, checked, number
 from lightning_axosparse.support.troubleshooting import see
 
@@ -24,7 +23,7 @@ _RECORD = 1 + 3 * 32 * 32
 """Bytes of an image of CIFAR-10: its class, and its red, green and blue pixels."""
 
 
-class ImageDataModule(L.LightningDataModule):
+class ImageDataModule(SplitDataModule):
     """Images with their classes, split into training, validation and test.
 
     A batch is ``(images, classes)``: float32 (batch_size, channels, height, width) in [-1, 1], and
@@ -60,9 +59,8 @@ class ImageDataModule(L.LightningDataModule):
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
-        super().__init__()
-        self.path, self.batch_size, self.held_out = path, batch_size, held_out
-        self.seed, self.num_workers = seed, num_workers
+        super().__init__(batch_size, seed, num_workers)
+        self.path, self.held_out = path, held_out
         if path is not None:
             cifar10_files(path)
 
@@ -77,31 +75,6 @@ class ImageDataModule(L.LightningDataModule):
         train, validation = _split(rest, int(self.held_out * len(rest[1])))
         self.train, self.validation, self.test = (
             TensorDataset(*part) for part in (train, validation, test)
-        )
-
-    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Load the training images, shuffled anew each epoch, without an incomplete last batch."""
-        order = EpochShuffle(len(self.train), self.seed)
-        return self._loader(self.train, sampler=order, drop_last=True)
-
-    def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Load the validation images in order."""
-        return self._loader(self.validation)
-
-    def test_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Load the test images in order."""
-        return self._loader(self.test)
-
-    def _loader(
-        self, images: TensorDataset, sampler: Sampler[int] | None = None, drop_last: bool = False
-    ) -> DataLoader[tuple[Tensor, ...]]:
-        return DataLoader(
-            images,
-            self.batch_size,
-            sampler=sampler,
-            drop_last=drop_last,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
         )
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import glob
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from pathlib import Path
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -82,7 +83,50 @@ class EpochShuffle(Sampler[int]):
         return iter(torch.randperm(self.size, generator=generator).tolist())
 
 
-class TextDataModule(L.LightningDataModule):
+class SplitDataModule(L.LightningDataModule):
+    """Data that are split into training, validation and test; subclasses set these in ``setup``.
+
+    Args:
+        batch_size: samples per batch.
+        seed: seed of the order of the training samples.
+        num_workers: number of processes that load batches.
+    """
+
+    train: Dataset[Any]
+    validation: Dataset[Any]
+    test: Dataset[Any]
+
+    def __init__(self, batch_size: int, seed: int, num_workers: int) -> None:
+        super().__init__()
+        self.batch_size, self.seed, self.num_workers = batch_size, seed, num_workers
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Load the training data, shuffled anew each epoch, without an incomplete last batch."""
+        order = EpochShuffle(len(cast(Sized, self.train)), self.seed)
+        return self._loader(self.train, sampler=order, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """Load the validation data in order."""
+        return self._loader(self.validation)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """Load the test data in order."""
+        return self._loader(self.test)
+
+    def _loader(
+        self, data: Dataset[Any], sampler: Sampler[int] | None = None, drop_last: bool = False
+    ) -> DataLoader[Any]:
+        return DataLoader(
+            data,
+            self.batch_size,
+            sampler=sampler,
+            drop_last=drop_last,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+        )
+
+
+class TextDataModule(SplitDataModule):
     """A text as bytes, split into contiguous parts for training, validation and test.
 
     A batch is ``(bytes, next_bytes)``, both int64 of shape (batch_size, context).
@@ -125,15 +169,9 @@ class TextDataModule(L.LightningDataModule):
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
-        super().__init__()
-        self.path = path
-        self.context = context
-        self.batch_size = batch_size
-        self.held_out = held_out
-        self.max_held_out = max_held_out
-        self.max_bytes = max_bytes
-        self.seed = seed
-        self.num_workers = num_workers
+        super().__init__(batch_size, seed, num_workers)
+        self.path, self.context = path, context
+        self.held_out, self.max_held_out, self.max_bytes = held_out, max_held_out, max_bytes
         size = sum(file.stat().st_size for file in text_files(path))
         self._held_out_bytes(size if max_bytes is None else min(size, max_bytes))
 
@@ -158,35 +196,15 @@ class TextDataModule(L.LightningDataModule):
             )
         return held_out
 
-    def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+    def train_dataloader(self) -> DataLoader[Any]:
         """Load the training windows, shuffled anew each epoch, without an incomplete last batch."""
-        if len(self.train) < self.batch_size:
+        windows = len(cast(Sized, self.train))
+        if windows < self.batch_size:
             raise MisconfigurationException(
-                f"Too little text: {len(self.train)} training windows of context={self.context} "
-                f"do not fill one batch of batch_size={self.batch_size}." + see("examples")
+                f"Too little text: {windows} training windows of context={self.context} do not "
+                f"fill one batch of batch_size={self.batch_size}." + see("examples")
             )
-        order = EpochShuffle(len(self.train), self.seed)
-        return self._loader(self.train, sampler=order, drop_last=True)
-
-    def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Load the validation windows in the order of the text."""
-        return self._loader(self.validation)
-
-    def test_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Load the test windows in the order of the text."""
-        return self._loader(self.test)
-
-    def _loader(
-        self, windows: Windows, sampler: Sampler[int] | None = None, drop_last: bool = False
-    ) -> DataLoader[tuple[Tensor, Tensor]]:
-        return DataLoader(
-            windows,
-            self.batch_size,
-            sampler=sampler,
-            drop_last=drop_last,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-        )
+        return super().train_dataloader()
 
 
 def text_files(path: str | os.PathLike[str] | None) -> list[Path]:

@@ -2,7 +2,7 @@
 
 The device keeps parameters and gradients. In a step their values and gradients are copied to the
 host bucket by bucket, the user's own optimizer steps them there, and the values are copied back
-while the next bucket is copied to the host. AxoNN (Singh & Bhatele, IPDPS 2022) copies the state to
+while the next bucket is stepped. AxoNN (Singh & Bhatele, IPDPS 2022) copies the state to
 the device instead and steps there, which takes 16 bytes of device memory for each element of a
 bucket; this takes none.
 
@@ -10,16 +10,14 @@ As in AxoNN, the all-reduces that have not ended with the backward pass run whil
 gradients are reduced are stepped, those of the last layers first; but not where clipping, loss
 scaling or a hook reads all gradients before.
 
-On a CUDA device the copies run on a stream of their own, through pinned memory. The code for that
-is complete, but has not been run on one yet; on the CPU, where device and host are the same memory,
-all else is tested.
+On a CUDA device the copies go through pinned memory, which has not been run on one yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -31,8 +29,6 @@ from lightning_axosparse.sparse.module.elementwise import trial_copy
 from lightning_axosparse.sparse.module.optimizer_state import MASTER, master_values
 from lightning_axosparse.sparse.store.materialize import master_dtype
 from lightning_axosparse.support.troubleshooting import see, without_link
-
-T = TypeVar("T")
 
 HOST = torch.device("cpu")
 
@@ -60,7 +56,7 @@ class OptimizerOffload:
         await_gradients: Callable[[Sequence[nn.Parameter]], None] = lambda _: None,
     ) -> None:
         self._optimizer, self._bucket, self._await = optimizer, bucket, await_gradients
-        self._copies = _SideStream(device) if device.type == "cuda" else _InOrder()
+        self._device = device
         self._gradients: dict[nn.Parameter, Tensor] = {}
         if optimizer.state:  # Adagrad's constructor makes it.
             self.load_state_dict(optimizer.state_dict())
@@ -88,23 +84,41 @@ class OptimizerOffload:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Step on the host, and leave the optimizer's own step, which follows, nothing to do."""
         kwargs = closure_called(args, kwargs)
-        with torch.no_grad(), self._copies.joined():
-            for bucket in self._copies.in_turn(self._buckets()):
-                with _substituted(optimizer, bucket.masters(optimizer)), _without_hooks(optimizer):
-                    type(optimizer).step(optimizer)
-                bucket.copy_back(optimizer)
+        with torch.no_grad():
+            for parameters in self._buckets():
+                self._step_bucket(optimizer, parameters)
         self._await(list(self._parameters()))
         self._hide_gradients()
         return (optimizer,), kwargs
 
-    def _buckets(self) -> Iterator[_HostBucket]:
+    def _step_bucket(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        """Step some parameters on the host, and start the copies of their values to the device."""
+        values = [_to_host(parameter) for parameter in parameters]
+        gradients = [_to_host(p.grad) for p in parameters if p.grad is not None]
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        masters: dict[Tensor, Tensor] = {}
+        for parameter, value, gradient in zip(parameters, values, gradients, strict=True):
+            kept = optimizer.state[parameter].pop(MASTER, None)
+            master = nn.Parameter(master_values(value, kept, master_dtype(value.dtype)))
+            master.grad = gradient.to(master.dtype)
+            masters[parameter] = master
+        with _substituted(optimizer, masters), _without_hooks(optimizer):
+            type(optimizer).step(optimizer)
+        for parameter, value in zip(parameters, values, strict=True):
+            master_value = masters[parameter].detach()
+            if master_value.dtype != parameter.dtype:
+                optimizer.state[parameter][MASTER] = master_value
+                value.copy_(master_value)
+            parameter.copy_(value, non_blocking=True)
+
+    def _buckets(self) -> Iterator[list[nn.Parameter]]:
         """The buckets, each once its gradients are reduced; those of the last layers are first."""
         trained = [parameter for parameter in self._parameters() if parameter.grad is not None]
         for parameters in bucketed(reversed(trained), self._bucket):
             self._await(parameters)
             # Only now it is known which gradients no rank has.
-            used = [parameter for parameter in parameters if parameter.grad is not None]
-            yield _HostBucket(used, self._copies)
+            yield [parameter for parameter in parameters if parameter.grad is not None]
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         for group in self._optimizer.param_groups:
@@ -120,96 +134,6 @@ class OptimizerOffload:
         for parameter, gradient in self._gradients.items():
             parameter.grad = gradient
         self._gradients = {}
-
-
-class _HostBucket:
-    """The values and gradients of a bucket's parameters while they are on the host.
-
-    Creating it starts the copies to the host.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter], copies: _InOrder | _SideStream) -> None:
-        self._parameters, self._copies = parameters, copies
-        self._masters: dict[Tensor, Tensor] = {}
-        with copies.after_computation():
-            self._values = [_to_host(parameter) for parameter in parameters]
-            self._gradients = [_to_host(p.grad) for p in parameters if p.grad is not None]
-        self._wait_for_arrival = copies.mark()
-
-    def masters(self, optimizer: Optimizer) -> Mapping[Tensor, Tensor]:
-        """Wait for the copies, and return what the optimizer steps in place of each parameter."""
-        self._wait_for_arrival()
-        for parameter, value, gradient in zip(
-            self._parameters, self._values, self._gradients, strict=True
-        ):
-            kept = optimizer.state[parameter].pop(MASTER, None)
-            master = nn.Parameter(master_values(value, kept, master_dtype(value.dtype)))
-            master.grad = gradient.to(master.dtype)
-            self._masters[parameter] = master
-        return self._masters
-
-    def copy_back(self, optimizer: Optimizer) -> None:
-        """Start the copies to the device, and keep the master weights that those round."""
-        for parameter, value in zip(self._parameters, self._values, strict=True):
-            master = self._masters[parameter].detach()
-            if master.dtype != parameter.dtype:
-                optimizer.state[parameter][MASTER] = master
-                value.copy_(master)
-            with self._copies.beside():
-                parameter.copy_(value, non_blocking=True)
-
-
-class _InOrder:
-    """Copies in the memory of the CPU, which are complete when they return."""
-
-    def joined(self) -> AbstractContextManager[None]:
-        """Order the copies inside after the computation so far, and before what follows."""
-        return nullcontext()
-
-    def in_turn(self, buckets: Iterable[T]) -> Iterable[T]:
-        """The buckets, each created when the one before has been copied back."""
-        return buckets
-
-    def after_computation(self) -> AbstractContextManager[Any]:
-        """Start copies of what the device has computed so far."""
-        return nullcontext()
-
-    def beside(self) -> AbstractContextManager[Any]:
-        """Start copies that the device's computation does not wait for."""
-        return nullcontext()
-
-    def mark(self) -> Callable[[], None]:
-        """A function that waits for the copies started so far."""
-        return lambda: None
-
-
-class _SideStream:
-    """The same between a CUDA device and pinned memory, which PyTorch's allocators reuse."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-
-    @contextmanager
-    def joined(self) -> Iterator[None]:
-        computation = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(computation)
-        yield
-        computation.wait_stream(self._stream)
-
-    def in_turn(self, buckets: Iterable[T]) -> Iterable[T]:
-        """The buckets, each created, so that its copies run, before the one before is stepped."""
-        return one_ahead(buckets)
-
-    def after_computation(self) -> AbstractContextManager[Any]:
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        return self.beside()
-
-    def beside(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._stream)
-
-    def mark(self) -> Callable[[], None]:
-        arrival = self._stream.record_event()
-        return lambda: arrival.synchronize()
 
 
 def validate_bucketwise_optimizers(optimizer: Optimizer) -> None:
@@ -309,13 +233,3 @@ def bucketed(parameters: Iterable[nn.Parameter], size: int) -> list[list[nn.Para
         buckets[-1].append(parameter)
         room -= parameter.numel()
     return buckets
-
-
-def one_ahead(items: Iterable[T]) -> Iterator[T]:
-    """Yield each item when the next one has been created."""
-    iterator = iter(items)
-    for item in iterator:
-        for following in iterator:
-            yield item
-            item = following
-        yield item

@@ -16,12 +16,7 @@ from typing import Any
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    ModelPruning,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -235,21 +230,6 @@ def validate_copied_whole(callbacks: Sequence[Callback]) -> None:
                 " has left it sharded: this rank has only its own layers. Save a checkpoint with"
                 " `trainer.save_checkpoint`, and give `fit` a new module and `ckpt_path=`."
                 + see("callbacks")
-            )
-
-
-def validate_beside_pruning(callbacks: Sequence[Callback]) -> None:
-    """Check that no callback keeps dense weights or masks of its own beside EarlyBirdTicket.
-
-    Raises:
-        MisconfigurationException: naming the callback.
-    """
-    for callback in callbacks:
-        if isinstance(callback, (ModelPruning, StochasticWeightAveraging, WeightAveraging)):
-            raise MisconfigurationException(
-                f"{type(callback).__name__} keeps dense weights or masks of its own, which do not"
-                " fit those that EarlyBirdTicket stores as their kept entries. Leave one of the two"
-                " callbacks out." + see("callbacks")
             )
 
 

@@ -160,7 +160,7 @@ def test_another_ticket_than_the_checkpoints_is_refused() -> None:
 
 
 REFUSED: dict[str, tuple[L.LightningModule, list[Callback], dict[str, Any]]] = {
-    "EarlyBirdTicket keeps masks": (Classifier(), [EarlyBirdTicket()], {}),
+    "EarlyBird(Ticket|Channels) keeps dense": (Classifier(), [EarlyBirdTicket()], {}),
     "cannot be traced .*network='model'": (Untraceable(), [], {}),
     "state 'row_var'": (Classifier(optimizer=torch.optim.Adafactor), [], {}),
     "draw_by='3 epochs'": (Classifier(), [], {"max_epochs": -1}),
@@ -182,7 +182,7 @@ def test_what_cannot_shrink_is_refused_before_any_rank_starts(words: str) -> Non
 
 
 def test_another_strategy_or_averaged_weights_are_refused() -> None:
-    with pytest.raises(MisconfigurationException, match="WeightAveraging keeps masks or weights"):
+    with pytest.raises(MisconfigurationException, match="WeightAveraging keeps dense weights"):
         fit(Classifier(), EarlyBirdChannels(), WeightAveraging())
     with pytest.raises(MisconfigurationException, match="SingleDeviceStrategy cannot remove"):
         fit(Classifier(), EarlyBirdChannels(), strategy="auto")

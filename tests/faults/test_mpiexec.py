@@ -26,7 +26,6 @@ def run(job: str, rank: int) -> subprocess.CompletedProcess[str]:
     [
         ("Killed", 1, r"rank 1 \(stage 1 of replica 0\) on host \S+ was killed by SIGKILL"),
         ("LeavesWell", 0, r"rank 0 \(stage 0 of replica 0\) on host \S+ ended with exit code 0"),
-        ("KillsItsProxy", 0, r"mpiexec's proxy on host \S+ \(process \d+\) was killed"),
     ],
 )
 def test_what_ends_a_job_is_named(job: str, rank: int, words: str) -> None:

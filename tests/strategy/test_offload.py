@@ -22,7 +22,6 @@ from lightning_axosparse.strategy.offload import (
     MASTER,
     OptimizerOffload,
     bucketed,
-    one_ahead,
     validate_bucketwise_optimizers,
 )
 from tests.parity.cases import Net, Record, difference, loader, trainer, whole_state
@@ -159,7 +158,7 @@ def test_state_is_loaded_in_the_precision_of_the_masters() -> None:
             assert torch.equal(value, saved["state"][index][key])
 
 
-def test_the_device_holds_parameters_and_gradients_and_the_host_two_buckets() -> None:
+def test_the_device_holds_parameters_and_gradients_and_the_host_a_bucket() -> None:
     widest: list[int] = []
 
     class Watched(AdamW):
@@ -272,21 +271,6 @@ def test_buckets_are_stepped_as_their_gradients_arrive() -> None:
         ("await", [0, 1, 2, 3, 4]),
         ("step", [0, 1, 2, 3, 4]),  # the optimizer's own, with nothing to do
     ]
-
-
-@given(st.integers(0, 6))
-def test_the_next_bucket_is_on_its_way_while_one_is_stepped(count: int) -> None:
-    made: list[int] = []
-
-    def make() -> Iterator[int]:
-        for item in range(count):
-            made.append(item)
-            yield item
-
-    for position, item in enumerate(one_ahead(make())):
-        assert item == position
-        assert made == list(range(min(position + 2, count)))
-    assert made == list(range(count))
 
 
 # Runs on ranks

@@ -26,7 +26,7 @@ from functools import cache
 from mpi4py import MPI
 
 from lightning_axosparse.distributed.mpi.start.environment import SECONDS_TO_PRINT
-from lightning_axosparse.distributed.mpi.start.process_manager import Mpiexec, hold_files
+from lightning_axosparse.distributed.mpi.start.process_manager import hold_files
 from lightning_axosparse.distributed.rank_end import describe_end, exit_code
 from lightning_axosparse.distributed.rank_status import (
     RanksStuckError,
@@ -240,7 +240,6 @@ class Watchdog:
         self._waited = self._since_alarm = 0.0
         self._sigterm_seen: float | None = None
         self._proxy = _NO_PROCESS
-        self._mpiexec = Mpiexec(this_rank().proxy)
         if this_rank().proxy:
             self._proxy = os.pidfd_open(this_rank().proxy)
         self.wakeup = Wakeup([self._proxy, *(peer.process for peer in peers)])
@@ -274,6 +273,8 @@ class Watchdog:
             if signal.SIGTERM in signals:
                 this_rank().signal = signal.SIGTERM
                 self._messages.exchange(ask=True)
+            if _can_be_read(self._proxy):
+                os._exit(1)  # mpiexec's proxy was killed, and no output of its ranks is read.
             now = time.monotonic()
             cause = self._cause(now)
             if cause:
@@ -286,9 +287,6 @@ class Watchdog:
 
     def _cause(self, now: float) -> str:
         """What has happened that ends the job, also if this rank does not wait; or empty."""
-        if _can_be_read(self._proxy):
-            proxy = f"{_HOST} (process {this_rank().proxy})"
-            return f"mpiexec's proxy on host {proxy} was killed, and its ranks end with it."
         lost = [peer.status for peer in self._peers if peer.status and peer.is_gone]
         # The launcher itself detects which of its ranks was lost first.
         at_once = not before_abort and any(rank.running for rank in lost)
@@ -312,10 +310,6 @@ class Watchdog:
         is_first = this_rank().rank <= min(near, default=this_rank().rank)
         message = cause + see("failing-and-waiting-ranks")
         message += self._everyone()
-        if _can_be_read(self._proxy):
-            if is_first:
-                self._mpiexec.say_last(f"[axosparse] {message}\n")
-            os._exit(1)
         if not is_first:
             time.sleep(_TURN_SECONDS)  # as a rule, the first one ends the job meanwhile
         _say(message)

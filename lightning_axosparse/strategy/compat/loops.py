@@ -146,8 +146,8 @@ class LoopCheck(RankLocalCallback):
         """Compare the lengths of the training loaders."""
         self._begin(trainer, [trainer.num_training_batches])
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Compare how many batches were trained on."""
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Compare how many batches the loop had."""
         self._end(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -167,17 +167,9 @@ class LoopCheck(RankLocalCallback):
         """Compare the lengths of the predict loaders."""
         self._begin(trainer, trainer.num_predict_batches)
 
-    def on_validation_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Compare how many batches were validated on."""
-        self._end(trainer)
-
-    def on_test_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Compare how many batches were tested on."""
-        self._end(trainer)
-
-    def on_predict_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Compare how many batches were predicted."""
-        self._end(trainer)
+    on_validation_epoch_end = on_train_epoch_end
+    on_test_epoch_end = on_train_epoch_end
+    on_predict_epoch_end = on_train_epoch_end
 
     def _begin(self, trainer: pl.Trainer, lengths: Sequence[float]) -> None:
         loop, epoch, _ = position(trainer)

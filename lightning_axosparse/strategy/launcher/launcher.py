@@ -189,12 +189,7 @@ class MPILauncher(_Launcher):
 
 
 class _RankLost(Exception):
-    """A rank was killed.
-
-    Args:
-        error: what users get, if the call does not begin again.
-        saved: the checkpoints that its ranks have saved, the newest first.
-    """
+    """A rank was killed."""
 
     def __init__(self, error: RankFailedError, saved: Sequence[SavedCheckpoint]) -> None:
         super().__init__(error, saved)

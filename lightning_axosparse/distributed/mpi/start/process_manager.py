@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from mpi4py import MPI
 
@@ -24,15 +22,6 @@ _CONNECTION = "PMI_FD"
 """The environment variable with the number of the file by which a rank is connected."""
 
 _FILES = 3  # standard output, standard error, and the connection
-
-_SAY_AFTER = """
-for _ in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
-    kill -0 "$1" 2>&- || break
-    sleep 0.1
-done
-printf %s "$2" >&2
-"""
-"""Commands that write to standard error when a process has ended, or after two seconds."""
 
 
 def hold_files(near: Sequence[int]) -> list[int]:
@@ -78,37 +67,3 @@ def _receive_files(mailbox: socket.socket, token: bytes) -> list[int]:
             return files
         for file in files:
             os.close(file)
-
-
-class Mpiexec:
-    """The mpiexec of a proxy, which ranks cannot reach through the proxy once that is killed.
-
-    Args:
-        proxy: the process ID of the proxy; 0 for none.
-    """
-
-    def __init__(self, proxy: int) -> None:
-        self._process, self._stderr = 0, -1
-        with suppress(OSError):
-            parent = int(Path(f"/proc/{proxy}/stat").read_text().rpartition(")")[2].split()[1])
-            if Path(f"/proc/{parent}/comm").read_text().startswith(("mpiexec", "mpirun")):
-                # Opening a pipe that no one reads would wait for a reader.
-                flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK
-                self._stderr = os.open(f"/proc/{parent}/fd/2", flags)
-                self._process = parent
-
-    def say_last(self, message: str) -> None:
-        """Have a message written to its standard error, if it runs here, when it has ended.
-
-        It ends after the ranks, and in a file its last words would overwrite what is written now.
-        """
-        if self._stderr >= 0:
-            command = ["sh", "-c", _SAY_AFTER, "sh", str(self._process), message]
-            with suppress(OSError):
-                subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=self._stderr,
-                    start_new_session=True,
-                )
