@@ -10,9 +10,7 @@ from typing import Any
 
 import hydra
 import lightning as L
-from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
@@ -21,9 +19,10 @@ from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.checkpoint.load import load_sparse
 from lightning_axosparse.checkpoint.safetensors import SafetensorsState
 from lightning_axosparse.cli.train import (
+    REFUSALS,
     configuration,
-    find_modules_here,
     message,
+    prepare,
     printable,
     validate_trainer,
 )
@@ -32,12 +31,13 @@ from lightning_axosparse.support.arguments import (
     NOT_NEGATIVE,
     SEED,
     TEXT,
+    Kind,
     check,
     list_of,
     one_of,
     shown,
 )
-from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
+from lightning_axosparse.support.corrupt_file import reading
 from lightning_axosparse.support.troubleshooting import see, without_link
 
 METRICS = "metrics.json"
@@ -45,7 +45,7 @@ _INSTANTIATING = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")
 """What Hydra's ``instantiate`` looks for."""
 
 _KINDS = {
-    "checkpoint": TEXT,
+    "checkpoint": Kind("a Lightning checkpoint or a .safetensors file of its weights", TEXT.fits),
     "loops": list_of("a list of loops", one_of("validate", "test")),
     "seed": SEED,
     "sample.prompts": list_of("a list of texts", TEXT),
@@ -174,22 +174,20 @@ def show(config: DictConfig, metrics: Mapping[str, float], model: Any) -> None:
     console.print(f"Metrics: {Path(config.folder) / METRICS}", soft_wrap=True)
 
 
-@hydra.main(version_base="1.3", config_path=str(configuration()), config_name="eval")
-def main(config: DictConfig) -> None:
-    """Run the command.
+def main() -> None:
+    """Run the command; an invalid value ends it with one line.
 
-    An invalid value ends it with one line; with HYDRA_FULL_ERROR=1 the error is raised.
+    With HYDRA_FULL_ERROR=1 the error is raised.
     """
-    find_modules_here()
+    prepare("axosparse-eval")
+    _main()
+
+
+@hydra.main(version_base="1.3", config_path=str(configuration()), config_name="eval")
+def _main(config: DictConfig) -> None:
     try:
         evaluate(config)
-    except (
-        InstantiationException,
-        MisconfigurationException,
-        ValueError,
-        FileNotFoundError,
-        CorruptFileError,
-    ) as error:
+    except REFUSALS as error:
         if os.environ.get("HYDRA_FULL_ERROR"):
             raise
         raise SystemExit(f"axosparse-eval: {message(error)}") from error

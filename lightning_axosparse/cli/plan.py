@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from math import inf
 from pathlib import Path
 from typing import Any, get_args
@@ -144,6 +145,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
+    add("--version", action="version", version=f"%(prog)s {version('lightning-axosparse')}")
     add("--model", choices=MODELS, default="gpt3-2.7b", help="what to train")
     add("--shape", type=_count, nargs=5, metavar=_SHAPE, help="a GPT of your own instead")
     add("--batch", type=_count, default=512, help="samples of a step, over all replicas")

@@ -6,6 +6,8 @@ import logging
 import math
 import os
 import sys
+import warnings
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -17,6 +19,7 @@ from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue
 from rich.console import Console
 
 from lightning_axosparse.callbacks.report.report import TrainingReport
@@ -42,6 +45,15 @@ _KINDS = {
 }
 """Values that the command itself uses; classes validate the arguments of their objects."""
 
+
+REFUSALS = (
+    InstantiationException,
+    MisconfigurationException,
+    MissingMandatoryValue,
+    FileNotFoundError,
+    ValueError,
+)
+"""Errors that end a command with one line."""
 
 _log = logging.getLogger(__name__)
 
@@ -171,19 +183,42 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-@hydra.main(version_base="1.3", config_path=str(configuration()), config_name="config")
-def main(config: DictConfig) -> float | None:
-    """Run the command.
+def main() -> None:
+    """Run the command; an invalid value ends it with one line.
 
-    An invalid value ends it with one line; with HYDRA_FULL_ERROR=1 the error is raised.
+    With HYDRA_FULL_ERROR=1 the error is raised.
     """
+    prepare("axosparse-train")
+    _main()
+
+
+def prepare(command: str) -> None:
+    """Say the version, if that is all that is asked for; let ranks be as quiet as this process.
+
+    Args:
+        command: its name.
+    """
+    if sys.argv[1:] == ["--version"]:  # Hydra would say its own.
+        print(command, version("lightning-axosparse"))
+        raise SystemExit
+    # Lightning 2.6 asks torch's pytrees in a way that torch 2.13 warns of, once a process.
+    os.environ.setdefault(
+        "PYTHONWARNINGS", "ignore::FutureWarning:lightning.pytorch.utilities._pytree"
+    )
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning, module=r"lightning\.pytorch\..*_pytree"
+    )
     find_modules_here()
+
+
+@hydra.main(version_base="1.3", config_path=str(configuration()), config_name="config")
+def _main(config: DictConfig) -> float | None:
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         return _job_of_sweep(config)
     try:
         with recorded(Path(config.folder), message):
             return train(config)
-    except (InstantiationException, MisconfigurationException, ValueError) as error:
+    except REFUSALS as error:
         if os.environ.get("HYDRA_FULL_ERROR"):
             raise
         raise SystemExit(f"axosparse-train: {message(error)}") from error
@@ -215,6 +250,9 @@ def _job_of_sweep(config: DictConfig) -> float | None:
 
 def message(error: Exception) -> str:
     """Return the error's message; for an object, after its group of the configuration."""
+    if isinstance(error, MissingMandatoryValue):
+        name = str(error.full_key)
+        return f"{name} is missing: give {name}=VALUE." + see("commands")
     if not isinstance(error, InstantiationException):
         return str(error) or type(error).__name__
     group = str(error).rpartition("full_key: ")[2]

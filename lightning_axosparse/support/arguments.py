@@ -43,10 +43,14 @@ class Kind:
         )
 
 
-def whole(low: int, high: int = 2**31 - 1) -> Kind:
+_LARGEST = 2**31 - 1
+
+
+def whole(low: int, high: int = _LARGEST) -> Kind:
     """Whole numbers from ``low`` to ``high``; a bool is not a number."""
+    wanted = f"{low} or more" if high >= _LARGEST else f"from {low} to {high}"
     return Kind(
-        f"a whole number from {low} to {high}",
+        f"a whole number, {wanted}",
         lambda value: type(value) is int and low <= value <= high,
     )
 

@@ -67,7 +67,7 @@ def test_a_model_that_does_not_fit_ends_the_command(capsys: pytest.CaptureFixtur
         (["--pruning-ratio", "1"], "'1' is not a ratio"),
         (["--pruning-ratio", "most"], "'most' is not a ratio"),
         (["--best", "0"], "'0' is not a count"),
-        (["--devices", str(10**30)], "is not a count: a whole number from 1"),
+        (["--devices", str(10**30)], "is not a count: a whole number, 1 or more"),
         (["--efficiency", "0"], "'0' is not a fraction"),
         (["--efficiency", "50"], "'50' is not a fraction"),
         (["--latency", "nan"], "'nan' is not a finite number, at least 0"),

@@ -28,7 +28,7 @@ class Work:
         state: bytes of the model state at the end of the period's last epoch, or after its first
             batch if no epoch ends in it: "weights", "indices", "gradients" and "optimizer".
         reduced_bytes: bytes of gradients in the all-reduce of one optimizer step.
-        in_flight: the in-flight limit at the end of the period; 0 without a pipeline.
+        in_flight: the highest in-flight limit of the period; 0 without a pipeline.
         peak_in_flight: stage -> most micro-batches in flight at any time of the period.
     """
 
@@ -159,6 +159,7 @@ class RunFacts:
         test_accuracy: None as well if the model does not classify.
         regrid: the change to shorter pipelines, if there was one.
         parameters: number of the model's parameters, before pruning.
+        about: what has run, and on what: command, model, grid, seed, versions, date.
     """
 
     ranks: list[RankFacts]
@@ -171,6 +172,7 @@ class RunFacts:
     test_accuracy: float | None = None
     regrid: Regridded | None = None
     parameters: int = 0
+    about: dict[str, str] = field(default_factory=dict)
 
     @property
     def tokens_a_parameter(self) -> float:

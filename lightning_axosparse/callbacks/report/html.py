@@ -15,7 +15,7 @@ from torch.nn.functional import adaptive_avg_pool2d
 from lightning_axosparse.callbacks.report.facts import RunFacts
 from lightning_axosparse.callbacks.report.page import page, picture, table
 from lightning_axosparse.callbacks.report.plots import svg
-from lightning_axosparse.callbacks.report.tables import sections
+from lightning_axosparse.callbacks.report.tables import about, sections
 from lightning_axosparse.pruning.channels.ticket import ChannelTicket
 from lightning_axosparse.pruning.ticket import Ticket
 
@@ -36,7 +36,8 @@ def html(
         figures: the plots of the run, by name.
         ticket: whose masks are shown.
     """
-    blocks = [picture(name, svg(figure), "svg+xml") for name, figure in figures.items()]
+    plots = [picture(name, svg(figure), "svg+xml") for name, figure in figures.items()]
+    blocks = [table(about(facts)), *(f'<figure class="plot">{plot}</figure>' for plot in plots)]
     blocks += map(table, sections(facts))
     if isinstance(ticket, Ticket):
         blocks.append(_masks(ticket))

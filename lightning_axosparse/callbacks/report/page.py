@@ -17,6 +17,7 @@ th, td { border-bottom: 1px solid #ddd; padding: .25rem .6rem; text-align: left 
 td + td { font-variant-numeric: tabular-nums }
 code { background: #f4f4f4; overflow-wrap: anywhere } img { max-width: 100% }
 figure { margin: 1rem 0 } figure.masks { display: inline-block; margin-right: 1rem }
+figure.plot { overflow-x: auto } figure.plot img { min-width: 44rem }
 figcaption { font-size: 13px } figure.masks img { image-rendering: pixelated; width: 128px }
 """
 
@@ -28,7 +29,8 @@ def page(title: str, blocks: Sequence[str]) -> str:
         title: in words.
         blocks: HTML, in order.
     """
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
+    phone = '<meta name="viewport" content="width=device-width">'
+    head = f'<meta charset="utf-8">{phone}<title>{escape(title)}</title><style>{_STYLE}</style>'
     body = [f"<h1>{escape(title)}</h1>", *blocks]
     lines = ['<!doctype html>\n<html lang="en">', f"<head>{head}</head>", "<body>", *body]
     return "\n".join([*lines, "</body></html>\n"])

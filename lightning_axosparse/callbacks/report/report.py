@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import platform
+import shlex
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +154,7 @@ class TrainingReport(L.Callback):
         work = self._measured.work.setdefault(start.period, Work())
         for counted in (work, self._measured.recent):
             counted.add(seconds, spent, getattr(trainer.strategy, "peak_in_flight", {}))
+        work.in_flight = max(work.in_flight, getattr(trainer.strategy, "in_flight", 0))
         # Not read yet: on a GPU that would wait for the step to end.
         self._measured.losses.append(outputs["loss"].detach() * trainer.accumulate_grad_batches)
         self._measured.steps.append(trainer.global_step)
@@ -163,7 +168,6 @@ class TrainingReport(L.Callback):
         if period_of(trainer) == start.period and (trainer.is_last_batch or work.steps == 1):
             work.state = asdict(state_bytes(pl_module, trainer.optimizers[0]))
             work.reduced_bytes = getattr(trainer.strategy, "reduced_bytes", 0)
-            work.in_flight = getattr(trainer.strategy, "in_flight", 0)
             if work.steps == 1:
                 log_storage(trainer, work.state_bytes)
 
@@ -191,6 +195,7 @@ class TrainingReport(L.Callback):
         self.facts = RunFacts(ranks, measured.steps, measured.validations)
         self.facts.regrid = _regridded(trainer)
         self.facts.parameters = self._parameters
+        self.facts.about = _about(trainer, pl_module)
         search = search_of(trainer)
         if search is not None:
             self.facts.distances = dict(search.distances)
@@ -230,6 +235,22 @@ class TrainingReport(L.Callback):
         (folder / "report.md").write_text(markdown(self.facts, names))
         (folder / "report.html").write_text(html(self.facts, figures, ticket))
         return names
+
+
+def _about(trainer: L.Trainer, module: L.LightningModule) -> dict[str, str]:
+    """Say what has run, and on what."""
+    grid = grid_of(trainer)
+    program, *arguments = sys.argv
+    versions = {"Python": platform.python_version(), "torch": torch.__version__}
+    versions |= {"Lightning": L.__version__, "lightning_axosparse": version("lightning-axosparse")}
+    return {
+        "command": shlex.join([Path(program).name, *arguments]),
+        "model": type(module).__name__,
+        "grid": f"{grid.g_inter} stages x {grid.g_data} replicas",
+        "seed": os.environ.get("PL_GLOBAL_SEED", "none"),
+        "versions": ", ".join(f"{name} {number}" for name, number in versions.items()),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+    }
 
 
 def _tokens(batch: Any) -> int:

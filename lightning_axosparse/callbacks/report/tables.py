@@ -52,7 +52,7 @@ def terminal(tables: Sequence[Section]) -> Group:
 
 def markdown(facts: RunFacts, plots: Sequence[str] = ()) -> str:
     """Return the report as Markdown, followed by the plots of these file names."""
-    blocks = ["# Training report", *map(as_markdown, sections(facts))]
+    blocks = ["# Training report", *map(as_markdown, [about(facts), *sections(facts)])]
     blocks += [f"![{plot}]({plot})" for plot in plots]
     return "\n\n".join(blocks) + "\n"
 
@@ -65,6 +65,11 @@ def as_markdown(section: Section) -> str:
         *map(_row, section.rows),
     ]
     return f"## {section.title}\n\n" + "\n".join(lines)
+
+
+def about(facts: RunFacts) -> Section:
+    """Return what has run, and on what."""
+    return Section("Run", ("", "value"), list(facts.about.items()))
 
 
 def sections(facts: RunFacts) -> list[Section]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 from lightning_axosparse.cli.sweep.gather import gather, summary
@@ -16,6 +17,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="Gather the results of a sweep in its folder: sweep.csv, sweep.md, pictures, "
         "and sweep.html, which stands alone. Jobs that failed are listed with their commands.",
     )
+    says = f"%(prog)s {version('lightning-axosparse')}"
+    parser.add_argument("--version", action="version", version=says)
     parser.add_argument("folder", type=Path, help="hydra.sweep.dir of axosparse-train -m")
     folder: Path = parser.parse_args(arguments).folder
     if not folder.is_dir():

@@ -4,18 +4,46 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
+from typing_extensions import override
 
 from lightning_axosparse.support.patched import patched
 
 
-def loggers_silenced(trainer: pl.Trainer) -> AbstractContextManager[None]:
-    """Let ``self.logger`` take everything and write nothing inside the context."""
-    return patched(trainer, "_loggers", [DummyLogger() for _ in trainer.loggers])
+class _SilentLogger(DummyLogger):
+    """Takes everything and writes nothing; its folder is that of another logger.
+
+    Args:
+        logger: the other one.
+    """
+
+    def __init__(self, logger: Logger) -> None:
+        super().__init__()
+        has_log_dir = isinstance(logger, (TensorBoardLogger, CSVLogger))  # as `Trainer.log_dir`
+        self._folder = logger.log_dir if has_log_dir else logger.save_dir
+
+    @property
+    @override
+    def save_dir(self) -> str | None:
+        return self._folder
+
+
+@contextmanager
+def loggers_silenced(trainer: pl.Trainer) -> Iterator[None]:
+    """Let ``self.logger`` take everything and write nothing inside the context.
+
+    ``trainer.log_dir``, which a step may ask for, is what this rank has, without a broadcast: where
+    the step fails on one stage, the next one would not take part in it.
+    """
+    silent = [_SilentLogger(logger) for logger in trainer.loggers]
+    own = patched(trainer.strategy, "broadcast", lambda value, src=0: value)
+    with patched(trainer, "_loggers", silent), own:
+        yield
 
 
 @contextmanager
