@@ -1,15 +1,21 @@
-# `make train` runs the main job, `make test` everything that is checked. Both set up .venv first.
+# `make train` runs the main job, `make test` lint, types and tests; both set up .venv first.
+# `make test-slow` runs the other tests; .ci/run runs both.
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint docs clean
+.PHONY: train test test-slow lint docs clean
 
 train: .venv/installed
 	$(BIN)/axosparse-train $(ARGS)
 
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-slow: .venv/checkable
+	$(PYTEST) -m slow $(ARGS)
 
 lint: .venv/checkable
 	$(BIN)/ruff check .

@@ -26,8 +26,53 @@ LONGEST = (
     "test_regrid.py",
 )
 
+# What `make test-slow` runs and `make test` leaves out: more grids, models and ends of a job than
+# one of each kind, and what waits for clocks. Parts of the names of tests.
+SLOW = (
+    "benchmarks/test_bitmap_product.py",
+    "benchmarks/test_gpu.py::test_products",
+    "benchmarks/test_perplexity.py",
+    "cli/sweep/test_sweep.py",
+    "cli/test_train.py::test_every_grid",
+    "corpus/test_published.py",
+    "corpus/test_ranks.py",
+    "faults/test_false_alarms.py",
+    "faults/test_hosts.py",
+    "faults/test_restarts.py",
+    "faults/test_slurm.py",
+    "faults/test_waits.py",
+    "mpi/start/test_mpich_segments.py",
+    "parity/test_batches.py",
+    "parity/test_beyond_peers.py",
+    "parity/test_buffers.py",
+    "parity/test_callbacks.py",
+    "parity/test_checkpoints.py::test_any_grid_continues_the_run_of_any_other[1x1]",
+    "parity/test_checkpoints.py::test_any_grid_continues_the_run_of_any_other[2x2]",
+    "parity/test_checkpoints.py::test_any_grid_continues_the_run_of_any_other[4x1]",
+    "parity/test_construction.py",
+    "parity/test_containers.py",
+    "parity/test_deferred_norms.py",
+    "parity/test_emissions.py",
+    "parity/test_families.py",
+    "parity/test_kept_values.py",
+    "parity/test_last_batch.py",
+    "parity/test_regrid.py",
+    "parity/test_weight_gradients.py",
+    "launcher/test_launcher.py::test_from_a_script",
+    "stages/test_sharded_module.py",
+    "test_examples.py",
+    "test_notebooks.py::test_runs_from_top_to_bottom[early_bird]",
+    "test_notebooks.py::test_runs_from_top_to_bottom[many_epochs]",
+    "test_notebooks.py::test_runs_from_top_to_bottom[schedules]",
+    "test_notebooks.py::test_runs_from_top_to_bottom[sparse_storage]",
+    "test_nothing_left_behind.py",
+)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(name in item.nodeid for name in SLOW):
+            item.add_marker("slow")
     items.sort(key=lambda item: item.path.name not in LONGEST)
 
 

@@ -31,7 +31,7 @@ from lightning_axosparse.cli.sweep.job import RESULT
 from lightning_axosparse.cli.train import configuration, train
 from lightning_axosparse.examples.gpt import GPT
 from tests.cli.sweep.jobs import write_job
-from tests.test_docs import PAGES, REPOSITORY, text
+from tests.test_docs import PAGES, REPOSITORY
 
 EXAMPLES = REPOSITORY / "examples"
 PROJECT = (REPOSITORY / "pyproject.toml").read_text()
@@ -41,7 +41,9 @@ def commands() -> list[str]:
     """Every command of a bash block, without comments and continued lines in one."""
     pages = [*PAGES, REPOSITORY / "CONTRIBUTING.md", EXAMPLES / "README.md"]
     blocks = [
-        block for page in pages for block in re.findall(r"```bash\n(.*?)```", text(page), re.DOTALL)
+        block
+        for page in pages
+        for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
     ]
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     shown = [line for line in lines if line.strip() and not line.startswith("#")]

@@ -92,13 +92,28 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
     "rates": (
         Comparison(
             "Dense, by its rate",
-            of(LIBRARY, DENSE, *at_rates(3e-3, 6e-3)),
+            of(LIBRARY, DENSE, *at_rates(3e-3, 6e-3, 2e-2)),
             CHOOSING[:1],
             "validation",
         ),
         Comparison(
             "The recipe, by its rate",
-            of(LIBRARY, GRADUAL, *(replace(GRADUAL, rate=rate) for rate in (3e-3, 1.2e-2))),
+            of(LIBRARY, GRADUAL, *(replace(GRADUAL, rate=rate) for rate in (3e-3, 9e-3, 1.2e-2))),
+            CHOOSING[:1],
+            "validation",
+        ),
+    ),
+    "decay": (
+        Comparison(
+            "Weight decay",
+            of(
+                LIBRARY,
+                *(
+                    replace(arm, weight_decay=d)
+                    for arm in (DENSE, GRADUAL)
+                    for d in (0.1, 0.0, 0.3)
+                ),
+            ),
             CHOOSING[:1],
             "validation",
         ),
@@ -124,13 +139,16 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
             "Thirty-two epochs of little text",
             of(
                 REPEATED,
-                *(Arm(rate=6e-3, dropout=dropout) for dropout in (0.0, 0.1, 0.3)),
+                *(Arm(rate=6e-3, dropout=dropout) for dropout in (0.1, 0.0, 0.05, 0.2, 0.3)),
                 *(
                     replace(GRADUAL, ratio=ratio, dropout=dropout)
-                    for dropout in (0.0, 0.1, 0.3)
+                    for dropout in (0.1, 0.05, 0.0)
                     for ratio in (0.5, 0.8)
                 ),
-                *(Arm(rate=6e-3, dropout=0.3, weight_decay=decay) for decay in (0.3, 1.0)),
+                *(
+                    replace(arm, dropout=0.1, weight_decay=0.3)
+                    for arm in (Arm(rate=6e-3), replace(GRADUAL, ratio=0.5), GRADUAL)
+                ),
             ),
             CHOOSING[:1],
             "validation",

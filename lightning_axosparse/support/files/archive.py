@@ -55,7 +55,11 @@ def check(path: str | os.PathLike[str]) -> None:
         size = file.seek(0, 2)
         with zipfile.ZipFile(file) as archive:
             records = archive.infolist()
-            stored = all(record.compress_type == zipfile.ZIP_STORED for record in records)
+            stored = all(
+                record.compress_type == zipfile.ZIP_STORED
+                and record.compress_size == record.file_size
+                for record in records
+            )
             if not stored or sum(record.file_size for record in records) > size:
                 raise CorruptFileError(
                     "its records are compressed or overlap, as torch.save's do not"

@@ -13,7 +13,8 @@ pytest.register_assert_rewrite("tests.strategy.compat.harness")
 
 
 def two_ranks() -> dict[str, Any]:
-    from tests.strategy.compat import harness, test_metrics, test_sampling
+    from tests.strategy.compat import harness, test_sampling
+    from tests.strategy.compat.logging import test_metrics
 
     groups = harness.connect(g_inter=2)
     return {
@@ -24,7 +25,8 @@ def two_ranks() -> dict[str, Any]:
 
 
 def four_ranks() -> dict[str, Any]:
-    from tests.strategy.compat import harness, test_metrics, test_precision
+    from tests.strategy.compat import harness, test_precision
+    from tests.strategy.compat.logging import test_metrics
 
     groups = harness.connect(g_inter=2)
     return {

@@ -14,7 +14,6 @@ from torch import nn
 from lightning_axosparse import AxoSparseStrategy
 from tests.ranks import run_ranks
 
-
 SEEN: list[Any] = []
 """Not on the module, whose state is put back after a dry run."""
 
