@@ -200,7 +200,7 @@ def prepare(command: str) -> None:
     """
     if sys.argv[1:] == ["--version"]:  # Hydra would say its own.
         print(command, version("lightning-axosparse"))
-        raise SystemExit
+        sys.exit()
     # Lightning 2.6 asks torch's pytrees in a way that torch 2.13 warns of, once a process.
     os.environ.setdefault(
         "PYTHONWARNINGS", "ignore::FutureWarning:lightning.pytorch.utilities._pytree"
