@@ -346,7 +346,12 @@ class EarlyBirdTicket(TicketSearch):
         stages = strategy.parameter_stages()
         return MaskBits(
             self._rule.on_the_way(ratio).masks(
-                module, trainer.optimizers, weights, stages, strategy.inter_group
+                module,
+                trainer.optimizers,
+                weights,
+                stages,
+                strategy.inter_group,
+                strategy.optimizer_state_of,
             )
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -83,10 +83,56 @@ def local_model_state(state: Mapping[str, Any], split: Sharding, stages: range) 
     return {key: value for key, value in state.items() if split.stage_of(key) in (None, *stages)}
 
 
+def gather_shards(
+    states: Mapping[str, Mapping[str, Any]],
+    held: Mapping[str, nn.Parameter],
+    tensors: StageTensors,
+) -> dict[str, Mapping[str, Any]]:
+    """Put a stage's optimizer state, of which each replica has a part, together on the first one.
+
+    Args:
+        states: what this replica has of the state of each parameter, by name.
+        held: the parameters.
+        tensors: gathers what the replicas have.
+
+    Returns:
+        The state by name; an empty dict on other replicas. Larger tensors are deferred.
+    """
+    mine = {
+        name: {key: _deferred(f"{key}.{name}", value) for key, value in state.items()}
+        for name, state in states.items()
+    }
+    parts = tensors.gather(mine)
+    if not parts:
+        return {}
+    return {
+        name: {
+            key: _joined(f"{key}.{name}", held[name].shape, [part[name][key] for part in parts])
+            for key in state
+        }
+        for name, state in parts[0].items()
+    }
+
+
+def _joined(key: str, shape: torch.Size, parts: Sequence[Any]) -> Any:
+    """A tensor of that shape by its parts, or the number that all replicas have."""
+    first = parts[0]
+    if not isinstance(first, Tensor) or first.shape == shape:
+        return first
+    if sum(part.numel() for part in parts) != shape.numel():
+        return first  # a number that each replica counts, such as the steps
+
+    def make() -> Tensor:
+        pieces = [p.made() if isinstance(p, DeferredTensor) else p.cpu() for p in parts]
+        return torch.cat(pieces).view(shape)
+
+    return DeferredTensor(key, shape, first.dtype, make)
+
+
 def gather_optimizer_state(
     optimizer: Optimizer,
     groups: GroupNames,
-    held: Mapping[str, nn.Parameter],
+    states: Mapping[str, Mapping[str, Any]],
     sparse: Mapping[str, OwnedParameter],
     tensors: StageTensors,
 ) -> dict[str, Any]:
@@ -97,7 +143,7 @@ def gather_optimizer_state(
     Args:
         optimizer: the optimizer.
         groups: the names of its parameters.
-        held: the parameters that this rank keeps.
+        states: the state of each parameter that this rank keeps, by name.
         sparse: those of them that are stored sparse.
         tensors: gathers what the stages have.
 
@@ -107,11 +153,8 @@ def gather_optimizer_state(
     order = [name for group in groups for name in group]
     mine = {}
     for name in order:
-        if name not in held:
-            continue
-        state = optimizer.state.get(held[name], {})
-        layout = None
-        if name in sparse:
+        state, layout = states.get(name, {}), None
+        if name in sparse and name in states:
             layout, state = sparse[name].layout, with_master(sparse[name], state)
         if state:
             mine[name] = {
@@ -179,8 +222,12 @@ def _deferred(name: str, value: Any, layout: Layout | None = None) -> Any:
     if layout is not None and value.shape == (layout.nnz,):
         make = partial(_densified, layout, value.dtype)
         return DeferredTensor(name, layout.shape, value.dtype, make, value)
+    if isinstance(value, DeferredTensor):
+        return DeferredTensor(name, value.shape, value.dtype, DeferredTensor.made, value)
     return DeferredTensor(name, value.shape, value.dtype, Tensor.detach, value)
 
 
 def _densified(layout: Layout, dtype: torch.dtype, kept: Tensor) -> Tensor:
+    if isinstance(kept, DeferredTensor):
+        kept = kept.made()
     return layout.to(kept.device).densify(kept.detach().to(dtype))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 from zlib import crc32
 
@@ -123,6 +124,7 @@ class MaskRule:
         weights: Mapping[str, Tensor] | None = None,
         stages: Stages | None = None,
         group: ProcessGroup | None = None,
+        state_of: Callable[[Tensor], State] | None = None,
     ) -> dict[str, Tensor]:
         """Compute the masks of the weights that this rank counts, as one process would.
 
@@ -133,6 +135,7 @@ class MaskRule:
                 is counted by exactly one rank of ``group``. None: all of the module.
             stages: name -> the pipeline stages that hold each weight; None: there is one stage.
             group: the ranks whose stages make up the model; None if this rank has the whole model.
+            state_of: returns a parameter's optimizer state; None takes that of ``optimizers``.
 
         Returns:
             name -> bool tensor of the weight's shape, True where an entry is kept.
@@ -144,17 +147,18 @@ class MaskRule:
         rule = self.resolved(module, optimizers)
         counted: Mapping[str, Tensor] = weights or dict(module.named_parameters())
         counted = {name: counted[name] for name in rule.sizes(module) if name in counted}
-        states: dict[str, State] = {
-            name: next((o.state[weight] for o in optimizers if weight in o.state), {})
-            for name, weight in counted.items()
-        }
+        read = state_of or partial(_state_in, optimizers)
+
+        def named_state(name: str) -> State:
+            return read(counted[name])
+
         stored = layouts(module)
-        scores = Scores(rule._score, counted, states, stored)
+        scores = Scores(rule._score, counted, named_state, stored)
         masks = highest(scores, rule.shares(module, stages), group)
         if rule.entries != "score":
             sizes = rule.sizes(module)
             alone = [Share({n: sizes[n]}, kept) for n, kept in kept_of(masks, sizes, group).items()]
-            masks = highest(rule._chosen_by(counted, states, stored), alone, group)
+            masks = highest(rule._chosen_by(counted, named_state, stored), alone, group)
         for name in masks.keys() & stored.keys():
             # Densities that fall are rounded, and may ask for one entry more than before.
             masks[name] &= stored[name].mask()
@@ -167,15 +171,18 @@ class MaskRule:
     def _chosen_by(
         self,
         weights: Mapping[str, Tensor],
-        states: Mapping[str, State],
+        state_of: Callable[[str], State],
         stored: Mapping[str, Layout],
     ) -> Scores:
         """Return that by which the entries of each weight are chosen."""
         if self.entries == "random":
-            seeds = {name: {"seed": crc32(name.encode())} for name in weights}
-            return Scores(by_chance, weights, seeds, stored)
+
+            def seed(name: str) -> State:
+                return {"seed": crc32(name.encode())}
+
+            return Scores(by_chance, weights, seed, stored)
         entries = SCORES[self.entries] if isinstance(self.entries, str) else self.entries
-        return Scores(entries, weights, states, stored)
+        return Scores(entries, weights, state_of, stored)
 
     @property
     def score_name(self) -> str:
@@ -186,6 +193,10 @@ class MaskRule:
     def entries_name(self) -> str:
         """The name of what the entries of a weight are chosen by."""
         return _name(self.entries)
+
+
+def _state_in(optimizers: Sequence[Optimizer], weight: Tensor) -> State:
+    return next((o.state[weight] for o in optimizers if weight in o.state), {})
 
 
 def _name(score: str | Score) -> str:

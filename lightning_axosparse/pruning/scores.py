@@ -66,7 +66,7 @@ class Scores(Mapping[str, Tensor]):
     Args:
         score: computes them; the same each time it is called with the same tensors.
         weights: name -> weight, or the kept values of one that is stored sparse.
-        states: name -> the weight's optimizer state.
+        state_of: returns the optimizer state of a weight by its name.
         layouts: name -> the kept entries of each weight that is stored sparse.
     """
 
@@ -74,10 +74,10 @@ class Scores(Mapping[str, Tensor]):
         self,
         score: Score,
         weights: Mapping[str, Tensor],
-        states: Mapping[str, State],
+        state_of: Callable[[str], State],
         layouts: Mapping[str, Layout] = MappingProxyType({}),
     ) -> None:
-        self._score, self._weights, self._states = score, weights, states
+        self._score, self._weights, self._state_of = score, weights, state_of
         self._layouts = layouts
 
     def __getitem__(self, name: str) -> Tensor:
@@ -86,7 +86,7 @@ class Scores(Mapping[str, Tensor]):
         Raises:
             ValueError: if there are none, or none for each entry.
         """
-        weight, state = self._weights[name].detach(), self._states[name]
+        weight, state = self._weights[name].detach(), self._state_of(name)
         layout = self._layouts.get(name)
         if layout is not None:
             weight, state = layout.densify(weight), expand_state(state, layout)

@@ -20,17 +20,19 @@ from lightning_axosparse.checkpoint.gather import (
     gather_model_state,
     gather_optimizer_state,
     gather_remote_tensors,
+    gather_shards,
     local_model_state,
     local_optimizer_state,
 )
 from lightning_axosparse.sparse.module.optimizer_state import restore_masters
 from lightning_axosparse.sparse.module.parameters import sparse_parameters
+from lightning_axosparse.strategy.bucketwise import BucketwiseOptimizer
 from lightning_axosparse.strategy.compat.callbacks import weight_averages
 from lightning_axosparse.strategy.compat.device import move_optimizers
 from lightning_axosparse.strategy.compat.hooks import checkpoint_hooks
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.launcher.restarts import note_checkpoint
-from lightning_axosparse.strategy.offload import OptimizerOffload
+from lightning_axosparse.strategy.optimizer_shards import OptimizerShards
 from lightning_axosparse.strategy.stages.construction import load_values
 from lightning_axosparse.strategy.stages.sharded_module import in_parts
 from lightning_axosparse.strategy.stages.stage_module import StageModule
@@ -47,7 +49,8 @@ class StageCheckpoints:
         stage_module: the part of the module on this rank.
         in_background: whether folders are written while training goes on.
         metrics_shared: makes a context in which every rank has the metrics' states that count.
-        offload: keeps the optimizer's state on the host; None if the device keeps it.
+        stepped: steps the optimizer bucket by bucket; None if it steps all at once.
+        shards: what this replica keeps of the optimizer's state; None for all of it.
 
     Attributes:
         folders: writes them where checkpoints are folders.
@@ -59,20 +62,24 @@ class StageCheckpoints:
         stage_module: StageModule,
         in_background: bool = False,
         metrics_shared: Callable[[], AbstractContextManager[None]] = nullcontext,
-        offload: OptimizerOffload | None = None,
+        stepped: BucketwiseOptimizer | None = None,
+        shards: OptimizerShards | None = None,
     ) -> None:
-        self._stage_module, self._offload = stage_module, offload
+        self._stage_module, self._stepped, self._shards = stage_module, stepped, shards
         self._metrics_shared = metrics_shared
         self._as_folders = config.save_distributed_checkpoint
         self._in_parts = config.stages > 1 or self._as_folders
         # A regrid changes the groups.
         self._tensors = StageTensors(lambda: stage_module.groups.inter)
+        self._parts = StageTensors(lambda: None if shards is None else shards.group)
+        self._in_background = in_background
         self.folders = FolderWriter(self._tensors, in_background)
 
     @property
     def _is_ordinary(self) -> bool:
         """Whether this rank has the module as one process has it: all of it, and dense."""
-        return not (self._in_parts or sparse_parameters(self._stage_module.module))
+        parted = self._in_parts or self._shards is not None
+        return not (parted or sparse_parameters(self._stage_module.module))
 
     def model_state(self) -> dict[str, Any]:
         """The whole module's state on the first rank, an empty dict on others; collective."""
@@ -101,6 +108,7 @@ class StageCheckpoints:
             ordinary: returns the state where this rank has all of it.
         """
         stage_module = self._stage_module
+        states = self._states(optimizer)
         if stage_module.grid.replica > 0:
             return {}
         if self._is_ordinary:
@@ -109,11 +117,26 @@ class StageCheckpoints:
             gather_optimizer_state(
                 optimizer,
                 stage_module.group_names(optimizer),
-                stage_module.sharding.held(),
+                states,
                 sparse_parameters(stage_module.module),
                 self._tensors,
             )
         )
+
+    def _states(self, optimizer: Optimizer) -> dict[str, Mapping[str, Any]]:
+        """The state of each parameter that this rank keeps, by name; collective over replicas.
+
+        Of what replicas keep in parts the first one has it whole, and the others nothing.
+        """
+        held = self._stage_module.sharding.held()
+        states = {name: optimizer.state.get(parameter, {}) for name, parameter in held.items()}
+        if self._shards is None:
+            return states
+        whole = gather_shards(states, held, self._parts)
+        # Hooks read it now, and in the background no rank sends anything.
+        if self._in_background or self._is_read_by_hooks:
+            whole = self._made(whole, self._parts)
+        return whole
 
     def save(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any, io: CheckpointIO
@@ -128,6 +151,8 @@ class StageCheckpoints:
         """
         tensors = self._tensors
         if self._stage_module.grid.replica > 0:
+            if self._shards is not None:
+                self._parts.serve()
             return
         note_checkpoint(path, checkpoint, self._stage_module.module.trainer)
         checkpoint = gather_remote_tensors(checkpoint, tensors)
@@ -140,16 +165,23 @@ class StageCheckpoints:
             tensors.end()
         else:
             tensors.serve()
+        self._parts.end()
+
+    @property
+    def _is_read_by_hooks(self) -> bool:
+        return bool(checkpoint_hooks(self._stage_module.module.trainer, "on_save_checkpoint"))
 
     def _for_hooks(self, state: dict[str, Any]) -> dict[str, Any]:
         """A part of a checkpoint, whole on the first rank if a hook of the user reads it."""
-        if not checkpoint_hooks(self._stage_module.module.trainer, "on_save_checkpoint"):
-            return state
-        if not self._tensors.is_first:
-            self._tensors.serve()
+        return self._made(state, self._tensors) if self._is_read_by_hooks else state
+
+    def _made(self, state: dict[str, Any], tensors: StageTensors) -> dict[str, Any]:
+        """The state with its tensors made on the first rank, to which the others send them."""
+        if not tensors.is_first:
+            tensors.serve()
             return state
         state = all_made(state)
-        self._tensors.end()
+        tensors.end()
         return state
 
     def load_model(self, state: Mapping[str, Any], strict: bool) -> None:
@@ -162,18 +194,18 @@ class StageCheckpoints:
 
     def load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load this rank's part of a whole optimizer's state."""
-        stage_module, offload = self._stage_module, self._offload
-        if offload is None and self._is_ordinary:
+        stage_module, stepped = self._stage_module, self._stepped
+        if stepped is None and self._is_ordinary:
             load_whole_optimizer(optimizer, state, stage_module.device)
             return
         sparse = sparse_parameters(stage_module.module)
         groups, held = stage_module.group_names(optimizer), stage_module.sharding.held()
         local = local_optimizer_state(state, groups, held, sparse)
-        if offload is None:
+        if stepped is None:
             optimizer.load_state_dict(local)
             move_optimizers([optimizer], stage_module.device)
         else:
-            offload.load_state_dict(local)
+            stepped.load_state_dict(local)
         restore_masters(optimizer, sparse.values())
 
 

@@ -45,7 +45,7 @@ class Config:
     save_distributed_checkpoint: bool
     recompute: int | Literal["sqrt"] | None
     offload_optimizer: bool
-    offload_bucket: int
+    shard_optimizer: bool
     regrid: int | Literal["auto"] | None
 
     def __post_init__(self) -> None:

@@ -198,6 +198,8 @@ class PipelineStrategy(MPIStrategy):
         """Undo what setup changed; under ``mpiexec`` the module stays sharded."""
         module = self.lightning_module
         if isinstance(self._state, Running):
+            if not self._keeps_sharded:
+                self._state.rejoin_state()
             self._state = AtRest()
         if module is not None and is_left_sharded(module):
             # This run has ended before it took the module, which Lightning moves to the CPU.

@@ -5,16 +5,19 @@ Each answers what the strategy asks about its module; what a state does not have
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_axosparse.pipeline.order.in_flight import InFlightRule
+from lightning_axosparse.strategy import bucketwise
+from lightning_axosparse.strategy.bucketwise import BucketwiseOptimizer, HostMemory, Placement
 from lightning_axosparse.strategy.checkpoints import StageCheckpoints
 from lightning_axosparse.strategy.compat.callbacks import (
     count_replicas,
@@ -31,7 +34,7 @@ from lightning_axosparse.strategy.compat.loops import LoopCheck
 from lightning_axosparse.strategy.compat.signals import acting_together
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
-from lightning_axosparse.strategy.offload import OptimizerOffload
+from lightning_axosparse.strategy.optimizer_shards import OptimizerShards
 from lightning_axosparse.strategy.regrid.regrid import Regrid
 from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.strategy.step.train_step import StepRunner
@@ -109,6 +112,7 @@ class Running:
         stage_module: the part of the module on this rank.
         runner: runs the module's steps.
         regrid: moves to shorter pipelines; None if that was not asked for.
+        shards: what this replica keeps of the optimizer's state; None for all of it.
         checkpoints: saves and loads the module and its optimizers.
     """
 
@@ -122,12 +126,15 @@ class Running:
     ) -> None:
         self.stage_module = stage_module
         trainer, precision = stage_module.module.trainer, strategy.precision_plugin
-        offload = _placed(config, optimizers, stage_module, undo)
+        self.shards: OptimizerShards | None = None
+        if config.shard_optimizer and optimizers:
+            self.shards = OptimizerShards(optimizers[0], lambda: stage_module.groups.data)
+        stepped = _placed(config, optimizers, stage_module, self.shards, undo)
         strategy.setup_precision_plugin()
         self._tie_to(trainer, undo)
         self.runner: StepRunner | WholeStepRunner
         self.regrid: Regrid | None = None
-        steps_in_parts = offload is not None
+        steps_in_parts = stepped is not None
         if config.pipelines:
             free = partial(free_bytes, stage_module.device, strategy.ranks_on_device)
             rule = InFlightRule(
@@ -141,7 +148,9 @@ class Running:
                 config, trainer, precision, rule, steps_in_parts, stage_module
             )
             if config.regrid is not None and trainer.state.fn == TrainerFn.FITTING:
-                self.regrid = Regrid(config.regrid, stage_module, runner, rule, config.parts)
+                self.regrid = Regrid(
+                    config.regrid, stage_module, runner, rule, config.parts, self.whole_state
+                )
         else:
             self.runner = WholeStepRunner(trainer, precision, steps_in_parts, stage_module)
         self.checkpoints = StageCheckpoints(
@@ -149,7 +158,8 @@ class Running:
             stage_module,
             writes_in_background(strategy.checkpoint_io),
             self.runner.metric_states_shared,
-            offload,
+            stepped,
+            self.shards,
         )
         undo.callback(self.checkpoints.folders.wait)
         undo.callback(self.runner.close)
@@ -178,6 +188,32 @@ class Running:
             norms = GradientNorms(trainer, stage_module.remote_gradients)
             undo.enter_context(norms.added_to(trainer))
 
+    def whole_state(self) -> AbstractContextManager[None]:
+        """Have all of the optimizer's state on each replica inside the context; collective."""
+        return nullcontext() if self.shards is None else self.shards.whole_state()
+
+    def with_whole_state(self, masks: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
+        """Yield masks whose parameters have all of their optimizer state on each replica.
+
+        They are yielded one by one where that state is put together for it; collective.
+        """
+        if self.shards is None:
+            yield masks
+            return
+        named = dict(self.stage_module.module.named_parameters(remove_duplicate=False))
+        for name, mask in masks.items():
+            with self.shards.whole_state([named[name]]):
+                yield {name: mask}
+
+    def rejoin_state(self) -> None:
+        """Give each replica all of the optimizer's state, as after a run without shards."""
+        if self.shards is None:
+            return
+        if self.stage_module.module.trainer.state.status == TrainerStatus.INTERRUPTED:
+            self.shards.drop()  # Others may not be there any more.
+        else:
+            self.shards.make_whole()
+
     def after_draw(self) -> None:
         """Use the memory that pruning has freed."""
         self.runner.measure_again()
@@ -186,15 +222,19 @@ class Running:
 
 
 def _placed(
-    config: Config, optimizers: Sequence[Optimizer], stage_module: StageModule, undo: ExitStack
-) -> OptimizerOffload | None:
-    """Move the optimizers' state to the device, or offload it to the host."""
-    device = stage_module.device
+    config: Config,
+    optimizers: Sequence[Optimizer],
+    stage_module: StageModule,
+    shards: OptimizerShards | None,
+    undo: ExitStack,
+) -> BucketwiseOptimizer | None:
+    """Put the optimizers' state where it is stepped."""
     if not config.offload_optimizer:
-        move_optimizers(optimizers, device)
-    elif optimizers:
-        bucket, wait = config.offload_bucket, stage_module.await_gradients
-        offload = OptimizerOffload(optimizers[0], bucket, device, wait)
-        undo.callback(offload.remove)
-        return offload
-    return None
+        move_optimizers(optimizers, stage_module.device)
+    if not optimizers or not (config.offload_optimizer or config.shard_optimizer):
+        return None
+    place = HostMemory() if config.offload_optimizer else Placement()
+    wait, bucket = stage_module.await_gradients, bucketwise.BUCKET
+    stepped = BucketwiseOptimizer(optimizers[0], place, shards, wait, bucket)
+    undo.callback(stepped.remove)
+    return stepped

@@ -29,7 +29,6 @@ from lightning_axosparse.strategy.stages.sharded_module import summoned
 from lightning_axosparse.strategy.states import AtRest, LeftSharded, Running
 from lightning_axosparse.support.arguments import (
     BOOL,
-    BYTES,
     COUNT,
     FUNCTION,
     INDEX,
@@ -132,7 +131,9 @@ class AxoSparseStrategy(PipelineStrategy):
         offload_optimizer: keeps the optimizer's state in host memory and steps there; the device
             keeps parameters and gradients. Parameters of less than 32 bits get float32 master
             weights.
-        offload_bucket: elements that are copied to the host and stepped at a time.
+        shard_optimizer: divides the optimizer's state of a stage among its replicas (ZeRO stage 1):
+            each keeps and steps its part of every parameter, and they give each other the new
+            values. Gradients and weights are the same to the bit.
         regrid: continues, from the epoch after the ticket was drawn, with shorter pipelines and
             more replicas: with this number of stages, a divisor of ``g_inter``; with "auto" as few
             as memory allows. Batches, their order and the losses stay the same.
@@ -172,7 +173,7 @@ class AxoSparseStrategy(PipelineStrategy):
         restarts=INDEX,
         recompute=COUNT | one_of("sqrt") | NONE,
         offload_optimizer=BOOL,
-        offload_bucket=BYTES,
+        shard_optimizer=BOOL,
         regrid=COUNT | one_of("auto") | NONE,
         accelerator=instance_of("a Lightning Accelerator", Accelerator) | NONE,
         cluster_environment=instance_of("a ClusterEnvironment", ClusterEnvironment) | NONE,
@@ -198,7 +199,7 @@ class AxoSparseStrategy(PipelineStrategy):
         save_distributed_checkpoint: bool = False,
         recompute: int | Literal["sqrt"] | None = None,
         offload_optimizer: bool = False,
-        offload_bucket: int = 4_000_000,
+        shard_optimizer: bool = False,
         regrid: int | Literal["auto"] | None = None,
         timeout: float | timedelta = timedelta(minutes=30),
         restarts: int = 0,
@@ -226,7 +227,7 @@ class AxoSparseStrategy(PipelineStrategy):
             save_distributed_checkpoint,
             recompute,
             offload_optimizer,
-            offload_bucket,
+            shard_optimizer,
             regrid,
         )
         super().__init__(
@@ -298,6 +299,16 @@ class AxoSparseStrategy(PipelineStrategy):
         """
         yield from self._state.run.stage_module.whole_parameters()
 
+    def optimizer_state_of(self, parameter: Tensor) -> dict[str, Any]:
+        """The whole optimizer state of a parameter that this rank keeps, also where it is sharded.
+
+        Collective over the replicas of the stage with ``shard_optimizer``. It is to be read only.
+        """
+        found = (o.state[parameter] for o in self.optimizers if parameter in o.state)
+        state: dict[str, Any] = next(found, {})
+        shards = self._state.run.shards
+        return state if shards is None else shards.whole(parameter, state)
+
     def counted_parameters(self) -> set[str]:
         """The names of those that this rank counts: each is counted once over a pipeline."""
         return self._state.stage_module.sharding.counted()
@@ -321,7 +332,8 @@ class AxoSparseStrategy(PipelineStrategy):
             backend: how their products run, the same on all ranks.
         """
         optimizer = self.optimizers[0] if self.optimizers else None
-        sparsify(self._module, masks, optimizer, policy=policy, compute=backend.compute)
+        for part in self._state.run.with_whole_state(masks):
+            sparsify(self._module, part, optimizer, policy=policy, compute=backend.compute)
         stored = sparse_parameters(self._module).values()
         for entry in stored:
             assert entry.form is not None
@@ -335,7 +347,8 @@ class AxoSparseStrategy(PipelineStrategy):
         Args:
             ticket: the same on all ranks; layers that it has shrunk already do not change.
         """
-        ticket.apply(self._module, self.optimizers)
+        with self._state.run.whole_state():
+            ticket.apply(self._module, self.optimizers)
         self._state.run.stage_module.remote_gradients.follow()
         self.use_freed_memory()
 

@@ -25,13 +25,14 @@ from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_path
+from lightning_axosparse.strategy.bucketwise import validate_bucketwise_optimizers
 from lightning_axosparse.strategy.compat.hooks import overrides
 from lightning_axosparse.strategy.compat.loading import (
     reading_files,
     writes_in_background,
 )
 from lightning_axosparse.strategy.config import Config
-from lightning_axosparse.strategy.offload import validate_bucketwise_optimizers
+from lightning_axosparse.strategy.optimizer_shards import validate_divisible_optimizers
 from lightning_axosparse.support.troubleshooting import see
 
 # A run
@@ -262,7 +263,7 @@ def validate_optimizers(config: Config, optimizers: Sequence[Optimizer], g_data:
 
     Raises:
         MisconfigurationException: if there are several in a pipeline, or one calls its closure
-            again, or cannot be offloaded as wanted.
+            again, or cannot be offloaded or divided as wanted.
     """
     if len(optimizers) > 1 and config.pipelines:
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
@@ -287,6 +288,10 @@ def validate_optimizers(config: Config, optimizers: Sequence[Optimizer], g_data:
         validate_one_optimizer(optimizers, "offload_optimizer")
         for optimizer in optimizers:
             validate_bucketwise_optimizers(optimizer)
+    if config.shard_optimizer:
+        validate_one_optimizer(optimizers, "shard_optimizer")
+        for optimizer in optimizers:
+            validate_divisible_optimizers(optimizer)
 
 
 def validate_one_optimizer(optimizers: Sequence[Optimizer], feature: str) -> None:

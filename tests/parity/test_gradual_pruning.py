@@ -104,7 +104,7 @@ def test_ranks_replicas_and_resumed_runs_have_the_numbers_of_one_process(
 
 
 def test_an_offloaded_optimizer_and_a_loopback_have_them_too(alone: tuple[Any, ...]) -> None:
-    grid = {"g_inter": 2, "transport": "loopback", "offload_optimizer": True, "offload_bucket": 100}
+    grid = {"g_inter": 2, "transport": "loopback", "offload_optimizer": True}
     assert_same(train(1, grid), alone, "offloaded")
 
 

@@ -115,7 +115,6 @@ def train_rows(ranks: int, folder: Path) -> dict[Any, Any]:
                 microbatches=4,
                 regrid=moves,
                 offload_optimizer=offload,
-                offload_bucket=600,
             )
             found[row, name] = train(row, folder / row / name, strategy, ranks)
     if ranks == 2:

@@ -146,7 +146,7 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             "timeout": [None, True, 0, -1, "30", [], float("nan"), timedelta(0)],
             "recompute": ["cube", *NO_COUNT],
             "offload_optimizer": NO_BOOL,
-            "offload_bucket": [None, 1e6, *NO_COUNT],
+            "shard_optimizer": NO_BOOL,
             "regrid": ["some", *NO_COUNT],
             "accelerator": NO_OBJECT,
             "cluster_environment": NO_OBJECT,

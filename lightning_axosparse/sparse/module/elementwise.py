@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,6 +78,37 @@ def trial_copy(
     copy.param_groups = [settings]
     copy.state = defaultdict(dict)
     return copy
+
+
+def trial_steps(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    in_parts: bool = False,
+    prepare: Callable[[Optimizer], None] = lambda _: None,
+) -> Tensor:
+    """Return the entries of two small random parameters after a few steps of a trial optimizer.
+
+    Args:
+        optimizer: the optimizer to copy.
+        group: the settings to copy.
+        in_parts: halves of the parameters, as vectors, are parameters of their own.
+        prepare: called with the trial optimizer before it steps.
+    """
+
+    def split(numbers: Tensor) -> list[Tensor]:
+        return [half for p in numbers for half in p.flatten().chunk(2)] if in_parts else [*numbers]
+
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        numbers = torch.randn(1 + _TRIAL_STEPS, 2, 3, 5)
+    parameters = [nn.Parameter(values.clone()) for values in split(numbers[0])]
+    trial = trial_copy(optimizer, group, parameters)
+    prepare(trial)
+    for step in numbers[1:]:
+        for parameter, gradient in zip(parameters, split(step), strict=True):
+            parameter.grad = gradient.clone()
+        type(trial).step(trial)
+    return torch.cat([parameter.detach().flatten() for parameter in parameters])
 
 
 def _not_elementwise(optimizer: Optimizer, reason: str) -> MisconfigurationException:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from time import time
 from typing import Literal
@@ -78,6 +79,7 @@ class Regrid:
         runner: runs its steps.
         rule: the memory that is free.
         microbatches: micro-batches that a batch is cut into.
+        whole_state: makes a context in which each replica has all of the optimizer's state.
     """
 
     def __init__(
@@ -87,7 +89,9 @@ class Regrid:
         runner: StepRunner,
         rule: InFlightRule,
         microbatches: int,
+        whole_state: Callable[[], AbstractContextManager[None]],
     ) -> None:
+        self._whole_state = whole_state
         self._stages, self._microbatches = stages, microbatches
         self._stage_module, self._runner, self._rule = stage_module, runner, rule
         self._phase: Literal["no ticket", "due", "over"] = "no ticket"
@@ -133,7 +137,7 @@ class Regrid:
         old, new = module.grid, module.grid.shortened(stages)
         partition = module.partition.with_stages(stages)
         self._runner.close()
-        with module.reshard(partition, ProcessGroups(new)):
+        with self._whole_state(), module.reshard(partition, ProcessGroups(new)):
             Transfer(module.sharding, old, new, optimizers, module.device).run(partition.parts)
         self._runner.open(module)
         moved = Regridded(old, new, epoch, time() - began, self._microbatches)

@@ -18,9 +18,11 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Muon, NAdam, Optimizer, RMSpr
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 from lightning_axosparse.distributed import gradient_reducer
-from lightning_axosparse.strategy.offload import (
-    MASTER,
-    OptimizerOffload,
+from lightning_axosparse.sparse.module.optimizer_state import MASTER
+from lightning_axosparse.strategy import bucketwise
+from lightning_axosparse.strategy.bucketwise import (
+    BucketwiseOptimizer,
+    HostMemory,
     bucketed,
     validate_bucketwise_optimizers,
 )
@@ -61,7 +63,7 @@ def differentiate(parameters: Iterable[nn.Parameter], seed: int) -> None:
 def test_numbers_are_the_same_to_the_bit(kind: str, bucket: int) -> None:
     ours, theirs = parameters(), parameters()
     offloaded, plain = OPTIMIZERS[kind](ours), OPTIMIZERS[kind](theirs)
-    OptimizerOffload(offloaded, bucket, CPU)
+    BucketwiseOptimizer(offloaded, HostMemory(), bucket=bucket)
     for step in range(4):
         differentiate(ours, step)
         differentiate(theirs, step)
@@ -86,7 +88,7 @@ def test_the_step_is_one_step_to_hooks_schedulers_and_closures() -> None:
     seen: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
-    offload = OptimizerOffload(optimizer, 1, CPU)
+    offload = BucketwiseOptimizer(optimizer, HostMemory(), bucket=1)
     optimizer.register_step_post_hook(lambda *_: seen.append("after"))
 
     def closure() -> float:
@@ -112,7 +114,7 @@ def test_the_step_is_one_step_to_hooks_schedulers_and_closures() -> None:
 def test_low_precision_is_stepped_as_its_float32_master(dtype: torch.dtype) -> None:
     ours, masters = parameters(dtype), [nn.Parameter(p.detach().float()) for p in parameters(dtype)]
     offloaded, plain = Adagrad(ours, 1e-3), Adagrad(masters, 1e-3)
-    OptimizerOffload(offloaded, 50, CPU)
+    BucketwiseOptimizer(offloaded, HostMemory(), bucket=50)
     for step in range(5):
         differentiate(ours, step)
         for parameter, master in zip(ours, masters, strict=True):
@@ -129,7 +131,7 @@ def test_low_precision_is_stepped_as_its_float32_master(dtype: torch.dtype) -> N
 def test_a_master_gives_way_where_somebody_has_changed_the_parameter() -> None:
     weight = nn.Parameter(torch.tensor([1.0, 1.0, 1.0], dtype=torch.bfloat16))
     optimizer = SGD([weight], 1e-4)
-    OptimizerOffload(optimizer, 10, CPU)
+    BucketwiseOptimizer(optimizer, HostMemory(), bucket=10)
     for _ in range(2):
         weight.grad = torch.ones_like(weight)
         optimizer.step()
@@ -143,8 +145,8 @@ def test_a_master_gives_way_where_somebody_has_changed_the_parameter() -> None:
 def test_state_is_loaded_in_the_precision_of_the_masters() -> None:
     weights, others = parameters(torch.bfloat16), parameters(torch.bfloat16)
     optimizer, other = AdamW(weights), AdamW(others)
-    OptimizerOffload(optimizer, 50, CPU)
-    offload = OptimizerOffload(other, 50, CPU)
+    BucketwiseOptimizer(optimizer, HostMemory(), bucket=50)
+    offload = BucketwiseOptimizer(other, HostMemory(), bucket=50)
     for step in range(3):
         differentiate(weights, step)
         optimizer.step()
@@ -168,7 +170,7 @@ def test_the_device_holds_parameters_and_gradients_and_the_host_a_bucket() -> No
 
     weights = [nn.Parameter(torch.randn(10, 10, dtype=torch.bfloat16)) for _ in range(8)]
     optimizer = Watched(weights)
-    OptimizerOffload(optimizer, 250, CPU)
+    BucketwiseOptimizer(optimizer, HostMemory(), bucket=250)
     for step in range(2):
         differentiate(weights, step)
         optimizer.step()
@@ -226,8 +228,6 @@ def test_refusals_come_before_the_run() -> None:
         def configure_optimizers(self) -> Optimizer:
             return ByNorm(self.parameters(), 0.1)
 
-    with pytest.raises(MisconfigurationException, match="offload_bucket=0"):
-        AxoSparseStrategy(offload_optimizer=True, offload_bucket=0)
     for devices in (1, 2):
         run = trainer(AxoSparseStrategy(offload_optimizer=True), devices)
         with pytest.raises(MisconfigurationException, match="ByNorm cannot be offloaded"):
@@ -262,7 +262,9 @@ def test_buckets_are_stepped_as_their_gradients_arrive() -> None:
         weight.data.fill_(number)
         weight.grad = torch.zeros(10)
     optimizer = Watched(weights)
-    OptimizerOffload(optimizer, 20, CPU, lambda parameters: note("await", parameters))
+    BucketwiseOptimizer(
+        optimizer, HostMemory(), None, lambda parameters: note("await", parameters), 20
+    )
     optimizer.step()
     assert events[:8] == [
         *(("await", [4, 3]), ("step", [3, 4])),
@@ -279,9 +281,13 @@ EPOCHS, DRAWN, STOP = 3, 2, 1
 HARD = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
 
 
+SHARDED = {"shard_optimizer": True}
+OFFLOADED = {"offload_optimizer": True}
+
+
 def train(
     grid: tuple[int, int],
-    offload: bool,
+    way: dict[str, Any],
     epochs: int,
     folder: Path,
     resume: Path | None = None,
@@ -290,11 +296,9 @@ def train(
     """Two parameter groups with a scheduler, and a ticket that is drawn on the way."""
     L.seed_everything(0, verbose=False)
     g_inter, ranks = grid
-    strategy = AxoSparseStrategy(
-        g_inter=g_inter, microbatches=2, offload_optimizer=offload, offload_bucket=600
-    )
+    bucketwise.BUCKET = 600
     run = trainer(
-        strategy,
+        AxoSparseStrategy(g_inter=g_inter, microbatches=2, **way),
         ranks,
         max_epochs=epochs,
         enable_checkpointing=True,
@@ -311,21 +315,24 @@ def train(
     return record
 
 
-def train_both_ways(grids: list[tuple[int, int]], folder: Path) -> list[dict[str, Any]]:
-    """Uninterrupted, with and without offload, and with a stop at which that changes."""
+def train_both_ways(
+    grids: list[tuple[int, int]], other: dict[str, Any], folder: Path
+) -> list[dict[str, Any]]:
+    """Uninterrupted, in the plain and another way, and with a stop at which that changes."""
+    ways = {False: {}, True: other}
     results = []
     for grid in grids:
         at = folder / "x".join(map(str, grid))
-        whole = [train(grid, offload, EPOCHS, at / "whole", **HARD) for offload in (False, True)]
+        whole = [train(grid, way, EPOCHS, at / "whole", **HARD) for way in ways.values()]
         resumed = {}
         for before in (False, True):
-            train(grid, before, STOP, at / str(before), **HARD)
+            train(grid, ways[before], STOP, at / str(before), **HARD)
             stopped = at / str(before) / "stop.ckpt"
-            resumed[before] = train(grid, not before, EPOCHS, at / "end", stopped, **HARD)
+            resumed[before] = train(grid, ways[not before], EPOCHS, at / "end", stopped, **HARD)
         unclipped = []
-        for offload in (False, True):
+        for way in ways.values():
             with buckets_under_way() as under_way:
-                unclipped.append(train(grid, offload, EPOCHS, at / "unclipped"))
+                unclipped.append(train(grid, way, EPOCHS, at / "unclipped"))
         results.append(
             {"whole": whole, "resumed": resumed, "unclipped": unclipped, "under way": under_way}
         )
@@ -348,18 +355,19 @@ def buckets_under_way() -> Iterator[list[bool]]:
 
 
 def check(result: dict[str, Any]) -> None:
-    plain, offloaded = result["whole"]
-    assert difference(plain, offloaded) == 0
+    plain, other = result["whole"]
+    assert difference(plain, other) == 0
     assert difference(*result["unclipped"]) == 0
     assert any((weight == 0).float().mean() > 0.5 for weight in plain.weights.values())
-    for offloaded_before, record in result["resumed"].items():
-        assert record.losses == plain.losses[-len(record.losses) :], offloaded_before
+    for changed_from, record in result["resumed"].items():
+        assert record.losses == plain.losses[-len(record.losses) :], changed_from
         for name, weight in plain.weights.items():
-            assert torch.equal(record.weights[name], weight), (offloaded_before, name)
+            assert torch.equal(record.weights[name], weight), (changed_from, name)
 
 
-def test_ranks_train_to_the_same_bits(tmp_path: Path) -> None:
-    for results in run_ranks(2, train_both_ways, [(2, 2), (1, 2)], tmp_path):
+@pytest.mark.parametrize("other", [OFFLOADED, SHARDED, OFFLOADED | SHARDED], ids="-".join)
+def test_ranks_train_to_the_same_bits(other: dict[str, Any], tmp_path: Path) -> None:
+    for results in run_ranks(2, train_both_ways, [(2, 2), (1, 2)], other, tmp_path):
         for result in results:
             check(result)
         pipeline, replicas = results
@@ -369,7 +377,7 @@ def test_ranks_train_to_the_same_bits(tmp_path: Path) -> None:
 
 def test_a_resumed_run_goes_on_from_its_masters(tmp_path: Path) -> None:
     def run(epochs: int, name: str, resume: Path | None = None) -> Record:
-        return train((1, 1), True, epochs, tmp_path / name, resume, precision="bf16-true")
+        return train((1, 1), OFFLOADED, epochs, tmp_path / name, resume, precision="bf16-true")
 
     expected = run(EPOCHS, "whole")
     run(STOP, "part")

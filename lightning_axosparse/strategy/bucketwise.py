@@ -1,10 +1,13 @@
-"""Keeps the optimizer's state and master weights in host memory, and steps there in buckets.
+"""Steps an optimizer bucket by bucket: in host memory, or each replica its share, or both.
 
-The device keeps parameters and gradients. In a step their values and gradients are copied to the
-host bucket by bucket, the user's own optimizer steps them there, and the values are copied back
-while the next bucket is stepped. AxoNN (Singh & Bhatele, IPDPS 2022) copies the state to
-the device instead and steps there, which takes 16 bytes of device memory for each element of a
-bucket; this takes none.
+With ``offload_optimizer`` the device keeps parameters and gradients. In a step their values and
+gradients are copied to the host bucket by bucket, the user's own optimizer steps them there, and
+the values are copied back while the next bucket is stepped. AxoNN (Singh & Bhatele, IPDPS 2022)
+copies the state to the device instead and steps there, which takes 16 bytes of device memory for
+each element of a bucket; this takes none.
+
+With ``shard_optimizer`` a replica steps its share of each bucket, and gets the others' while the
+next bucket is stepped.
 
 As in AxoNN, the all-reduces that have not ended with the backward pass run while buckets whose
 gradients are reduced are stepped, those of the last layers first; but not where clipping, loss
@@ -25,38 +28,81 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_axosparse.pipeline.shard.param_groups import closure_called
-from lightning_axosparse.sparse.module.elementwise import trial_copy
+from lightning_axosparse.sparse.module.elementwise import trial_steps
 from lightning_axosparse.sparse.module.optimizer_state import MASTER, master_values
 from lightning_axosparse.sparse.store.materialize import master_dtype
+from lightning_axosparse.strategy.optimizer_shards import OptimizerShards
 from lightning_axosparse.support.troubleshooting import see, without_link
 
 HOST = torch.device("cpu")
+BUCKET = 4_000_000
+"""Elements that are stepped at a time."""
 
 
-class OptimizerOffload:
-    """Steps an optimizer on the host, whatever device its parameters are on.
+class Placement:
+    """Where an optimizer's state is, and is stepped: where the parameters are."""
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """A tensor, to be stepped, in this place."""
+        return tensor
+
+    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which parameters of that dtype are stepped."""
+        return dtype
+
+    def like(self, parameter: Tensor) -> Tensor:
+        """A number on the device and of the dtype of a parameter's state."""
+        number = torch.zeros((), dtype=self.dtype(parameter.dtype), device=parameter.device)
+        return self.take(number)
+
+    def await_copies(self, parameters: Sequence[Tensor]) -> None:
+        """Wait until what was taken is there."""
+
+
+class HostMemory(Placement):
+    """Host memory, where parameters of less than 32 bits have float32 master weights."""
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor; from a CUDA device it comes later, to pinned memory."""
+        return tensor.to(HOST, non_blocking=True, copy=True)
+
+    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of master weights."""
+        return master_dtype(dtype)
+
+    def await_copies(self, parameters: Sequence[Tensor]) -> None:
+        """Wait until what was taken is there."""
+        for device in {parameter.device for parameter in parameters if parameter.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+
+
+class BucketwiseOptimizer:
+    """Steps an optimizer bucket by bucket, and keeps its state where it is stepped.
 
     The optimizer stays the same object with the same parameters: they are the keys of its state,
     and clipping, loss scaling and hooks see them and their gradients on the device. The numbers are
-    the same to the bit as those of the same optimizer on the CPU. For a parameter of less than 32
-    bits its float32 master weights are stepped, and the device gets their rounded values.
+    the same to the bit as those of the same optimizer in that place without buckets. In host memory
+    the float32 master weights of a parameter of less than 32 bits are stepped, and the device gets
+    their rounded values.
 
     Args:
         optimizer: the user's, configured.
-        bucket: elements that are stepped at a time; a larger parameter is a bucket of its own.
-        device: device of the parameters.
+        place: where the state is.
+        shards: which part of the state this replica keeps; None for all.
         await_gradients: waits until the gradients of the parameters it is given are reduced.
+        bucket: elements that are stepped at a time; a larger parameter is a bucket of its own.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        bucket: int,
-        device: torch.device,
+        place: Placement,
+        shards: OptimizerShards | None = None,
         await_gradients: Callable[[Sequence[nn.Parameter]], None] = lambda _: None,
+        bucket: int = BUCKET,
     ) -> None:
-        self._optimizer, self._bucket, self._await = optimizer, bucket, await_gradients
-        self._device = device
+        self._optimizer, self._place, self._shards = optimizer, place, shards
+        self._await, self._bucket = await_gradients, bucket
         self._gradients: dict[nn.Parameter, Tensor] = {}
         if optimizer.state:  # Adagrad's constructor makes it.
             self.load_state_dict(optimizer.state_dict())
@@ -66,41 +112,46 @@ class OptimizerOffload:
         ]
 
     def remove(self) -> None:
-        """Let the optimizer step on the device of its parameters again."""
+        """Let the optimizer step its parameters as a whole again."""
         for hook in self._hooks:
             hook.remove()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the optimizer's state onto the host, in the precision of the master weights."""
-        masters: dict[Tensor, Tensor] = {
-            parameter: torch.empty((), dtype=master_dtype(parameter.dtype)).expand(parameter.shape)
-            for parameter in self._parameters()
+        """Load the whole state, of which this replica keeps its part, in its place."""
+        likes: dict[Tensor, Tensor] = {
+            parameter: self._place.like(parameter) for parameter in self._parameters()
         }
-        with _substituted(self._optimizer, masters):
-            self._optimizer.load_state_dict(dict(state))
+        divided = dict(state) if self._shards is None else self._shards.divided(state)
+        with _substituted(self._optimizer, likes):
+            self._optimizer.load_state_dict(divided)
 
     def _step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Step on the host, and leave the optimizer's own step, which follows, nothing to do."""
+        """Step all buckets, and leave the optimizer's own step, which follows, nothing to do."""
         kwargs = closure_called(args, kwargs)
+        finish = _nothing
         with torch.no_grad():
             for parameters in self._buckets():
-                self._step_bucket(optimizer, parameters)
+                following = self._step_bucket(optimizer, parameters)
+                finish()
+                finish = following
+            finish()
         self._await(list(self._parameters()))
         self._hide_gradients()
         return (optimizer,), kwargs
 
-    def _step_bucket(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-        """Step some parameters on the host, and start the copies of their values to the device."""
-        values = [_to_host(parameter) for parameter in parameters]
-        gradients = [_to_host(p.grad) for p in parameters if p.grad is not None]
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+    def _step_bucket(
+        self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]
+    ) -> Callable[[], None]:
+        """Step some parameters; return what waits until they have their new values."""
+        values = [self._taken(parameter.detach()) for parameter in parameters]
+        gradients = [self._taken(p.grad) for p in parameters if p.grad is not None]
+        self._place.await_copies(parameters)
         masters: dict[Tensor, Tensor] = {}
         for parameter, value, gradient in zip(parameters, values, gradients, strict=True):
             kept = optimizer.state[parameter].pop(MASTER, None)
-            master = nn.Parameter(master_values(value, kept, master_dtype(value.dtype)))
+            master = nn.Parameter(master_values(value, kept, self._place.dtype(value.dtype)))
             master.grad = gradient.to(master.dtype)
             masters[parameter] = master
         with _substituted(optimizer, masters), _without_hooks(optimizer):
@@ -110,7 +161,15 @@ class OptimizerOffload:
             if master_value.dtype != parameter.dtype:
                 optimizer.state[parameter][MASTER] = master_value
                 value.copy_(master_value)
+        if self._shards is not None:
+            return self._shards.gather_values(parameters, values)
+        for parameter, value in zip(parameters, values, strict=True):
             parameter.copy_(value, non_blocking=True)
+        return _nothing
+
+    def _taken(self, tensor: Tensor) -> Tensor:
+        """What this replica steps of a tensor, in the place of the state."""
+        return self._place.take(tensor if self._shards is None else self._shards.part(tensor))
 
     def _buckets(self) -> Iterator[list[nn.Parameter]]:
         """The buckets, each once its gradients are reduced; those of the last layers are first."""
@@ -146,31 +205,20 @@ def validate_bucketwise_optimizers(optimizer: Optimizer) -> None:
         MisconfigurationException: if the numbers differ from those of a step as a whole, or one of
             them cannot be taken.
     """
+
+    def in_buckets(trial: Optimizer) -> None:
+        BucketwiseOptimizer(trial, HostMemory(), bucket=1)
+
     for group in optimizer.param_groups:
         try:
-            whole, offloaded = (_tried(optimizer, group, offload) for offload in (False, True))
-        except Exception as error:
+            whole = trial_steps(optimizer, group)
+            bucketwise = trial_steps(optimizer, group, prepare=in_buckets)
+        except Exception as error:  # whatever the user's optimizer raises
             raise _cannot_offload(
                 optimizer, f"a trial step on the CPU failed: {without_link(error)}"
             ) from error
-        if not torch.allclose(whole, offloaded):
+        if not torch.allclose(whole, bucketwise):
             raise _cannot_offload(optimizer, "one parameter after the other gives other numbers")
-
-
-def _tried(optimizer: Optimizer, group: Mapping[str, Any], offload: bool) -> Tensor:
-    """Two small random parameters after a few trial steps."""
-    with torch.random.fork_rng([]):
-        torch.manual_seed(0)
-        numbers = torch.randn(4, 2, 3, 5)
-    parameters = [nn.Parameter(values.clone()) for values in numbers[0]]
-    trial = trial_copy(optimizer, group, parameters)
-    if offload:
-        OptimizerOffload(trial, 1, HOST)
-    for gradients in numbers[1:]:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient.clone()
-        type(trial).step(trial)
-    return torch.stack([parameter.detach() for parameter in parameters])
 
 
 def _cannot_offload(optimizer: Optimizer, reason: str) -> MisconfigurationException:
@@ -180,6 +228,10 @@ def _cannot_offload(optimizer: Optimizer, reason: str) -> MisconfigurationExcept
         "the like, with their default `capturable=False`, or leave offload_optimizer out."
         + see("optimizers")
     )
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""
 
 
 @contextmanager
@@ -215,11 +267,6 @@ def _move_state(optimizer: Optimizer, owner: Tensor, to: Tensor) -> None:
     state = optimizer.state.pop(owner, None)
     if state:
         optimizer.state[to] = state
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    # A non-blocking copy from a CUDA device goes to pinned memory.
-    return tensor.detach().to(HOST, non_blocking=True, copy=True)
 
 
 def bucketed(parameters: Iterable[nn.Parameter], size: int) -> list[list[nn.Parameter]]:
