@@ -1,6 +1,6 @@
 """Divides the optimizer state of a stage among its replicas (ZeRO stage 1).
 
-Each of N replicas keeps the state of one N-th of the elements of every parameter that has so many,
+Each of N replicas keeps the state of one N-th of the elements of every parameter but the smallest,
 and steps those; the others get their values by an all-gather. Gradients are all-reduced as
 without it, so that clipping, hooks and loggers see what they see on one process. The method is that
 of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC
@@ -26,6 +26,10 @@ from lightning_axosparse.support.troubleshooting import see, without_link
 
 State = dict[str, Any]
 """What an optimizer keeps of one parameter."""
+
+_ALIGNED = 64
+"""Parts begin at multiples of so many elements, so that torch's vectorized loops, which compute the
+rest behind the last full vectors otherwise, compute each element as in the whole parameter."""
 
 
 class OptimizerShards:
@@ -54,7 +58,7 @@ class OptimizerShards:
 
     def _divides(self, shape: torch.Size) -> bool:
         """Whether each replica keeps a part of a tensor of that shape, and not all of it."""
-        return self.group is not None and shape.numel() >= self.group.size()
+        return self.group is not None and shape.numel() >= self.group.size() * _ALIGNED
 
     def own_state(self, state: State, shape: torch.Size) -> State:
         """The part that this replica keeps of the state of a parameter of that shape."""
@@ -110,7 +114,7 @@ class OptimizerShards:
         for room, part in zip(mine.split(longest), parts, strict=True):
             room[: part.numel()].copy_(part)
         whole = mine.new_empty(size * mine.numel())
-        work = dist.all_gather_into_tensor(whole, mine, group=group, async_op=True)
+        work = dist.all_gather_single(whole, mine, group=group, async_op=True)
 
         def finish() -> None:
             work.wait()
@@ -205,7 +209,8 @@ def _not_divisible(optimizer: Optimizer, reason: str) -> MisconfigurationExcepti
 
 def _longest(tensor: Tensor, group: dist.ProcessGroup) -> int:
     """How many elements the first replicas have of a tensor; the last ones may have fewer."""
-    return -(-tensor.numel() // group.size())
+    blocks = -(-tensor.numel() // (group.size() * _ALIGNED))
+    return blocks * _ALIGNED
 
 
 def _pieces(flat: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch import Tensor
+from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer, RMSprop
+
+from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
+from lightning_axosparse.strategy.optimizer_shards import validate_divisible_optimizers
+from tests.parity.cases import Net, Record, difference, loader, trainer, whole_state
+from tests.ranks import run_ranks
+from tests.strategy.test_bucketwise import parameters
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda p: SGD(p, 0.1),
+    "momentum": lambda p: SGD(p, 0.1, momentum=0.9),
+    "adamw": lambda p: AdamW(p, 1e-2, weight_decay=0.1),
+    "foreach": lambda p: AdamW(p, 1e-2, foreach=True),
+    "fused": lambda p: AdamW(p, 1e-2, fused=True),
+    "rmsprop": lambda p: RMSprop(p, 1e-2),
+    "adagrad": lambda p: Adagrad(p, 1e-2, initial_accumulator_value=0.1),
+}
+
+
+class Trained(Net):
+    """A network with an optimizer of its own, which records the elements of its state."""
+
+    optimizer = "adamw"
+
+    def configure_optimizers(self) -> Optimizer:
+        optimizer: Optimizer = OPTIMIZERS[self.optimizer](self.parameters())
+        return optimizer
+
+    def on_train_epoch_end(self) -> None:
+        state = self.trainer.optimizers[0].state
+        held = self.trainer.strategy.held_parameters()  # type: ignore[attr-defined]
+        self.elements = {
+            name: (parameter.numel(), elements(state[parameter]))
+            for name, parameter in held.items()
+            if state.get(parameter)
+        }
+
+
+def elements(state: dict[str, Any]) -> int:
+    return max(v.numel() for k, v in state.items() if isinstance(v, Tensor) and k != "step")
+
+
+def part(size: int, replicas: int, rank: int) -> int:
+    """How many of ``size`` elements the replica of that rank keeps."""
+    if size < 64 * replicas:
+        return size
+    blocks = -(-size // 64)
+    each = -(-blocks // replicas) * 64
+    return max(0, min(size - each * rank, each))
+
+
+def train(
+    folder: Path,
+    shards: bool,
+    ranks: int,
+    optimizer: str = "adamw",
+    epochs: int = 3,
+    resume: Path | None = None,
+    draw_by: int = 1,
+    **options: Any,
+) -> tuple[Record, Trained, L.Trainer]:
+    L.seed_everything(0, verbose=False)
+    module = Trained(outer=True, tied=True)
+    module.optimizer = optimizer
+    plugins = options.pop("plugins", None)
+    run = trainer(
+        AxoSparseStrategy(shard_optimizer=shards, microbatches=2, **options),
+        ranks,
+        max_epochs=epochs,
+        enable_checkpointing=True,
+        plugins=plugins,
+        callbacks=[
+            EarlyBirdTicket(
+                0.6,
+                method="early-bird",
+                score="magnitude",
+                every="1 epoch",
+                draw_by=f"{draw_by} epochs",
+            ),
+            ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1),
+        ],
+    )
+    run.fit(module, loader(1), ckpt_path=resume, weights_only=False)
+    record: Record = run.callbacks[0].record
+    record.weights = whole_state(run, module)
+    return record, module, run
+
+
+def train_each_optimizer(folder: Path) -> list[Any]:
+    results = []
+    for optimizer in OPTIMIZERS:
+        plain, sharded = (
+            train(folder / f"{optimizer}{shards}", shards, 3, optimizer) for shards in (False, True)
+        )
+        states = [run.optimizers[0].state_dict()["state"] for *_, run in (plain, sharded)]
+        results.append(
+            (optimizer, difference(plain[0], sharded[0]), plain[1].elements, sharded[1].elements)
+        )
+        for index, state in states[0].items():
+            for key, value in state.items():
+                same = states[1][index][key]
+                assert value is same or torch.equal(torch.as_tensor(value), torch.as_tensor(same))
+    return results
+
+
+def test_three_replicas_keep_a_third_each_and_train_to_the_same_bits(tmp_path: Path) -> None:
+    ranks = run_ranks(3, train_each_optimizer, tmp_path)
+    for rank, results in enumerate(ranks):
+        for optimizer, differs, whole, parts in results:
+            assert differs == 0, optimizer
+            assert (len(whole) == 0) == (optimizer == "sgd")
+            assert whole.keys() == parts.keys()
+            for name, (size, kept) in parts.items():
+                assert whole[name] == (size, size)
+                assert kept == part(size, 3, rank)
+
+
+def train_with_folders(folder: Path) -> list[Any]:
+    results = []
+    for background in (False, True):
+        plugins = [AsyncCheckpointIO()] if background else None
+        at = folder / str(background)
+        options = {"save_distributed_checkpoint": True, "g_inter": 2, "draw_by": 2}
+        whole, *_ = train(at / "whole", False, 4, epochs=4, **options)
+        train(at / "part", True, 4, epochs=1, plugins=plugins, **options)
+        stopped = at / "part" / "epoch=0.ckpt"
+        for shards in (False, True):
+            record, *_ = train(at / "rest", shards, 4, epochs=4, resume=stopped, **options)
+            results.append(
+                record.losses == whole.losses[-len(record.losses) :]
+                and all(torch.equal(record.weights[n], w) for n, w in whole.weights.items())
+            )
+    return results
+
+
+def test_every_way_resumes_from_the_folders_of_shards(tmp_path: Path) -> None:
+    for same in run_ranks(4, train_with_folders, tmp_path):
+        assert same == [True] * 4
+
+
+def train_and_regrid(folder: Path) -> Any:
+    runs = [
+        train(folder / str(shards), shards, 2, epochs=4, g_inter=2, regrid=1)
+        for shards in (False, True)
+    ]
+    return difference(runs[0][0], runs[1][0]), [module.elements for _, module, _ in runs]
+
+
+def test_a_shorter_pipeline_has_replicas_that_divide_the_state(tmp_path: Path) -> None:
+    for rank, (differs, (whole, parts)) in enumerate(run_ranks(2, train_and_regrid, tmp_path)):
+        assert differs == 0
+        assert len(whole) == 9
+        assert {name: size for name, (size, _) in whole.items()} == {
+            n: s for n, (s, _) in parts.items()
+        }
+        assert all(kept == part(size, 2, rank) for size, kept in parts.values())
+
+
+def test_one_replica_keeps_all(tmp_path: Path) -> None:
+    (plain, module, _), (sharded, same, _) = (train(tmp_path, s, 1) for s in (False, True))
+    assert difference(plain, sharded) == 0
+    assert module.elements == same.elements
+    assert all(kept == size for size, kept in same.elements.values())
+
+
+class ByRow(SGD):
+    """Steps each parameter by a share of its norm, as LAMB does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in (p for g in self.param_groups for p in g["params"]):
+            parameter.sub_(parameter.grad / parameter.grad.norm())
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_elementwise_optimizers_are_divided(kind: str) -> None:
+    optimizer = OPTIMIZERS[kind](parameters())
+    before = repr(optimizer.state_dict())
+    validate_divisible_optimizers(optimizer)
+    assert repr(optimizer.state_dict()) == before
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "reason"),
+    [
+        (ByRow(parameters(), 0.1), "ByRow cannot be divided: parts of a parameter get other"),
+        (Adafactor(parameters()), "Adafactor cannot be divided: parts of a parameter get other"),
+        (Muon([parameters()[0]]), "Muon cannot be divided: a trial step failed"),
+    ],
+    ids=["by row", "Adafactor", "Muon"],
+)
+def test_others_are_refused(optimizer: Optimizer, reason: str) -> None:
+    with pytest.raises(MisconfigurationException, match=reason):
+        validate_divisible_optimizers(optimizer)
+
+
+def test_refusals_come_before_the_run() -> None:
+    class Rows(Net):
+        def configure_optimizers(self) -> Optimizer:
+            return ByRow(self.parameters(), 0.1)
+
+    run = trainer(AxoSparseStrategy(shard_optimizer=True), 2)
+    with pytest.raises(MisconfigurationException, match="ByRow cannot be divided"):
+        run.fit(Rows(), loader(1))
