@@ -1,10 +1,12 @@
 """Measures a data-parallel step: dense under Lightning's ddp on gloo, pruned under this strategy.
 
     python -m benchmarks.allreduce.step
+    python -m benchmarks.allreduce.step --ranks 4
 
-Two ranks with a thread each train 8 transformer blocks 1024 wide (100 M parameters) with AdamW in
+Ranks with a thread each train 8 transformer blocks 1024 wide (100 M parameters) with AdamW in
 float32. Each run is a Trainer's, in processes of its own; the runs alternate. A step is the time
-from the end of a batch to the end of the next, on rank 0. Prints a Markdown table.
+from the end of a batch to the end of the next, on rank 0; the state is what it has of weights,
+indices, gradients and AdamW's moments. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -29,9 +31,19 @@ from torch.utils.data import DataLoader
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 from lightning_axosparse.examples.gpt import Block
 from lightning_axosparse.pruning.ticket import Ticket
+from lightning_axosparse.strategy.regrid.min_stages import model_state_bytes
 
-RUNS = {"dense, Lightning's ddp": None, "dense, ours": 0.0, "80 % pruned": 0.8, "90 % pruned": 0.9}
-"""What is run: under Lightning's own strategy (None), or under ours with this share pruned."""
+RUNS = {
+    "dense, Lightning's ddp": (None, False),
+    "dense, ours": (0.0, False),
+    "dense, shard_optimizer": (0.0, True),
+    "80 % pruned": (0.8, False),
+    "80 % pruned, shard_optimizer": (0.8, True),
+    "90 % pruned": (0.9, False),
+    "90 % pruned, shard_optimizer": (0.9, True),
+}
+"""What is run: under Lightning's own strategy (None), or ours with this share pruned, and whether
+replicas divide the optimizer's state."""
 
 WARM_UP = 3
 
@@ -52,7 +64,7 @@ class Blocks(L.LightningModule):
 
 
 class StepTimes(L.Callback):
-    """Writes the median time of a step to a file."""
+    """Writes the median time of a step, and the bytes of the state, to a file."""
 
     def __init__(self, path: str) -> None:
         self._path, self._ends = path, list[float]()
@@ -66,25 +78,26 @@ class StepTimes(L.Callback):
         ends = self._ends[WARM_UP:]
         steps = [end - start for start, end in pairwise(ends)]
         if trainer.is_global_zero:
-            Path(self._path).write_text(json.dumps(statistics.median(steps)))
+            state = model_state_bytes(pl_module, trainer.optimizers)
+            Path(self._path).write_text(json.dumps([statistics.median(steps), state]))
 
 
 def run(name: str, path: str, options: argparse.Namespace) -> None:
     """Train some steps in one way."""
     torch.set_num_threads(1)
     L.seed_everything(0, verbose=False)
-    model, ratio = Blocks(options.width, options.depth), RUNS[name]
+    model, (ratio, shards) = Blocks(options.width, options.depth), RUNS[name]
     strategy: Any = DDPStrategy(process_group_backend="gloo")
     callbacks: list[L.Callback] = [StepTimes(path)]
     if ratio is not None:
-        strategy = AxoSparseStrategy(g_inter=1, microbatches=1)
+        strategy = AxoSparseStrategy(g_inter=1, microbatches=1, shard_optimizer=shards)
     if ratio:
         callbacks.append(EarlyBirdTicket(ticket=Ticket.magnitude(model, ratio, "layer")))
     steps = options.steps + WARM_UP
-    data = list(torch.randn(2 * steps, options.tokens, options.width))
+    data = list(torch.randn(options.ranks * steps, options.tokens, options.width))
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=2,
+        devices=options.ranks,
         strategy=strategy,
         max_steps=steps,
         callbacks=callbacks,
@@ -96,15 +109,16 @@ def run(name: str, path: str, options: argparse.Namespace) -> None:
     trainer.fit(model, DataLoader(data, batch_size=1))  # type: ignore[arg-type]
 
 
-def seconds(name: str, given: list[str]) -> float:
-    """Return the median time of a step of one run."""
+def measure(name: str, given: list[str]) -> tuple[float, int]:
+    """Return the median time of a step of one run, and the bytes of its state."""
     with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "seconds")
+        path = str(Path(folder) / "measured")
         command = [sys.executable, "-m", __spec__.name, "--run", name, "--path", path, *given]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(done.stdout + done.stderr)
-        return float(json.loads(Path(path).read_text()))
+        seconds, state = json.loads(Path(path).read_text())
+        return seconds, state
 
 
 def main() -> None:
@@ -112,6 +126,7 @@ def main() -> None:
     arguments.add_argument("--width", type=int, default=1024)
     arguments.add_argument("--depth", type=int, default=8)
     arguments.add_argument("--tokens", type=int, default=128, help="of each rank's sequence")
+    arguments.add_argument("--ranks", type=int, default=2)
     arguments.add_argument("--steps", type=int, default=7)
     arguments.add_argument("--trials", type=int, default=3)
     arguments.add_argument("--run", choices=list(RUNS), help=argparse.SUPPRESS)
@@ -122,18 +137,19 @@ def main() -> None:
         return
     given = [
         word
-        for name in ("width", "depth", "tokens", "steps")
+        for name in ("width", "depth", "tokens", "ranks", "steps")
         for word in (f"--{name}", str(getattr(options, name)))
     ]
-    found: dict[str, list[float]] = {name: [] for name in RUNS}
+    found: dict[str, list[tuple[float, int]]] = {name: [] for name in RUNS}
     for _ in range(options.trials):
-        for name, times in found.items():
-            times.append(seconds(name, given))
-    medians = {name: statistics.median(times) for name, times in found.items()}
+        for name, measured in found.items():
+            measured.append(measure(name, given))
+    medians = {name: statistics.median(s for s, _ in each) for name, each in found.items()}
     base = next(iter(medians.values()))
-    print("| weights, strategy | step | ratio |\n| --- | --: | --: |")
+    print("| weights, strategy | step | ratio | state of a rank |\n| --- | --: | --: | --: |")
     for name, median in medians.items():
-        print(f"| {name} | {median * 1e3:.0f} ms | {median / base:.2f} |")
+        state = found[name][0][1] / 1e6
+        print(f"| {name} | {median * 1e3:.0f} ms | {median / base:.2f} | {state:.0f} MB |")
 
 
 if __name__ == "__main__":

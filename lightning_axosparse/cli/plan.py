@@ -134,6 +134,7 @@ def _workload(options: argparse.Namespace, ratio: float) -> Workload:
         recompute=options.recompute,
         overhead=options.overhead if ratio else 0.0,
         weight_gradients=tuple(dict.fromkeys(options.weight_gradients)),
+        shard_optimizer=options.shard_optimizer,
     )
 
 
@@ -151,6 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", type=_count, default=512, help="samples of a step, over all replicas")
     add("--pruning-ratio", type=_ratio, nargs="+", default=[0.0], help="a table for each")
     add("--recompute", action="store_true", help="recompute activations in backward")
+    add("--shard-optimizer", action="store_true", help="replicas divide the optimizer's state")
     add(
         "--weight-gradients",
         choices=get_args(WeightGradients),

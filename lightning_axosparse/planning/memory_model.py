@@ -18,7 +18,7 @@ autocast, buffers of messages and of the all-reduce.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _BLOCK_ENTRIES, _SEGMENT_ENTRIES = 4096, 256
 """Entries of a block and of a segment, for which a layout stores 4 and 2 bytes."""
@@ -32,13 +32,20 @@ class Storage:
         per_weight: bytes per weight, pruned or not.
         per_kept: further bytes per kept weight.
         gradient: bytes of a kept weight's gradient in the data-parallel all-reduce.
+        optimizer: bytes of a kept weight's optimizer state, which are among ``per_kept``.
         fixed: bytes per device, independent of the number of weights.
     """
 
     per_weight: float
     per_kept: float
     gradient: float
+    optimizer: float = 0.0
     fixed: float = 0.0
+
+    def divided(self, replicas: int) -> Storage:
+        """What a replica stores if that many replicas divide the optimizer's state (ZeRO 1)."""
+        share = self.optimizer / replicas
+        return replace(self, per_kept=self.per_kept - self.optimizer + share, optimizer=share)
 
     def state_bytes(self, weights: float, pruning_ratio: float) -> float:
         """Return the bytes of state of ``weights`` weights, ``pruning_ratio`` of them pruned."""
@@ -49,9 +56,11 @@ class Storage:
         return weights * (1 - pruning_ratio) * self.gradient
 
 
-DENSE = Storage(per_weight=0, per_kept=16, gradient=4)
+DENSE = Storage(per_weight=0, per_kept=16, gradient=4, optimizer=8)
 """Float32 weights with their gradients and the two moments of Adam."""
 
-SPARSE = Storage(per_weight=4 / _BLOCK_ENTRIES + 2 / _SEGMENT_ENTRIES, per_kept=16 + 1, gradient=4)
+SPARSE = Storage(
+    per_weight=4 / _BLOCK_ENTRIES + 2 / _SEGMENT_ENTRIES, per_kept=16 + 1, gradient=4, optimizer=8
+)
 """Policy "sparse" in the index format "segments": one byte of index per kept weight, two per
 segment."""

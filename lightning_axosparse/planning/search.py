@@ -32,6 +32,7 @@ class Workload:
         overhead: time that sparse storage adds to a pass, as a fraction of the pass.
         balance: what the partition equalizes over the stages: time or parameters.
         weight_gradients: when weight gradients may be made.
+        shard_optimizer: whether replicas divide the optimizer's state.
     """
 
     layers: LayerCosts
@@ -43,6 +44,7 @@ class Workload:
     overhead: float = 0.0
     balance: Literal["time", "parameters"] = "time"
     weight_gradients: tuple[WeightGradients, ...] = ("together",)
+    shard_optimizer: bool = False
 
 
 @dataclass(frozen=True)
@@ -169,14 +171,18 @@ class _StepEstimate:
         self._backward: Seconds = seconds * (_sums(layers.backward, parts) + recomputed)
         self._weight_gradient: Seconds = seconds * _sums(layers.weight_gradients, parts)
         weights = _sums(layers.weights, parts) + layers.outside_weights
-        state = np.array([workload.storage.state_bytes(n, ratio) for n in weights])
+        storage, messages = workload.storage, 1.0
+        if workload.shard_optimizer and self._g_data > 1:
+            # An all-gather of the values takes half as long as an all-reduce of as many bytes.
+            storage, messages = storage.divided(self._g_data), 1.5
+        state = np.array([storage.state_bytes(n, ratio) for n in weights])
         self.memory = float((state + _activation_bytes(workload, choice, parts)).max())
         self._optimizer: Seconds = state / workload.cluster.memory_bandwidth
         ring = workload.cluster.ring(stages)
         self._all_reduce: Seconds = np.array(
             [
                 ring_all_reduce(
-                    workload.storage.reduced_bytes(n, ratio),
+                    messages * storage.reduced_bytes(n, ratio),
                     self._g_data,
                     ring.bandwidth,
                     ring.latency,

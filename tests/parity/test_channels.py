@@ -146,6 +146,7 @@ def on_two_ranks(folder: Path) -> tuple[Results, list[int]]:
     results["micro-batches"] = train("vgg", 2, {**CUT, "microbatches": 2})
     results["offloaded"] = train("vgg", 2, {**CUT, "offload_optimizer": True})
     results["replicas"] = train("resnet", 2, {})
+    results["divided"] = train("resnet", 2, {"shard_optimizer": True})
     regrid = {"g_inter": 2, "regrid": 1, "microbatches": 2}
     results["regrid"] = train("resnet", 2, regrid, statistics=False)
     return results, sent
@@ -245,6 +246,10 @@ def test_replicas_stay_equal(ranks: Any) -> None:
     for name, weight in one.weights.items():
         if "running" not in name:  # Each has seen other samples.
             assert torch.equal(weight, two.weights[name]), name
+    for results, _ in ranks:
+        record, found = results["divided"]
+        assert found == ticket
+        assert difference(record, results["replicas"][0]) == 0
 
 
 def test_a_resnet_in_one_process(ranks: Any) -> None:

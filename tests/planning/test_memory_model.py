@@ -80,3 +80,14 @@ def test_the_formula_that_samo_published() -> None:
 def test_fixed_bytes_count_once() -> None:
     offloaded = Storage(per_weight=4, per_kept=0, gradient=2, fixed=64.0)
     assert offloaded.state_bytes(10, 0.0) == 104
+
+
+@given(replicas=st.integers(1, 64), ratio=st.floats(0, 0.99))
+def test_replicas_divide_the_moments_alone(replicas: int, ratio: float) -> None:
+    for storage in (DENSE, SPARSE):
+        whole, part = (
+            each.state_bytes(1e6, ratio) for each in (storage, storage.divided(replicas))
+        )
+        moments = 8e6 * (1 - ratio)
+        assert part == pytest.approx(whole - moments + moments / replicas)
+        assert storage.divided(replicas).reduced_bytes(1, ratio) == storage.reduced_bytes(1, ratio)

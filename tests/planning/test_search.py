@@ -150,3 +150,13 @@ def test_a_batch_that_cannot_be_split() -> None:
         search(replace(WORKLOAD, batch=3, cluster=replace(CLUSTER, devices=16)))
     with pytest.raises(ValueError, match="not a whole number of micro-batches of 3"):
         evaluate(WORKLOAD, Choice(4, 3, 4))
+
+
+def test_divided_optimizer_state_takes_memory_of_replicas() -> None:
+    for g_inter in (1, 2, CLUSTER.devices):
+        choice = Choice(g_inter, 1, g_inter)
+        plain, divided = (
+            evaluate(replace(WORKLOAD, shard_optimizer=divides), choice).memory
+            for divides in (False, True)
+        )
+        assert (divided < plain) == (g_inter < CLUSTER.devices)

@@ -46,7 +46,15 @@ def choose_grid(config: Config, ranks: MPIStrategy, module: LightningModule) -> 
         balance: Literal["time", "parameters"] = (
             "time" if config.balance == "time" else "parameters"
         )
-        workload = Workload(costs, cluster, 0, DENSE, recompute=recompute, balance=balance)
+        workload = Workload(
+            costs,
+            cluster,
+            0,
+            DENSE,
+            recompute=recompute,
+            balance=balance,
+            shard_optimizer=config.shard_optimizer,
+        )
         return compare_grids(workload, config.microbatches, config.in_flight)
 
     return from_first_rank(decide)
