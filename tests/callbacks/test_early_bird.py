@@ -68,6 +68,9 @@ class PartialStrategy(SingleDeviceStrategy):
         names = [name for name, _ in self.lightning_module.named_parameters()]
         return {name: {number % self.stages} for number, name in enumerate(names)}
 
+    def optimizer_state_of(self, parameter):
+        return self.optimizers[0].state[parameter]
+
     def counted_parameters(self):
         return set(self.held_parameters())
 

@@ -81,7 +81,7 @@ def test_each_is_computed_when_it_is_read():
         return weight**2
 
     weights = {name: nn.Parameter(torch.full((2, 2), 3.0)) for name in "ab"}
-    scores = Scores(score, weights, {name: {"name": name} for name in "ab"})
+    scores = Scores(score, weights, lambda name: {"name": name})
     assert list(scores) == ["a", "b"]
     assert calls == []
     assert torch.equal(scores["b"], torch.full((2, 2), 9.0))
@@ -98,4 +98,4 @@ def test_each_is_computed_when_it_is_read():
 )
 def test_what_is_no_score_is_refused_by_name(score, message):
     with pytest.raises(ValueError, match=message):
-        Scores(score, {"w": torch.ones(2, 3)}, {"w": {}})["w"]
+        Scores(score, {"w": torch.ones(2, 3)}, lambda name: {})["w"]
