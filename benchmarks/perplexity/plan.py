@@ -17,6 +17,7 @@ from benchmarks.perplexity.tasks import (
     LONG,
     MAIN,
     REPEATED,
+    SCARCE,
     SMALL,
     WIKI,
     Task,
@@ -148,6 +149,32 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
                 *(
                     replace(arm, dropout=0.1, weight_decay=0.3)
                     for arm in (Arm(rate=6e-3), replace(GRADUAL, ratio=0.5), GRADUAL)
+                ),
+            ),
+            CHOOSING[:1],
+            "validation",
+        ),
+    ),
+    "scarce": (
+        Comparison(
+            "Forty epochs of very little text, by rate, dropout and weight decay",
+            of(
+                SCARCE,
+                *(
+                    Arm(rate=rate, dropout=dropout)
+                    for rate in (2e-3, 3e-3, 6e-3)
+                    for dropout in (0.1, 0.2, 0.3)
+                ),
+                *(
+                    replace(GRADUAL, ratio=ratio, rate=rate, dropout=dropout)
+                    for ratio in (0.5, 0.8)
+                    for rate in (3e-3, 6e-3)
+                    for dropout in (0.1, 0.2, 0.3)
+                ),
+                *(
+                    Arm(rate=rate, dropout=dropout, weight_decay=decay)
+                    for rate, dropout in ((2e-3, 0.2), (3e-3, 0.2), (6e-3, 0.2), (6e-3, 0.3))
+                    for decay in (0.3, 1.0)
                 ),
             ),
             CHOOSING[:1],

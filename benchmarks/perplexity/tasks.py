@@ -120,6 +120,18 @@ LARGE = Task("LIBRARY 3M", "files", width=256, heads=8, epochs=8, steps=8192)
 REPEATED = Task("REPEATED", "folder", width=64, epochs=32, steps=98, most_bytes=100_417)
 """Much over little: 32 epochs of .1 MB, .46 of its bytes a parameter."""
 
+SCARCE = Task(
+    "SCARCE",
+    "folder",
+    width=64,
+    context=32,
+    batch_size=8,
+    epochs=40,
+    steps=62,
+    most_bytes=15_905,
+)
+"""More over less: 40 epochs of 16 kB, .07 of its bytes a parameter."""
+
 
 def shaped(task: Task, width: int, depth: int) -> Task:
     """Return a task with a network of another shape."""

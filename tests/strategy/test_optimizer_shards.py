@@ -214,3 +214,23 @@ def test_refusals_come_before_the_run() -> None:
     run = trainer(AxoSparseStrategy(shard_optimizer=True), 2)
     with pytest.raises(MisconfigurationException, match="ByRow cannot be divided"):
         run.fit(Rows(), loader(1))
+
+
+class Failing(Trained):
+    """Raises in the second epoch, on every rank or on one."""
+
+    ranks: tuple[int, ...] = ()
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1 and self.global_rank in self.ranks:
+            raise ArithmeticError("of the user")
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=str)
+def test_a_failing_run_ends_with_its_error(ranks: tuple[int, ...]) -> None:
+    L.seed_everything(0, verbose=False)
+    module = Failing()
+    module.ranks = ranks
+    run = trainer(AxoSparseStrategy(shard_optimizer=True, microbatches=2), 2, max_epochs=3)
+    with pytest.raises(Exception, match="of the user"):
+        run.fit(module, loader(1))
