@@ -77,6 +77,9 @@ TIMES = (
     GRADUAL,
     replace(GRADUAL, begin=0.25, end=0.75),
     replace(GRADUAL, begin=0.5, end=0.95),
+    replace(GRADUAL, begin=0.25, end=0.96),
+    replace(GRADUAL, begin=0.35, end=0.93),
+    replace(GRADUAL, begin=0.35, end=0.93, decay=0.0),
     *(once(0.8, at, 6e-3, factor=1.5) for at in (0.0625, 0.125, 0.25, 0.5, 0.75)),
     *(once(0.8, 0.25, 6e-3, factor=factor, rewarm=warm) for factor, warm in ((1, 0), (2, 0.02))),
 )
