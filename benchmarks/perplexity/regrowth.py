@@ -55,7 +55,7 @@ def regrown(
     kept = {name: int(mask.sum()) for name, mask in masks.items()}
     left = {name: count - int(fraction * count) for name, count in kept.items()}
     old = {name: {"kept": masks[name].to(weight.device)} for name, weight in own.items()}
-    survivors = highest(Scores(_magnitude, own, old), _alone(masks, left), group)
+    survivors = highest(Scores(_magnitude, own, old.__getitem__), _alone(masks, left), group)
     new: dict[str, State] = {
         name: {
             "kept": survivors[name],
@@ -64,7 +64,7 @@ def regrown(
         }
         for name, weight in own.items()
     }
-    grown = Scores(_GROWTH[growth], own, new)
+    grown = Scores(_GROWTH[growth], own, new.__getitem__)
     return highest(grown, _alone(masks, kept), group)
 
 
