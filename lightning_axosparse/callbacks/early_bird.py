@@ -17,13 +17,11 @@ from lightning_axosparse.callbacks.ticket_search import TicketSearch, misconfigu
 from lightning_axosparse.callbacks.trainer_info import strategy_of
 from lightning_axosparse.callbacks.triggers import WHEN, Moment, Progress, When, total_steps
 from lightning_axosparse.distributed.process_groups import all_gather, broadcast_from_first
-from lightning_axosparse.pruning.bitmask import MaskBits
-from lightning_axosparse.pruning.densities import SCOPES, Scope, kept_by_stage
-from lightning_axosparse.pruning.mask_distance import DISTANCES, Distance
-from lightning_axosparse.pruning.mask_rule import EntryChoice, MaskRule
-from lightning_axosparse.pruning.mask_schedule import MaskSchedule, cubic_ratio
+from lightning_axosparse.pruning.masks import DISTANCES, Distance, MaskBits
 from lightning_axosparse.pruning.prunable import Prune, few
+from lightning_axosparse.pruning.rule import EntryChoice, MaskRule, MaskSchedule, cubic_ratio
 from lightning_axosparse.pruning.scores import SCORES, Score
+from lightning_axosparse.pruning.selection import SCOPES, Scope, kept_by_stage
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.sparse.backend import (
     COMPUTES,
@@ -87,11 +85,11 @@ class EarlyBirdTicket(TicketSearch):
             those of highest score; "magnitude": the largest; "random": any, the same ones for a
             weight of one name in every run; or a function as for ``score``. However it is chosen,
             the score decides how much each weight keeps
-            (:class:`lightning_axosparse.pruning.mask_rule.MaskRule`).
+            (:class:`lightning_axosparse.pruning.rule.MaskRule`).
         scope: "global": all weights are ranked together; "layer": the same ratio in every weight;
             "uniform-stage": the same ratio in every stage;
             or a mapping of patterns of names to the fractions that these weights keep, while the
-            others are ranked together (:func:`lightning_axosparse.pruning.densities.shares`).
+            others are ranked together (:func:`lightning_axosparse.pruning.selection.shares`).
         floor: where weights are ranked together, each keeps at least this fraction, in [0, 1], of
             what it would keep if all kept the same fraction. So no layer becomes empty; weights at
             their floor are named when the ticket is drawn.

@@ -18,11 +18,14 @@ from lightning_axosparse.callbacks.triggers import (
     When,
 )
 from lightning_axosparse.distributed.process_groups import all_gather, broadcast_from_first
-from lightning_axosparse.pruning.bitmask import MaskBits
-from lightning_axosparse.pruning.channels.channels import Channels, find_channels
-from lightning_axosparse.pruning.channels.layers import validate_channelwise_optimizer
-from lightning_axosparse.pruning.channels.ticket import RATIO, ChannelTicket, channel_masks
-from lightning_axosparse.pruning.mask_distance import DISTANCES, Distance
+from lightning_axosparse.pruning.channel_ticket import (
+    RATIO,
+    ChannelTicket,
+    channel_masks,
+    validate_channelwise_optimizer,
+)
+from lightning_axosparse.pruning.channels import Channels, find_channels
+from lightning_axosparse.pruning.masks import DISTANCES, Distance, MaskBits
 from lightning_axosparse.strategy.validation import optimizers_before_setup, unless_made_later
 from lightning_axosparse.support.arguments import (
     FRACTION,
@@ -50,7 +53,7 @@ class EarlyBirdChannels(TicketSearch):
     between stages shrink, and training goes on. The parameters stay the same objects.
 
     Which channels can be removed is found by tracing the network
-    (:mod:`lightning_axosparse.pruning.channels.channels`); what stays whole is printed, with the
+    (:mod:`lightning_axosparse.pruning.channels`); what stays whole is printed, with the
     reason. The largest distance to the window is logged as ``mask_distance``. ``every``,
     ``draw_after`` and ``draw_by`` are optimizer steps (an int), a share of the run (a float), or
     epochs ("3 epochs").

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_axosparse.callbacks.period import search_of
+from lightning_axosparse.callbacks.ticket_search import search_of
 from lightning_axosparse.callbacks.trainer_info import require_strategy, strategy_of
 from lightning_axosparse.callbacks.triggers import (
     WHEN,

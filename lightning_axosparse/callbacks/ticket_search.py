@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -14,10 +14,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_axosparse.callbacks.trainer_info import callbacks_of, require_strategy
 from lightning_axosparse.callbacks.triggers import Moment, Progress, When, total_steps, validate_end
-from lightning_axosparse.pruning.bitmask import MaskBits
-from lightning_axosparse.pruning.channels.ticket import ChannelTicket
-from lightning_axosparse.pruning.mask_distance import Distance
-from lightning_axosparse.pruning.mask_window import MaskWindow
+from lightning_axosparse.pruning.channel_ticket import ChannelTicket
+from lightning_axosparse.pruning.masks import Distance, MaskBits, MaskWindow
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.support.corrupt_file import restoring
 from lightning_axosparse.support.troubleshooting import see
@@ -219,3 +217,21 @@ def misconfigured() -> Iterator[None]:
         yield
     except ValueError as error:
         raise MisconfigurationException(str(error)) from error
+
+
+Period = Literal["dense", "pruning", "sparse"]
+"""What the model is: dense before anything is pruned, sparse or with fewer channels after the draw.
+"""
+
+
+def search_of(trainer: Trainer) -> TicketSearch | None:
+    """Return the trainer's callback that draws a ticket, if there is one."""
+    return next(iter(callbacks_of(trainer, TicketSearch)), None)
+
+
+def period_of(trainer: Trainer) -> Period:
+    """Return what the model is now."""
+    search = search_of(trainer)
+    if search is None or not search.has_pruned:
+        return "dense"
+    return "pruning" if search.ticket is None else "sparse"

@@ -13,10 +13,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightning_axosparse.callbacks.gantt import Placed, RecordedStep, plot_gantt
+from lightning_axosparse.callbacks.timeline import Placed, RecordedStep, plot_gantt
 from lightning_axosparse.pipeline.order.schedule import WeightGradients
-from lightning_axosparse.planning.cost import Cluster, Transformer
-from lightning_axosparse.planning.memory_model import DENSE, SPARSE
+from lightning_axosparse.planning.cost import DENSE, SPARSE, Cluster, Transformer
 from lightning_axosparse.planning.search import Plan, Workload, search
 from lightning_axosparse.planning.simulate import Wire
 from lightning_axosparse.support.arguments import COUNT, NOT_NEGATIVE, Kind, number

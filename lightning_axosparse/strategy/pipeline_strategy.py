@@ -22,7 +22,7 @@ from lightning_axosparse.checkpoint.atomic_io import (
 )
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.pipeline.shard.partition import UnknownOrderError
-from lightning_axosparse.pruning.channels.ticket import ChannelTicket
+from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.sparse.module.optimizer_state import dense_shapes
 from lightning_axosparse.strategy.checkpoints import load_whole_optimizer
 from lightning_axosparse.strategy.compat.hooks import trainer_of

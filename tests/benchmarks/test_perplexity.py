@@ -21,7 +21,7 @@ from benchmarks.perplexity.tasks import ENGLISH, LARGE, LARGER, LIBRARY, MAIN, T
 from benchmarks.perplexity.training import Training
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, LearningRateFactor
 from lightning_axosparse.cli.train import configuration
-from lightning_axosparse.examples.text import EpochShuffle
+from lightning_axosparse.examples.data import EpochShuffle
 
 TINY = Task("TINY", "folder", 16, 2, 2, 8, batch_size=2, epochs=2, steps=16, held_out=4)
 CHANGING = {"begin": 0.25, "end": 0.75, "every": 1 / 8}

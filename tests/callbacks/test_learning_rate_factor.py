@@ -5,8 +5,8 @@ import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, LearningRateFactor
+from lightning_axosparse.examples.data import TextDataModule
 from lightning_axosparse.examples.gpt import GPT
-from lightning_axosparse.examples.text import TextDataModule
 
 STEPS = 8
 

@@ -31,11 +31,10 @@ from lightning_axosparse import (
     sparsify,
 )
 from lightning_axosparse.callbacks.report.report import TrainingReport
+from lightning_axosparse.examples.data import ImageDataModule, TextDataModule
 from lightning_axosparse.examples.gpt import GPT
-from lightning_axosparse.examples.images import ImageDataModule
-from lightning_axosparse.examples.text import TextDataModule
 from lightning_axosparse.examples.vgg import VGG
-from lightning_axosparse.pruning.channels.channels import Channels, Segment
+from lightning_axosparse.pruning.channels import Channels, Segment
 from lightning_axosparse.support.arguments import (
     COUNT,
     FRACTION,

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from lightning_axosparse.callbacks.period import Period
+from lightning_axosparse.callbacks.ticket_search import Period
 from lightning_axosparse.strategy.regrid.regrid import Regridded
 from lightning_axosparse.support.trace import Activity
 

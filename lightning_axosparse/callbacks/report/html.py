@@ -16,7 +16,7 @@ from lightning_axosparse.callbacks.report.facts import RunFacts
 from lightning_axosparse.callbacks.report.page import page, picture, table
 from lightning_axosparse.callbacks.report.plots import svg
 from lightning_axosparse.callbacks.report.tables import about, sections
-from lightning_axosparse.pruning.channels.ticket import ChannelTicket
+from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.pruning.ticket import Ticket
 
 _PICTURES = 48

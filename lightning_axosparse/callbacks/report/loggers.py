@@ -10,10 +10,10 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
-from lightning_axosparse.callbacks.period import search_of
 from lightning_axosparse.callbacks.report.facts import Work
+from lightning_axosparse.callbacks.ticket_search import search_of
 from lightning_axosparse.distributed.process_groups import all_gather
-from lightning_axosparse.pruning.channels.ticket import ChannelTicket
+from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.pruning.ticket import Ticket
 
 

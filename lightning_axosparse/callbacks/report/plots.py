@@ -10,8 +10,8 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lightning_axosparse.callbacks.gantt import RecordedStep, plot_gantt
 from lightning_axosparse.callbacks.report.facts import RunFacts
+from lightning_axosparse.callbacks.timeline import RecordedStep, plot_gantt
 
 
 def plots(facts: RunFacts, steps: Sequence[RecordedStep]) -> dict[str, Figure]:

@@ -20,7 +20,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_axosparse.callbacks.period import Period, period_of, search_of
 from lightning_axosparse.callbacks.report.facts import (
     RankFacts,
     RunFacts,
@@ -30,6 +29,7 @@ from lightning_axosparse.callbacks.report.facts import (
 )
 from lightning_axosparse.callbacks.report.loggers import log_pictures, log_storage, log_work
 from lightning_axosparse.callbacks.report.tables import markdown
+from lightning_axosparse.callbacks.ticket_search import Period, period_of, search_of
 from lightning_axosparse.callbacks.timeline import PipelineTimeline
 from lightning_axosparse.callbacks.trainer_info import callbacks_of, folder_of, grid_of
 from lightning_axosparse.distributed.process_groups import all_gather

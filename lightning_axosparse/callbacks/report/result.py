@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from lightning_axosparse.callbacks.period import Period
 from lightning_axosparse.callbacks.report.facts import RankFacts, RunFacts, Work, perplexity
+from lightning_axosparse.callbacks.ticket_search import Period
 from lightning_axosparse.support.files.atomic_file import replacing
 
 

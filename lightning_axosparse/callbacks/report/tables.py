@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from lightning_axosparse.callbacks.period import Period
 from lightning_axosparse.callbacks.report.facts import RankFacts, RunFacts, Work, perplexity
 from lightning_axosparse.callbacks.report.result import RunResult
+from lightning_axosparse.callbacks.ticket_search import Period
 
 if TYPE_CHECKING:
     from rich.console import Group

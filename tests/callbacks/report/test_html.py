@@ -8,10 +8,10 @@ from html import unescape
 import torch
 
 from lightning_axosparse import Ticket
-from lightning_axosparse.callbacks.gantt import Placed, RecordedStep
 from lightning_axosparse.callbacks.report.html import html
 from lightning_axosparse.callbacks.report.plots import plots
 from lightning_axosparse.callbacks.report.tables import sections
+from lightning_axosparse.callbacks.timeline import Placed, RecordedStep
 from lightning_axosparse.support.trace import Span
 from tests.callbacks.report.runs import make_facts
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from matplotlib.figure import Figure
 
-from lightning_axosparse.callbacks.gantt import Placed, RecordedStep
 from lightning_axosparse.callbacks.report.facts import TicketDraw
 from lightning_axosparse.callbacks.report.plots import plots, save_plots, svg
+from lightning_axosparse.callbacks.timeline import Placed, RecordedStep
 from lightning_axosparse.support.trace import Span
 
 STEP = RecordedStep(0, 1, "dense", [Placed(0, Span("forward", 0, 1, 0, 0))])

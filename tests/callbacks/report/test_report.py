@@ -10,8 +10,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, PipelineTimeline, Ticket
 from lightning_axosparse.callbacks.report.report import TrainingReport
 from lightning_axosparse.callbacks.report.result import RunResult
+from lightning_axosparse.examples.data import TextDataModule
 from lightning_axosparse.examples.gpt import GPT
-from lightning_axosparse.examples.text import TextDataModule
 
 EPOCHS, BATCHES = 3, 3
 PERIODS = ("dense", "sparse")
