@@ -110,7 +110,6 @@ def train(config: DictConfig) -> float | None:
     callbacks = [
         *(callback for name, callback in config.callbacks.items() if _wanted(config, name)),
         config.pruning.callback,
-        config.pruning.get("rates"),
     ]
     trainer: L.Trainer = instantiate(
         config.trainer,

@@ -310,7 +310,7 @@ def test_a_batch_is_the_same_on_every_grid():
     assert {n: config.data.batch_size for n, config in sizes.items()} == {1: 4, 2: 8, 4: 16}
 
 
-def test_the_control_is_shown_beside_the_ticket_whose_rates_it_has(tmp_path):
+def test_the_control_is_shown_beside_the_ticket_of_the_same_run(tmp_path):
     config = configured("folder=here", f"control={tmp_path}")
     drawn = replace(RunResult.of(make_facts(), settings_of(config)), steps=512, draw_step=461)
     assert control_of(config, drawn) is None
@@ -321,14 +321,13 @@ def test_the_control_is_shown_beside_the_ticket_whose_rates_it_has(tmp_path):
         control.save(tmp_path / "result.jsonl")
         return control
 
-    control = written("arm=control", "callbacks.timeline.batch_idx=2")
+    control = written("arm=dense", "callbacks.timeline.batch_idx=2")
     assert control_of(config, drawn) == control
-    assert control_of(config, replace(drawn, draw_step=460)) is None
     assert control_of(config, control) is None
-    for other in ("seed=1", "pruning.learning_rate_factor=3", "model.width=96"):
-        written("arm=control", other)
+    for other in ("seed=1", "model.learning_rate=1e-4", "model.width=96"):
+        written("arm=dense", other)
         assert control_of(config, drawn) is None
-    written("arm=dense")
+    written("arm=ticket")
     assert control_of(config, drawn) is None
 
 

@@ -22,7 +22,6 @@ from lightning_axosparse import (
     ChannelTicket,
     EarlyBirdChannels,
     EarlyBirdTicket,
-    LearningRateFactor,
     PipelineTimeline,
     Ticket,
     densify,
@@ -173,11 +172,6 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             "ticket": NO_TEXT,
             "compute": NO_WORD,
         },
-    ),
-    (
-        LearningRateFactor,
-        MisconfigurationException,
-        {"factor": [True, 0, *NO_RATE, *OBJECTS[:-1]], "after": [None, *NO_WHEN]},
     ),
     (
         EarlyBirdChannels,
@@ -372,7 +366,6 @@ def test_every_public_name_is_among_them() -> None:
         AxoSparseStrategy,
         EarlyBirdChannels,
         EarlyBirdTicket,
-        LearningRateFactor,
         PipelineTimeline,
     ],
 )

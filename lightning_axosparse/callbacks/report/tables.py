@@ -100,7 +100,7 @@ def against_control(result: RunResult, control: RunResult) -> Section:
         if own is not None and dense is not None
     ]
     columns = ("perplexity at the end", "this run", "dense control", "difference")
-    return Section("Against the dense control, with the same rates", columns, rows)
+    return Section("Against the dense control", columns, rows)
 
 
 def _quality(facts: RunFacts) -> Section:

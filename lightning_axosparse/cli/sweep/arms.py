@@ -1,4 +1,4 @@
-"""Makes what the arms of a sweep need: tickets and draw steps of other jobs, or initial weights."""
+"""Makes what the arms of a sweep need: tickets of other jobs, or of initial weights."""
 
 from __future__ import annotations
 
@@ -27,21 +27,6 @@ def random_ticket(folder: str, seed: int) -> Ticket:
     """
     job = finished_job(Path(folder).resolve())
     return Ticket.load(job.folder / "ticket.pt").random(seed)
-
-
-def draw_step(folder: str) -> int:
-    """Return the number of optimizer steps after which a job drew its ticket.
-
-    Args:
-        folder: of that job.
-
-    Raises:
-        ValueError: if there is no ticket.
-    """
-    result = finished_job(Path(folder).resolve()).result
-    assert result is not None
-    assert result.draw_step is not None
-    return result.draw_step
 
 
 def initial_magnitudes(

@@ -15,7 +15,6 @@ from typing import Any, Literal
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_axosparse.callbacks.report.result import RunResult
-from lightning_axosparse.callbacks.triggers import WHEN, Moment
 from lightning_axosparse.support.files.atomic_file import replacing
 from lightning_axosparse.support.troubleshooting import see
 
@@ -136,8 +135,7 @@ def settings_of(config: DictConfig) -> dict[str, Any]:
     """Return what makes a run what it is, as plain values; paths are relative to its folder."""
     moved = config.copy()
     moved.folder = "."
-    parts = {name: moved[name] for name in _CONSUMED}
-    parts |= {"pruning": moved.pruning.callback, "rates": moved.pruning.get("rates")}
+    parts = {**{name: moved[name] for name in _CONSUMED}, "pruning": moved.pruning.callback}
     settings = {
         name: OmegaConf.to_container(part, resolve=True) if OmegaConf.is_config(part) else part
         for name, part in parts.items()
@@ -168,8 +166,7 @@ def finished_before(config: DictConfig) -> RunResult | None:
 def control_of(config: DictConfig, own: RunResult) -> RunResult | None:
     """Return the result in ``config.control`` if it is the control of a run that drew a ticket.
 
-    That is a dense run with the same seed, data, model and trainer, whose learning rates were
-    multiplied by the same factor at the same step.
+    That is a dense run with the same seed, data, model and trainer.
     """
     if own.draw_step is None or config.control is None:
         return None
@@ -178,13 +175,7 @@ def control_of(config: DictConfig, own: RunResult) -> RunResult | None:
         return None
     control = RunResult.load(path)
     alike = [control.settings.get(part) == own.settings.get(part) for part in _CONSUMED[:4]]
-    rates = control.settings.get("rates")
-    if control.settings["pruning"] is not None or rates is None or not all(alike):
-        return None
-    if rates["factor"] != config.pruning.learning_rate_factor or not WHEN.fits(rates["after"]):
-        return None
-    began = Moment.of(rates["after"], lambda: control.steps)
-    return control if began == Moment(own.draw_step, "steps") else None
+    return control if control.settings["pruning"] is None and all(alike) else None
 
 
 def difference(before: Any, now: Any, name: str = "") -> str | None:

@@ -23,7 +23,7 @@ from lightning_axosparse.cli.sweep.points import (
 )
 
 _SUMMARISED = (TEST, STATE, REDUCED, STEP, DRAW)
-_DENSE, _CONTROL = "dense", "dense control"
+_DENSE = "dense"
 
 
 def write_csv(jobs: Sequence[Job], path: Path) -> None:
@@ -46,7 +46,6 @@ def _summary(found: Sequence[Point]) -> Section:
     rows = []
     for point in found:
         dense = by_place.get((_DENSE, None))
-        control = by_place.get((_CONTROL, point.ratio))
         rows.append(
             (
                 point.label,
@@ -55,12 +54,11 @@ def _summary(found: Sequence[Point]) -> Section:
                 str(len(point.jobs)),
                 *(spread(point, measure) for measure in _SUMMARISED[:1]),
                 _percent(point.against(dense, TEST.number)),
-                _percent(point.against(control, TEST.number)),
                 *(spread(point, measure) for measure in _SUMMARISED[1:]),
             )
         )
     columns = ["arm", "pruned", "best in validation", "seeds", TEST.name]
-    columns += ["against dense", "against control", *(m.name for m in _SUMMARISED[1:])]
+    columns += ["against dense", *(m.name for m in _SUMMARISED[1:])]
     return Section("Mean over seeds (least to most)", columns, rows)
 
 

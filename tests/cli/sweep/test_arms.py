@@ -7,17 +7,16 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from lightning_axosparse import Ticket
-from lightning_axosparse.cli.sweep.arms import draw_step, initial_magnitudes, random_ticket
+from lightning_axosparse.cli.sweep.arms import initial_magnitudes, random_ticket
 from tests.cli.sweep.jobs import write_job
 
 
 def test_what_is_taken_from_the_job_of_a_ticket(tmp_path):
-    write_job(tmp_path / "a", "ticket", 0.8, ticket=True, draw_step=17)
+    write_job(tmp_path / "a", "ticket", 0.8, ticket=True)
     drawn = Ticket.load(tmp_path / "a" / "ticket.pt")
     random = random_ticket(str(tmp_path / "a"), 3)
     assert random.layer_sparsity() == drawn.layer_sparsity()
     assert random == drawn.random(3)
-    assert draw_step(str(tmp_path / "a")) == 17
 
 
 @pytest.mark.parametrize(
@@ -32,9 +31,8 @@ def test_what_is_taken_from_the_job_of_a_ticket(tmp_path):
 def test_what_is_missing_is_said(job, message, tmp_path):
     if job is not None:
         write_job(tmp_path / "a", "ticket", 0.8, **job)
-    for take in (draw_step, lambda folder: random_ticket(folder, 0)):
-        with pytest.raises(ValueError, match=message):
-            take(str(tmp_path / "a"))
+    with pytest.raises(ValueError, match=message):
+        random_ticket(str(tmp_path / "a"), 0)
 
 
 def test_the_largest_initial_weights_are_those_of_the_run():
