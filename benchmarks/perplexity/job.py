@@ -19,7 +19,7 @@ from benchmarks.perplexity.tasks import Task
 from benchmarks.perplexity.training import Training
 from lightning_axosparse import sparsify
 from lightning_axosparse.examples.gpt import GPT
-from lightning_axosparse.pruning.masks import MaskBits, relative_distance
+from lightning_axosparse.pruning.masks import MaskBits, mask_distance
 from lightning_axosparse.pruning.rule import MaskRule
 from lightning_axosparse.sparse.module.state_size import state_bytes
 
@@ -105,7 +105,9 @@ class Job:
         window = measured["window"]
         if len(window) == WINDOW - 1:
             new = MaskBits(masks)
-            distances = [relative_distance(new, MaskBits(old), set(masks)) for old in window]
+            distances = [
+                mask_distance("relative", new, MaskBits(old), set(masks)) for old in window
+            ]
             measured["distances"][training.step] = round(max(distances), 4)
         measured["window"] = [*window, masks][1 - WINDOW :]
 

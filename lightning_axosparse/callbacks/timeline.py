@@ -16,7 +16,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_axosparse.callbacks.ticket_search import Period, period_of
-from lightning_axosparse.callbacks.trainer_info import folder_of, grid_of
+from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.support.arguments import INDEX, NONE, PATH, checked
 from lightning_axosparse.support.extras import require_cli
@@ -242,3 +242,16 @@ class PipelineTimeline(L.Callback):
 
     def _chosen(self, trainer: L.Trainer, batch_idx: int) -> bool:
         return batch_idx == self.batch_idx and self.epoch in (None, trainer.current_epoch)
+
+
+def grid_of(trainer: L.Trainer) -> Grid:
+    """Return the strategy's grid; every rank is a replica of one stage if it has none."""
+    grid = getattr(trainer.strategy, "grid", None)
+    return grid or Grid(trainer.world_size, g_inter=1, rank=trainer.global_rank)
+
+
+def folder_of(trainer: L.Trainer, folder: Path | None) -> Path:
+    """Return ``folder``, or else the trainer's ``default_root_dir``; create it if missing."""
+    chosen = Path(trainer.default_root_dir) if folder is None else folder
+    chosen.mkdir(parents=True, exist_ok=True)
+    return chosen

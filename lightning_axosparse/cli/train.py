@@ -25,7 +25,6 @@ from rich.console import Console
 from lightning_axosparse.callbacks.report.report import TrainingReport
 from lightning_axosparse.callbacks.report.result import RunResult
 from lightning_axosparse.callbacks.report.tables import against_control, sections, terminal
-from lightning_axosparse.callbacks.trainer_info import callbacks_of
 from lightning_axosparse.cli.sweep.job import (
     RESULT,
     control_of,
@@ -34,6 +33,7 @@ from lightning_axosparse.cli.sweep.job import (
     settings_of,
 )
 from lightning_axosparse.distributed.grid import divisors
+from lightning_axosparse.strategy.compat.hooks import callbacks_of
 from lightning_axosparse.support.arguments import INDEX, NOT_NEGATIVE, SEED, TEXT, check, shown
 from lightning_axosparse.support.troubleshooting import see
 
@@ -161,8 +161,8 @@ def show(
 ) -> None:
     """Save the final numbers; print the report and a sample of generated text."""
     console = Console()
-    for report in callbacks_of(trainer, TrainingReport):
-        if report.facts is not None:
+    for report in callbacks_of(trainer):
+        if isinstance(report, TrainingReport) and report.facts is not None:
             result = RunResult.of(report.facts, settings)
             result.save(Path(config.folder) / RESULT)
             control = control_of(config, result)

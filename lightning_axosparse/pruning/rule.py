@@ -24,7 +24,6 @@ from lightning_axosparse.pruning.scores import (
 )
 from lightning_axosparse.pruning.selection import Scope, Share, Stages, highest, kept_of, shares
 from lightning_axosparse.sparse.module.parameters import layouts
-from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.support.troubleshooting import see
 
 
@@ -186,45 +185,25 @@ class MaskRule:
             ValueError: on every rank, if the rule does not fit the model, or a score is NaN or
                 cannot be computed.
         """
-        rule = self.resolved(module, optimizers)
-        counted: Mapping[str, Tensor] = weights or dict(module.named_parameters())
-        counted = {name: counted[name] for name in rule.sizes(module) if name in counted}
+        rule, sizes, stored = self.resolved(module, optimizers), self.sizes(module), layouts(module)
+        counted = dict(module.named_parameters()) if weights is None else weights
+        counted = {name: counted[name] for name in sizes if name in counted}
         read = state_of or partial(_state_in, optimizers)
 
-        def named_state(name: str) -> State:
-            return read(counted[name])
+        def scores(chosen_by: str | Score) -> Scores:
+            if chosen_by == "random":
+                return Scores(by_chance, counted, _seed, stored)
+            score = SCORES[chosen_by] if isinstance(chosen_by, str) else chosen_by
+            return Scores(score, counted, lambda name: read(counted[name]), stored)
 
-        stored = layouts(module)
-        scores = Scores(rule._score, counted, named_state, stored)
-        masks = highest(scores, rule.shares(module, stages), group)
+        masks = highest(scores(rule.score), rule.shares(module, stages), group)
         if rule.entries != "score":
-            sizes = rule.sizes(module)
             alone = [Share({n: sizes[n]}, kept) for n, kept in kept_of(masks, sizes, group).items()]
-            masks = highest(rule._chosen_by(counted, named_state, stored), alone, group)
+            masks = highest(scores(rule.entries), alone, group)
         for name in masks.keys() & stored.keys():
             # Densities that fall are rounded, and may ask for one entry more than before.
             masks[name] &= stored[name].mask()
         return masks
-
-    @property
-    def _score(self) -> Score:
-        return SCORES[self.score] if isinstance(self.score, str) else self.score
-
-    def _chosen_by(
-        self,
-        weights: Mapping[str, Tensor],
-        state_of: Callable[[str], State],
-        stored: Mapping[str, Layout],
-    ) -> Scores:
-        """Return that by which the entries of each weight are chosen."""
-        if self.entries == "random":
-
-            def seed(name: str) -> State:
-                return {"seed": crc32(name.encode())}
-
-            return Scores(by_chance, weights, seed, stored)
-        entries = SCORES[self.entries] if isinstance(self.entries, str) else self.entries
-        return Scores(entries, weights, state_of, stored)
 
     @property
     def score_name(self) -> str:
@@ -239,6 +218,10 @@ class MaskRule:
 
 def _state_in(optimizers: Sequence[Optimizer], weight: Tensor) -> State:
     return next((o.state[weight] for o in optimizers if weight in o.state), {})
+
+
+def _seed(name: str) -> State:
+    return {"seed": crc32(name.encode())}
 
 
 def _name(score: str | Score) -> str:

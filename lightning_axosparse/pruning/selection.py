@@ -6,7 +6,6 @@ radix select finds the exact threshold from histograms that are summed over the 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -92,21 +91,6 @@ def shares(
     return [_ranked(ranked[stage], ratio, floor) for stage in sorted(ranked)]
 
 
-def kept_by_stage(kept: Mapping[str, int], stages: Stages) -> dict[int, int]:
-    """Sum what is kept over the weights that one stage alone holds, for each stage.
-
-    Args:
-        kept: name -> how many entries each pruned weight keeps.
-        stages: name -> the stages that hold each weight.
-    """
-    counts: dict[int, int] = {}
-    for name, count in kept.items():
-        if len(stages[name]) == 1:
-            stage = min(stages[name])
-            counts[stage] = counts.get(stage, 0) + count
-    return dict(sorted(counts.items()))
-
-
 def _ranked(sizes: Mapping[str, Size], ratio: float, floor: float = 0.0) -> Share:
     entries = sum(size.numel() for size in sizes.values())
     kept = entries - round(ratio * entries)
@@ -178,9 +162,9 @@ def highest(
 
     Raises:
         ValueError: on every rank, if a score is NaN or cannot be computed (the message names the
-            weight), or if a weight is not counted by exactly one rank.
+            weight).
     """
-    double = _validate(scores, shares, group)
+    double = _validate(scores, group)
     masks: dict[str, Tensor] = {}
     for share in shares:
         masks.update(_of_share(_Keys(scores, share, double), group))
@@ -245,9 +229,7 @@ class _Keys(Mapping[str, Tensor]):
         return len(self._names)
 
 
-def _validate(
-    scores: Mapping[str, Tensor], shares: Sequence[Share], group: ProcessGroup | None
-) -> bool:
+def _validate(scores: Mapping[str, Tensor], group: ProcessGroup | None) -> bool:
     """Validate the scores of all ranks; return whether any of them are float64."""
     double, problems = False, []
     for name in scores:
@@ -262,15 +244,11 @@ def _validate(
                 f"Scores are NaN in {name}, so its entries cannot be ranked. If training has "
                 "diverged, look at the learning rate or the precision." + see("pruning")
             )
-    gathered = all_gather((double, problems, list(scores)), group)
-    found = list(dict.fromkeys(problem for _, problems, _ in gathered for problem in problems))
+    gathered = all_gather((double, problems), group)
+    found = list(dict.fromkeys(problem for _, problems in gathered for problem in problems))
     if found:
         raise ValueError("\n".join(found))
-    counted = Counter(name for _, _, names in gathered for name in names)
-    wrong = [name for share in shares for name in share.sizes if counted[name] != 1]
-    if wrong:
-        raise ValueError(f"Not counted by exactly one rank: {', '.join(wrong)}." + see("pruning"))
-    return any(double for double, _, _ in gathered)
+    return any(double for double, _ in gathered)
 
 
 def _of_share(keys: _Keys, group: ProcessGroup | None) -> dict[str, Tensor]:
@@ -320,13 +298,10 @@ def _histogram(keys: Tensor, prefix: int | None, shift: int) -> Tensor:
 
 def _ties_before(keys: _Keys, threshold: int, group: ProcessGroup | None) -> dict[str, int]:
     """Count, for each name, the entries equal to the threshold in the weights before it."""
-    names = list(keys.share.sizes)
-    counts = torch.zeros(len(names), dtype=torch.int64)
-    for position, name in enumerate(names):
-        if name in keys:
-            counts[position] = (keys[name] == threshold).sum()
+    own = {name: int((keys[name] == threshold).sum()) for name in keys}
+    counts = torch.tensor([own.get(name, 0) for name in keys.share.sizes])
     before = all_sum(counts, group).cumsum(0) - counts
-    return dict(zip(names, before.tolist(), strict=True))
+    return dict(zip(keys.share.sizes, before.tolist(), strict=True))
 
 
 def _above(keys: Tensor, threshold: int, ties: int) -> Tensor:

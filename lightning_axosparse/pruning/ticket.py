@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from lightning_axosparse.pruning.masks import MaskBits, overlap_distance
+from lightning_axosparse.pruning.masks import MaskBits, mask_distance
 from lightning_axosparse.pruning.prunable import Prune, few
 from lightning_axosparse.pruning.rule import MaskRule
 from lightning_axosparse.pruning.selection import SCOPES, Scope
@@ -267,7 +267,7 @@ class Ticket(TicketFile):
                 f"{', '.join(sorted(self.shapes.keys() ^ other.shapes.keys())) or 'same names'}."
                 + see("tickets")
             )
-        return 1 - overlap_distance(self.masks, other.masks, self.masks.keys())
+        return 1 - mask_distance("overlap", self.masks, other.masks, self.masks.keys())
 
     def validate_fits(self, module: nn.Module) -> None:
         """Check that the parameters of a module, dense or sparse, have the shapes of the masks.

@@ -11,9 +11,7 @@ from lightning_axosparse.pruning.masks import (
     DISTANCES,
     MaskBits,
     MaskWindow,
-    hamming_distance,
-    overlap_distance,
-    relative_distance,
+    mask_distance,
 )
 from lightning_axosparse.support.corrupt_file import CorruptFileError
 from tests.pruning.stages import make_parameters, on_stage
@@ -92,33 +90,34 @@ def test_distances_by_their_definitions(seed, kept):
     hamming = sum(x != y for x, y in zip(a, b, strict=True)) / len(a)
     both = len(kept_one) + len(kept_other)
     overlap = 1 - 2 * len(kept_one & kept_other) / both if both else 0.0
-    assert hamming_distance(one, other, one.keys()) == pytest.approx(hamming)
-    assert overlap_distance(one, other, one.keys()) == pytest.approx(overlap)
+    assert mask_distance("hamming", one, other, one.keys()) == pytest.approx(hamming)
+    assert mask_distance("overlap", one, other, one.keys()) == pytest.approx(overlap)
 
 
 def test_the_extremes():
     mask = torch.tensor([[True, False, False, False]])
-    for distance, opposite in ((overlap_distance, 1.0), (hamming_distance, 0.5)):
-        assert distance({"w": mask}, {"w": mask}, {"w"}) == 0
-        assert distance({"w": mask}, {"w": mask.flip(1)}, {"w"}) == opposite
-        assert distance({}, {}, set()) == 0
+    for distance, opposite in (("overlap", 1.0), ("hamming", 0.5)):
+        assert mask_distance(distance, {"w": mask}, {"w": mask}, {"w"}) == 0
+        assert mask_distance(distance, {"w": mask}, {"w": mask.flip(1)}, {"w"}) == opposite
+        assert mask_distance(distance, {}, {}, set()) == 0
 
 
 def test_overlap_tells_independent_masks_from_settled_ones_where_hamming_does_not():
     torch.manual_seed(0)
     one, other = ({"w": torch.rand(300, 300) < 0.05} for _ in range(2))
-    assert hamming_distance(one, other, {"w"}) < 0.1
-    assert overlap_distance(one, other, {"w"}) > 0.9
+    assert mask_distance("hamming", one, other, {"w"}) < 0.1
+    assert mask_distance("overlap", one, other, {"w"}) > 0.9
 
 
 @pytest.mark.parametrize("ratio", [0.3, 0.5, 0.8, 0.98])
 def test_independent_masks_are_one_apart_by_the_relative_distance_at_every_ratio(ratio):
     torch.manual_seed(0)
     one, other = ({"w": torch.rand(1000, 1000) >= ratio} for _ in range(2))
-    assert relative_distance(one, other, {"w"}) == pytest.approx(1, rel=0.02)
-    assert relative_distance(one, one, {"w"}) == relative_distance({}, {}, set()) == 0
+    assert mask_distance("relative", one, other, {"w"}) == pytest.approx(1, rel=0.02)
+    assert mask_distance("relative", one, one, {"w"}) == 0
+    assert mask_distance("relative", {}, {}, set()) == 0
     half = {"w": torch.where(torch.arange(1000) < 500, one["w"], other["w"])}
-    assert relative_distance(one, half, {"w"}) == pytest.approx(0.5, rel=0.02)
+    assert mask_distance("relative", one, half, {"w"}) == pytest.approx(0.5, rel=0.02)
 
 
 def distances_of_a_stage():
@@ -130,14 +129,14 @@ def distances_of_a_stage():
     one, other = random_masks(0, 0.3)
     held, counted = on_stage(one, 3, dist.get_rank())
     part = {name: other[name] for name in held}
-    found = [distance(held, part, counted, dist.group.WORLD) for distance in DISTANCES.values()]
+    found = [mask_distance(each, held, part, counted, dist.group.WORLD) for each in DISTANCES]
     dist.destroy_process_group()
     return found
 
 
 def test_stages_measure_the_distances_of_one_process():
     one, other = random_masks(0, 0.3)
-    expected = [distance(one, other, one.keys()) for distance in DISTANCES.values()]
+    expected = [mask_distance(each, one, other, one.keys()) for each in DISTANCES]
     assert all(0 < distance < 1.5 for distance in expected)
     assert run_ranks(3, distances_of_a_stage) == [expected] * 3
 
@@ -156,7 +155,7 @@ def test_the_distance_is_the_largest_to_the_others_of_the_window(seed, number, s
     for position, each in enumerate(bits):
         found = window.add(each, {"a"}, None, None)
         others = masks[max(0, position + 1 - size) : position]
-        expected = [overlap_distance(masks[position], other, {"a"}) for other in others]
+        expected = [mask_distance("overlap", masks[position], other, {"a"}) for other in others]
         assert found == max(expected, default=None)
         assert window.full == (position + 1 >= size)
 

@@ -175,14 +175,6 @@ def test_nan_is_rejected_by_name(scope):
         one_process(scores, 0.5, scope)
 
 
-def test_names_that_no_rank_counts_are_rejected():
-    scores = make_parameters(0, torch.float32, ties=False)
-    every = shares(sizes_of(scores), 0.5)
-    del scores["a.weight"]
-    with pytest.raises(ValueError, match=r"exactly one rank: a\.weight"):
-        highest(scores, every)
-
-
 CASES = [
     (seed, dtype, ties, ratio, scope, floor)
     for seed, dtype in enumerate([torch.float32, torch.float64, torch.bfloat16, torch.float16])

@@ -30,11 +30,11 @@ from lightning_axosparse.callbacks.report.facts import (
 from lightning_axosparse.callbacks.report.loggers import log_pictures, log_storage, log_work
 from lightning_axosparse.callbacks.report.tables import markdown
 from lightning_axosparse.callbacks.ticket_search import Period, period_of, search_of
-from lightning_axosparse.callbacks.timeline import PipelineTimeline
-from lightning_axosparse.callbacks.trainer_info import callbacks_of, folder_of, grid_of
+from lightning_axosparse.callbacks.timeline import PipelineTimeline, folder_of, grid_of
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.pruning import ChannelTicket, Ticket
 from lightning_axosparse.sparse.module.state_size import state_bytes
+from lightning_axosparse.strategy.compat.hooks import callbacks_of
 from lightning_axosparse.strategy.regrid.regrid import Regridded
 from lightning_axosparse.support.arguments import NONE, PATH, TEXT, checked
 from lightning_axosparse.support.torch_internals import tree_leaves
@@ -223,7 +223,7 @@ class TrainingReport(L.Callback):
         from lightning_axosparse.callbacks.report.plots import plots, save_plots
 
         folder = folder_of(trainer, self.folder)
-        timelines = callbacks_of(trainer, PipelineTimeline)
+        timelines = (c for c in callbacks_of(trainer) if isinstance(c, PipelineTimeline))
         steps = [step for timeline in timelines for step in timeline.steps]
         search = search_of(trainer)
         ticket = None if search is None else search.ticket
