@@ -25,6 +25,7 @@ from lightning_axosparse.support.troubleshooting import see
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLOURS: dict[Activity, str] = {
     "forward": "#4c78a8",
@@ -110,6 +111,17 @@ def chrome_trace(step: RecordedStep) -> dict[str, Any]:
         )
     about = {"epoch": step.epoch, "batch": step.batch_idx, "weights": step.weights}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+
+
+def gantt(steps: Sequence[RecordedStep]) -> Figure:
+    """Plot steps, one below the other."""
+    from matplotlib.figure import Figure
+
+    rows = sum(len(step.rows) for step in steps)
+    figure = Figure(figsize=(12, 1.5 * len(steps) + 0.6 * rows), layout="constrained")
+    for axes, step in zip(figure.subplots(len(steps), squeeze=False)[:, 0], steps, strict=True):
+        plot_gantt(axes, step)
+    return figure
 
 
 def plot_gantt(axes: Axes, step: RecordedStep) -> None:
@@ -224,8 +236,6 @@ class PipelineTimeline(L.Callback):
             self._write(folder_of(trainer, self.folder))
 
     def _write(self, folder: Path) -> None:
-        from matplotlib.figure import Figure
-
         if not self.steps:
             epoch = "any epoch" if self.epoch is None else f"epoch {self.epoch}"
             warnings.warn(
@@ -236,9 +246,7 @@ class PipelineTimeline(L.Callback):
         for step in self.steps:
             path = folder / f"timeline-{step.weights}"
             path.with_suffix(".json").write_text(json.dumps(chrome_trace(step)))
-            figure = Figure(figsize=(12, 1.5 + 0.6 * len(step.rows)), layout="constrained")
-            plot_gantt(figure.subplots(), step)
-            figure.savefig(path.with_suffix(".png"), dpi=120)
+            gantt([step]).savefig(path.with_suffix(".png"), dpi=120)
 
     def _chosen(self, trainer: L.Trainer, batch_idx: int) -> bool:
         return batch_idx == self.batch_idx and self.epoch in (None, trainer.current_epoch)

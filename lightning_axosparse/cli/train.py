@@ -22,8 +22,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 from rich.console import Console
 
+from lightning_axosparse.callbacks.report.facts import RunResult
 from lightning_axosparse.callbacks.report.report import TrainingReport
-from lightning_axosparse.callbacks.report.result import RunResult
 from lightning_axosparse.callbacks.report.tables import against_control, sections, terminal
 from lightning_axosparse.cli.sweep.job import (
     RESULT,

@@ -15,7 +15,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
-from lightning_axosparse.callbacks.report.result import RunResult
+from lightning_axosparse.callbacks.report.facts import RunResult
 from lightning_axosparse.cli import train as entry
 from lightning_axosparse.cli.sweep.job import control_of, settings_of
 from lightning_axosparse.cli.train import configuration, printable, train
@@ -287,7 +287,7 @@ def test_every_grid_of_two_ranks_trains(text, tmp_path):
         reports[stages] = report = json.loads((job / "report.json").read_text())
         places = [(rank["stage"], rank["replica"]) for rank in report["ranks"]]
         assert places == [(rank % stages, rank // stages) for rank in range(2)]
-        for name in ["report.md", "loss.png", "gantt.png", "ticket.pt"]:
+        for name in ["report.html", "loss.png", "gantt.png", "ticket.pt"]:
             assert (job / name).stat().st_size > 0
         assert list((job / "checkpoints").glob("*.ckpt"))
         assert list(job.rglob("metrics.csv"))

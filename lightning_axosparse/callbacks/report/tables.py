@@ -1,4 +1,4 @@
-"""Formats a run's facts as tables, for a terminal and for a Markdown file."""
+"""Formats a run's facts as tables, for a terminal and for its page."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from lightning_axosparse.callbacks.report.facts import RankFacts, RunFacts, Work, perplexity
-from lightning_axosparse.callbacks.report.result import RunResult
+from lightning_axosparse.callbacks.report.facts import (
+    RankFacts,
+    RunFacts,
+    RunResult,
+    Work,
+    perplexity,
+)
 from lightning_axosparse.callbacks.ticket_search import Period
 
 if TYPE_CHECKING:
@@ -48,23 +53,6 @@ def terminal(tables: Sequence[Section]) -> Group:
             table.add_row(*row)
         shown.append(table)
     return Group(*shown)
-
-
-def markdown(facts: RunFacts, plots: Sequence[str] = ()) -> str:
-    """Return the report as Markdown, followed by the plots of these file names."""
-    blocks = ["# Training report", *map(as_markdown, [about(facts), *sections(facts)])]
-    blocks += [f"![{plot}]({plot})" for plot in plots]
-    return "\n\n".join(blocks) + "\n"
-
-
-def as_markdown(section: Section) -> str:
-    """Return one table as Markdown, below its title."""
-    lines = [
-        _row(section.columns),
-        _row(["---", *["--:"] * (len(section.columns) - 1)]),
-        *map(_row, section.rows),
-    ]
-    return f"## {section.title}\n\n" + "\n".join(lines)
 
 
 def about(facts: RunFacts) -> Section:
@@ -256,7 +244,3 @@ def _bytes(number: int | None) -> str:
     if number is None:
         return ""
     return f"{number / 1e6:,.2f} MB" if number else "0"
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -12,9 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import lightning as L
+from hydra.utils import instantiate
+from lightning.pytorch.utilities.seed import isolate_rng
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_axosparse.callbacks.report.result import RunResult
+from lightning_axosparse.callbacks.report.facts import RunResult
+from lightning_axosparse.pruning.prunable import Prune
+from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.support.files.atomic_file import replacing
 from lightning_axosparse.support.troubleshooting import see
 
@@ -205,3 +210,55 @@ def recorded(folder: Path, message: Callable[[Exception], str]) -> Iterator[None
 def _natural(text: str) -> list[tuple[int, str]]:
     """A key that sorts numbers inside of texts by their values."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
+
+
+# What other jobs have made
+
+
+def random_ticket(folder: str, seed: int) -> Ticket:
+    """Return a random ticket with the layer densities of the one that a job drew, for an arm.
+
+    Args:
+        folder: of that job.
+        seed: makes it repeatable.
+
+    Raises:
+        ValueError: if it has not run, failed, or drew no ticket; says what to run.
+    """
+    path = Path(folder).resolve()
+    try:
+        job = Job.read(path)
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"This arm needs the ticket of '{path}', but no job has run there. Run "
+            "arm=ticket with the same ratio and seed before it." + see("commands")
+        ) from error
+    if job.result is None:
+        reason = f": {job.problem}" if job.problem else ""
+        raise ValueError(
+            f"This arm needs the ticket of '{path}', but that job has {job.status}"
+            f"{reason}. Run it again with: {job.command}" + see("commands")
+        )
+    if job.result.draw_step is None:
+        raise ValueError(
+            f"This arm needs the ticket of '{path}', but that job drew none. Give it "
+            "pruning.draw_by." + see("commands")
+        )
+    return Ticket.load(path / "ticket.pt").random(seed)
+
+
+def initial_magnitudes(
+    model: DictConfig, seed: int, pruning_ratio: float, floor: float, prune: Prune | None
+) -> Ticket:
+    """Return the ticket of the largest initial weights of a model, for an arm.
+
+    Args:
+        model: its configuration.
+        seed: of the run, whose initial weights these are.
+        pruning_ratio: as for :meth:`Ticket.magnitude`.
+        floor: likewise.
+        prune: likewise.
+    """
+    with isolate_rng():
+        L.seed_everything(seed, verbose=False)
+        return Ticket.magnitude(instantiate(model), pruning_ratio, "global", floor, prune)

@@ -7,12 +7,13 @@ import json
 import re
 import shlex
 import sys
+from html import escape
 from pathlib import Path
 
 import pytest
 
 from lightning_axosparse.cli import train as entry
-from lightning_axosparse.cli.sweep import command as gathering
+from lightning_axosparse.cli.sweep import gather as gathering
 from lightning_axosparse.cli.sweep.job import Job
 from lightning_axosparse.cli.train import configuration
 
@@ -75,7 +76,7 @@ def test_a_sweep_that_is_stopped_resumed_and_mended(monkeypatch, tmp_path, capsy
     assert (failed.status, failed.problem) == ("failed", "A rank has died")
     random = Job.read(folder / JOBS[2])
     assert "has failed: A rank has died. Run it again with: axosparse-train" in random.problem
-    assert failed.command in (folder / "sweep.md").read_text()
+    assert escape(failed.command) in (folder / "sweep.html").read_text()
 
     problem = {}
     for name in (TICKETS[1], JOBS[2]):
