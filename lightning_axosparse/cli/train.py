@@ -24,10 +24,9 @@ from rich.console import Console
 
 from lightning_axosparse.callbacks.report.facts import RunResult
 from lightning_axosparse.callbacks.report.report import TrainingReport
-from lightning_axosparse.callbacks.report.tables import against_control, sections, terminal
+from lightning_axosparse.callbacks.report.tables import sections, terminal
 from lightning_axosparse.cli.sweep.job import (
     RESULT,
-    control_of,
     finished_before,
     recorded,
     settings_of,
@@ -163,11 +162,8 @@ def show(
     console = Console()
     for report in callbacks_of(trainer):
         if isinstance(report, TrainingReport) and report.facts is not None:
-            result = RunResult.of(report.facts, settings)
-            result.save(Path(config.folder) / RESULT)
-            control = control_of(config, result)
-            compared = [against_control(result, control)] if control else []
-            console.print(terminal([*sections(report.facts), *compared]))
+            RunResult.of(report.facts, settings).save(Path(config.folder) / RESULT)
+            console.print(terminal(sections(report.facts)))
     if config.sample.length and callable(generate := getattr(model, "generate", None)):
         sample = config.sample
         console.rule("The model writes")

@@ -4,7 +4,6 @@ import csv
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import lightning as L
@@ -17,10 +16,9 @@ from omegaconf.errors import InterpolationResolutionError
 
 from lightning_axosparse.callbacks.report.facts import RunResult
 from lightning_axosparse.cli import train as entry
-from lightning_axosparse.cli.sweep.job import control_of, settings_of
+from lightning_axosparse.cli.sweep.job import settings_of
 from lightning_axosparse.cli.train import configuration, printable, train
 from lightning_axosparse.strategy.launcher import mpiexec
-from tests.callbacks.report.runs import make_facts
 from tests.cli.sweep.jobs import write_job
 from tests.ranks import PATIENCE, warm_python
 
@@ -308,27 +306,6 @@ def test_a_batch_is_the_same_on_every_grid():
         for stages in (1, 2, 4)
     }
     assert {n: config.data.batch_size for n, config in sizes.items()} == {1: 4, 2: 8, 4: 16}
-
-
-def test_the_control_is_shown_beside_the_ticket_of_the_same_run(tmp_path):
-    config = configured("folder=here", f"control={tmp_path}")
-    drawn = replace(RunResult.of(make_facts(), settings_of(config)), steps=512, draw_step=461)
-    assert control_of(config, drawn) is None
-
-    def written(*overrides):
-        settings = settings_of(configured("folder=there", *overrides))
-        control = replace(drawn, settings=settings, draw_step=None)
-        control.save(tmp_path / "result.jsonl")
-        return control
-
-    control = written("arm=dense", "callbacks.timeline.batch_idx=2")
-    assert control_of(config, drawn) == control
-    assert control_of(config, control) is None
-    for other in ("seed=1", "model.learning_rate=1e-4", "model.width=96"):
-        written("arm=dense", other)
-        assert control_of(config, drawn) is None
-    written("arm=ticket")
-    assert control_of(config, drawn) is None
 
 
 def test_a_batch_that_replicas_cannot_share_is_refused():

@@ -314,7 +314,6 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
         ImageDataModule,
         MisconfigurationException,
         {
-            "path": NO_TEXT,
             "batch_size": [None, *NO_COUNT],
             "held_out": [0, 0.5, *NO_FRACTION],
             "seed": [None, True, -1, 1.5, "x", 2**32],

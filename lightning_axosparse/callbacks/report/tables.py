@@ -7,13 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from lightning_axosparse.callbacks.report.facts import (
-    RankFacts,
-    RunFacts,
-    RunResult,
-    Work,
-    perplexity,
-)
+from lightning_axosparse.callbacks.report.facts import RankFacts, RunFacts, Work, perplexity
 from lightning_axosparse.callbacks.ticket_search import Period
 
 if TYPE_CHECKING:
@@ -74,21 +68,6 @@ def sections(facts: RunFacts) -> list[Section]:
         _channels(facts),
     ]
     return [section for section in every if section.rows]
-
-
-def against_control(result: RunResult, control: RunResult) -> Section:
-    """Compare the perplexities of a run with those of its dense control."""
-    every = {
-        "validation": (result.validation_perplexity, control.validation_perplexity),
-        "test": (result.test_perplexity, control.test_perplexity),
-    }
-    rows = [
-        (text, f"{own:.3f}", f"{dense:.3f}", f"{own / dense - 1:+.1%}")
-        for text, (own, dense) in every.items()
-        if own is not None and dense is not None
-    ]
-    columns = ("perplexity at the end", "this run", "dense control", "difference")
-    return Section("Against the dense control", columns, rows)
 
 
 def _quality(facts: RunFacts) -> Section:

@@ -12,13 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import lightning as L
-from hydra.utils import instantiate
-from lightning.pytorch.utilities.seed import isolate_rng
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_axosparse.callbacks.report.facts import RunResult
-from lightning_axosparse.pruning.prunable import Prune
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.support.files.atomic_file import replacing
 from lightning_axosparse.support.troubleshooting import see
@@ -168,21 +164,6 @@ def finished_before(config: DictConfig) -> RunResult | None:
     return result
 
 
-def control_of(config: DictConfig, own: RunResult) -> RunResult | None:
-    """Return the result in ``config.control`` if it is the control of a run that drew a ticket.
-
-    That is a dense run with the same seed, data, model and trainer.
-    """
-    if own.draw_step is None or config.control is None:
-        return None
-    path = Path(config.control) / RESULT
-    if not path.exists():
-        return None
-    control = RunResult.load(path)
-    alike = [control.settings.get(part) == own.settings.get(part) for part in _CONSUMED[:4]]
-    return control if control.settings["pruning"] is None and all(alike) else None
-
-
 def difference(before: Any, now: Any, name: str = "") -> str | None:
     """Return the first setting that differs, in words; None if all are equal."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
@@ -245,20 +226,3 @@ def random_ticket(folder: str, seed: int) -> Ticket:
             "pruning.draw_by." + see("commands")
         )
     return Ticket.load(path / "ticket.pt").random(seed)
-
-
-def initial_magnitudes(
-    model: DictConfig, seed: int, pruning_ratio: float, floor: float, prune: Prune | None
-) -> Ticket:
-    """Return the ticket of the largest initial weights of a model, for an arm.
-
-    Args:
-        model: its configuration.
-        seed: of the run, whose initial weights these are.
-        pruning_ratio: as for :meth:`Ticket.magnitude`.
-        floor: likewise.
-        prune: likewise.
-    """
-    with isolate_rng():
-        L.seed_everything(seed, verbose=False)
-        return Ticket.magnitude(instantiate(model), pruning_ratio, "global", floor, prune)

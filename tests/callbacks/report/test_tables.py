@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from lightning_axosparse.callbacks.report.facts import RunFacts, RunResult, TicketDraw
+from lightning_axosparse.callbacks.report.facts import RunFacts, TicketDraw
 from lightning_axosparse.callbacks.report.tables import (
-    against_control,
     sections,
     terminal,
 )
@@ -112,16 +111,6 @@ def test_terminal_shows_every_cell_on_80_columns(facts):
     for section in sections(facts):
         assert section.title in shown
     assert "model.1.weight" in shown
-
-
-def test_a_run_against_its_control(facts):
-    result = RunResult.of(facts, {})
-    section = against_control(result, replace(result, test_loss=1.4))
-    assert section.rows == [
-        ("validation", f"{math.e:.3f}", f"{math.e:.3f}", "+0.0%"),
-        ("test", f"{math.exp(1.5):.3f}", f"{math.exp(1.4):.3f}", "+10.5%"),
-    ]
-    assert not against_control(result, replace(result, test_loss=None)).rows[1:]
 
 
 def test_a_move_to_shorter_pipelines_is_shown(facts):
