@@ -9,7 +9,6 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_axosparse.callbacks.early_bird import EarlyBirdTicket
 from lightning_axosparse.callbacks.early_bird_channels import EarlyBirdChannels
-from lightning_axosparse.callbacks.learning_rate_factor import LearningRateFactor
 from lightning_axosparse.callbacks.timeline import PipelineTimeline
 from lightning_axosparse.checkpoint.load import load_sparse
 from lightning_axosparse.checkpoint.safetensors import save_safetensors
@@ -27,7 +26,6 @@ __all__ = [
     "CorruptFileError",
     "EarlyBirdChannels",
     "EarlyBirdTicket",
-    "LearningRateFactor",
     "PipelineTimeline",
     "RankFailedError",
     "Ticket",

@@ -59,7 +59,7 @@ NO_OTHER_WAY = {
         *("_buffers", "_forward_hooks", "_forward_pre_hooks"),
         *("_global_forward_hooks", "_global_forward_pre_hooks"),
     },
-    "pruning/channels/channels.py": {"_parameters"},
+    "pruning/channels.py": {"_parameters"},
     "sparse/ops/linear.py": {"_parameters"},
     "sparse/module/sparse_module.py": {"_flat_weights_names", "_init_flat_weights", "_parameters"},
     "sparse/module/parameters.py": {"_parameters"},

@@ -19,7 +19,7 @@ BLOCKS = {
 }
 MY_PROJECT = """
 from lightning_axosparse.examples.gpt import GPT
-from lightning_axosparse.examples.text import TextDataModule
+from lightning_axosparse.examples.data import TextDataModule
 
 def MyModule():
     return GPT(width=32, depth=3, heads=2, context=16)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_axosparse.checkpoint.sparse_encoding import encoded
+from lightning_axosparse.examples.data import TextDataModule
 from lightning_axosparse.examples.gpt import GPT
-from lightning_axosparse.examples.text import TextDataModule
-from lightning_axosparse.pruning.mask_rule import MaskRule
+from lightning_axosparse.pruning.rule import MaskRule
 
 RATIOS = (0.5, 0.8, 0.9, 0.95, 0.99)
 STEPS = 60

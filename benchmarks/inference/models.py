@@ -13,7 +13,7 @@ from torch.ao.quantization import quantize_dynamic
 from benchmarks.memory.step import masks_of
 from lightning_axosparse import sparsify
 from lightning_axosparse.examples.gpt import GPT
-from lightning_axosparse.pruning.densities import Scope
+from lightning_axosparse.pruning.selection import Scope
 from lightning_axosparse.sparse.module.state_size import state_bytes
 
 CONTEXT = 128

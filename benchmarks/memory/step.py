@@ -26,9 +26,9 @@ from torch.nn.utils import prune
 
 from lightning_axosparse import sparsify
 from lightning_axosparse.examples.gpt import GPT
-from lightning_axosparse.pruning.bitmask import MaskBits
-from lightning_axosparse.pruning.densities import Scope
-from lightning_axosparse.pruning.mask_rule import MaskRule
+from lightning_axosparse.pruning.masks import MaskBits
+from lightning_axosparse.pruning.rule import MaskRule
+from lightning_axosparse.pruning.selection import Scope
 from lightning_axosparse.sparse.module.state_size import state_bytes
 
 VARIANTS = (

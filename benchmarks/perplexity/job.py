@@ -19,9 +19,8 @@ from benchmarks.perplexity.tasks import Task
 from benchmarks.perplexity.training import Training
 from lightning_axosparse import sparsify
 from lightning_axosparse.examples.gpt import GPT
-from lightning_axosparse.pruning.bitmask import MaskBits
-from lightning_axosparse.pruning.mask_distance import relative_distance
-from lightning_axosparse.pruning.mask_rule import MaskRule
+from lightning_axosparse.pruning.masks import MaskBits, mask_distance
+from lightning_axosparse.pruning.rule import MaskRule
 from lightning_axosparse.sparse.module.state_size import state_bytes
 
 SHARED = (0.0625, 0.1, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75)
@@ -106,7 +105,9 @@ class Job:
         window = measured["window"]
         if len(window) == WINDOW - 1:
             new = MaskBits(masks)
-            distances = [relative_distance(new, MaskBits(old), set(masks)) for old in window]
+            distances = [
+                mask_distance("relative", new, MaskBits(old), set(masks)) for old in window
+            ]
             measured["distances"][training.step] = round(max(distances), 4)
         measured["window"] = [*window, masks][1 - WINDOW :]
 

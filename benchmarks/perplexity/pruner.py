@@ -16,9 +16,8 @@ from benchmarks.perplexity.arms import Arm
 from benchmarks.perplexity.masked_weights import MaskedWeights
 from benchmarks.perplexity.regrowth import Growth, cosine_fraction, regrown
 from lightning_axosparse.examples.gpt import GPT
-from lightning_axosparse.pruning.bitmask import MaskBits
-from lightning_axosparse.pruning.mask_rule import MaskRule
-from lightning_axosparse.pruning.mask_schedule import MaskSchedule, cubic_ratio
+from lightning_axosparse.pruning.masks import MaskBits
+from lightning_axosparse.pruning.rule import MaskRule, MaskSchedule, cubic_ratio
 from lightning_axosparse.pruning.scores import State
 
 Masks = dict[str, Tensor]

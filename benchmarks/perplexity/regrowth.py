@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_axosparse.pruning.bitmask import MaskBits
-from lightning_axosparse.pruning.densities import Share
+from lightning_axosparse.pruning.masks import MaskBits
 from lightning_axosparse.pruning.scores import Score, Scores, State, by_chance
-from lightning_axosparse.pruning.selection import highest
+from lightning_axosparse.pruning.selection import Share, highest
 
 Growth = Literal["random", "gradient"]
 """Which entries grow: any (SET), or those of the largest gradient (RigL)."""

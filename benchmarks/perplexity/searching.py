@@ -16,8 +16,8 @@ import torch
 
 from benchmarks.memory.step import resident
 from lightning_axosparse.examples.gpt import GPT
-from lightning_axosparse.pruning.bitmask import MaskBits
-from lightning_axosparse.pruning.mask_rule import EntryChoice, MaskRule
+from lightning_axosparse.pruning.masks import MaskBits
+from lightning_axosparse.pruning.rule import EntryChoice, MaskRule
 
 WINDOW = 5
 

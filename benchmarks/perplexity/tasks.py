@@ -8,9 +8,9 @@ from typing import Literal
 
 from torch import Tensor
 
+from lightning_axosparse.examples.data import TextDataModule, Windows, read_text
+from lightning_axosparse.examples.data import text_files as files_of
 from lightning_axosparse.examples.gpt import GPT
-from lightning_axosparse.examples.text import TextDataModule, Windows, read_text
-from lightning_axosparse.examples.text import text_files as files_of
 
 Text = Literal["example", "files", "folder"]
 

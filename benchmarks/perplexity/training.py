@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from benchmarks.perplexity.arms import Arm
 from benchmarks.perplexity.pruner import Pruner
 from benchmarks.perplexity.tasks import Task, Texts
-from lightning_axosparse.examples.text import EpochShuffle, Windows
+from lightning_axosparse.examples.data import EpochShuffle, Windows
 
 
 class Training:

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_axosparse.cli.plan import MODELS
-from lightning_axosparse.planning.cost import Cluster, Transformer
-from lightning_axosparse.planning.memory_model import Storage
+from lightning_axosparse.planning.cost import Cluster, Storage, Transformer
 from lightning_axosparse.planning.search import Choice, Plan, Workload, evaluate
 from lightning_axosparse.planning.simulate import Wire
 

@@ -6,8 +6,8 @@ import os
 import lightning as L
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
+from lightning_axosparse.examples.data import TextDataModule
 from lightning_axosparse.examples.gpt import GPT
-from lightning_axosparse.examples.text import TextDataModule
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_axosparse import AxoSparseStrategy
-from lightning_axosparse.examples.images import ImageDataModule
+from lightning_axosparse.examples.data import ImageDataModule
 
 
 def block(inputs: int, outputs: int, stride: int) -> nn.Sequential:

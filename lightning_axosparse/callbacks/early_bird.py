@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -13,17 +14,19 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_axosparse.callbacks.ticket_search import TicketSearch, misconfigured
-from lightning_axosparse.callbacks.trainer_info import strategy_of
-from lightning_axosparse.callbacks.triggers import WHEN, Moment, Progress, When, total_steps
+from lightning_axosparse.callbacks.ticket_search import (
+    SEARCH,
+    TicketSearch,
+    misconfigured,
+    strategy_of,
+)
+from lightning_axosparse.callbacks.triggers import Moment, Progress, When, total_steps
 from lightning_axosparse.distributed.process_groups import all_gather, broadcast_from_first
-from lightning_axosparse.pruning.bitmask import MaskBits
-from lightning_axosparse.pruning.densities import SCOPES, Scope, kept_by_stage
-from lightning_axosparse.pruning.mask_distance import DISTANCES, Distance
-from lightning_axosparse.pruning.mask_rule import EntryChoice, MaskRule
-from lightning_axosparse.pruning.mask_schedule import MaskSchedule, cubic_ratio
+from lightning_axosparse.pruning.masks import Distance, MaskBits
 from lightning_axosparse.pruning.prunable import Prune, few
+from lightning_axosparse.pruning.rule import EntryChoice, MaskRule, MaskSchedule, cubic_ratio
 from lightning_axosparse.pruning.scores import SCORES, Score
+from lightning_axosparse.pruning.selection import SCOPES, Scope
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.sparse.backend import (
     COMPUTES,
@@ -53,7 +56,6 @@ from lightning_axosparse.support.arguments import (
     instance_of,
     number,
     one_of,
-    whole,
 )
 from lightning_axosparse.support.troubleshooting import see
 
@@ -87,11 +89,11 @@ class EarlyBirdTicket(TicketSearch):
             those of highest score; "magnitude": the largest; "random": any, the same ones for a
             weight of one name in every run; or a function as for ``score``. However it is chosen,
             the score decides how much each weight keeps
-            (:class:`lightning_axosparse.pruning.mask_rule.MaskRule`).
+            (:class:`lightning_axosparse.pruning.rule.MaskRule`).
         scope: "global": all weights are ranked together; "layer": the same ratio in every weight;
             "uniform-stage": the same ratio in every stage;
             or a mapping of patterns of names to the fractions that these weights keep, while the
-            others are ranked together (:func:`lightning_axosparse.pruning.densities.shares`).
+            others are ranked together (:func:`lightning_axosparse.pruning.selection.shares`).
         floor: where weights are ranked together, each keeps at least this fraction, in [0, 1], of
             what it would keep if all kept the same fraction. So no layer becomes empty; weights at
             their floor are named when the ticket is drawn.
@@ -142,6 +144,7 @@ class EarlyBirdTicket(TicketSearch):
     """
 
     kind = Ticket
+    ticket: Ticket | None
     lack = "cannot store weights sparse"
     prunes_at_start: Literal[True] = True
     """A strategy may store weights sparse by :attr:`ticket` as soon as it makes them."""
@@ -155,14 +158,9 @@ class EarlyBirdTicket(TicketSearch):
         floor=FRACTION,
         prune=PRUNED | FUNCTION | NONE,
         method=one_of("gradual", "early-bird"),
-        every=WHEN,
-        draw_after=WHEN | NONE,
-        draw_by=WHEN | NONE,
-        distance=one_of(*DISTANCES),
-        threshold=number("a number in (0, 1]", lambda threshold: 0 < threshold <= 1),
-        window=whole(2),
         ticket=instance_of("a Ticket", Ticket) | PATH | NONE,
         compute=one_of(*COMPUTES, "samo"),
+        **SEARCH,
     )
     def __init__(
         self,
@@ -182,7 +180,7 @@ class EarlyBirdTicket(TicketSearch):
         ticket: Ticket | str | os.PathLike[str] | None = None,
         compute: Compute | Literal["samo"] = "auto",
     ) -> None:
-        super().__init__(every, draw_after, draw_by, distance, threshold, window)
+        super().__init__(every, draw_after, draw_by, distance, threshold, window, ticket)
         self.compute = compute
         self.pruning_ratio = pruning_ratio
         with misconfigured():
@@ -194,10 +192,7 @@ class EarlyBirdTicket(TicketSearch):
                 floor,
                 dict(prune) if isinstance(prune, Mapping) else prune,
             )
-        self.method, self.distance = method, distance
-        self.ticket: Ticket | None = (
-            Ticket.load(ticket) if isinstance(ticket, str | os.PathLike) else ticket
-        )
+        self.method = method
         if method == "gradual" and self.ticket is None:
             self._validate_schedule()
         self._pruned: Ticket | None = None
@@ -366,8 +361,7 @@ class EarlyBirdTicket(TicketSearch):
         strategy.use_freed_memory()
         rank_zero_info(f"Ticket drawn: {self.ticket}")
         self._warn_of_emptied(self.ticket)
-        kept = {name: int(mask.sum()) for name, mask in self.ticket.masks.items()}
-        self._warn_of_imbalance(kept_by_stage(kept, stages))
+        self._warn_of_imbalance(self.ticket, stages)
 
     def _ticket_of(
         self, trainer: Trainer, module: LightningModule, masks: MaskBits, ratio: float
@@ -400,8 +394,12 @@ class EarlyBirdTicket(TicketSearch):
                 + see("tickets")
             )
 
-    def _warn_of_imbalance(self, kept: Mapping[int, int]) -> None:
-        if max(kept.values()) > 2 * min(kept.values()):
+    def _warn_of_imbalance(self, ticket: Ticket, stages: Mapping[str, Collection[int]]) -> None:
+        kept: Counter[int] = Counter()
+        for name, mask in ticket.masks.items():
+            if len(stages[name]) == 1:  # Others are held by several stages.
+                kept[min(stages[name])] += int(mask.sum())
+        if kept and max(kept.values()) > 2 * min(kept.values()):
             most, least = max(kept, key=kept.__getitem__), min(kept, key=kept.__getitem__)
             rank_zero_warn(
                 f"The ticket keeps {kept[most]} entries in stage {most}, but {kept[least]} in "

@@ -11,18 +11,22 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_axosparse.callbacks.ticket_search import TicketSearch, misconfigured
-from lightning_axosparse.callbacks.trainer_info import strategy_of
-from lightning_axosparse.callbacks.triggers import (
-    WHEN,
-    When,
+from lightning_axosparse.callbacks.ticket_search import (
+    SEARCH,
+    TicketSearch,
+    misconfigured,
+    strategy_of,
 )
+from lightning_axosparse.callbacks.triggers import When
 from lightning_axosparse.distributed.process_groups import all_gather, broadcast_from_first
-from lightning_axosparse.pruning.bitmask import MaskBits
-from lightning_axosparse.pruning.channels.channels import Channels, find_channels
-from lightning_axosparse.pruning.channels.layers import validate_channelwise_optimizer
-from lightning_axosparse.pruning.channels.ticket import RATIO, ChannelTicket, channel_masks
-from lightning_axosparse.pruning.mask_distance import DISTANCES, Distance
+from lightning_axosparse.pruning.channel_ticket import (
+    RATIO,
+    ChannelTicket,
+    channel_masks,
+    validate_channelwise_optimizer,
+)
+from lightning_axosparse.pruning.channels import Channels, find_channels
+from lightning_axosparse.pruning.masks import Distance, MaskBits
 from lightning_axosparse.strategy.validation import optimizers_before_setup, unless_made_later
 from lightning_axosparse.support.arguments import (
     FRACTION,
@@ -32,9 +36,6 @@ from lightning_axosparse.support.arguments import (
     TEXT,
     checked,
     instance_of,
-    number,
-    one_of,
-    whole,
 )
 from lightning_axosparse.support.troubleshooting import see
 
@@ -50,7 +51,7 @@ class EarlyBirdChannels(TicketSearch):
     between stages shrink, and training goes on. The parameters stay the same objects.
 
     Which channels can be removed is found by tracing the network
-    (:mod:`lightning_axosparse.pruning.channels.channels`); what stays whole is printed, with the
+    (:mod:`lightning_axosparse.pruning.channels`); what stays whole is printed, with the
     reason. The largest distance to the window is logged as ``mask_distance``. ``every``,
     ``draw_after`` and ``draw_by`` are optimizer steps (an int), a share of the run (a float), or
     epochs ("3 epochs").
@@ -86,6 +87,7 @@ class EarlyBirdChannels(TicketSearch):
     """
 
     kind = ChannelTicket
+    ticket: ChannelTicket | None
     lack = "cannot remove channels"
 
     @checked(
@@ -94,13 +96,8 @@ class EarlyBirdChannels(TicketSearch):
         slimming=NOT_NEGATIVE,
         floor=FRACTION,
         network=TEXT | NONE,
-        every=WHEN,
-        draw_after=WHEN | NONE,
-        draw_by=WHEN | NONE,
-        distance=one_of(*DISTANCES),
-        threshold=number("a number in (0, 1]", lambda threshold: 0 < threshold <= 1),
-        window=whole(2),
         ticket=instance_of("a ChannelTicket", ChannelTicket) | PATH | NONE,
+        **SEARCH,
     )
     def __init__(
         self,
@@ -116,12 +113,9 @@ class EarlyBirdChannels(TicketSearch):
         window: int = 5,
         ticket: ChannelTicket | str | os.PathLike[str] | None = None,
     ) -> None:
-        super().__init__(every, draw_after, draw_by, distance, threshold, window)
+        super().__init__(every, draw_after, draw_by, distance, threshold, window, ticket)
         self.pruning_ratio, self.slimming, self.floor = pruning_ratio, slimming, floor
         self.network = network
-        if isinstance(ticket, str | os.PathLike):
-            ticket = ChannelTicket.load(ticket)
-        self.ticket: ChannelTicket | None = ticket
         self._channels: Channels | None = None
         """What can be removed; None before training, and where a ticket is used from the start."""
 
@@ -144,7 +138,7 @@ class EarlyBirdChannels(TicketSearch):
         self._channels = self._find(pl_module)
         _validate_optimizers(trainer.optimizers)
         if self.ticket is not None:
-            self._shrink(trainer, self.ticket)
+            strategy_of(trainer).shrink(self.ticket)
         elif self._channels is not None:
             rank_zero_info(str(self._channels))
 
@@ -182,13 +176,10 @@ class EarlyBirdChannels(TicketSearch):
         assert self._channels is not None
         step, distances = trainer.global_step, self.distances
         ticket = ChannelTicket(masks, self._channels, self.pruning_ratio, step, distances)
-        self._shrink(trainer, ticket)
+        strategy_of(trainer).shrink(ticket)
         self.ticket, self.drawn_at = ticket, step
         self._window.clear()
         rank_zero_info(f"Early-bird ticket of channels drawn: {ticket}")
-
-    def _shrink(self, trainer: Trainer, ticket: ChannelTicket) -> None:
-        strategy_of(trainer).shrink(ticket)
 
     def _scales(self, trainer: Trainer) -> dict[str, Tensor]:
         """The scales of removable channels on this rank, by BatchNorm."""

@@ -2,46 +2,56 @@
 
 from __future__ import annotations
 
+import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_axosparse.callbacks.trainer_info import callbacks_of, require_strategy
-from lightning_axosparse.callbacks.triggers import Moment, Progress, When, total_steps, validate_end
-from lightning_axosparse.pruning.bitmask import MaskBits
-from lightning_axosparse.pruning.channels.ticket import ChannelTicket
-from lightning_axosparse.pruning.mask_distance import Distance
-from lightning_axosparse.pruning.mask_window import MaskWindow
+from lightning_axosparse.callbacks.triggers import (
+    WHEN,
+    Moment,
+    Progress,
+    When,
+    total_steps,
+    validate_end,
+)
+from lightning_axosparse.pruning.channel_ticket import ChannelTicket
+from lightning_axosparse.pruning.masks import DISTANCES, Distance, MaskBits, MaskWindow
 from lightning_axosparse.pruning.ticket import Ticket
+from lightning_axosparse.strategy.compat.hooks import callbacks_of
+from lightning_axosparse.strategy.strategy import AxoSparseStrategy
+from lightning_axosparse.support.arguments import NONE, number, one_of, whole
 from lightning_axosparse.support.corrupt_file import restoring
 from lightning_axosparse.support.troubleshooting import see
 
+Period = Literal["dense", "pruning", "sparse"]
+"""What the model is: dense before anything is pruned, sparse or with fewer channels after the draw.
+"""
 
-class TicketSearch(Callback):
+SEARCH = {
+    "every": WHEN,
+    "draw_after": WHEN | NONE,
+    "draw_by": WHEN | NONE,
+    "distance": one_of(*DISTANCES),
+    "threshold": number("a number in (0, 1]", lambda threshold: 0 < threshold <= 1),
+    "window": whole(2),
+}
+"""The kinds of the arguments of every search."""
+
+
+class TicketSearch(Callback, ABC):
     """Compares masks at intervals, and draws a ticket when the newest have settled.
 
-    Args:
-        every: how often masks are compared.
-        draw_after: the ticket is not drawn before; None: at any time.
-        draw_by: the ticket is drawn at the latest then; None: only when masks have settled.
-        distance: how masks are compared.
-        threshold: the largest distance between masks that have settled.
-        window: how many masks must agree.
-
-    Attributes:
-        ticket: the ticket once it is drawn or given, else None.
-        distances: number of optimizer steps -> the largest distance of the masks after them to
-            the window, from the second masks on.
-        drawn_at: number of optimizer steps of this run before the draw; None if it has drawn none.
+    Arguments and attributes are those of ``EarlyBirdTicket`` and ``EarlyBirdChannels``.
     """
 
-    ticket: Ticket | ChannelTicket | None
     kind: ClassVar[type[Ticket] | type[ChannelTicket]]
     """The class of :attr:`ticket`."""
     lack: ClassVar[str]
@@ -55,9 +65,13 @@ class TicketSearch(Callback):
         distance: Distance,
         threshold: float,
         window: int,
+        ticket: Ticket | ChannelTicket | str | os.PathLike[str] | None,
     ) -> None:
         self.every, self.draw_after, self.draw_by = every, draw_after, draw_by
-        self.threshold = threshold
+        self.distance, self.threshold = distance, threshold
+        self.ticket: Any = (
+            self.kind.load(ticket) if isinstance(ticket, str | os.PathLike) else ticket
+        )
         self.distances: dict[int, float] = {}
         self.drawn_at: int | None = None
         self._window = MaskWindow(window, distance)
@@ -81,21 +95,26 @@ class TicketSearch(Callback):
         """
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        for callback in callbacks_of(trainer, Callback):
+        name = type(self).__name__
+        for callback in callbacks_of(trainer):
             if isinstance(callback, _KEEP_OTHER_WEIGHTS) and callback is not self:
                 raise MisconfigurationException(
                     f"{type(callback).__name__} keeps dense weights or masks of its own, which do "
-                    f"not fit those that {type(self).__name__} leaves. Leave one of the two "
-                    "callbacks out." + see("callbacks")
+                    f"not fit those that {name} leaves. Leave one of the two callbacks out."
+                    + see("callbacks")
                 )
-        require_strategy(trainer, self, self.lack)
+        if not hasattr(trainer.strategy, "use_freed_memory"):
+            raise MisconfigurationException(
+                f"{name} needs strategy='axosparse' (AxoSparseStrategy); "
+                f"{type(trainer.strategy).__name__} {self.lack}." + see("tickets")
+            )
         if self.ticket is None and float in map(type, (self.every, self.draw_after, self.draw_by)):
             validate_end(trainer)
         self._validate_before_launch(trainer)
 
+    @abstractmethod
     def _validate_before_launch(self, trainer: Trainer) -> None:
         """Check what this process can know of the module and its optimizers."""
-        raise NotImplementedError
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compare masks that were due where the checkpoint of a resumed run was written.
@@ -143,7 +162,13 @@ class TicketSearch(Callback):
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         if state["ticket"] is not None:
-            self._take_ticket(self.kind.from_state_dict(state["ticket"]))
+            ticket = self.kind.from_state_dict(state["ticket"])
+            if self.ticket not in (None, ticket):
+                raise MisconfigurationException(
+                    "The checkpoint holds another ticket than the one given as `ticket=`. Resume "
+                    "without `ticket=`, or start a new run from the weights alone." + see("tickets")
+                )
+            self.ticket = ticket
         self._looked = state["looked"] and Progress(*state["looked"])
         self.drawn_at = state["drawn_at"]
         self.distances = dict(state["distances"])
@@ -178,27 +203,18 @@ class TicketSearch(Callback):
         if late or (settled and not early):
             self._draw(trainer, module, masks)
 
+    @abstractmethod
     def _new_masks(
         self, trainer: Trainer, module: LightningModule
     ) -> tuple[MaskBits, float | None]:
         """Compute masks, and return them with their distance to the window, into which they go."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _draw(self, trainer: Trainer, module: LightningModule, masks: MaskBits) -> None:
         """Make the masks the ticket of all ranks, and prune by it."""
-        raise NotImplementedError
 
     def _reached(self, when: When | None, trainer: Trainer, now: Progress) -> bool:
         return when is not None and Moment.of(when, partial(total_steps, trainer)).reached(now)
-
-    def _take_ticket(self, ticket: Any) -> None:
-        """Go on with the ticket of a checkpoint."""
-        if self.ticket not in (None, ticket):
-            raise MisconfigurationException(
-                "The checkpoint holds another ticket than the one given as `ticket=`. Resume "
-                "without `ticket=`, or start a new run from the weights alone." + see("tickets")
-            )
-        self.ticket = ticket
 
     def _not_settled(self) -> str:
         """Why no ticket was drawn, and of what the masks are judged by."""
@@ -219,3 +235,22 @@ def misconfigured() -> Iterator[None]:
         yield
     except ValueError as error:
         raise MisconfigurationException(str(error)) from error
+
+
+def search_of(trainer: Trainer) -> TicketSearch | None:
+    """Return the trainer's callback that draws a ticket, if there is one."""
+    found = (each for each in callbacks_of(trainer) if isinstance(each, TicketSearch))
+    return next(found, None)
+
+
+def strategy_of(trainer: Trainer) -> AxoSparseStrategy:
+    """The trainer's strategy, which :meth:`TicketSearch.validate_fit` has checked."""
+    return cast(AxoSparseStrategy, trainer.strategy)
+
+
+def period_of(trainer: Trainer) -> Period:
+    """Return what the model is now."""
+    search = search_of(trainer)
+    if search is None or not search.has_pruned:
+        return "dense"
+    return "pruning" if search.ticket is None else "sparse"

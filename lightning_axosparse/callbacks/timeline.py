@@ -1,32 +1,157 @@
-"""The callback that records what every rank does during one training step."""
+"""The callback that records what every rank does in one training step: a trace and a chart."""
 
 from __future__ import annotations
 
 import json
 import os
 import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_axosparse.callbacks.gantt import (
-    Placed,
-    RecordedStep,
-    chrome_trace,
-    place,
-    plot_gantt,
-)
-from lightning_axosparse.callbacks.period import Period, period_of
-from lightning_axosparse.callbacks.trainer_info import folder_of, grid_of
+from lightning_axosparse.callbacks.ticket_search import Period, period_of
+from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.support.arguments import INDEX, NONE, PATH, checked
 from lightning_axosparse.support.extras import require_cli
-from lightning_axosparse.support.trace import clock
+from lightning_axosparse.support.trace import Activity, Span, clock
 from lightning_axosparse.support.troubleshooting import see
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS: dict[Activity, str] = {
+    "forward": "#4c78a8",
+    "backward": "#f58518",
+    "weight gradient": "#e45756",
+    "wait": "#e4e4e4",
+    "all-reduce": "#54a24b",
+    "optimizer": "#b279a2",
+    "densify": "#9ecae9",
+    "compress": "#ffd8a8",
+}
+_PASSES: set[Activity] = {"forward", "backward", "weight gradient"}
+INNER: set[Activity] = {"densify", "compress"}
+"""What runs inside a pass."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A span and its replica."""
+
+    replica: int
+    span: Span
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """The spans of one training step on every rank; ``weights`` is "dense" or "sparse"."""
+
+    epoch: int
+    batch_idx: int
+    weights: str
+    spans: list[Placed]
+
+    @property
+    def start(self) -> float:
+        """Start of the first span, in seconds of the wall clock."""
+        return min((placed.span.start for placed in self.spans), default=0.0)
+
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        """Every (replica, stage) that has spans, in order."""
+        return sorted({(placed.replica, placed.span.stage) for placed in self.spans})
+
+
+def place(spans: Sequence[Span], replica: int, stage: int) -> list[Placed]:
+    """Assign one rank's spans to its replica and to stages.
+
+    A span without a micro-batch (all-reduce, densify, ...) has no stage of its own: it gets the
+    stage of the pass that encloses it, else the rank's ``stage``. The two differ if one process
+    runs several stages.
+    """
+    passes = [span for span in spans if span.activity in _PASSES]
+
+    def stage_of(span: Span) -> int:
+        if span.microbatch is not None:
+            return span.stage
+        enclosing = (p.stage for p in passes if p.start <= span.start and span.end <= p.end)
+        return next(enclosing, stage)
+
+    return [Placed(replica, replace(span, stage=stage_of(span))) for span in spans]
+
+
+def chrome_trace(step: RecordedStep) -> dict[str, Any]:
+    """Return the step in the Trace Event Format: a process per replica, a thread per stage."""
+    events: list[dict[str, Any]] = []
+    for replica in sorted({replica for replica, _ in step.rows}):
+        events.append(_named("process_name", replica, 0, f"replica {replica}"))
+    for replica, stage in step.rows:
+        events.append(_named("thread_name", replica, stage, f"stage {stage}"))
+    for placed in step.spans:
+        span = placed.span
+        events.append(
+            {
+                "ph": "X",
+                "name": span.activity,
+                "cat": step.weights,
+                "pid": placed.replica,
+                "tid": span.stage,
+                "ts": (span.start - step.start) * 1e6,
+                "dur": (span.end - span.start) * 1e6,
+                "args": {} if span.microbatch is None else {"micro-batch": span.microbatch},
+            }
+        )
+    about = {"epoch": step.epoch, "batch": step.batch_idx, "weights": step.weights}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+
+
+def gantt(steps: Sequence[RecordedStep]) -> Figure:
+    """Plot steps, one below the other."""
+    from matplotlib.figure import Figure
+
+    rows = sum(len(step.rows) for step in steps)
+    figure = Figure(figsize=(12, 1.5 * len(steps) + 0.6 * rows), layout="constrained")
+    for axes, step in zip(figure.subplots(len(steps), squeeze=False)[:, 0], steps, strict=True):
+        plot_gantt(axes, step)
+    return figure
+
+
+def plot_gantt(axes: Axes, step: RecordedStep) -> None:
+    """Plot the step: one row per stage, one bar per span, labelled with its micro-batch."""
+    from matplotlib.patches import Patch
+
+    rows = {row: y for y, row in enumerate(step.rows)}
+    end = max((placed.span.end for placed in step.spans), default=step.start) - step.start
+    for placed in step.spans:
+        span, y = placed.span, rows[placed.replica, placed.span.stage]
+        inner = span.activity in INNER
+        height, edge, layer = (0.3, 0, 2) if inner else (0.8, 0.3, 1)
+        left, width = (span.start - step.start) * 1e3, (span.end - span.start) * 1e3
+        colour = COLOURS[span.activity]
+        axes.barh(y, width, height, left, color=colour, edgecolor="white", lw=edge, zorder=layer)
+        if span.microbatch is not None and span.activity != "wait" and width > end * 1e3 / 60:
+            axes.text(left + width / 2, y, str(span.microbatch), ha="center", va="bottom")
+    axes.set_yticks(list(rows.values()), [f"replica {r}, stage {s}" for r, s in rows])
+    axes.invert_yaxis()
+    axes.set_xlim(0, end * 1e3 or 1)
+    axes.set_xlabel("ms")
+    axes.set_title(f"epoch {step.epoch}, batch {step.batch_idx}: {step.weights} weights")
+    used = [a for a in COLOURS if any(placed.span.activity == a for placed in step.spans)]
+    if used:
+        legend = [Patch(color=COLOURS[activity], label=activity) for activity in used]
+        axes.legend(handles=legend, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+
+
+def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
 class PipelineTimeline(L.Callback):
@@ -111,8 +236,6 @@ class PipelineTimeline(L.Callback):
             self._write(folder_of(trainer, self.folder))
 
     def _write(self, folder: Path) -> None:
-        from matplotlib.figure import Figure
-
         if not self.steps:
             epoch = "any epoch" if self.epoch is None else f"epoch {self.epoch}"
             warnings.warn(
@@ -123,9 +246,20 @@ class PipelineTimeline(L.Callback):
         for step in self.steps:
             path = folder / f"timeline-{step.weights}"
             path.with_suffix(".json").write_text(json.dumps(chrome_trace(step)))
-            figure = Figure(figsize=(12, 1.5 + 0.6 * len(step.rows)), layout="constrained")
-            plot_gantt(figure.subplots(), step)
-            figure.savefig(path.with_suffix(".png"), dpi=120)
+            gantt([step]).savefig(path.with_suffix(".png"), dpi=120)
 
     def _chosen(self, trainer: L.Trainer, batch_idx: int) -> bool:
         return batch_idx == self.batch_idx and self.epoch in (None, trainer.current_epoch)
+
+
+def grid_of(trainer: L.Trainer) -> Grid:
+    """Return the strategy's grid; every rank is a replica of one stage if it has none."""
+    grid = getattr(trainer.strategy, "grid", None)
+    return grid or Grid(trainer.world_size, g_inter=1, rank=trainer.global_rank)
+
+
+def folder_of(trainer: L.Trainer, folder: Path | None) -> Path:
+    """Return ``folder``, or else the trainer's ``default_root_dir``; create it if missing."""
+    chosen = Path(trainer.default_root_dir) if folder is None else folder
+    chosen.mkdir(parents=True, exist_ok=True)
+    return chosen

@@ -13,7 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from lightning_axosparse.callbacks.trainer_info import callbacks_of
+from lightning_axosparse.strategy.compat.hooks import callbacks_of
 from lightning_axosparse.support.arguments import COUNT, Kind, number
 from lightning_axosparse.support.troubleshooting import see
 
@@ -63,14 +63,13 @@ class Moment:
 
     def reached(self, progress: Progress) -> bool:
         """Return whether the run has come so far."""
-        return self._passed(progress) >= self.count
+        passed: int = getattr(progress, self.unit)
+        return passed >= self.count
 
     def again_since(self, before: Progress, now: Progress) -> bool:
         """Return whether another multiple of it lies after ``before`` and not after ``now``."""
-        return self._passed(now) // self.count > self._passed(before) // self.count
-
-    def _passed(self, progress: Progress) -> int:
-        return progress.steps if self.unit == "steps" else progress.epochs
+        earlier, passed = (getattr(progress, self.unit) // self.count for progress in (before, now))
+        return bool(passed > earlier)
 
 
 def total_steps(trainer: Trainer) -> int:
@@ -82,8 +81,9 @@ def total_steps(trainer: Trainer) -> int:
     steps = trainer.estimated_stepping_batches
     if not 0 < steps < math.inf:
         raise _endless()
-    for scheduler in callbacks_of(trainer, GradientAccumulationScheduler):
-        steps = _scheduled_steps(trainer, scheduler)
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, GradientAccumulationScheduler):
+            steps = _scheduled_steps(trainer, callback)
     return int(steps)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_axosparse.checkpoint.safetensors import SafetensorsState
-from lightning_axosparse.pruning.bitmask import MaskBits
+from lightning_axosparse.pruning.masks import MaskBits
 from lightning_axosparse.pruning.prunable import few
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.sparse.module.convert import load_loops_of, renew_reducers

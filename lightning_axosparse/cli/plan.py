@@ -13,10 +13,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightning_axosparse.callbacks.gantt import Placed, RecordedStep, plot_gantt
+from lightning_axosparse.callbacks.timeline import Placed, RecordedStep, gantt
 from lightning_axosparse.pipeline.order.schedule import WeightGradients
-from lightning_axosparse.planning.cost import Cluster, Transformer
-from lightning_axosparse.planning.memory_model import DENSE, SPARSE
+from lightning_axosparse.planning.cost import DENSE, SPARSE, Cluster, Transformer
 from lightning_axosparse.planning.search import Plan, Workload, search
 from lightning_axosparse.planning.simulate import Wire
 from lightning_axosparse.support.arguments import COUNT, NOT_NEGATIVE, Kind, number
@@ -94,21 +93,19 @@ def table(plans: Sequence[Plan], title: str) -> Table:
 
 def plot(plans: Sequence[tuple[float, Plan]], file: Path) -> None:
     """Write one picture with the Gantt charts of all plans, each with its pruning ratio."""
-    from matplotlib.figure import Figure
-
-    rows = sum(plan.choice.g_inter for _, plan in plans)
-    figure = Figure(figsize=(12, 1.5 * len(plans) + 0.6 * rows), layout="constrained")
-    for axes, (ratio, plan) in zip(
-        figure.subplots(len(plans), squeeze=False)[:, 0], plans, strict=True
-    ):
-        spans = [Placed(0, span) for span in plan.simulation.spans[:_DRAWN]]
-        plot_gantt(axes, RecordedStep(0, 0, _weights(ratio), spans))
+    figure = gantt([_drawn(plan) for _, plan in plans])
+    for axes, (ratio, plan) in zip(figure.axes, plans, strict=True):
         axes.set_title(
             f"{_weights(ratio)}: {plan.choice.g_inter} x {plan.g_data} devices, "
             f"{plan.microbatches} micro-batches, {plan.choice.in_flight} in flight, "
             f"weight gradients {plan.choice.weight_gradients}"
         )
     figure.savefig(file, dpi=120)
+
+
+def _drawn(plan: Plan) -> RecordedStep:
+    spans = [Placed(0, span) for span in plan.simulation.spans[:_DRAWN]]
+    return RecordedStep(0, 0, "", spans)
 
 
 def _weights(ratio: float) -> str:

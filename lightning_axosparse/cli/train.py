@@ -22,18 +22,17 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 from rich.console import Console
 
+from lightning_axosparse.callbacks.report.facts import RunResult
 from lightning_axosparse.callbacks.report.report import TrainingReport
-from lightning_axosparse.callbacks.report.result import RunResult
-from lightning_axosparse.callbacks.report.tables import against_control, sections, terminal
-from lightning_axosparse.callbacks.trainer_info import callbacks_of
+from lightning_axosparse.callbacks.report.tables import sections, terminal
 from lightning_axosparse.cli.sweep.job import (
     RESULT,
-    control_of,
     finished_before,
     recorded,
     settings_of,
 )
 from lightning_axosparse.distributed.grid import divisors
+from lightning_axosparse.strategy.compat.hooks import callbacks_of
 from lightning_axosparse.support.arguments import INDEX, NOT_NEGATIVE, SEED, TEXT, check, shown
 from lightning_axosparse.support.troubleshooting import see
 
@@ -110,7 +109,6 @@ def train(config: DictConfig) -> float | None:
     callbacks = [
         *(callback for name, callback in config.callbacks.items() if _wanted(config, name)),
         config.pruning.callback,
-        config.pruning.get("rates"),
     ]
     trainer: L.Trainer = instantiate(
         config.trainer,
@@ -162,13 +160,10 @@ def show(
 ) -> None:
     """Save the final numbers; print the report and a sample of generated text."""
     console = Console()
-    for report in callbacks_of(trainer, TrainingReport):
-        if report.facts is not None:
-            result = RunResult.of(report.facts, settings)
-            result.save(Path(config.folder) / RESULT)
-            control = control_of(config, result)
-            compared = [against_control(result, control)] if control else []
-            console.print(terminal([*sections(report.facts), *compared]))
+    for report in callbacks_of(trainer):
+        if isinstance(report, TrainingReport) and report.facts is not None:
+            RunResult.of(report.facts, settings).save(Path(config.folder) / RESULT)
+            console.print(terminal(sections(report.facts)))
     if config.sample.length and callable(generate := getattr(model, "generate", None)):
         sample = config.sample
         console.rule("The model writes")

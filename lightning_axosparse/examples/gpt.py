@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,20 +12,77 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_axosparse.examples.key_value_cache import KeyValueCache
-from lightning_axosparse.examples.text import VOCABULARY
+from lightning_axosparse.examples.data import VOCABULARY
 from lightning_axosparse.support.arguments import (
     COUNT,
     FRACTION,
     INDEX,
     NONE,
     NOT_NEGATIVE,
+    POSITIVE,
     SEED,
     TEXT,
     Kind,
     checked,
+    number,
 )
 from lightning_axosparse.support.troubleshooting import see
+
+
+class KeyValueCache:
+    """The keys and values that one attention layer has computed for a batch of sequences.
+
+    Its memory is taken once, at the first tokens, in their dtype and on their device.
+
+    Args:
+        capacity: largest number of tokens in a sequence.
+
+    Attributes:
+        capacity: as above.
+        length: number of tokens of each sequence so far.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.length = 0
+        self._memory: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def full(self) -> bool:
+        """Whether there is no room for another token."""
+        return self.length == self.capacity
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the keys and values of the next tokens, and return those of all tokens.
+
+        Args:
+            keys: shape (batch, heads, time, size); ``time`` is 1 unless the cache is empty.
+            values: the same shape.
+
+        Returns:
+            Views of the cache, (batch, heads, ``length``, size); valid until it is gone.
+
+        Raises:
+            ValueError: if the tokens do not fit, or several follow earlier ones at once: each of
+                them may see another part of the cache.
+        """
+        start, end = self.length, self.length + keys.shape[2]
+        if end > self.capacity or (start and end > start + 1):
+            raise ValueError(
+                f"{end - start} tokens after {start} do not fit: a cache takes up to "
+                f"{self.capacity} tokens, at first any number and then one at a time."
+                + see("examples")
+            )
+        if self._memory is None:
+            batch, heads, _, size = keys.shape
+            shape = (batch, heads, self.capacity, size)
+            self._memory = keys.new_empty(shape), values.new_empty(shape)
+        for memory, new in zip(self._memory, (keys, values), strict=True):
+            memory[:, :, start:end] = new
+        self.length = end
+        all_keys, all_values = (memory[:, :, :end] for memory in self._memory)
+        return all_keys, all_values
+
 
 TextBatch = tuple[Tensor, Tensor]
 
@@ -337,3 +395,71 @@ def sample(logits: Tensor, temperature: float, generator: torch.Generator) -> Te
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+
+
+@checked(
+    ValueError,
+    pruning_ratio=number("a number in (0, 1)", lambda ratio: 0 < ratio < 1),
+    kept_weight=POSITIVE,
+    width=COUNT,
+    depth=COUNT,
+    heads=COUNT,
+    depth_divisor=COUNT,
+    learning_rate_factor=POSITIVE,
+)
+def smaller_gpt(
+    pruning_ratio: float,
+    kept_weight: float,
+    width: int,
+    depth: int,
+    heads: int,
+    learning_rate: float,
+    depth_divisor: int = 1,
+    learning_rate_factor: float = 1.0,
+    **others: Any,
+) -> GPT:
+    """Return a dense GPT as large as the kept part of a pruned one.
+
+    Its width is the multiple of ``heads`` that comes closest.
+
+    Args:
+        pruning_ratio: fraction pruned of the weights of the large model, embeddings included.
+        kept_weight: what a kept weight takes, in dense weights: 1 for equal weights; for equal
+            bytes 17 / 16, as AdamW takes 16 bytes of a dense weight in float32, and a kept weight
+            has a byte for its place.
+        width: of the large model.
+        depth: of the large model.
+        heads: of both.
+        learning_rate: of the large model.
+        depth_divisor: by what the depth is divided, rounded down, to at least one block.
+        learning_rate_factor: by what the learning rate is multiplied.
+        others: of both, as for :class:`GPT`.
+
+    Raises:
+        ValueError: if an argument is out of range.
+    """
+    pruned, whole = _sizes(width, depth, heads, **others)
+    budget = whole - pruned + (1 - pruning_ratio) * pruned * kept_weight
+    shallow = max(1, depth // depth_divisor)
+
+    def size(multiple: int) -> int:
+        return _sizes(multiple * heads, shallow, heads, **others)[1]
+
+    widths = range(1, 2 * depth_divisor * width // heads + 1)
+    above = widths[min(bisect_left(widths, budget, key=size), len(widths) - 1)]
+    closest = min((max(1, above - 1), above), key=lambda multiple: abs(size(multiple) - budget))
+    return GPT(
+        width=closest * heads,
+        depth=shallow,
+        heads=heads,
+        learning_rate=learning_rate * learning_rate_factor,
+        **others,
+    )
+
+
+def _sizes(width: int, depth: int, heads: int, **others: Any) -> tuple[int, int]:
+    """Return the numbers of parameters that pruning takes its share of, and of all."""
+    with torch.device("meta"):
+        model = GPT(width=width, depth=depth, heads=heads, **others)
+    sizes = [(parameter.dim() > 1, parameter.numel()) for parameter in model.parameters()]
+    return sum(n for matrix, n in sizes if matrix), sum(n for _, n in sizes)

@@ -3,7 +3,7 @@
 It may import from support, distributed and sparse.
 """
 
-from lightning_axosparse.pruning.channels.ticket import ChannelTicket
+from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.pruning.ticket import Ticket
 
 __all__ = ["ChannelTicket", "Ticket"]

@@ -1,19 +1,21 @@
-"""Defines the ticket: the masks of the weights to keep, and how they were found."""
+"""Defines the ticket: the masks of the weights to keep, how they were found, and its file."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
-from lightning_axosparse.pruning.densities import SCOPES, Scope
-from lightning_axosparse.pruning.mask_distance import overlap_distance
-from lightning_axosparse.pruning.mask_rule import MaskRule
+from lightning_axosparse.pruning.masks import MaskBits, mask_distance
 from lightning_axosparse.pruning.prunable import Prune, few
-from lightning_axosparse.pruning.ticket_file import TicketFile
+from lightning_axosparse.pruning.rule import MaskRule
+from lightning_axosparse.pruning.selection import SCOPES, Scope
 from lightning_axosparse.sparse.module.parameters import layouts
 from lightning_axosparse.support.arguments import (
     DISTANCES,
@@ -22,13 +24,117 @@ from lightning_axosparse.support.arguments import (
     MASKS,
     MODULE,
     NONE,
+    PATH,
     SEED,
     TEXT,
     Kind,
+    check,
     checked,
     one_of,
 )
+from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
+from lightning_axosparse.support.files import archive
 from lightning_axosparse.support.troubleshooting import see
+
+
+class TicketFile:
+    """A frozen dataclass with masks, which are stored at one bit an entry, and plain fields.
+
+    Attributes:
+        masks: name -> bool tensor, True for what is kept.
+        distances: number of optimizer steps -> distance of the masks after them to earlier ones.
+    """
+
+    kind: ClassVar[str]
+    """What it is called in errors."""
+
+    form: ClassVar[str]
+    """The format that this version writes and reads: a name, a slash and a number."""
+
+    kinds: ClassVar[Mapping[str, Kind]]
+    """What each field has to be."""
+
+    masks: Mapping[str, Tensor]
+    distances: Mapping[int, float]
+
+    def __post_init__(self) -> None:
+        for name, value in check(ValueError, vars(self), self.kinds).items():
+            object.__setattr__(self, name, value)
+        if not isinstance(self.masks, MaskBits):
+            object.__setattr__(self, "masks", MaskBits(self.masks))
+        object.__setattr__(self, "distances", dict(self.distances))
+
+    @property
+    def packed(self) -> MaskBits:
+        """The masks as they are stored."""
+        assert isinstance(self.masks, MaskBits)
+        return self.masks
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain containers and uint8 tensors, for ``torch.load(weights_only=True)``."""
+        return {"format": self.form, **self._record()}
+
+    def _record(self) -> dict[str, Any]:
+        """Return the fields, as plain containers."""
+        return {**vars(self), "masks": self.packed.state_dict()}
+
+    @classmethod
+    def is_state(cls, value: object) -> bool:
+        """Return whether ``value`` came from :meth:`state_dict`, of any version."""
+        name = cls.form.partition("/")[0]
+        return isinstance(value, Mapping) and str(value.get("format")).startswith(f"{name}/")
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
+        """Return the ticket that :meth:`state_dict` described.
+
+        Raises:
+            CorruptFileError: if the state is not as it was written, or is of another version.
+        """
+        if state["format"] != cls.form:
+            raise CorruptFileError(
+                f"it is a {state['format']}, but this version of lightning_axosparse reads "
+                f"{cls.form}"
+            )
+        return cls._from_record({key: state[key] for key in state if key != "format"})
+
+    @classmethod
+    def _from_record(cls, fields: dict[str, Any]) -> Self:
+        return cls(**{**fields, "masks": MaskBits.from_state_dict(fields["masks"])})
+
+    @classmethod
+    def in_checkpoint(cls, checkpoint: Mapping[str, Any]) -> Self | None:
+        """Return the ticket that a callback saved in a Lightning checkpoint, if any."""
+        for state in checkpoint.get("callbacks", {}).values():
+            if isinstance(state, Mapping) and cls.is_state(state.get("ticket")):
+                return cls.from_state_dict(state["ticket"])
+        return None
+
+    @checked(ValueError, path=PATH)
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the ticket to a file, at about one bit per entry of its masks."""
+        archive.save(self.state_dict(), path)
+
+    @classmethod
+    @checked(ValueError, path=PATH)
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a ticket from a file that :meth:`save` wrote, or from a Lightning checkpoint.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+            CorruptFileError: if the file is not as it was written, or has no such ticket.
+        """
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"There is no file '{path}'." + see("files"))
+        archive.check(path)
+        with reading(path):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+            if cls.is_state(content):
+                return cls.from_state_dict(content)
+            ticket = cls.in_checkpoint(content)
+            if ticket is None:
+                raise CorruptFileError(f"it has no {cls.kind}")
+            return ticket
 
 
 @dataclass(frozen=True, repr=False)
@@ -161,7 +267,7 @@ class Ticket(TicketFile):
                 f"{', '.join(sorted(self.shapes.keys() ^ other.shapes.keys())) or 'same names'}."
                 + see("tickets")
             )
-        return 1 - overlap_distance(self.masks, other.masks, self.masks.keys())
+        return 1 - mask_distance("overlap", self.masks, other.masks, self.masks.keys())
 
     def validate_fits(self, module: nn.Module) -> None:
         """Check that the parameters of a module, dense or sparse, have the shapes of the masks.

@@ -22,14 +22,13 @@ from lightning_axosparse.checkpoint.atomic_io import (
 )
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.pipeline.shard.partition import UnknownOrderError
-from lightning_axosparse.pruning.channels.ticket import ChannelTicket
+from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.sparse.module.optimizer_state import dense_shapes
 from lightning_axosparse.strategy.checkpoints import load_whole_optimizer
 from lightning_axosparse.strategy.compat.hooks import trainer_of
 from lightning_axosparse.strategy.compat.loading import files_mapped, reading_files
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.launcher.launcher import MPILauncher
-from lightning_axosparse.strategy.learning_rate import scaled_rates
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
 from lightning_axosparse.strategy.regrid.regrid import Regridded
 from lightning_axosparse.strategy.stages.auto_grid import choose_grid
@@ -64,9 +63,6 @@ class PipelineStrategy(MPIStrategy):
         restarts: how many times a call begins again that has lost a rank.
         plugins: Lightning's.
     """
-
-    learning_rate_factor: float = 1.0
-    """What optimizer steps multiply the learning rates by; every run starts with 1."""
 
     def __init__(self, config: Config, timeout: float, restarts: int = 0, **plugins: Any) -> None:
         ranks_per_replica = config.stages if config.transport == "mpi" else 1
@@ -179,7 +175,6 @@ class PipelineStrategy(MPIStrategy):
         stage_module.shard(optimizers)
         self._undo.callback(self._end_run, stage_module)
         self._state = Running(self.config, self, stage_module, optimizers, self._undo)
-        self.learning_rate_factor = 1.0
 
     def _configure_optimizers(self, trainer: pl.Trainer) -> None:
         """Call ``configure_optimizers``, to which sparse weights show their dense shape."""
@@ -275,7 +270,7 @@ class PipelineStrategy(MPIStrategy):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Step the optimizer with its scaled rates, and time the step without the closure."""
+        """Step the optimizer, and time the step without the closure."""
         if not isinstance(self._state, Running):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         stage_module, closed = self._state.stage_module, now()
@@ -287,8 +282,7 @@ class PipelineStrategy(MPIStrategy):
             closed = now()
             return result
 
-        with scaled_rates(optimizer, self.learning_rate_factor):
-            result = super().optimizer_step(optimizer, timed_closure, model, **kwargs)
+        result = super().optimizer_step(optimizer, timed_closure, model, **kwargs)
         clock.add("optimizer", closed, now(), stage_module.grid.stage)
         return result
 

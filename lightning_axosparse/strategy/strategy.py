@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_axosparse.pipeline.batch.microbatch import MicrobatchWeight
 from lightning_axosparse.pipeline.loss.weights import MicrobatchLoss
 from lightning_axosparse.pipeline.order.schedule import SCHEDULES, WeightGradients
-from lightning_axosparse.pruning.channels.ticket import ChannelTicket
+from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.sparse import sparsify
 from lightning_axosparse.sparse.backend import AUTO, Backend
 from lightning_axosparse.sparse.module.optimizer_state import restore_masters

@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from benchmarks.memory import step
-from lightning_axosparse.pruning.mask_rule import MaskRule
+from lightning_axosparse.pruning.rule import MaskRule
 
 
 def test_the_masks_are_those_that_pytorchs_method_would_find():

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.perplexity.regrowth import cosine_fraction, regrown
-from lightning_axosparse.pruning.bitmask import MaskBits
+from lightning_axosparse.pruning.masks import MaskBits
 from tests.pruning.stages import make_parameters
 
 

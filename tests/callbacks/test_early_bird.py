@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_axosparse.callbacks.early_bird import EarlyBirdTicket
-from lightning_axosparse.callbacks.learning_rate_factor import LearningRateFactor
 from lightning_axosparse.pruning import Ticket
 from lightning_axosparse.sparse import sparsify
 from lightning_axosparse.sparse.module.parameters import layouts
@@ -44,7 +43,6 @@ class PartialStrategy(SingleDeviceStrategy):
     """Trains on one device; reports every ``stages``-th parameter as those on this rank."""
 
     microbatches = 1
-    learning_rate_factor = 1.0
 
     def __init__(self, stages=1, stage=0, inter_group=None, data_group=None):
         super().__init__(torch.device("cpu"))
@@ -328,38 +326,6 @@ def test_training_goes_on_with_the_kept_weights():
     assert weight.shape == (16, 6)
     assert not weight[~mask].any()
     assert weight[mask].all()
-
-
-class Factors(Callback):
-    """Notes by what the strategy multiplies the rates in each step, and what is logged of it."""
-
-    def __init__(self):
-        self.used, self.logged = [], []
-
-    def on_train_batch_end(self, trainer, *args):
-        self.used.append(trainer.strategy.learning_rate_factor)
-        self.logged.append(float(trainer.callback_metrics.get("learning_rate_factor", 1)))
-
-
-@pytest.mark.parametrize(
-    ("factor", "after"),
-    [(2.5, [2.5] * 5), (lambda step: 1 + step, [1, 2, 3, 4, 5]), (1.0, [1] * 5)],
-)
-def test_the_learning_rate_factor_begins_at_the_draw_and_is_logged(factor, after):
-    seen = Factors()
-    fit(search(draw_by=3), 2, callbacks=[LearningRateFactor(factor), seen])
-    assert seen.used == [1, 1, 1, *after]
-    assert seen.logged == seen.used
-
-
-def test_a_resumed_run_goes_on_with_its_factor_and_another_run_has_none(tmp_path):
-    path, seen, again = tmp_path / "a.ckpt", Factors(), Factors()
-    callback, rates = search(draw_by=3), LearningRateFactor(lambda step: 1 + step)
-    fit(callback, 2, callbacks=[rates, SavedAfterStep(5, path)])
-    fit(search(draw_by=3), 2, ckpt_path=path, callbacks=[rates, seen])
-    assert seen.used == [3, 4, 5]
-    fit(callback, 1, callbacks=[rates, again])
-    assert again.used == [1] * 4
 
 
 def test_layer_scope_hamming_distance_and_exclusion():

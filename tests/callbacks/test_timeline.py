@@ -5,11 +5,94 @@ import json
 import lightning as L
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.figure import Figure
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_axosparse.callbacks.timeline import PipelineTimeline
-from lightning_axosparse.support.trace import clock
+from lightning_axosparse.callbacks.timeline import (
+    COLOURS,
+    PipelineTimeline,
+    Placed,
+    RecordedStep,
+    chrome_trace,
+    place,
+    plot_gantt,
+)
+from lightning_axosparse.support.trace import Span, clock
+
+
+@st.composite
+def recorded_steps(draw) -> RecordedStep:
+    def span() -> Span:
+        start = draw(st.floats(1.7e9, 1.7e9 + 1))
+        end = start + draw(st.floats(0, 1))
+        microbatch = draw(st.none() | st.integers(0, 7))
+        return Span(draw(st.sampled_from(list(COLOURS))), start, end, draw(stages), microbatch)
+
+    stages = st.integers(0, 3)
+    count = draw(st.integers(0, 12))
+    return RecordedStep(3, 1, "dense", [Placed(draw(stages), span()) for _ in range(count)])
+
+
+@given(step=recorded_steps())
+def test_trace_is_valid_and_complete(step):
+    trace = json.loads(json.dumps(chrome_trace(step)))
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    names = [event for event in trace["traceEvents"] if event["ph"] == "M"]
+    assert len(spans) == len(step.spans)
+    for event, placed in zip(spans, step.spans, strict=True):
+        assert event["name"] == placed.span.activity
+        assert (event["pid"], event["tid"]) == (placed.replica, placed.span.stage)
+        assert event["ts"] >= 0
+        assert event["dur"] >= 0
+        assert event["args"].get("micro-batch") == placed.span.microbatch
+    named = {(e["pid"], e["tid"]): e["args"]["name"] for e in names if e["name"] == "thread_name"}
+    assert named == {row: f"stage {row[1]}" for row in step.rows}
+    processes = {e["pid"]: e["args"]["name"] for e in names if e["name"] == "process_name"}
+    assert processes == {replica: f"replica {replica}" for replica, _ in step.rows}
+
+
+def test_trace_is_in_microseconds_from_the_first_span():
+    spans = [Span("backward", 10.5, 10.75, 1, 0), Span("forward", 10.25, 10.5, 0, 0)]
+    step = RecordedStep(0, 1, "sparse", place(spans, replica=2, stage=0))
+    events = [event for event in chrome_trace(step)["traceEvents"] if event["ph"] == "X"]
+    assert [(event["ts"], event["dur"]) for event in events] == [(250000, 250000), (0, 250000)]
+
+
+def test_what_knows_no_stage_takes_the_one_of_the_pass_around_it():
+    passes = [Span("forward", 0, 4, 0, 0), Span("backward", 4, 9, 3, 0)]
+    inner = [Span("densify", 1, 2, 0, None), Span("compress", 5, 6, 0, None)]
+    outer = [Span("optimizer", 9, 10, 0, None)]
+    placed = place([*inner, *passes, *outer], replica=1, stage=2)
+    assert [p.span.stage for p in placed] == [0, 3, 0, 3, 2]
+    assert {p.replica for p in placed} == {1}
+
+
+def test_gantt_draws_every_span_in_its_row():
+    spans = [
+        Span("forward", 1, 2, 0, 0),
+        Span("backward", 2, 4, 0, 0),
+        Span("wait", 4, 4.5, 0, None),
+    ]
+    other = [Span("forward", 1, 2, 1, 0)]
+    step = RecordedStep(2, 1, "dense", place(spans, 0, 0) + place(other, 1, 1))
+    axes = Figure().subplots()
+    plot_gantt(axes, step)
+    bars = [(bar.get_x(), bar.get_width(), bar.get_y() + 0.4) for bar in axes.patches]
+    assert bars == [(0, 1000, 0), (1000, 2000, 0), (3000, 500, 0), (0, 1000, 1)]
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == ["replica 0, stage 0", "replica 1, stage 1"]
+    assert [text.get_text() for text in axes.texts] == ["0", "0", "0"]
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert legend == ["forward", "backward", "wait"]
+
+
+def test_an_empty_step_can_be_drawn_and_traced():
+    step = RecordedStep(0, 0, "dense", [])
+    plot_gantt(Figure().subplots(), step)
+    assert chrome_trace(step)["traceEvents"] == []
 
 
 class Timed(L.LightningModule):

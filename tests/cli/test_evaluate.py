@@ -18,8 +18,8 @@ from lightning_axosparse.checkpoint.consolidate import consolidate
 from lightning_axosparse.cli import evaluate as entry
 from lightning_axosparse.cli.evaluate import evaluate, restored
 from lightning_axosparse.cli.train import configuration
+from lightning_axosparse.examples.data import TextDataModule
 from lightning_axosparse.examples.gpt import GPT
-from lightning_axosparse.examples.text import TextDataModule
 
 SMALL = ["data.context=16", "data.batch_size=8", "sample.length=5"]
 SHAPE = {"width": 16, "depth": 2, "heads": 2, "context": 16}

@@ -4,7 +4,6 @@ import csv
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import lightning as L
@@ -15,12 +14,11 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
-from lightning_axosparse.callbacks.report.result import RunResult
+from lightning_axosparse.callbacks.report.facts import RunResult
 from lightning_axosparse.cli import train as entry
-from lightning_axosparse.cli.sweep.job import control_of, settings_of
+from lightning_axosparse.cli.sweep.job import settings_of
 from lightning_axosparse.cli.train import configuration, printable, train
 from lightning_axosparse.strategy.launcher import mpiexec
-from tests.callbacks.report.runs import make_facts
 from tests.cli.sweep.jobs import write_job
 from tests.ranks import PATIENCE, warm_python
 
@@ -287,7 +285,7 @@ def test_every_grid_of_two_ranks_trains(text, tmp_path):
         reports[stages] = report = json.loads((job / "report.json").read_text())
         places = [(rank["stage"], rank["replica"]) for rank in report["ranks"]]
         assert places == [(rank % stages, rank // stages) for rank in range(2)]
-        for name in ["report.md", "loss.png", "gantt.png", "ticket.pt"]:
+        for name in ["report.html", "loss.png", "gantt.png", "ticket.pt"]:
             assert (job / name).stat().st_size > 0
         assert list((job / "checkpoints").glob("*.ckpt"))
         assert list(job.rglob("metrics.csv"))
@@ -308,28 +306,6 @@ def test_a_batch_is_the_same_on_every_grid():
         for stages in (1, 2, 4)
     }
     assert {n: config.data.batch_size for n, config in sizes.items()} == {1: 4, 2: 8, 4: 16}
-
-
-def test_the_control_is_shown_beside_the_ticket_whose_rates_it_has(tmp_path):
-    config = configured("folder=here", f"control={tmp_path}")
-    drawn = replace(RunResult.of(make_facts(), settings_of(config)), steps=512, draw_step=461)
-    assert control_of(config, drawn) is None
-
-    def written(*overrides):
-        settings = settings_of(configured("folder=there", *overrides))
-        control = replace(drawn, settings=settings, draw_step=None)
-        control.save(tmp_path / "result.jsonl")
-        return control
-
-    control = written("arm=control", "callbacks.timeline.batch_idx=2")
-    assert control_of(config, drawn) == control
-    assert control_of(config, replace(drawn, draw_step=460)) is None
-    assert control_of(config, control) is None
-    for other in ("seed=1", "pruning.learning_rate_factor=3", "model.width=96"):
-        written("arm=control", other)
-        assert control_of(config, drawn) is None
-    written("arm=dense")
-    assert control_of(config, drawn) is None
 
 
 def test_a_batch_that_replicas_cannot_share_is_refused():

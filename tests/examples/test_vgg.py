@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_axosparse import ChannelTicket
 from lightning_axosparse.examples.vgg import VGG, VGG16
-from lightning_axosparse.pruning.channels.channels import find_channels
+from lightning_axosparse.pruning.channels import find_channels
 
 SMALL = ((4, 4), (8,), (6,))
 

@@ -299,6 +299,6 @@ def test_a_job_of_a_sweep_is_a_job_of_slurm(slurm, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "1 of 1 jobs have finished" in (tmp_path / "sweep" / "sweep.md").read_text()
+    assert "1 of 1 jobs have finished" in (tmp_path / "sweep" / "sweep.html").read_text()
     logs = list((tmp_path / "sweep" / ".submitit").rglob("*_log.out"))
     assert len(logs) == 1

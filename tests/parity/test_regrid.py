@@ -159,11 +159,11 @@ def test_a_run_that_moves_equals_one_that_does_not(row: str, runs: Any, folder: 
 
 def test_the_report_tells_of_the_move(runs: Any, folder: Path) -> None:
     moved, stayed = (
-        (folder / REPORTED / name / "report.md").read_text() for name in ("moved", "stayed")
+        (folder / REPORTED / name / "report.html").read_text() for name in ("moved", "stayed")
     )
-    assert "## Regrid" in moved
-    assert "| bubble of equal stages | 20.0% | 0.0% |" in moved
-    assert "## Regrid" not in stayed
+    assert "<h2>Regrid</h2>" in moved
+    assert "<td>bubble of equal stages</td><td>20.0%</td><td>0.0%</td>" in moved
+    assert "<h2>Regrid</h2>" not in stayed
 
 
 def test_a_stopped_run_goes_on_with_shorter_pipelines(runs: Any, folder: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, LearningRateFactor
+from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 from tests.parity.cases import Net, Record, difference, fit, trainer
 from tests.ranks import run_ranks
 
@@ -38,7 +38,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
     },
     "a function, high floors": {"score": momentum, "floor": 0.5, "draw_by": 8},
     "random entries": {"entries": "random", "every": 4, "window": 2, "threshold": 0.1},
-    "by layer, doubled rates": {"scope": "layer", "draw_by": 8},
+    "by layer": {"scope": "layer", "draw_by": 8},
     "densities, biases": {
         "scope": {"model.2.weight": 0.4, "model.5.weight": 0.4},
         "prune": {"bias": True, "model.0.*": False},
@@ -53,8 +53,7 @@ def train(search: str, ranks: int, grid: dict[str, Any]) -> tuple[Record, Any]:
         0.6, method="early-bird", **{"draw_by": None, "threshold": 1e-6, **SEARCHES[search]}
     )
     strategy = AxoSparseStrategy(microbatches=2, **grid)
-    rates = [LearningRateFactor(2.0)] if "doubled" in search else []
-    run = trainer(strategy, ranks, callbacks=[draw, *rates], precision="64-true")
+    run = trainer(strategy, ranks, callbacks=[draw], precision="64-true")
     return fit(run, Net(outer=True, tied=True).double()), draw
 
 
@@ -149,34 +148,3 @@ def test_what_cannot_be_searched_is_refused_before_any_rank_starts(words: str) -
     run = trainer(AxoSparseStrategy(g_inter=2), 2, callbacks=[draw])
     with pytest.raises(MisconfigurationException, match=words):
         fit(run, Plain())
-
-
-class Scheduled(Net):
-    """Its rates are doubled by a scheduler after some steps."""
-
-    def __init__(self, doubled_at: int) -> None:
-        super().__init__()
-        self.doubled_at = doubled_at
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-        def rate(step: int) -> float:
-            return 0.9**step * (2 if step >= self.doubled_at else 1)
-
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-
-def test_a_factor_of_two_is_the_run_whose_scheduler_doubles_its_rates() -> None:
-    runs = []
-    for doubled_at, factor in ((8, 1.0), (100, 2.0), (100, lambda step: 2.0)):
-        L.seed_everything(0, verbose=False)
-        draw = EarlyBirdTicket(0.6, method="early-bird", threshold=1e-6, draw_by=8)
-        rates = LearningRateFactor(factor)
-        run = trainer(AxoSparseStrategy(), callbacks=[draw, rates], precision="64-true")
-        runs.append(fit(run, Scheduled(doubled_at).double()))
-    for other in runs[1:]:
-        assert other.losses == runs[0].losses
-        assert other.rates[-1] == runs[0].rates[-1] / 2
-        assert all(torch.equal(w, other.weights[name]) for name, w in runs[0].weights.items())

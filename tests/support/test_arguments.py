@@ -22,7 +22,6 @@ from lightning_axosparse import (
     ChannelTicket,
     EarlyBirdChannels,
     EarlyBirdTicket,
-    LearningRateFactor,
     PipelineTimeline,
     Ticket,
     densify,
@@ -31,11 +30,10 @@ from lightning_axosparse import (
     sparsify,
 )
 from lightning_axosparse.callbacks.report.report import TrainingReport
+from lightning_axosparse.examples.data import ImageDataModule, TextDataModule
 from lightning_axosparse.examples.gpt import GPT
-from lightning_axosparse.examples.images import ImageDataModule
-from lightning_axosparse.examples.text import TextDataModule
 from lightning_axosparse.examples.vgg import VGG
-from lightning_axosparse.pruning.channels.channels import Channels, Segment
+from lightning_axosparse.pruning.channels import Channels, Segment
 from lightning_axosparse.support.arguments import (
     COUNT,
     FRACTION,
@@ -174,11 +172,6 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             "ticket": NO_TEXT,
             "compute": NO_WORD,
         },
-    ),
-    (
-        LearningRateFactor,
-        MisconfigurationException,
-        {"factor": [True, 0, *NO_RATE, *OBJECTS[:-1]], "after": [None, *NO_WHEN]},
     ),
     (
         EarlyBirdChannels,
@@ -321,7 +314,6 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
         ImageDataModule,
         MisconfigurationException,
         {
-            "path": NO_TEXT,
             "batch_size": [None, *NO_COUNT],
             "held_out": [0, 0.5, *NO_FRACTION],
             "seed": [None, True, -1, 1.5, "x", 2**32],
@@ -373,7 +365,6 @@ def test_every_public_name_is_among_them() -> None:
         AxoSparseStrategy,
         EarlyBirdChannels,
         EarlyBirdTicket,
-        LearningRateFactor,
         PipelineTimeline,
     ],
 )

@@ -1,16 +1,17 @@
-"""Holds what a run measured, as plain values from which the report is written."""
+"""Holds what a run measured, as plain values: all of it, and its final numbers."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from lightning_axosparse.callbacks.period import Period
+from lightning_axosparse.callbacks.ticket_search import Period
 from lightning_axosparse.strategy.regrid.regrid import Regridded
+from lightning_axosparse.support.files.atomic_file import replacing
 from lightning_axosparse.support.trace import Activity
 
 TimePart = Literal["compute", "waiting", "all-reduce", "optimizer", "densify, compress", "other"]
@@ -188,7 +189,8 @@ class RunFacts:
     @property
     def dense_validation(self) -> ValidationLoss | None:
         """The last validation before the draw."""
-        return _last(self.validations, "dense") if self.draw else None
+        dense = [v for v in self.validations if v.period == "dense"]
+        return dense[-1] if self.draw and dense else None
 
     @property
     def final_validation(self) -> ValidationLoss | None:
@@ -205,16 +207,16 @@ class RunFacts:
     def save(self, path: Path) -> None:
         """Write the facts and the quantities derived from them as JSON."""
         content = asdict(self)
-        content["losses"] = self.losses
-        content["tokens_a_parameter"] = self.tokens_a_parameter
-        for name, validation in (
-            ("dense_at_draw", self.dense_validation),
-            ("final", self.final_validation),
-        ):
-            content[name] = validation and quality(validation.loss, validation.accuracy)
+        dense, final = self.dense_validation, self.final_validation
+        content |= {
+            "losses": self.losses,
+            "tokens_a_parameter": self.tokens_a_parameter,
+            "dense_at_draw": dense and quality(dense.loss, dense.accuracy),
+            "final": final and quality(final.loss, final.accuracy),
+            "test": self.test_loss and quality(self.test_loss, self.test_accuracy),
+        }
         if self.regrid is not None:
             content["regrid"]["bubbles"] = self.regrid.bubbles
-        content["test"] = self.test_loss and quality(self.test_loss, self.test_accuracy)
         for rank, facts in zip(content["ranks"], self.ranks, strict=True):
             for period, work in facts.work.items():
                 rank["work"][period]["seconds_per_step"] = work.seconds_per_step()
@@ -238,5 +240,106 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else loss * math.inf
 
 
-def _last(validations: Sequence[ValidationLoss], period: Period) -> ValidationLoss | None:
-    return next((v for v in reversed(validations) if v.period == period), None)
+@dataclass(frozen=True)
+class RunResult:
+    """The final numbers of a run.
+
+    Attributes:
+        settings: what the run was made of, as plain values.
+        steps: optimizer steps.
+        stages, replicas: the grid.
+        parameters: number of the model's parameters, before pruning.
+        train_loss: of the last batch, the mean over the replicas, in nats per byte.
+        dense_validation_loss: of the last validation before the draw, in nats per byte.
+        validation_loss: of the last validation; None without validation.
+        test_loss: None if the run was not tested.
+        validation_accuracy, test_accuracy: likewise; None as well if the model does not classify.
+        draw_step: number of optimizer steps after which the ticket was drawn; None without a draw.
+        density: fraction kept of all pruned weights; 1 if nothing was pruned.
+        densities: fraction kept of each pruned weight.
+        state_bytes: the model state of each rank, with dense and with sparse weights.
+        reduced_bytes: what each rank all-reduces in a step, likewise.
+        step_seconds: the mean step of each rank, likewise.
+    """
+
+    steps: int
+    stages: int
+    replicas: int
+    parameters: int
+    train_loss: float | None
+    dense_validation_loss: float | None
+    validation_loss: float | None
+    test_loss: float | None
+    validation_accuracy: float | None
+    test_accuracy: float | None
+    draw_step: int | None
+    density: float
+    densities: Mapping[str, float]
+    state_bytes: Mapping[Period, list[int]]
+    reduced_bytes: Mapping[Period, list[int]]
+    step_seconds: Mapping[Period, list[float]]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, facts: RunFacts, settings: Mapping[str, Any]) -> RunResult:
+        """Return the final numbers among a run's facts."""
+        dense, final, draw = facts.dense_validation, facts.final_validation, facts.draw
+        return cls(
+            steps=facts.steps[-1] if facts.steps else 0,
+            stages=1 + max(rank.stage for rank in facts.ranks),
+            replicas=1 + max(rank.replica for rank in facts.ranks),
+            parameters=facts.parameters,
+            train_loss=facts.losses[-1] if facts.losses else None,
+            dense_validation_loss=None if dense is None else dense.loss,
+            validation_loss=None if final is None else final.loss,
+            test_loss=facts.test_loss,
+            validation_accuracy=None if final is None else final.accuracy,
+            test_accuracy=facts.test_accuracy,
+            draw_step=None if draw is None else draw.step,
+            density=1.0 if draw is None else draw.density,
+            densities={} if draw is None else {n: 1 - s for n, s in draw.sparsity.items()},
+            state_bytes=_by_period(facts.ranks, lambda work: work.state_bytes),
+            reduced_bytes=_by_period(facts.ranks, lambda work: work.reduced_bytes),
+            step_seconds=_by_period(facts.ranks, lambda work: work.seconds / max(1, work.steps)),
+            settings=settings,
+        )
+
+    @property
+    def period(self) -> Period:
+        """How the weights were stored at the end."""
+        return "sparse" if "sparse" in self.state_bytes else "dense"
+
+    @property
+    def validation_perplexity(self) -> float | None:
+        """The perplexity of the validation text at the end."""
+        return None if self.validation_loss is None else perplexity(self.validation_loss)
+
+    @property
+    def test_perplexity(self) -> float | None:
+        """The perplexity of the test text."""
+        return None if self.test_loss is None else perplexity(self.test_loss)
+
+    def save(self, path: Path) -> None:
+        """Write the numbers, with the perplexities, as one line of JSON; atomically."""
+        content = {
+            "validation_perplexity": self.validation_perplexity,
+            "test_perplexity": self.test_perplexity,
+            **asdict(self),
+        }
+        with replacing(path) as file:
+            file.write(f"{json.dumps(content)}\n".encode())
+
+    @classmethod
+    def load(cls, path: Path) -> RunResult:
+        """Read the numbers that :meth:`save` wrote."""
+        content = json.loads(path.read_text())
+        return cls(**{name.name: content[name.name] for name in fields(cls)})
+
+
+def _by_period(ranks: list[RankFacts], number: Callable[[Work], Any]) -> dict[Period, list[Any]]:
+    """Return a number of each rank in each period that there was."""
+    periods = {period: None for rank in ranks for period in rank.work}
+    return {
+        period: [number(rank.work[period]) for rank in ranks if period in rank.work]
+        for period in periods
+    }

@@ -1,13 +1,75 @@
-"""Writes tables and pictures as one HTML page that needs no other file and no network."""
+"""Writes the report of a run as one HTML page: tables, curves, masks, and the recorded steps."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+import io
+from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Literal
+from itertools import islice
+from pathlib import Path
 
-from lightning_axosparse.callbacks.report.tables import Section
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.image import imsave
+from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
+
+from lightning_axosparse.callbacks.report.facts import RunFacts
+from lightning_axosparse.callbacks.report.tables import Section, about, sections
+from lightning_axosparse.callbacks.timeline import RecordedStep, gantt
+from lightning_axosparse.pruning.channel_ticket import ChannelTicket
+from lightning_axosparse.pruning.ticket import Ticket
+
+_PICTURES = 48
+"""The most masks that are shown."""
+
+_PIXELS = 64
+"""The most of a mask's picture, along each side."""
+
+
+def html(
+    facts: RunFacts, figures: Mapping[str, Figure], ticket: Ticket | ChannelTicket | None
+) -> str:
+    """Return the page of a run.
+
+    Args:
+        facts: of the run.
+        figures: the plots of the run, by name.
+        ticket: whose masks are shown.
+    """
+    blocks = [table(about(facts)), *(figure(name, plot) for name, plot in figures.items())]
+    blocks += map(table, sections(facts))
+    if isinstance(ticket, Ticket):
+        blocks.append(_masks(ticket))
+    return page("Training report", blocks)
+
+
+def _masks(ticket: Ticket) -> str:
+    """Return a picture of each mask: the darker a pixel, the more of its entries are kept."""
+    figures = []
+    for name in islice(ticket.masks, _PICTURES):
+        mask = ticket.masks[name]
+        caption = f"<figcaption>{escape(name)}<br>{' x '.join(map(str, mask.shape))}</figcaption>"
+        figures.append(
+            f'<figure class="masks">{_picture(name, _png(mask), "png")}{caption}</figure>'
+        )
+    more = len(ticket.masks) - len(figures)
+    rest = f" {more} more are not shown." if more else ""
+    about = f"<p>Outputs downwards, inputs to the right; dark is kept.{rest}</p>"
+    return "\n".join(["<h2>Masks</h2>", about, *figures])
+
+
+def _png(mask: Tensor) -> bytes:
+    """Return a mask, as a matrix of its first dimension and the others, in few grey pixels."""
+    matrix = mask.reshape(len(mask), -1)
+    rows, columns = (min(_PIXELS, size) for size in matrix.shape)
+    pooled = adaptive_avg_pool2d(matrix.float()[None], (rows, columns))[0]
+    file = io.BytesIO()
+    imsave(file, (1 - pooled).numpy(), cmap="gray", vmin=0, vmax=1, format="png")
+    return file.getvalue()
+
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem;
@@ -46,7 +108,60 @@ def table(section: Section) -> str:
     return f"<h2>{escape(section.title)}</h2>\n<table>\n<tr>{head}</tr>\n{rows}\n</table>"
 
 
-def picture(name: str, data: bytes, kind: Literal["png", "svg+xml"] = "png") -> str:
-    """Return a picture that is part of the page."""
+def figure(name: str, plot: Figure) -> str:
+    """Return a plot as an SVG that is part of the page, with its words as text."""
+    file = io.BytesIO()
+    with rc_context({"svg.fonttype": "none"}):
+        plot.savefig(file, format="svg", metadata={"Date": None})
+    return f'<figure class="plot">{_picture(name, file.getvalue(), "svg+xml")}</figure>'
+
+
+def _picture(name: str, data: bytes, kind: str) -> str:
     text = base64.b64encode(data).decode()
     return f'<img alt="{escape(name)}" src="data:image/{kind};base64,{text}">'
+
+
+def plots(facts: RunFacts, steps: Sequence[RecordedStep]) -> dict[str, Figure]:
+    """Return the plots for which there is data, by name."""
+    figures = {}
+    figures["loss"], axes = _figure("Loss", "loss (nats)")
+    axes.plot(facts.steps, facts.losses, color="#9ecae9", linewidth=1, label="training")
+    axes.plot(
+        [validation.step for validation in facts.validations],
+        [validation.loss for validation in facts.validations],
+        "o-",
+        color="#f58518",
+        label="validation",
+    )
+    _finish(axes, facts)
+    if facts.distances:
+        figures["mask_distance"], axes = _figure("Distance to earlier masks", "distance")
+        axes.plot(*zip(*facts.distances.items(), strict=True), "o-", label="mask distance")
+        if facts.threshold is not None:
+            axes.axhline(facts.threshold, color="grey", linestyle=":", label="threshold")
+        axes.set_ylim(bottom=0)
+        _finish(axes, facts)
+    if steps:
+        figures["gantt"] = gantt(steps)
+    return figures
+
+
+def _figure(title: str, ylabel: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.set(xlabel="optimizer step", ylabel=ylabel, title=title)
+    return figure, axes
+
+
+def _finish(axes: Axes, facts: RunFacts) -> None:
+    """Mark the draw, if it was in this run, and explain the lines."""
+    if facts.draw and facts.draw.step is not None:
+        axes.axvline(facts.draw.step, color="#54a24b", linestyle="--", label="ticket drawn")
+    axes.legend(frameon=False)
+
+
+def save_plots(figures: Mapping[str, Figure], folder: Path) -> list[str]:
+    """Write plots as PNG to ``folder``; return their file names in order."""
+    for name, plot in figures.items():
+        plot.savefig(folder / f"{name}.png", dpi=120)
+    return [f"{name}.png" for name in figures]

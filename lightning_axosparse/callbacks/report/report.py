@@ -7,11 +7,12 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
@@ -20,7 +21,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_axosparse.callbacks.period import Period, period_of, search_of
 from lightning_axosparse.callbacks.report.facts import (
     RankFacts,
     RunFacts,
@@ -28,17 +28,19 @@ from lightning_axosparse.callbacks.report.facts import (
     ValidationLoss,
     Work,
 )
-from lightning_axosparse.callbacks.report.loggers import log_pictures, log_storage, log_work
-from lightning_axosparse.callbacks.report.tables import markdown
-from lightning_axosparse.callbacks.timeline import PipelineTimeline
-from lightning_axosparse.callbacks.trainer_info import callbacks_of, folder_of, grid_of
+from lightning_axosparse.callbacks.ticket_search import Period, period_of, search_of
+from lightning_axosparse.callbacks.timeline import PipelineTimeline, folder_of, grid_of
 from lightning_axosparse.distributed.process_groups import all_gather
-from lightning_axosparse.pruning import ChannelTicket, Ticket
+from lightning_axosparse.pruning.channel_ticket import ChannelTicket
+from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.sparse.module.state_size import state_bytes
+from lightning_axosparse.strategy.compat.hooks import callbacks_of
 from lightning_axosparse.strategy.regrid.regrid import Regridded
 from lightning_axosparse.support.arguments import NONE, PATH, TEXT, checked
 from lightning_axosparse.support.torch_internals import tree_leaves
 from lightning_axosparse.support.trace import Activity, clock
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -72,10 +74,9 @@ class TrainingReport(L.Callback):
     """Writes the losses, times and memory of a training, before and after the draw.
 
     At the end of ``fit``, and again after ``test``, the folder contains ``report.json``,
-    ``report.md``, ``report.html`` (all of it in one file that needs no other), the plots
-    ``loss.png``, ``mask_distance.png`` and, with a :class:`PipelineTimeline` in the trainer,
-    ``gantt.png``, and the ticket as ``ticket.pt``, if one was drawn or given. :attr:`facts` has the
-    same as objects.
+    ``report.html`` (all of it in one file that needs no other), the plots ``loss.png``,
+    ``mask_distance.png`` and, with a :class:`PipelineTimeline` in the trainer, ``gantt.png``, and
+    the ticket as ``ticket.pt``, if one was drawn or given. :attr:`facts` has the same as objects.
 
     The trainer's loggers get, while it trains: every ``log_every_n_steps`` batches the seconds of a
     batch and where they went (``seconds_per_batch/waiting`` is the pipeline's bubble), as the mean
@@ -163,13 +164,13 @@ class TrainingReport(L.Callback):
             self._measured.tokens += _tokens(batch) / grid.replicas_per_batch
         if self._measured.recent.steps == trainer.log_every_n_steps:  # type: ignore[attr-defined]
             self._measured.recent.reduced_bytes = getattr(trainer.strategy, "reduced_bytes", 0)
-            log_work(trainer, self._measured.recent)
+            _log_work(trainer, self._measured.recent)
             self._measured.recent = Work()
         if period_of(trainer) == start.period and (trainer.is_last_batch or work.steps == 1):
             work.state = asdict(state_bytes(pl_module, trainer.optimizers[0]))
             work.reduced_bytes = getattr(trainer.strategy, "reduced_bytes", 0)
             if work.steps == 1:
-                log_storage(trainer, work.state_bytes)
+                _log_storage(trainer, work.state_bytes)
 
     @override
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -191,7 +192,7 @@ class TrainingReport(L.Callback):
         measured = self._measured
         losses = [float(loss) for loss in measured.losses]
         own = RankFacts(grid.rank, grid.stage, grid.replica, measured.work, losses, measured.tokens)
-        ranks = all_gather(own, dist.group.WORLD if dist.is_initialized() else None)
+        ranks = _everywhere(own)
         self.facts = RunFacts(ranks, measured.steps, measured.validations)
         self.facts.regrid = _regridded(trainer)
         self.facts.parameters = self._parameters
@@ -219,11 +220,10 @@ class TrainingReport(L.Callback):
         if self.facts is None or not trainer.is_global_zero:
             return []
         # matplotlib takes long to import, and only this rank needs it.
-        from lightning_axosparse.callbacks.report.html import html
-        from lightning_axosparse.callbacks.report.plots import plots, save_plots
+        from lightning_axosparse.callbacks.report.page import html, plots, save_plots
 
         folder = folder_of(trainer, self.folder)
-        timelines = callbacks_of(trainer, PipelineTimeline)
+        timelines = (c for c in callbacks_of(trainer) if isinstance(c, PipelineTimeline))
         steps = [step for timeline in timelines for step in timeline.steps]
         search = search_of(trainer)
         ticket = None if search is None else search.ticket
@@ -232,7 +232,6 @@ class TrainingReport(L.Callback):
         self.facts.save(folder / "report.json")
         figures = plots(self.facts, steps)
         names = save_plots(figures, folder)
-        (folder / "report.md").write_text(markdown(self.facts, names))
         (folder / "report.html").write_text(html(self.facts, figures, ticket))
         return names
 
@@ -280,3 +279,65 @@ def _draw(ticket: Ticket | ChannelTicket, work: Mapping[Period, Work]) -> Ticket
     else:
         draw = TicketDraw(ticket.pruning_ratio, ticket.layer_sparsity(), 1 - ticket.sparsity)
     return replace(draw, step=ticket.step) if "dense" in work else draw
+
+
+def _log_storage(trainer: L.Trainer, state_bytes: int) -> None:
+    """Log the bytes of the model state over all ranks, and what each pruned layer keeps."""
+    metrics: dict[str, float] = {"state_bytes": sum(_everywhere(state_bytes))}
+    search = search_of(trainer)
+    ticket = None if search is None else search.ticket
+    if isinstance(ticket, ChannelTicket):
+        channels = ticket.layer_channels().items()
+        metrics |= {f"density/{name}": kept / every for name, (every, kept) in channels}
+    elif ticket is not None:
+        pruned = ticket.layer_sparsity().items()
+        metrics |= {f"density/{name}": 1 - fraction for name, fraction in pruned}
+    _log(trainer, metrics)
+
+
+def _log_work(trainer: L.Trainer, work: Work) -> None:
+    """Log where the time of the last batches went, and how many micro-batches stages held."""
+    ranks = _everywhere(work)
+    held = [most for rank in ranks for most in rank.peak_in_flight.values()]
+    metrics = {
+        "seconds_per_batch/all": fmean(rank.seconds / rank.steps for rank in ranks),
+        "in_flight": float(max(held, default=0)),
+        "reduced_bytes": float(sum(rank.reduced_bytes for rank in ranks)),
+    }
+    for part in ranks[0].seconds_per_step():
+        name = f"seconds_per_batch/{part.replace(', ', '_and_')}"
+        metrics[name] = fmean(rank.seconds_per_step()[part] for rank in ranks)
+    _log(trainer, metrics)
+
+
+def _log(trainer: L.Trainer, metrics: dict[str, float]) -> None:
+    for logger in trainer.loggers:
+        logger.log_metrics(metrics, step=trainer.global_step)
+
+
+def _everywhere(value: T) -> list[T]:
+    """The value of every rank, on every rank."""
+    return all_gather(value, dist.group.WORLD if dist.is_initialized() else None)
+
+
+def log_pictures(loggers: Iterable[Any], folder: Path, names: Sequence[str], step: int) -> None:
+    """Give the pictures of the report to the loggers that take images.
+
+    They are loggers with ``log_image``, such as Weights & Biases, and those with an
+    ``experiment.add_image``, such as TensorBoard.
+
+    Args:
+        loggers: the trainer's.
+        folder: where the pictures are.
+        names: of their files.
+        step: the optimizer step that they are logged at.
+    """
+    from matplotlib.image import imread
+
+    for logger in loggers:
+        for name in names:
+            path, key = folder / name, Path(name).stem
+            if hasattr(logger, "log_image"):
+                logger.log_image(key, [str(path)], step=step)
+            elif hasattr(logger.experiment, "add_image"):
+                logger.experiment.add_image(key, imread(path), step, dataformats="HWC")

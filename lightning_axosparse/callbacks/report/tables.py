@@ -1,4 +1,4 @@
-"""Formats a run's facts as tables, for a terminal and for a Markdown file."""
+"""Formats a run's facts as tables, for a terminal and for its page."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from lightning_axosparse.callbacks.period import Period
 from lightning_axosparse.callbacks.report.facts import RankFacts, RunFacts, Work, perplexity
-from lightning_axosparse.callbacks.report.result import RunResult
+from lightning_axosparse.callbacks.ticket_search import Period
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -50,23 +49,6 @@ def terminal(tables: Sequence[Section]) -> Group:
     return Group(*shown)
 
 
-def markdown(facts: RunFacts, plots: Sequence[str] = ()) -> str:
-    """Return the report as Markdown, followed by the plots of these file names."""
-    blocks = ["# Training report", *map(as_markdown, [about(facts), *sections(facts)])]
-    blocks += [f"![{plot}]({plot})" for plot in plots]
-    return "\n\n".join(blocks) + "\n"
-
-
-def as_markdown(section: Section) -> str:
-    """Return one table as Markdown, below its title."""
-    lines = [
-        _row(section.columns),
-        _row(["---", *["--:"] * (len(section.columns) - 1)]),
-        *map(_row, section.rows),
-    ]
-    return f"## {section.title}\n\n" + "\n".join(lines)
-
-
 def about(facts: RunFacts) -> Section:
     """Return what has run, and on what."""
     return Section("Run", ("", "value"), list(facts.about.items()))
@@ -86,21 +68,6 @@ def sections(facts: RunFacts) -> list[Section]:
         _channels(facts),
     ]
     return [section for section in every if section.rows]
-
-
-def against_control(result: RunResult, control: RunResult) -> Section:
-    """Compare the perplexities of a run with those of its dense control."""
-    every = {
-        "validation": (result.validation_perplexity, control.validation_perplexity),
-        "test": (result.test_perplexity, control.test_perplexity),
-    }
-    rows = [
-        (text, f"{own:.3f}", f"{dense:.3f}", f"{own / dense - 1:+.1%}")
-        for text, (own, dense) in every.items()
-        if own is not None and dense is not None
-    ]
-    columns = ("perplexity at the end", "this run", "dense control", "difference")
-    return Section("Against the dense control, with the same rates", columns, rows)
 
 
 def _quality(facts: RunFacts) -> Section:
@@ -256,7 +223,3 @@ def _bytes(number: int | None) -> str:
     if number is None:
         return ""
     return f"{number / 1e6:,.2f} MB" if number else "0"
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

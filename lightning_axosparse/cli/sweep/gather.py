@@ -1,36 +1,42 @@
-"""Gathers all jobs of a sweep into a table, pictures and a page that stands alone."""
+"""Gathers all jobs of a sweep into a page that stands alone: the command ``axosparse-sweep``."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from html import escape
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-from omegaconf import OmegaConf
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+from typing_extensions import override
 
-from lightning_axosparse.callbacks.report.page import page, picture, table
-from lightning_axosparse.callbacks.report.tables import Section, as_markdown
 from lightning_axosparse.cli.sweep.job import Job, command, jobs_in
-from lightning_axosparse.cli.sweep.points import points
-from lightning_axosparse.cli.sweep.tables import sections, write_csv
+from lightning_axosparse.cli.sweep.points import curves, points, sections, write_csv
 
 
 def gather(folder: Path) -> list[Job]:
-    """Write ``sweep.csv``, ``sweep.md``, ``sweep.html`` and pictures; return the jobs.
+    """Write ``sweep.csv``, ``sweep.html`` and pictures; return the jobs.
 
     Args:
         folder: of the sweep, with a folder for each job.
     """
     # matplotlib takes long to import.
-    from lightning_axosparse.cli.sweep.pictures import save_pictures
+    from lightning_axosparse.callbacks.report.page import figure, page, save_plots, table
 
     jobs = jobs_in(folder)
     found = points(jobs)
-    tables = sections(jobs, found)
-    pictures = save_pictures(found, folder)
     write_csv(jobs, folder / "sweep.csv")
-    (folder / "sweep.md").write_text(_markdown(folder, jobs, tables, pictures))
-    (folder / "sweep.html").write_text(_page(folder, jobs, tables, pictures))
+    blocks = [f"<p>{_finished(jobs)}</p>"]
+    if resume := resume_command(folder):
+        blocks.append(f"<p>The command that goes on with it: <code>{escape(resume)}</code></p>")
+    plots = curves(found)
+    save_plots(plots, folder)
+    blocks += [figure(name, plot) for name, plot in plots.items()]
+    blocks += map(table, sections(jobs, found))
+    (folder / "sweep.html").write_text(page("Sweep", blocks))
     return jobs
 
 
@@ -58,23 +64,36 @@ def _finished(jobs: Sequence[Job]) -> str:
     return f"{sum(job.result is not None for job in jobs)} of {len(jobs)} jobs have finished."
 
 
-def _markdown(
-    folder: Path, jobs: Sequence[Job], tables: Sequence[Section], pictures: Sequence[str]
-) -> str:
-    blocks = ["# Sweep", _finished(jobs)]
-    if resume := resume_command(folder):
-        blocks.append(f"The command that goes on with it:\n\n```bash\n{resume}\n```")
-    blocks += [f"![{name}]({name})" for name in pictures]
-    blocks += [as_markdown(table) for table in tables]
-    return "\n\n".join(blocks) + "\n"
+class GatherResults(Callback):
+    """Writes the report of a sweep at its end; the command fails if a job did not finish."""
+
+    @override
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        folder = Path(config.hydra.sweep.dir)
+        jobs = gather(folder)
+        print(summary(folder, jobs))
+        if any(job.result is None for job in jobs):
+            raise SystemExit(1)
 
 
-def _page(
-    folder: Path, jobs: Sequence[Job], tables: Sequence[Section], pictures: Sequence[str]
-) -> str:
-    blocks = [f"<p>{_finished(jobs)}</p>"]
-    if resume := resume_command(folder):
-        blocks.append(f"<p>The command that goes on with it: <code>{escape(resume)}</code></p>")
-    for name in pictures:
-        blocks.append(f"<p>{picture(name, (folder / name).read_bytes())}</p>")
-    return page("Sweep", [*blocks, *map(table, tables)])
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(
+        prog="axosparse-sweep",
+        description="Gather the results of a sweep in its folder: sweep.csv, pictures, and "
+        "sweep.html, which stands alone. Jobs that failed are listed with their commands.",
+    )
+    says = f"%(prog)s {version('lightning-axosparse')}"
+    parser.add_argument("--version", action="version", version=says)
+    parser.add_argument("folder", type=Path, help="hydra.sweep.dir of axosparse-train -m")
+    folder: Path = parser.parse_args(arguments).folder
+    if not folder.is_dir():
+        parser.error(f"'{folder}' is not a folder")
+    jobs = gather(folder)
+    if not jobs:
+        parser.exit(1, f"No job has begun in '{folder}'.\n")
+    print(summary(folder, jobs))
+
+
+if __name__ == "__main__":
+    main()

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_axosparse.callbacks.report.result import RunResult
-from lightning_axosparse.callbacks.triggers import WHEN, Moment
+from lightning_axosparse.callbacks.report.facts import RunResult
+from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.support.files.atomic_file import replacing
 from lightning_axosparse.support.troubleshooting import see
 
@@ -136,8 +136,7 @@ def settings_of(config: DictConfig) -> dict[str, Any]:
     """Return what makes a run what it is, as plain values; paths are relative to its folder."""
     moved = config.copy()
     moved.folder = "."
-    parts = {name: moved[name] for name in _CONSUMED}
-    parts |= {"pruning": moved.pruning.callback, "rates": moved.pruning.get("rates")}
+    parts = {**{name: moved[name] for name in _CONSUMED}, "pruning": moved.pruning.callback}
     settings = {
         name: OmegaConf.to_container(part, resolve=True) if OmegaConf.is_config(part) else part
         for name, part in parts.items()
@@ -163,28 +162,6 @@ def finished_before(config: DictConfig) -> RunResult | None:
             "or delete this folder." + see("commands")
         )
     return result
-
-
-def control_of(config: DictConfig, own: RunResult) -> RunResult | None:
-    """Return the result in ``config.control`` if it is the control of a run that drew a ticket.
-
-    That is a dense run with the same seed, data, model and trainer, whose learning rates were
-    multiplied by the same factor at the same step.
-    """
-    if own.draw_step is None or config.control is None:
-        return None
-    path = Path(config.control) / RESULT
-    if not path.exists():
-        return None
-    control = RunResult.load(path)
-    alike = [control.settings.get(part) == own.settings.get(part) for part in _CONSUMED[:4]]
-    rates = control.settings.get("rates")
-    if control.settings["pruning"] is not None or rates is None or not all(alike):
-        return None
-    if rates["factor"] != config.pruning.learning_rate_factor or not WHEN.fits(rates["after"]):
-        return None
-    began = Moment.of(rates["after"], lambda: control.steps)
-    return control if began == Moment(own.draw_step, "steps") else None
 
 
 def difference(before: Any, now: Any, name: str = "") -> str | None:
@@ -214,3 +191,38 @@ def recorded(folder: Path, message: Callable[[Exception], str]) -> Iterator[None
 def _natural(text: str) -> list[tuple[int, str]]:
     """A key that sorts numbers inside of texts by their values."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
+
+
+# What other jobs have made
+
+
+def random_ticket(folder: str, seed: int) -> Ticket:
+    """Return a random ticket with the layer densities of the one that a job drew, for an arm.
+
+    Args:
+        folder: of that job.
+        seed: makes it repeatable.
+
+    Raises:
+        ValueError: if it has not run, failed, or drew no ticket; says what to run.
+    """
+    path = Path(folder).resolve()
+    try:
+        job = Job.read(path)
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"This arm needs the ticket of '{path}', but no job has run there. Run "
+            "arm=ticket with the same ratio and seed before it." + see("commands")
+        ) from error
+    if job.result is None:
+        reason = f": {job.problem}" if job.problem else ""
+        raise ValueError(
+            f"This arm needs the ticket of '{path}', but that job has {job.status}"
+            f"{reason}. Run it again with: {job.command}" + see("commands")
+        )
+    if job.result.draw_step is None:
+        raise ValueError(
+            f"This arm needs the ticket of '{path}', but that job drew none. Give it "
+            "pruning.draw_by." + see("commands")
+        )
+    return Ticket.load(path / "ticket.pt").random(seed)

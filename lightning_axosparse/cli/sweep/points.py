@@ -1,24 +1,55 @@
-"""Groups the finished jobs of a sweep into the points of its curves: an arm at a ratio."""
+"""Groups the finished jobs of a sweep into points, an arm at a ratio, for its tables and curves."""
 
 from __future__ import annotations
 
+import csv
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean
+from typing import TYPE_CHECKING
 
-from lightning_axosparse.callbacks.report.result import RunResult
+from lightning_axosparse.callbacks.report.facts import RunResult
+from lightning_axosparse.callbacks.report.tables import Section
 from lightning_axosparse.cli.sweep.job import Job
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Number = Callable[[RunResult], float | None]
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A number of a run that the curves show: its name with its unit, and how it is shown."""
+    """A number of a run that the report shows: its name with its unit, and how it is shown."""
 
     name: str
     number: Number
     format: str = "{:.3f}"
+
+
+TEST = Measure("test perplexity", lambda result: result.test_perplexity)
+STATE = Measure(
+    "model state of the largest rank (MB)",
+    lambda result: max(result.state_bytes[result.period], default=0) / 1e6,
+    "{:.2f}",
+)
+REDUCED = Measure(
+    "all-reduced per step (MB)",
+    lambda result: max(result.reduced_bytes[result.period], default=0) / 1e6,
+    "{:.2f}",
+)
+STEP = Measure("step (ms)", lambda result: 1e3 * mean(result.step_seconds[result.period]), "{:.1f}")
+DRAW = Measure("ticket drawn after (steps)", lambda result: result.draw_step, "{:.0f}")
+_CURVES = {
+    "perplexity": TEST,
+    "memory": STATE,
+    "all_reduce": REDUCED,
+    "step_time": STEP,
+    "draw_step": DRAW,
+}
 
 
 @dataclass(frozen=True)
@@ -38,44 +69,20 @@ class Point:
     jobs: Sequence[Job]
 
     def values(self, number: Number) -> list[float]:
-        """Return a number of all jobs that have it."""
-        found = [number(job.result) for job in self.jobs if job.result is not None]
-        return [value for value in found if value is not None]
+        """Return a number of all jobs that have it, in the order of their seeds."""
+        return list(self._by_seed(number).values())
 
     def against(self, other: Point | None, number: Number) -> float | None:
         """Return by which fraction a number exceeds the other point's, on average over seeds."""
-        if other is None:
-            return None
-        theirs = {job.seed: number(job.result) for job in other.jobs if job.result is not None}
-        ratios = []
-        for job in self.jobs:
-            own = None if job.result is None else number(job.result)
-            if own is not None and (base := theirs.get(job.seed)):
-                ratios.append(own / base - 1)
+        theirs = {} if other is None else other._by_seed(number)
+        ours = self._by_seed(number)
+        ratios = [ours[seed] / theirs[seed] - 1 for seed in ours if theirs.get(seed)]
         return mean(ratios) if ratios else None
 
-
-def largest_state(result: RunResult) -> float | None:
-    """The model state of the rank that holds most, in MB."""
-    return max(result.state_bytes[result.period], default=0) / 1e6
-
-
-def largest_reduced(result: RunResult) -> float | None:
-    """What the rank that sends most all-reduces in a step, in MB."""
-    return max(result.reduced_bytes[result.period], default=0) / 1e6
-
-
-def step_time(result: RunResult) -> float | None:
-    """The mean step over all ranks, in ms."""
-    return 1e3 * mean(result.step_seconds[result.period])
-
-
-TEST = Measure("test perplexity", lambda result: result.test_perplexity)
-VALIDATION = Measure("validation perplexity", lambda result: result.validation_perplexity)
-STATE = Measure("model state of the largest rank (MB)", largest_state, "{:.2f}")
-REDUCED = Measure("all-reduced per step (MB)", largest_reduced, "{:.2f}")
-STEP = Measure("step (ms)", step_time, "{:.1f}")
-DRAW = Measure("ticket drawn after (steps)", lambda result: result.draw_step, "{:.0f}")
+    def _by_seed(self, number: Number) -> dict[int, float]:
+        results = [(job.seed, job.result) for job in self.jobs]
+        found = {seed: number(result) for seed, result in results if result is not None}
+        return {seed: value for seed, value in found.items() if value is not None}
 
 
 def points(jobs: Sequence[Job]) -> list[Point]:
@@ -98,7 +105,7 @@ def points(jobs: Sequence[Job]) -> list[Point]:
 
 def varying(jobs: Sequence[Job]) -> list[str]:
     """Return the keys, beside arm, ratio and seed, in whose overrides the jobs differ."""
-    tables = [_table(job) for job in jobs]
+    tables = [_overrides(job) for job in jobs]
     keys = {key: None for table in tables for key in table}
     return [
         key
@@ -110,16 +117,175 @@ def varying(jobs: Sequence[Job]) -> list[str]:
 
 def chosen(job: Job, keys: Sequence[str]) -> dict[str, str]:
     """Return the job's overrides of these keys."""
-    table = _table(job)
+    table = _overrides(job)
     return {key: table[key] for key in keys if key in table}
 
 
-def _table(job: Job) -> dict[str, str]:
+def _overrides(job: Job) -> dict[str, str]:
     pairs = (override.partition("=") for override in job.overrides)
     return {key.lstrip("+"): value for key, _, value in pairs}
 
 
 def _quality(point: Point) -> tuple[int, float]:
     """The more seeds the better, then the lower the better."""
-    values = point.values(VALIDATION.number)
+    values = point.values(lambda result: result.validation_perplexity)
     return -len(values), mean(values) if values else 0.0
+
+
+# Tables
+
+
+def write_csv(jobs: Sequence[Job], path: Path) -> None:
+    """Write one row for each job, with its numbers as they are."""
+    rows = [_row(job, varying(jobs)) for job in jobs]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]) if rows else ["job"])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def sections(jobs: Sequence[Job], found: Sequence[Point]) -> list[Section]:
+    """Return the tables of a report in order, without empty ones."""
+    every = [_summary(found), _unfinished(jobs), _jobs(jobs)]
+    return [section for section in every if section.rows]
+
+
+def _summary(found: Sequence[Point]) -> Section:
+    dense = next((p for p in found if (p.label, p.ratio) == ("dense", None)), None)
+    others = [measure for measure in _CURVES.values() if measure is not TEST]
+    rows = []
+    for point in found:
+        against = point.against(dense, TEST.number)
+        rows.append(
+            (
+                point.label,
+                "" if point.ratio is None else f"{point.ratio:g}",
+                point.variant,
+                str(len(point.jobs)),
+                _spread(point, TEST),
+                "" if against is None else f"{against:+.1%}",
+                *(_spread(point, measure) for measure in others),
+            )
+        )
+    columns = ["arm", "pruned", "best in validation", "seeds", TEST.name, "against dense"]
+    columns += [measure.name for measure in others]
+    return Section("Mean over seeds (least to most)", columns, rows)
+
+
+def _spread(point: Point, measure: Measure) -> str:
+    """The mean of a measure and its least and largest value, in words."""
+    values = point.values(measure.number)
+    if not values:
+        return ""
+    middle, least, most = map(measure.format.format, (mean(values), min(values), max(values)))
+    return middle if least == most else f"{middle} ({least} to {most})"
+
+
+def _unfinished(jobs: Sequence[Job]) -> Section:
+    rows = [
+        (job.folder.name, job.status, job.problem, job.command)
+        for job in jobs
+        if job.result is None
+    ]
+    columns = ("job", "status", "error", "the command that runs it again, alone")
+    return Section("Jobs that have not finished", columns, rows)
+
+
+def _jobs(jobs: Sequence[Job]) -> Section:
+    table = [_row(job, varying(jobs)) for job in jobs]
+    columns = [
+        name
+        for name in (table[0] if table else {})
+        if name not in ("error", "command") and any(row[name] not in (None, "") for row in table)
+    ]
+    rows = [[_cell(row[name]) for name in columns] for row in table]
+    return Section("All jobs", [name.replace("_", " ") for name in columns], rows)
+
+
+def _row(job: Job, others: Sequence[str]) -> dict[str, object]:
+    """Return all that is known of a job, by column."""
+    row: dict[str, object] = {
+        "job": job.folder.name,
+        "status": job.status,
+        "arm": job.arm,
+        "variant": job.variant,
+        "ratio": job.ratio,
+        "seed": job.seed,
+        **dict.fromkeys(others, ""),
+        **chosen(job, others),
+    }
+    result = job.result
+    for name in _NUMBERS:
+        row[name] = None if result is None else getattr(result, name)
+    row["largest_state_bytes"] = result and max(result.state_bytes[result.period])
+    row["largest_reduced_bytes"] = result and max(result.reduced_bytes[result.period])
+    for period in ("dense", "sparse"):
+        seconds = [] if result is None else result.step_seconds.get(period, [])
+        row[f"{period}_step_ms"] = 1e3 * mean(seconds) if seconds else None
+    return {**row, "error": job.problem, "command": job.command}
+
+
+_NUMBERS = (
+    *("stages", "replicas", "parameters", "steps", "density", "draw_step"),
+    *("validation_perplexity", "test_perplexity", "validation_loss", "test_loss"),
+    *("validation_accuracy", "test_accuracy", "train_loss"),
+)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4g}" if math.isfinite(value) else str(value)
+    return f"{value:,}" if type(value) is int and value >= 10_000 else str(value)
+
+
+# Curves
+
+
+def curves(found: Sequence[Point]) -> dict[str, Figure]:
+    """Return the curves against the pruning ratio for which there are numbers, by name."""
+    from matplotlib.figure import Figure
+
+    figures = {}
+    for name, measure in _CURVES.items():
+        if not any(p.ratio is not None and p.values(measure.number) for p in found):
+            continue
+        figures[name] = figure = Figure(figsize=(8, 4.8), layout="constrained")
+        axes = figure.subplots()
+        for number, label in enumerate(dict.fromkeys(point.label for point in found)):
+            own = [p for p in found if p.label == label and p.values(measure.number)]
+            _curve(axes, own, measure, label, f"C{number % 10}")
+        axes.set(xlabel="pruned (fraction of the entries)", ylabel=measure.name)
+        axes.legend(frameon=False, fontsize="small")
+    return figures
+
+
+def _curve(axes: Axes, own: Sequence[Point], measure: Measure, label: str, color: str) -> None:
+    """Draw an arm: a curve through the means, with bars from the least to the largest value.
+
+    An arm that is the same at all ratios is a line in a band.
+    """
+    ratios, means, below, above = [], [], [], []
+    for point in own:
+        values = point.values(measure.number)
+        middle, least, most = mean(values), min(values), max(values)
+        if point.ratio is None:
+            axes.axhline(middle, linestyle="--", label=label, color=color)
+            axes.axhspan(least, most, alpha=0.15, color=color)
+            continue
+        ratios.append(point.ratio)
+        means.append(middle)
+        below.append(middle - least)
+        above.append(most - middle)
+    if ratios:
+        axes.errorbar(
+            ratios,
+            means,
+            [below, above],
+            fmt="o-",
+            capsize=3,
+            markersize=4,
+            label=label,
+            color=color,
+        )

@@ -2,16 +2,19 @@ from __future__ import annotations
 
 import csv
 import json
+import struct
 
 import lightning as L
 import pytest
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboardX.proto.event_pb2 import Event
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, PipelineTimeline, Ticket
-from lightning_axosparse.callbacks.report.report import TrainingReport
-from lightning_axosparse.callbacks.report.result import RunResult
+from lightning_axosparse.callbacks.report.facts import RunResult
+from lightning_axosparse.callbacks.report.page import plots, save_plots
+from lightning_axosparse.callbacks.report.report import TrainingReport, log_pictures
+from lightning_axosparse.examples.data import TextDataModule
 from lightning_axosparse.examples.gpt import GPT
-from lightning_axosparse.examples.text import TextDataModule
 
 EPOCHS, BATCHES = 3, 3
 PERIODS = ("dense", "sparse")
@@ -107,7 +110,7 @@ def test_one_rank_before_and_after_the_draw(data, tmp_path):
     assert rank.work["sparse"].seconds_per_step()["densify, compress"] > 0
     written = {path.name for path in tmp_path.iterdir()}
     pictures = {"loss.png", "mask_distance.png", "gantt.png"}
-    assert pictures | {"report.json", "report.md", "report.html"} <= written
+    assert pictures | {"report.json", "report.html"} <= written
     assert (tmp_path / "report.html").read_text().count('<figure class="masks">') == len(
         search.ticket.masks
     )
@@ -187,4 +190,48 @@ def test_plain_lightning_needs_no_ticket_and_no_grid(data, tmp_path):
     assert report.facts.steps == [0, 1, 2, 2, 3, 4, 4, 5, 6]
     assert report.facts.draw is None
     assert report.facts.test_loss is not None
-    assert (tmp_path / "report.md").read_text().startswith("# Training report")
+    assert "<h1>Training report</h1>" in (tmp_path / "report.html").read_text()
+
+
+class WithImages:
+    """Takes images as loggers of Lightning such as Weights & Biases do."""
+
+    def __init__(self):
+        self.logged = []
+
+    def log_image(self, key, images, step=None):
+        self.logged.append((key, images, step))
+
+
+@pytest.fixture
+def pictures(facts, tmp_path):
+    return save_plots(plots(facts, []), tmp_path)
+
+
+def events(folder):
+    """The events in TensorBoard's file, which is a TFRecord."""
+    [file] = folder.rglob("events.out.*")
+    content, position, found = file.read_bytes(), 0, []
+    while position < len(content):
+        (length,) = struct.unpack_from("<Q", content, position)
+        found.append(Event.FromString(content[position + 12 : position + 12 + length]))
+        position += 12 + length + 4
+    return found
+
+
+def test_tensorboard_gets_every_picture(pictures, tmp_path):
+    logger = TensorBoardLogger(tmp_path)
+    log_pictures([logger], tmp_path, pictures, 7)
+    logger.experiment.close()  # a flush does not wait for the thread that writes
+    shown = [(v.tag, e.step, v.image) for e in events(tmp_path) for v in e.summary.value]
+    assert [(tag, step) for tag, step, _ in shown] == [("loss", 7), ("mask_distance", 7)]
+    assert all(image.encoded_image_string.startswith(b"\x89PNG") for _, _, image in shown)
+    assert (shown[0][2].width, shown[0][2].height) == (960, 540)
+
+
+def test_a_logger_for_images_gets_their_files_and_others_none(pictures, tmp_path):
+    logger = WithImages()
+    log_pictures([CSVLogger(tmp_path), logger], tmp_path, pictures, 7)
+    assert logger.logged == [
+        (name.removesuffix(".png"), [str(tmp_path / name)], 7) for name in pictures
+    ]

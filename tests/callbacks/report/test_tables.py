@@ -7,12 +7,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from lightning_axosparse.callbacks.report.facts import RunFacts, TicketDraw
-from lightning_axosparse.callbacks.report.result import RunResult
 from lightning_axosparse.callbacks.report.tables import (
-    Section,
-    against_control,
-    as_markdown,
-    markdown,
     sections,
     terminal,
 )
@@ -108,15 +103,6 @@ def test_a_search_that_never_drew(facts):
     assert rows(replace(facts, draw=None), "Ticket")[-1] == ("drawn", "never")
 
 
-def test_markdown_holds_every_section_as_a_table_and_every_picture(facts):
-    text = markdown(facts, ["loss.png"])
-    for section in sections(facts):
-        assert f"## {section.title}" in text
-        for row in section.rows:
-            assert "| " + " | ".join(row) + " |" in text
-    assert text.endswith("![loss.png](loss.png)\n")
-
-
 def test_terminal_shows_every_cell_on_80_columns(facts):
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(terminal(sections(facts)))
@@ -125,21 +111,6 @@ def test_terminal_shows_every_cell_on_80_columns(facts):
     for section in sections(facts):
         assert section.title in shown
     assert "model.1.weight" in shown
-
-
-def test_a_run_against_its_control(facts):
-    result = RunResult.of(facts, {})
-    section = against_control(result, replace(result, test_loss=1.4))
-    assert section.rows == [
-        ("validation", f"{math.e:.3f}", f"{math.e:.3f}", "+0.0%"),
-        ("test", f"{math.exp(1.5):.3f}", f"{math.exp(1.4):.3f}", "+10.5%"),
-    ]
-    assert not against_control(result, replace(result, test_loss=None)).rows[1:]
-
-
-def test_a_cell_may_have_the_sign_between_cells():
-    text = as_markdown(Section("Jobs", ("command",), [("a | b",)]))
-    assert text.splitlines()[-1] == r"| a \| b |"
 
 
 def test_a_move_to_shorter_pipelines_is_shown(facts):

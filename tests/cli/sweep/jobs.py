@@ -10,7 +10,7 @@ import torch
 from omegaconf import OmegaConf
 
 from lightning_axosparse import Ticket
-from lightning_axosparse.callbacks.report.result import RunResult
+from lightning_axosparse.callbacks.report.facts import RunResult
 from lightning_axosparse.examples.gpt import GPT
 from tests.callbacks.report.runs import make_facts
 

@@ -6,7 +6,7 @@ import re
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_axosparse.cli.sweep.gather import gather, resume_command, summary
+from lightning_axosparse.cli.sweep.gather import gather, main, resume_command, summary
 from tests.cli.sweep.jobs import write_job
 
 PICTURES = ["all_reduce.png", "draw_step.png", "memory.png", "perplexity.png", "step_time.png"]
@@ -21,9 +21,8 @@ def results(tmp_path):
             name = f"ticket-{ratio}-{seed}"
             loss = ratio + seed / 3
             results[name] = write_job(tmp_path / name, "ticket", ratio, seed, test_loss=loss)
-            name = f"control-{ratio}-{seed}"
-            results[name] = write_job(tmp_path / name, "dense control", ratio, seed, draw_step=None)
-        results[f"dense-{seed}"] = write_job(tmp_path / f"dense-{seed}", "dense", None, seed)
+        name = f"dense-{seed}"
+        results[name] = write_job(tmp_path / name, "dense", None, seed, draw_step=None)
     write_job(tmp_path / "ticket-0.9-0", "ticket", 0.9, error="No <memory> | here\n\nTraceback")
     write_job(tmp_path / "ticket-0.9-1", "ticket", 0.9, 1, finished=False)
     return results
@@ -49,27 +48,27 @@ def test_the_summary_has_means_and_spreads(results, tmp_path):
     gather(tmp_path)
     values = [results[f"ticket-0.8-{seed}"].test_perplexity for seed in (0, 1)]
     shown = f"{sum(values) / 2:.3f} ({min(values):.3f} to {max(values):.3f})"
-    controls = [results[f"control-0.8-{seed}"].test_perplexity for seed in (0, 1)]
-    against = sum(a / b for a, b in zip(values, controls, strict=True)) / 2 - 1
-    text = (tmp_path / "sweep.md").read_text()
-    assert re.search(rf"\| ticket \| 0.8 .*{re.escape(shown)} .*\| {against:+.1%} \|", text)
+    dense = [results[f"dense-{seed}"].test_perplexity for seed in (0, 1)]
+    against = sum(a / b for a, b in zip(values, dense, strict=True)) / 2 - 1
+    text = (tmp_path / "sweep.html").read_text()
+    cells = re.escape(f"<td>{shown}</td><td>{against:+.1%}</td>")
+    assert re.search(rf"<tr><td>ticket</td><td>0\.8</td>.*{cells}", text)
 
 
 def test_jobs_that_failed_or_were_killed_are_named_with_their_commands(results, tmp_path):
     jobs = gather(tmp_path)
     text = summary(tmp_path, jobs)
-    assert text.startswith("10 of 12 jobs have finished.")
+    assert text.startswith("6 of 8 jobs have finished.")
     assert "ticket-0.9-0 has failed: No <memory> | here\n    axosparse-train arm=ticket" in text
     assert "ticket-0.9-1 has not finished: it was killed, or still runs" in text
     for job in jobs:
         assert (job.command in text) == (job.result is None)
-    assert r"No <memory> \| here" in (tmp_path / "sweep.md").read_text()
 
 
 def test_the_page_stands_alone(results, tmp_path):
     gather(tmp_path)
     page = (tmp_path / "sweep.html").read_text()
-    assert len(re.findall(r'src="data:image/png;base64,', page)) == len(PICTURES)
+    assert len(re.findall(r'src="data:image/svg\+xml;base64,', page)) == len(PICTURES)
     assert not re.search(r'(src|href)="(?!data:)', page)
     assert "No &lt;memory&gt; | here" in page
     assert sorted(path.name for path in tmp_path.glob("*.png")) == PICTURES
@@ -87,5 +86,23 @@ def test_the_command_that_goes_on(tmp_path):
 def test_a_sweep_of_which_nothing_has_finished(tmp_path):
     write_job(tmp_path / "0", "ticket", 0.8, error="Sorry")
     gather(tmp_path)
-    assert "0 of 1 jobs" in (tmp_path / "sweep.md").read_text()
+    assert "0 of 1 jobs" in (tmp_path / "sweep.html").read_text()
     assert not list(tmp_path.glob("*.png"))
+
+
+def test_the_command_gathers_and_says_what_there_is(tmp_path, capsys):
+    write_job(tmp_path / "0", "ticket", 0.8)
+    main([str(tmp_path)])
+    assert capsys.readouterr().out == (
+        f"1 of 1 jobs have finished.\nReport of the sweep: {tmp_path}/sweep.html\n"
+    )
+
+
+def test_a_folder_without_jobs_ends_it(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([str(tmp_path)])
+    assert ended.value.code == 1
+    assert "No job has begun" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "none")])
+    assert "is not a folder" in capsys.readouterr().err

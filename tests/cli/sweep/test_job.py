@@ -5,6 +5,7 @@ import shlex
 import pytest
 from omegaconf import OmegaConf
 
+from lightning_axosparse import Ticket
 from lightning_axosparse.cli.sweep.job import (
     RESULT,
     Job,
@@ -12,6 +13,7 @@ from lightning_axosparse.cli.sweep.job import (
     difference,
     finished_before,
     jobs_in,
+    random_ticket,
     recorded,
     settings_of,
 )
@@ -120,3 +122,27 @@ def test_an_error_is_recorded_and_gone_after_the_next_attempt(tmp_path):
     with recorded(tmp_path, str):
         pass
     assert not (tmp_path / "error.txt").exists()
+
+
+def test_what_is_taken_from_the_job_of_a_ticket(tmp_path):
+    write_job(tmp_path / "a", "ticket", 0.8, ticket=True)
+    drawn = Ticket.load(tmp_path / "a" / "ticket.pt")
+    random = random_ticket(str(tmp_path / "a"), 3)
+    assert random.layer_sparsity() == drawn.layer_sparsity()
+    assert random == drawn.random(3)
+
+
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        (None, "no job has run there. Run arm=ticket with the same"),
+        ({"error": "Sorry\n\n..."}, "has failed: Sorry. Run it again with: axosparse-train arm="),
+        ({"finished": False}, "has not finished. Run it again with: axosparse-train arm="),
+        ({"draw_step": None}, r"that job drew none. Give it pruning\.draw_by"),
+    ],
+)
+def test_what_is_missing_is_said(job, message, tmp_path):
+    if job is not None:
+        write_job(tmp_path / "a", "ticket", 0.8, **job)
+    with pytest.raises(ValueError, match=message):
+        random_ticket(str(tmp_path / "a"), 0)

@@ -1,9 +1,9 @@
-"""Defines the ticket of channels: which channels of a network to keep, and how they were found."""
+"""Defines the ticket of channels: which channels of a network to keep, and removes the others."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
@@ -12,19 +12,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Self
 
-from lightning_axosparse.pruning.channels.channels import Channels, Segment, find_channels
-from lightning_axosparse.pruning.channels.layers import (
+from lightning_axosparse.pruning.channels import (
     BATCH_NORMS,
     WEIGHTED,
-    keep_inputs,
-    keep_outputs,
+    Channels,
+    Segment,
+    find_channels,
     layer_inputs,
     layer_outputs,
 )
-from lightning_axosparse.pruning.ticket_file import TicketFile
+from lightning_axosparse.pruning.ticket import TicketFile
 from lightning_axosparse.sparse.module.convert import renew_reducers
+from lightning_axosparse.sparse.module.elementwise import trial_copy
 from lightning_axosparse.sparse.module.optimizer_state import validate_state
-from lightning_axosparse.sparse.module.parameters import owned_parameters
+from lightning_axosparse.sparse.module.parameters import owned_parameters, set_values
 from lightning_axosparse.support.arguments import (
     DISTANCES,
     FRACTION,
@@ -42,6 +43,85 @@ from lightning_axosparse.support.arguments import (
 )
 from lightning_axosparse.support.memory.release import release_freed_memory
 from lightning_axosparse.support.troubleshooting import see
+
+_PER_CHANNEL = ("weight", "bias", "running_mean", "running_var")
+
+
+def keep_inputs(layer: nn.Module, kept: Tensor, optimizers: Iterable[Optimizer]) -> None:
+    """Remove inputs of a layer, its optimizer state with them.
+
+    Args:
+        layer: of a type in :data:`WEIGHTED`; it may be on the meta device.
+        kept: bool, True for each input that stays.
+        optimizers: those that may hold its parameters.
+    """
+    places = WEIGHTED[type(layer)]
+    _keep(layer, "weight", places.input_dimension, kept, optimizers)
+    setattr(layer, places.inputs, int(kept.sum()))
+
+
+def keep_outputs(layer: nn.Module, kept: Tensor, optimizers: Iterable[Optimizer]) -> None:
+    """Remove outputs of a weighted layer, or channels of a BatchNorm; arguments as above."""
+    if type(layer) in BATCH_NORMS:
+        for name in _PER_CHANNEL:
+            _keep(layer, name, 0, kept, optimizers)
+        layer.num_features = int(kept.sum())  # type: ignore[assignment]
+    else:
+        places = WEIGHTED[type(layer)]
+        _keep(layer, "weight", places.output_dimension, kept, optimizers)
+        _keep(layer, "bias", 0, kept, optimizers)
+        setattr(layer, places.outputs, int(kept.sum()))
+
+
+def validate_channelwise_optimizer(optimizer: Optimizer) -> None:
+    """Check that an optimizer's state has one entry for each entry of a weight.
+
+    A copy of the optimizer takes a trial step; the optimizer itself does not change.
+
+    Raises:
+        ValueError: naming the entry of the state, as for Adafactor.
+    """
+    for group in optimizer.param_groups:
+        weight = nn.Parameter(torch.ones(3, 2, 2, 2))
+        trial = trial_copy(optimizer, group, [weight])
+        weight.grad = torch.ones_like(weight)
+        type(trial).step(trial)
+        validate_state("any weight", trial.state[weight], weight.shape)
+
+
+def _keep(
+    layer: nn.Module, name: str, dimension: int, kept: Tensor, optimizers: Iterable[Optimizer]
+) -> None:
+    """Remove entries of a parameter or buffer, if there is one, which stays the same object."""
+    tensor: Tensor | None = getattr(layer, name)
+    if tensor is None:
+        return
+    index = kept.nonzero()[:, 0]
+    if not isinstance(tensor, nn.Parameter):
+        tensor.set_(_selected(tensor, dimension, index))  # type: ignore[call-overload]
+        return
+    for optimizer in optimizers:
+        if tensor in optimizer.state:
+            state = optimizer.state[tensor]
+            state.update(_selected_state(state, tensor.shape, dimension, index))
+    gradient = None if tensor.grad is None else _selected(tensor.grad, dimension, index)
+    set_values(tensor, _selected(tensor.detach(), dimension, index), gradient)
+
+
+def _selected(tensor: Tensor, dimension: int, index: Tensor) -> Tensor:
+    return tensor.index_select(dimension, index.to(tensor.device))
+
+
+def _selected_state(
+    state: Mapping[str, Any], shape: torch.Size, dimension: int, index: Tensor
+) -> dict[str, Any]:
+    return {
+        key: _selected(value, dimension, index)
+        if isinstance(value, Tensor) and value.shape == shape
+        else value
+        for key, value in state.items()
+    }
+
 
 RATIO = number("a number in (0, 1)", lambda ratio: 0 < ratio < 1)
 """A fraction to prune: some, and not all."""

@@ -1,4 +1,4 @@
-"""Says which entries of a model's weights are kept, and computes their masks."""
+"""Says which entries of a model's weights are kept, how their number falls, and makes masks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from lightning_axosparse.pruning.densities import Scope, Share, Stages, shares
 from lightning_axosparse.pruning.prunable import Prune, few, prunable
 from lightning_axosparse.pruning.scores import (
     SCORES,
@@ -23,10 +22,52 @@ from lightning_axosparse.pruning.scores import (
     by_chance,
     has_second_moment,
 )
-from lightning_axosparse.pruning.selection import highest, kept_of
+from lightning_axosparse.pruning.selection import Scope, Share, Stages, highest, kept_of, shares
 from lightning_axosparse.sparse.module.parameters import layouts
-from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.support.troubleshooting import see
+
+
+@dataclass(frozen=True)
+class MaskSchedule:
+    """The optimizer steps after which weights are pruned: ``begin``, and every so many more.
+
+    Attributes:
+        begin: optimizer steps before the ratio begins to rise.
+        every: optimizer steps from one pruning to the next.
+        end: optimizer steps before the draw.
+
+    Raises:
+        ValueError: if it ends before it begins.
+    """
+
+    begin: int
+    every: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if self.begin >= self.end:
+            raise ValueError(
+                f"draw_by, after {self.end} optimizer steps, must come after draw_after (every, if "
+                f"that is None), after {self.begin}: weights are pruned in between."
+                + see("tickets")
+            )
+
+    def changes_after(self, steps: int) -> bool:
+        """Return whether weights are pruned after so many optimizer steps, before the draw."""
+        return self.begin <= steps < self.end and (steps - self.begin) % self.every == 0
+
+    def progress(self, steps: int) -> float:
+        """Return how far the schedule has come: 0 at its beginning, 1 from its end on."""
+        return min(max((steps - self.begin) / (self.end - self.begin), 0.0), 1.0)
+
+
+def cubic_ratio(ratio: float, progress: float) -> float:
+    """Return the pruning ratio on the way to ``ratio``: fast at first, then slower.
+
+    After Zhu & Gupta, *To prune, or not to prune* (2017, arXiv 1710.01878), from a ratio of 0.
+    """
+    return float(ratio * (1 - (1 - progress) ** 3))
+
 
 EntryChoice = Literal["score", "magnitude", "random"] | Score
 """By what the entries of a weight are chosen, once it is known how many it keeps."""
@@ -45,7 +86,7 @@ class MaskRule:
             those of highest score; "magnitude": the largest; "random": any, the same ones each time
             for a weight of one name; or those for which a function, as for ``score``, is highest.
         scope: how the weights share what is kept
-            (:func:`lightning_axosparse.pruning.densities.shares`).
+            (:func:`lightning_axosparse.pruning.selection.shares`).
         floor: where several weights are ranked together, each keeps at least this fraction, in
             [0, 1], of what it would keep if all kept the same fraction.
         prune: which parameters are pruned (:func:`lightning_axosparse.pruning.prunable.prunable`).
@@ -144,45 +185,25 @@ class MaskRule:
             ValueError: on every rank, if the rule does not fit the model, or a score is NaN or
                 cannot be computed.
         """
-        rule = self.resolved(module, optimizers)
-        counted: Mapping[str, Tensor] = weights or dict(module.named_parameters())
-        counted = {name: counted[name] for name in rule.sizes(module) if name in counted}
+        rule, sizes, stored = self.resolved(module, optimizers), self.sizes(module), layouts(module)
+        counted = dict(module.named_parameters()) if weights is None else weights
+        counted = {name: counted[name] for name in sizes if name in counted}
         read = state_of or partial(_state_in, optimizers)
 
-        def named_state(name: str) -> State:
-            return read(counted[name])
+        def scores(chosen_by: str | Score) -> Scores:
+            if chosen_by == "random":
+                return Scores(by_chance, counted, _seed, stored)
+            score = SCORES[chosen_by] if isinstance(chosen_by, str) else chosen_by
+            return Scores(score, counted, lambda name: read(counted[name]), stored)
 
-        stored = layouts(module)
-        scores = Scores(rule._score, counted, named_state, stored)
-        masks = highest(scores, rule.shares(module, stages), group)
+        masks = highest(scores(rule.score), rule.shares(module, stages), group)
         if rule.entries != "score":
-            sizes = rule.sizes(module)
             alone = [Share({n: sizes[n]}, kept) for n, kept in kept_of(masks, sizes, group).items()]
-            masks = highest(rule._chosen_by(counted, named_state, stored), alone, group)
+            masks = highest(scores(rule.entries), alone, group)
         for name in masks.keys() & stored.keys():
             # Densities that fall are rounded, and may ask for one entry more than before.
             masks[name] &= stored[name].mask()
         return masks
-
-    @property
-    def _score(self) -> Score:
-        return SCORES[self.score] if isinstance(self.score, str) else self.score
-
-    def _chosen_by(
-        self,
-        weights: Mapping[str, Tensor],
-        state_of: Callable[[str], State],
-        stored: Mapping[str, Layout],
-    ) -> Scores:
-        """Return that by which the entries of each weight are chosen."""
-        if self.entries == "random":
-
-            def seed(name: str) -> State:
-                return {"seed": crc32(name.encode())}
-
-            return Scores(by_chance, weights, seed, stored)
-        entries = SCORES[self.entries] if isinstance(self.entries, str) else self.entries
-        return Scores(entries, weights, state_of, stored)
 
     @property
     def score_name(self) -> str:
@@ -197,6 +218,10 @@ class MaskRule:
 
 def _state_in(optimizers: Sequence[Optimizer], weight: Tensor) -> State:
     return next((o.state[weight] for o in optimizers if weight in o.state), {})
+
+
+def _seed(name: str) -> State:
+    return {"seed": crc32(name.encode())}
 
 
 def _name(score: str | Score) -> str:

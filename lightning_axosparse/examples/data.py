@@ -1,4 +1,4 @@
-"""Loads text as bytes from a file, folder or glob; by default the sources of Python's library."""
+"""Loads text as bytes, and small images with their classes, in three parts each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from lightning_axosparse.support.arguments import (
     BYTES,
@@ -29,6 +29,8 @@ from lightning_axosparse.support.troubleshooting import see
 
 VOCABULARY = 256
 """Vocabulary of a model trained on bytes."""
+
+HELD_OUT = number("a number between 0 and 0.5", lambda part: 0 < part < 0.5)
 
 # Folders of Python's library that are not its sources: installed packages, tests, tables.
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
@@ -152,7 +154,7 @@ class TextDataModule(SplitDataModule):
         path=PATH | NONE,
         context=COUNT,
         batch_size=COUNT,
-        held_out=number("a number between 0 and 0.5", lambda part: 0 < part < 0.5),
+        held_out=HELD_OUT,
         max_held_out=COUNT | NONE,
         max_bytes=BYTES | NONE,
         seed=SEED,
@@ -215,7 +217,10 @@ def text_files(path: str | os.PathLike[str] | None) -> list[Path]:
     """
     named = Path(standard_library() if path is None else path).expanduser()
     if path is None:
-        files = [file for file in _sources(named) if file.suffix == ".py"]
+        files = []
+        for parent, folders, names in os.walk(named):
+            folders[:] = [name for name in folders if name not in _SKIPPED]
+            files += [Path(parent) / name for name in names if name.endswith(".py")]
     elif named.is_dir():
         files = [file for file in named.rglob("*") if file.is_file()]
     elif named.is_file():
@@ -248,7 +253,62 @@ def read_text(files: list[Path], max_bytes: int | None = None) -> Tensor:
     return torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
 
 
-def _sources(folder: Path) -> Iterator[Path]:
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name not in _SKIPPED]
-        yield from (Path(parent) / name for name in names)
+class ImageDataModule(SplitDataModule):
+    """The 1797 digits of scikit-learn, split into training, validation and test, always alike.
+
+    A batch is ``(images, classes)``: float32 (batch_size, 1, 8, 8) in [-1, 1], and int64
+    (batch_size,).
+
+    Args:
+        batch_size: images per batch.
+        held_out: fraction of the images for test, and again of the others for validation.
+        seed: seed of the order of the training images.
+        num_workers: number of processes that load batches.
+
+    Raises:
+        MisconfigurationException: if an argument is out of range, or scikit-learn is not installed.
+    """
+
+    @checked(
+        MisconfigurationException,
+        batch_size=COUNT,
+        held_out=HELD_OUT,
+        seed=SEED,
+        num_workers=INDEX,
+    )
+    def __init__(
+        self, batch_size: int = 64, held_out: float = 0.15, seed: int = 0, num_workers: int = 0
+    ) -> None:
+        super().__init__(batch_size, seed, num_workers)
+        self.held_out = held_out
+
+    def setup(self, stage: str) -> None:
+        """Read the images and split them."""
+        images, classes = digits()
+        test = int(self.held_out * len(classes))
+        validation = int(self.held_out * (len(classes) - test))
+        sizes = [len(classes) - test - validation, validation, test]
+        parts = zip(images.split(sizes), classes.split(sizes), strict=True)
+        self.train, self.validation, self.test = (TensorDataset(*part) for part in parts)
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    """Return the digits of scikit-learn, in an order without meaning.
+
+    Returns:
+        Float32 (images, 1, 8, 8) in [-1, 1], and their classes, int64 (images,).
+
+    Raises:
+        MisconfigurationException: if scikit-learn is not installed.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise MisconfigurationException(
+            "The digits come with scikit-learn: pip install 'lightning-axosparse[images]'."
+            + see("examples")
+        ) from error
+    found = load_digits()
+    order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(0))
+    images = torch.from_numpy(found.images).float().unsqueeze(1) / 8 - 1
+    return images[order], torch.from_numpy(found.target).long()[order]

@@ -17,21 +17,55 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_axosparse.pruning.channels.layers import (
-    BATCH_NORMS,
-    WEIGHTED,
-    layer_inputs,
-    layer_outputs,
-)
 from lightning_axosparse.pruning.prunable import few
 from lightning_axosparse.sparse.module.parameters import owned_parameters
 from lightning_axosparse.support.torch_internals import tree_leaves
 from lightning_axosparse.support.troubleshooting import see
+
+
+class _Places(NamedTuple):
+    """The attributes with a layer's sizes, and the dimensions of its weight."""
+
+    inputs: str
+    outputs: str
+    input_dimension: int
+    output_dimension: int
+
+
+_CONVOLUTION = _Places("in_channels", "out_channels", 1, 0)
+_TRANSPOSED = _Places("in_channels", "out_channels", 0, 1)
+_LINEAR = _Places("in_features", "out_features", 1, 0)
+
+WEIGHTED: dict[type[nn.Module], _Places] = {
+    nn.Conv1d: _CONVOLUTION,
+    nn.Conv2d: _CONVOLUTION,
+    nn.Conv3d: _CONVOLUTION,
+    nn.ConvTranspose1d: _TRANSPOSED,
+    nn.ConvTranspose2d: _TRANSPOSED,
+    nn.ConvTranspose3d: _TRANSPOSED,
+    nn.Linear: _LINEAR,
+}
+"""Layers whose outputs are sums over their inputs; no subclasses, which may compute otherwise."""
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def layer_inputs(layer: nn.Module) -> int:
+    """Return the number of inputs, or input channels, of a layer in :data:`WEIGHTED`."""
+    return int(getattr(layer, WEIGHTED[type(layer)].inputs))
+
+
+def layer_outputs(layer: nn.Module) -> int:
+    """Return the number of outputs, or channels, of a weighted layer or a BatchNorm."""
+    if type(layer) in BATCH_NORMS:
+        return int(layer.num_features)  # type: ignore[arg-type]
+    return int(getattr(layer, WEIGHTED[type(layer)].outputs))
+
 
 _MODULES = (
     *(nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),

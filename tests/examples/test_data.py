@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_axosparse.examples.text import (
+from lightning_axosparse.examples.data import (
     EpochShuffle,
+    ImageDataModule,
     TextDataModule,
     Windows,
+    digits,
     read_text,
     standard_library,
     text_files,
@@ -141,3 +144,39 @@ def test_too_little_text(text):
         data.train_dataloader()
     with pytest.raises(MisconfigurationException, match=r"held_out=0\.5"):
         TextDataModule(text, held_out=0.5)
+
+
+def test_digits_are_split_without_overlap_and_always_alike() -> None:
+    images, classes = digits()
+    assert images.shape == (1797, 1, 8, 8)
+    assert (images.min(), images.max()) == (-1, 1)
+    assert classes.bincount().min() > 170
+    data, again = ImageDataModule(held_out=0.1), ImageDataModule(held_out=0.1, seed=1)
+    for each in (data, again):
+        each.setup("fit")
+    parts = [part.tensors[0] for part in (data.train, data.validation, data.test)]
+    assert [len(part) for part in parts] == [1457, 161, 179]
+    assert torch.equal(torch.cat(parts), images)
+    assert torch.equal(data.test.tensors[1], again.test.tensors[1])
+
+
+def test_batches_are_whole_and_their_order_depends_on_seed_and_epoch() -> None:
+    data = ImageDataModule(batch_size=100, seed=3)
+    data.setup("fit")
+    loader = data.train_dataloader()
+    first = [batch[1] for batch in loader]
+    assert {len(batch) for batch in first} == {100}
+    loader.sampler.set_epoch(1)
+    assert not torch.equal(torch.cat(first), torch.cat([batch[1] for batch in loader]))
+    assert sum(len(classes) for _, classes in data.val_dataloader()) == len(data.validation)
+    assert sum(len(classes) for _, classes in data.test_dataloader()) == len(data.test)
+
+
+def test_without_scikit_learn_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(
+        MisconfigurationException, match=r"pip install 'lightning-axosparse\[images"
+    ):
+        digits()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from lightning_axosparse.pruning.channels.channels import Segment, find_channels
+from lightning_axosparse.pruning.channels import Segment, find_channels
 from tests.pruning.networks import NETWORKS, conv, resnet, vgg
 
 FOUND: dict[str, tuple[dict[str, int], dict[str, list[tuple[str | None, int]]], set[str]]] = {

@@ -1,0 +1,215 @@
+"""Holds masks at one bit an entry, measures their distance, and keeps the newest of a search.
+
+The early-bird paper (You et al., ICLR 2020) takes the fraction of mask entries that differ, with
+0.1 as the threshold, for channels pruned by up to 0.7. At higher ratios this distance says little:
+two independent random masks that keep 5% differ in 9.5% of their entries and would pass. By the
+relative distance one threshold tells masks that settle from independent ones at every ratio.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_axosparse.distributed.process_groups import all_sum, broadcast_from_first, gather
+from lightning_axosparse.support.arguments import validate_mask
+from lightning_axosparse.support.corrupt_file import CorruptFileError
+from lightning_axosparse.support.files.stored_shape import stored_shape
+
+
+class MaskBits(Mapping[str, Tensor]):
+    """A mapping of names to bool tensors (on CPU), each unpacked when it is read.
+
+    Args:
+        masks: name -> bool tensor, on any device.
+
+    Raises:
+        ValueError: if a mask is not a dense bool tensor, or is on the meta device.
+    """
+
+    def __init__(self, masks: Mapping[str, Tensor]) -> None:
+        for name, mask in masks.items():
+            validate_mask(name, mask)
+        self._bits = {name: _pack(mask) for name, mask in masks.items()}
+        self.shapes = {name: mask.shape for name, mask in masks.items()}
+        """The shape of each mask."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape = self.shapes[name]
+        bits = np.unpackbits(self._bits[name].numpy(), count=shape.numel())
+        return torch.from_numpy(bits).view(torch.bool).view(shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._bits)
+
+    def __len__(self) -> int:
+        return len(self._bits)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, MaskBits)
+            and self.shapes == other.shapes
+            and all(torch.equal(bits, other._bits[name]) for name, bits in self._bits.items())
+        )
+
+    def __repr__(self) -> str:
+        return f"MaskBits({', '.join(f'{n}: {tuple(s)}' for n, s in self.shapes.items())})"
+
+    def only(self, names: Iterable[str]) -> MaskBits:
+        """Return the masks of those ``names`` that exist here, in the order of ``names``."""
+        held = [name for name in names if name in self._bits]
+        part = MaskBits({})
+        part._bits = {name: self._bits[name] for name in held}
+        part.shapes = {name: self.shapes[name] for name in held}
+        return part
+
+    @staticmethod
+    def merged(parts: Iterable[MaskBits]) -> MaskBits:
+        """Return the masks of all ``parts``; the last one where a name occurs more than once."""
+        whole = MaskBits({})
+        for part in parts:
+            whole._bits.update(part._bits)
+            whole.shapes.update(part.shapes)
+        return whole
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain containers and uint8 tensors, for ``torch.load(weights_only=True)``."""
+        shapes = {name: list(shape) for name, shape in self.shapes.items()}
+        return {"bits": dict(self._bits), "shapes": shapes}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> MaskBits:
+        """Return the masks that :meth:`state_dict` described.
+
+        Raises:
+            CorruptFileError: if the state is not as it was written.
+        """
+        masks = cls({})
+        masks._bits = dict(state["bits"])
+        masks.shapes = {
+            name: stored_shape(shape, f"the mask of {name!r}")
+            for name, shape in state["shapes"].items()
+        }
+        for name, shape in masks.shapes.items():
+            bits, size = masks._bits.get(name), -(-shape.numel() // 8)
+            fits = isinstance(bits, Tensor) and bits.dtype == torch.uint8 and bits.shape == (size,)
+            if not fits or len(masks._bits) != len(masks.shapes):
+                raise CorruptFileError(f"the mask of '{name}' does not have one bit per entry")
+        return masks
+
+
+def _pack(mask: Tensor) -> Tensor:
+    return torch.from_numpy(np.packbits(mask.detach().reshape(-1).cpu().numpy()))
+
+
+Masks = Mapping[str, Tensor]
+
+
+Distance = Literal["relative", "overlap", "hamming"]
+DISTANCES: tuple[Distance, ...] = ("relative", "overlap", "hamming")
+
+
+def mask_distance(
+    distance: Distance,
+    one: Masks,
+    other: Masks,
+    counted: Collection[str],
+    group: ProcessGroup | None = None,
+) -> float:
+    """Return how far two sets of masks are apart; 0 for equal ones.
+
+    Args:
+        distance: "hamming": the fraction of all entries in which they differ, as in the paper; at
+            pruning ratio p at most ``2 min(p, 1 - p)``. "overlap": the fraction of kept entries
+            that they do not have in common, ``1 - 2 |A and B| / (|A| + |B|)`` (one minus the
+            Sorensen-Dice coefficient). "relative": the overlap distance divided by that of
+            independent random masks that keep as many entries, which are 1 apart in the mean.
+        one: name -> bool tensor, True where an entry is kept, of the parameters on this rank.
+        other: the same names and shapes.
+        counted: the names that this rank counts; each name is counted by exactly one rank of
+            ``group``.
+        group: the ranks whose stages make up the model; None if this rank has the whole model.
+    """
+    counts = torch.zeros(3, dtype=torch.int64)
+    for name in one.keys() & set(counted):
+        a, b = one[name], other[name]
+        counts += torch.tensor([int((a ^ b).sum()), int(a.sum() + b.sum()), a.numel()])
+    differing, kept, entries = all_sum(counts, group).tolist()
+    most = {
+        "hamming": entries,
+        "overlap": kept,
+        "relative": kept * (1 - kept / max(1, 2 * entries)),
+    }[distance]
+    return float(differing / most) if most else 0.0
+
+
+class MaskWindow:
+    """The newest masks of the parameters of this rank, at one bit an entry.
+
+    Args:
+        size: how many masks must agree, at least 2.
+        distance: how masks are compared (:func:`mask_distance`).
+    """
+
+    def __init__(self, size: int, distance: Distance) -> None:
+        self.size = size
+        self._distance = distance
+        self._masks: deque[MaskBits] = deque(maxlen=size)
+
+    @property
+    def full(self) -> bool:
+        """Whether there are as many masks as must agree."""
+        return len(self._masks) == self.size
+
+    def add(
+        self,
+        masks: MaskBits,
+        counted: Collection[str],
+        stages: ProcessGroup | None,
+        replicas: ProcessGroup | None,
+    ) -> float | None:
+        """Take in new masks; collective. The oldest leave a full window.
+
+        All replicas get the distance of the first: their weights may differ in the last bit.
+
+        Args:
+            masks: the masks of the parameters of this rank.
+            counted: the names of those that this rank counts, of all that a pipeline has.
+            stages: the ranks whose stages make up the model; None if this rank has all of it.
+            replicas: the ranks with the same stage; None if there are no others.
+
+        Returns:
+            The largest distance to the other masks of the window; None if there are none.
+        """
+        others = list(self._masks)[1 - self.size :]
+        found = [mask_distance(self._distance, masks, other, counted, stages) for other in others]
+        self._masks.append(masks)
+        return max(broadcast_from_first(found, replicas), default=None)
+
+    def clear(self) -> None:
+        """Drop all masks."""
+        self._masks.clear()
+
+    def gather_state(
+        self, counted: Collection[str], stages: ProcessGroup | None
+    ) -> list[dict[str, Any]]:
+        """Return the masks of all stages on the first one, an empty list on others; collective.
+
+        Args:
+            counted: as for :meth:`add`.
+            stages: as for :meth:`add`.
+        """
+        own = [masks.only(name for name in masks if name in counted) for masks in self._masks]
+        parts = gather(own, stages)
+        return [MaskBits.merged(masks).state_dict() for masks in zip(*parts, strict=True)]
+
+    def load_state(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Restore what :meth:`gather_state` returned."""
+        self._masks.clear()
+        self._masks.extend(MaskBits.from_state_dict(state) for state in states)

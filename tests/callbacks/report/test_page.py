@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import re
+from base64 import b64decode
+from dataclasses import replace
+from html import unescape
+
+import torch
+from matplotlib.figure import Figure
+
+from lightning_axosparse import Ticket
+from lightning_axosparse.callbacks.report.facts import TicketDraw
+from lightning_axosparse.callbacks.report.page import figure, html, plots, save_plots
+from lightning_axosparse.callbacks.report.tables import sections
+from lightning_axosparse.callbacks.timeline import Placed, RecordedStep
+from lightning_axosparse.support.trace import Span
+from tests.callbacks.report.runs import make_facts
+
+STEP = RecordedStep(1, 4, "dense", [Placed(0, Span("forward", 10.0, 10.010, 0, 7))])
+TICKET = Ticket({"model.0.weight": torch.tensor([[True, False], [True, True]])}, 0.25)
+
+
+def drawn(page: str) -> dict[str, str]:
+    found = re.findall(r'<img alt="(\w+)" src="data:image/svg\+xml;base64,(.*?)">', page)
+    return {name: b64decode(data).decode() for name, data in found}
+
+
+def made() -> str:
+    facts = make_facts()
+    return html(facts, plots(facts, [STEP]), TICKET)
+
+
+def test_the_tables_are_those_of_the_report() -> None:
+    cells = [unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", made())]
+    assert cells == [cell for part in sections(make_facts()) for row in part.rows for cell in row]
+
+
+def test_the_plots_are_pictures_whose_words_can_be_read() -> None:
+    found = drawn(made())
+    assert list(found) == ["loss", "mask_distance", "gantt"]
+    assert "optimizer step" in found["loss"]
+    assert "threshold" in found["mask_distance"]
+    assert "epoch 1, batch 4: dense weights" in found["gantt"]
+
+
+def test_nothing_is_loaded_from_elsewhere() -> None:
+    assert not re.findall(r"(?:src|href)=\"(?!data:)|url\(|@import|https?:", made())
+
+
+def test_a_run_that_diverged_has_a_page() -> None:
+    facts = make_facts()
+    ranks = [replace(rank, losses=[float("nan"), float("inf")]) for rank in facts.ranks]
+    diverged = replace(facts, ranks=ranks, validations=[], distances={}, draw=None)
+    assert "<table>" in html(diverged, plots(diverged, []), None)
+
+
+def test_plots_are_written_for_the_data_that_is_there(facts, tmp_path):
+    written = save_plots(plots(facts, [STEP, STEP]), tmp_path)
+    assert written == ["loss.png", "mask_distance.png", "gantt.png"]
+    for name in written:
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    dense = replace(facts, draw=None, distances={})
+    assert list(plots(dense, [])) == ["loss"]
+
+
+def lines(facts):
+    [axes] = plots(facts, [])["loss"].axes
+    return axes.lines
+
+
+def test_a_ticket_drawn_before_this_training_has_no_line(facts):
+    adopted = replace(facts, draw=TicketDraw(0.8, {"model.0.weight": 0.8}, 0.2), distances={})
+    assert [line.get_label() for line in lines(adopted)] == ["training", "validation"]
+
+
+def test_the_losses_can_be_read_back(facts):
+    training, validation, ticket = lines(facts)
+    assert training.get_xydata().tolist() == [[1, 4], [2, 3]]
+    assert validation.get_xydata().tolist() == [[1, 2], [2, 1]]
+    assert ticket.get_xdata() == [1, 1]
+
+
+def test_words_are_text_in_svg_and_long_curves_are_simplified():
+    plot = Figure()
+    axes = plot.subplots()
+    axes.plot([value % 7 for value in range(100_000)])
+    axes.set_title("a <title>")
+    found = drawn(figure("a", plot))["a"]
+    assert "a &lt;title&gt;" in found
+    assert len(found) < 200_000
+    assert "<dc:date>" not in found

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_axosparse.pruning.masks import (
+    DISTANCES,
+    MaskBits,
+    MaskWindow,
+    mask_distance,
+)
+from lightning_axosparse.support.corrupt_file import CorruptFileError
+from tests.pruning.stages import make_parameters, on_stage
+from tests.ranks import run_ranks
+
+shapes = st.dictionaries(
+    st.sampled_from(["a", "b.weight", "c.0.weight"]),
+    st.lists(st.integers(0, 5), min_size=1, max_size=3),
+)
+
+
+def masks_of(shapes, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.rand(shape, generator=generator) < 0.5 for name, shape in shapes.items()}
+
+
+def assert_holds(packed, masks):
+    assert list(packed) == list(masks)
+    assert len(packed) == len(masks)
+    for name, mask in masks.items():
+        assert packed[name].dtype == torch.bool
+        assert torch.equal(packed[name], mask)
+        assert packed.shapes[name] == mask.shape
+
+
+@given(shapes, st.integers(0, 1000))
+def test_masks_are_read_back_as_given(shapes, seed):
+    masks = masks_of(shapes, seed)
+    packed = MaskBits(masks)
+    assert_holds(packed, masks)
+    assert_holds(MaskBits.from_state_dict(packed.state_dict()), masks)
+    assert_holds(pickle.loads(pickle.dumps(packed)), masks)
+    names = list(masks)[::-1][:2]
+    assert_holds(packed.only([*names, "elsewhere"]), {name: masks[name] for name in names})
+    merged = MaskBits.merged([packed.only([name]) for name in masks])
+    assert merged == packed
+    assert packed == MaskBits(masks)
+
+
+def test_masks_differ_by_bits_names_and_shapes():
+    packed = MaskBits(masks_of({"a": [3, 4]}))
+    flipped = {"a": packed["a"].clone()}
+    flipped["a"][0, 0] ^= True
+    assert packed != MaskBits(flipped)
+    assert packed != MaskBits({"b": packed["a"]})
+    assert packed != MaskBits({"a": packed["a"].view(4, 3)})
+    assert packed != {"a": packed["a"]}
+
+
+def test_masks_take_one_bit_an_entry():
+    masks = {"w": torch.ones(64, 64, dtype=torch.bool)}
+    assert MaskBits(masks).state_dict()["bits"]["w"].nbytes == 64 * 64 // 8
+
+
+def test_a_state_whose_bits_do_not_fit_the_shape_is_rejected():
+    state = MaskBits({"w": torch.ones(4, 4, dtype=torch.bool)}).state_dict()
+    longer = MaskBits({"w": torch.ones(4, 6, dtype=torch.bool)}).state_dict()
+    with pytest.raises(CorruptFileError, match="one bit per entry"):
+        MaskBits.from_state_dict({**state, "bits": longer["bits"]})
+
+
+def random_masks(seed, kept):
+    parameters = make_parameters(seed, torch.float32, ties=False)
+    generator = torch.Generator().manual_seed(seed + 1)
+    return [
+        {name: torch.rand(p.shape, generator=generator) < kept for name, p in parameters.items()}
+        for _ in range(2)
+    ]
+
+
+@given(st.integers(0, 10**6), st.sampled_from([0.0, 0.1, 0.5, 1.0]))
+def test_distances_by_their_definitions(seed, kept):
+    one, other = random_masks(seed, kept)
+    a, b = (torch.cat([m.reshape(-1) for m in masks.values()]).tolist() for masks in (one, other))
+    kept_one, kept_other = ({i for i, keep in enumerate(mask) if keep} for mask in (a, b))
+    hamming = sum(x != y for x, y in zip(a, b, strict=True)) / len(a)
+    both = len(kept_one) + len(kept_other)
+    overlap = 1 - 2 * len(kept_one & kept_other) / both if both else 0.0
+    assert mask_distance("hamming", one, other, one.keys()) == pytest.approx(hamming)
+    assert mask_distance("overlap", one, other, one.keys()) == pytest.approx(overlap)
+
+
+def test_the_extremes():
+    mask = torch.tensor([[True, False, False, False]])
+    for distance, opposite in (("overlap", 1.0), ("hamming", 0.5)):
+        assert mask_distance(distance, {"w": mask}, {"w": mask}, {"w"}) == 0
+        assert mask_distance(distance, {"w": mask}, {"w": mask.flip(1)}, {"w"}) == opposite
+        assert mask_distance(distance, {}, {}, set()) == 0
+
+
+def test_overlap_tells_independent_masks_from_settled_ones_where_hamming_does_not():
+    torch.manual_seed(0)
+    one, other = ({"w": torch.rand(300, 300) < 0.05} for _ in range(2))
+    assert mask_distance("hamming", one, other, {"w"}) < 0.1
+    assert mask_distance("overlap", one, other, {"w"}) > 0.9
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.5, 0.8, 0.98])
+def test_independent_masks_are_one_apart_by_the_relative_distance_at_every_ratio(ratio):
+    torch.manual_seed(0)
+    one, other = ({"w": torch.rand(1000, 1000) >= ratio} for _ in range(2))
+    assert mask_distance("relative", one, other, {"w"}) == pytest.approx(1, rel=0.02)
+    assert mask_distance("relative", one, one, {"w"}) == 0
+    assert mask_distance("relative", {}, {}, set()) == 0
+    half = {"w": torch.where(torch.arange(1000) < 500, one["w"], other["w"])}
+    assert mask_distance("relative", one, half, {"w"}) == pytest.approx(0.5, rel=0.02)
+
+
+def distances_of_a_stage():
+    import torch.distributed as dist
+
+    from lightning_axosparse.distributed.mpi.backend import init_process_group
+
+    init_process_group("cpu")
+    one, other = random_masks(0, 0.3)
+    held, counted = on_stage(one, 3, dist.get_rank())
+    part = {name: other[name] for name in held}
+    found = [mask_distance(each, held, part, counted, dist.group.WORLD) for each in DISTANCES]
+    dist.destroy_process_group()
+    return found
+
+
+def test_stages_measure_the_distances_of_one_process():
+    one, other = random_masks(0, 0.3)
+    expected = [mask_distance(each, one, other, one.keys()) for each in DISTANCES]
+    assert all(0 < distance < 1.5 for distance in expected)
+    assert run_ranks(3, distances_of_a_stage) == [expected] * 3
+
+
+def series(seed, number):
+    generator = torch.Generator().manual_seed(seed)
+    masks = [{"a": torch.rand(5, 4, generator=generator) < 0.5} for _ in range(number)]
+    return masks, [MaskBits(each) for each in masks]
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 10**6), st.integers(1, 8), st.integers(2, 5))
+def test_the_distance_is_the_largest_to_the_others_of_the_window(seed, number, size):
+    masks, bits = series(seed, number)
+    window = MaskWindow(size, "overlap")
+    for position, each in enumerate(bits):
+        found = window.add(each, {"a"}, None, None)
+        others = masks[max(0, position + 1 - size) : position]
+        expected = [mask_distance("overlap", masks[position], other, {"a"}) for other in others]
+        assert found == max(expected, default=None)
+        assert window.full == (position + 1 >= size)
+
+
+def test_it_goes_on_with_its_state_and_begins_anew_when_cleared():
+    _, bits = series(0, 4)
+    window, again = MaskWindow(3, "hamming"), MaskWindow(3, "hamming")
+    for each in bits[:3]:
+        window.add(each, {"a"}, None, None)
+    state = window.gather_state({"a"}, None)
+    again.load_state(state)
+    assert again.full
+    assert again.add(bits[3], {"a"}, None, None) == window.add(bits[3], {"a"}, None, None)
+    window.clear()
+    assert not window.full
+    assert window.add(bits[0], {"a"}, None, None) is None
