@@ -24,9 +24,8 @@ from lightning_axosparse.callbacks.period import Period, period_of
 from lightning_axosparse.callbacks.trainer_info import folder_of, grid_of
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.support.arguments import INDEX, NONE, PATH, checked
-from lightning_axosparse.support.extras import require_cli
 from lightning_axosparse.support.trace import clock
-from lightning_axosparse.support.troubleshooting import see
+from lightning_axosparse.support.troubleshooting import require_cli, see
 
 
 class PipelineTimeline(L.Callback):

@@ -10,12 +10,11 @@ from fsspec.utils import get_protocol
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from lightning_axosparse.checkpoint.folder import sharded
-from lightning_axosparse.checkpoint.mapped_file import load_mapped
+from lightning_axosparse.checkpoint import folder as sharded
+from lightning_axosparse.support import archive
+from lightning_axosparse.support.archive import all_made, load_mapped
 from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
-from lightning_axosparse.support.files import archive
-from lightning_axosparse.support.files.atomic_file import clear_partials
-from lightning_axosparse.support.files.deferred_tensor import all_made
+from lightning_axosparse.support.files import clear_partials
 
 _ENTRIES = {
     "state_dict": dict,

@@ -30,9 +30,9 @@ from lightning_axosparse.sparse.store.formats import layout_of
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.materialize import DenseForm, master_dtype
 from lightning_axosparse.sparse.store.weight import SparseWeight
+from lightning_axosparse.support import archive
 from lightning_axosparse.support.arguments import MODULE, NONE, PATH, PATTERNS, checked, instance_of
 from lightning_axosparse.support.corrupt_file import reading
-from lightning_axosparse.support.files import archive
 from lightning_axosparse.support.troubleshooting import see
 
 Skipped = Callable[[str], bool]

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_axosparse.support.arguments import validate_mask
-from lightning_axosparse.support.corrupt_file import CorruptFileError
-from lightning_axosparse.support.files.stored_shape import stored_shape
+from lightning_axosparse.support.corrupt_file import CorruptFileError, stored_shape
 
 
 class MaskBits(Mapping[str, Tensor]):

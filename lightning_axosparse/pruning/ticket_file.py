@@ -12,9 +12,9 @@ from torch import Tensor
 from typing_extensions import Self
 
 from lightning_axosparse.pruning.bitmask import MaskBits
+from lightning_axosparse.support import archive
 from lightning_axosparse.support.arguments import PATH, Kind, check, checked
 from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
-from lightning_axosparse.support.files import archive
 from lightning_axosparse.support.troubleshooting import see
 
 

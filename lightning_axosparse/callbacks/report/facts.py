@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_axosparse.callbacks.period import Period
-from lightning_axosparse.strategy.regrid.regrid import Regridded
+from lightning_axosparse.strategy.regrid import Regridded
 from lightning_axosparse.support.trace import Activity
 
 TimePart = Literal["compute", "waiting", "all-reduce", "optimizer", "densify, compress", "other"]

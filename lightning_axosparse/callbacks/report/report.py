@@ -35,7 +35,7 @@ from lightning_axosparse.callbacks.trainer_info import callbacks_of, folder_of, 
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.pruning import ChannelTicket, Ticket
 from lightning_axosparse.sparse.module.state_size import state_bytes
-from lightning_axosparse.strategy.regrid.regrid import Regridded
+from lightning_axosparse.strategy.regrid import Regridded
 from lightning_axosparse.support.arguments import NONE, PATH, TEXT, checked
 from lightning_axosparse.support.torch_internals import tree_leaves
 from lightning_axosparse.support.trace import Activity, clock

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_axosparse.callbacks.period import Period
 from lightning_axosparse.callbacks.report.facts import RankFacts, RunFacts, Work, perplexity
-from lightning_axosparse.support.files.atomic_file import replacing
+from lightning_axosparse.support.files import replacing
 
 
 @dataclass(frozen=True)

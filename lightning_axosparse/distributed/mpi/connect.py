@@ -1,18 +1,28 @@
-"""Connects the adjacent stages of a pipeline, each pair in the fastest way that works for it."""
+"""Connects the adjacent stages of a pipeline, each pair in the fastest way that works for it.
+
+Most MPIs transfer the fragments of a large message inside their own calls only, unless the hardware
+or the operating system copies it (RDMA, cross-memory attach). A sender that computes for 30 ms then
+delays its message by 30 ms. So it is tested whether MPI transfers a message while its sender
+computes; if not, a thread helps.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
 from lightning.pytorch.utilities import rank_zero_info
 from mpi4py import MPI
 
-from lightning_axosparse.distributed.mpi.async_progress import ProgressThread, has_async_progress
-from lightning_axosparse.distributed.mpi.node.slots import shares_memory
+from lightning_axosparse.distributed.mpi.shared_memory import shares_memory
 from lightning_axosparse.distributed.mpi.staging import Staging
-from lightning_axosparse.distributed.mpi.transport import Channel
-from lightning_axosparse.distributed.rank_status import blocked
+from lightning_axosparse.distributed.mpi.transport import Channel, ProgressThread
+from lightning_axosparse.distributed.rank_status import BackOff, blocked
+
+_PROBE_SECONDS = 0.02  # during which the sender of the probe makes no call of MPI
 
 
 class Connection(NamedTuple):
@@ -104,3 +114,36 @@ def describe_connections(shared: list[bool], progresses: bool, threads_allowed: 
         "stages will wait for one another. This MPI does not provide MPI_THREAD_MULTIPLE, with "
         "which a thread could help; see also its documentation on asynchronous progress."
     )
+
+
+def has_async_progress(comm: MPI.Comm, peer: int) -> bool:
+    """Whether a megabyte from the lower rank arrives while that rank makes no call of MPI.
+
+    Called by this rank and rank ``peer``; takes some 20 ms.
+    """
+    large, small, answer = np.zeros(2**20, np.uint8), np.zeros(1), np.zeros(1, bool)
+    _synchronize(comm, peer)
+    if comm.rank < peer:
+        requests = [comm.Isend(large, peer)]
+        time.sleep(_PROBE_SECONDS)
+        requests += [comm.Isend(small, peer), comm.Irecv(answer, peer)]
+    else:
+        # The small message leaves after the pause. The large one has arrived before it, or not.
+        received, pause_over = comm.Irecv(large, peer), comm.Irecv(small, peer)
+        _wait(lambda: received.Test() or pause_over.Test())
+        answer[0] = not pause_over.Test()
+        requests = [received, pause_over, comm.Isend(answer, peer)]
+    _wait(lambda: MPI.Request.Testall(requests))
+    return bool(answer[0])
+
+
+def _synchronize(comm: MPI.Comm, peer: int) -> None:
+    """Wait until both ranks are here and connected."""
+    requests = [comm.Isend(np.zeros(0), peer), comm.Irecv(np.zeros(0), peer)]
+    _wait(lambda: MPI.Request.Testall(requests))
+
+
+def _wait(done: Callable[[], bool]) -> None:
+    with BackOff(lambda: "a message that tests the MPI of the adjacent stage") as back_off:
+        while not done():
+            back_off.pause()

@@ -14,6 +14,8 @@ receiver posts one of the right size when it has read the envelope.
 from __future__ import annotations
 
 import pickle
+import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,16 +26,16 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from lightning_axosparse.distributed.backoff import BackOff
-from lightning_axosparse.distributed.mpi.async_progress import ProgressThread
-from lightning_axosparse.distributed.mpi.buffers import raw
-from lightning_axosparse.distributed.mpi.node.slots import SlotAddress, SlotReader, SlotWriter
+from lightning_axosparse.distributed.mpi.shared_memory import SlotAddress, SlotReader, SlotWriter
 from lightning_axosparse.distributed.mpi.staging import Ready, Staging
-from lightning_axosparse.distributed.rank_status import this_rank
+from lightning_axosparse.distributed.mpi.work import raw
+from lightning_axosparse.distributed.rank_status import BackOff, this_rank
 
 _ENVELOPE_BYTES = 4096
 _INLINE_BYTES = 2048
-_ENVELOPE, _BLOCK, _LATE = range(3)  # tags
+_ENVELOPE, _BLOCK, _LATE, _UNUSED = range(4)  # tags
+_MIN_PAUSE, _MAX_PAUSE = 1e-4, 2e-3  # seconds between two turns of the progress thread
+_CALLS_PER_TURN = 50  # each transfers about one fragment
 
 
 class _Envelope(NamedTuple):
@@ -73,6 +75,49 @@ class _Incoming:
 
 def _writable(block: bytes) -> Tensor:
     return torch.frombuffer(bytearray(block), dtype=torch.uint8) if block else torch.empty(0).byte()
+
+
+class ProgressThread:
+    """A thread that calls MPI while batches are under way, so that it transfers messages.
+
+    Its calls take time from what the rank computes: the pause between them is 0.1 ms after a
+    message was sent, and grows to 2 ms. Without :meth:`start` there is no thread.
+
+    Args:
+        comm: any communicator; nothing is received from it.
+    """
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self._comm = comm
+        self._batches = 0
+        self._pause = _MIN_PAUSE
+        self._under_way = threading.Event()
+
+    def start(self) -> None:
+        """Start the thread; MPI has to provide ``MPI_THREAD_MULTIPLE``."""
+        threading.Thread(target=self._run, name="axosparse-progress", daemon=True).start()
+
+    def begin_batch(self) -> None:
+        """Call MPI until :meth:`end_batch`; batches may overlap."""
+        self._batches += 1
+        self._under_way.set()
+
+    def message_sent(self) -> None:
+        """Call MPI at short intervals again."""
+        self._pause = _MIN_PAUSE
+
+    def end_batch(self) -> None:
+        """End one batch."""
+        self._batches -= 1
+        if not self._batches:
+            self._under_way.clear()
+
+    def _run(self) -> None:
+        while self._under_way.wait():
+            time.sleep(self._pause)
+            self._pause = min(_MAX_PAUSE, 1.5 * self._pause)
+            for _ in range(_CALLS_PER_TURN):
+                self._comm.Iprobe(tag=_UNUSED)
 
 
 class Channel:

@@ -25,12 +25,13 @@ from functools import cache
 
 from mpi4py import MPI
 
-from lightning_axosparse.distributed.mpi.start.environment import SECONDS_TO_PRINT
-from lightning_axosparse.distributed.mpi.start.process_manager import hold_files
-from lightning_axosparse.distributed.rank_end import describe_end, exit_code
+from lightning_axosparse.distributed.mpi.environment import SECONDS_TO_PRINT
+from lightning_axosparse.distributed.mpi.mpich import hold_files
 from lightning_axosparse.distributed.rank_status import (
     RanksStuckError,
     RankStatus,
+    describe_end,
+    exit_code,
     publish,
     read_status,
     this_rank,

@@ -40,7 +40,7 @@ from lightning_axosparse.support.arguments import (
     list_of,
     number,
 )
-from lightning_axosparse.support.memory.release import release_freed_memory
+from lightning_axosparse.support.memory import release_freed_memory
 from lightning_axosparse.support.troubleshooting import see
 
 RATIO = number("a number in (0, 1)", lambda ratio: 0 < ratio < 1)

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_axosparse.distributed.mpi.start.environment import check_can_start
+from lightning_axosparse.distributed.mpi.environment import check_can_start
 from lightning_axosparse.strategy.compat.signals import restore_handlers_in_teardown
 from lightning_axosparse.strategy.launcher import mpiexec
 from lightning_axosparse.strategy.launcher.call import (
@@ -27,15 +27,13 @@ from lightning_axosparse.strategy.launcher.call import (
     CallResult,
     MainModule,
     ProcessState,
-)
-from lightning_axosparse.strategy.launcher.failures import RankMonitor, describe_failure
-from lightning_axosparse.strategy.launcher.pickling import first_unpicklable, load, save
-from lightning_axosparse.strategy.launcher.restarts import (
     SavedCheckpoint,
     noted_checkpoints,
     resumed_from,
 )
-from lightning_axosparse.strategy.launcher.weights import read
+from lightning_axosparse.strategy.launcher.changes import read
+from lightning_axosparse.strategy.launcher.mpiexec import RankMonitor, describe_failure
+from lightning_axosparse.strategy.launcher.pickling import first_unpicklable, load, save
 from lightning_axosparse.support.troubleshooting import see, without_link
 
 WORKER = (sys.executable, "-m", "lightning_axosparse.strategy.launcher.worker")

@@ -17,10 +17,9 @@ def exchange(
     """Send and receive, in each batch, blocks of the sizes listed for this rank."""
     from mpi4py import MPI
 
-    from lightning_axosparse.distributed.backoff import BackOff
-    from lightning_axosparse.distributed.mpi.async_progress import ProgressThread
     from lightning_axosparse.distributed.mpi.staging import HostStaging
-    from lightning_axosparse.distributed.mpi.transport import Channel
+    from lightning_axosparse.distributed.mpi.transport import Channel, ProgressThread
+    from lightning_axosparse.distributed.rank_status import BackOff
 
     class SlowStaging(HostStaging):
         """Has blocks ready only some time after they were given to it, the later ones sooner."""
