@@ -18,8 +18,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from mpi4py import MPI
 
 from lightning_axosparse.distributed.mpi.shared_memory import shares_memory
-from lightning_axosparse.distributed.mpi.staging import Staging
-from lightning_axosparse.distributed.mpi.transport import Channel, ProgressThread
+from lightning_axosparse.distributed.mpi.transport import Channel, ProgressThread, Staging
 from lightning_axosparse.distributed.rank_status import BackOff, blocked
 
 _PROBE_SECONDS = 0.02  # during which the sender of the probe makes no call of MPI
@@ -57,7 +56,7 @@ def connect_stages(
     Returns:
         Channels to the previous and the next stage; None where there is none.
     """
-    comm, shares_memory, progress = connect(stages, replica, stage, staging.on_host)
+    comm, shares_memory, progress = connect(stages, replica, stage)
     channels = {
         adjacent: Channel(comm, adjacent, window, staging, shared, progress)
         for adjacent, shared in shares_memory.items()
@@ -66,20 +65,19 @@ def connect_stages(
 
 
 @cache  # The number of communicators in an MPI is limited, and the test takes its time.
-def connect(stages: int, replica: int, stage: int, on_host: bool) -> Connection:
+def connect(stages: int, replica: int, stage: int) -> Connection:
     """Find out, with all ranks of the job, how messages reach the adjacent stages best.
 
     Args:
         stages: number of stages.
         replica: of this rank.
         stage: of this rank.
-        on_host: whether MPI gets host memory; only that can be shared.
     """
     world = MPI.COMM_WORLD
     with blocked("the other stages to connect"):
         comm = world.Split(replica, stage)
         adjacent = [other for other in (stage - 1, stage + 1) if 0 <= other < stages]
-        shared = {other: on_host and shares_memory(comm, other) for other in adjacent}
+        shared = {other: shares_memory(comm, other) for other in adjacent}
         # Every other pair first, so that two rounds test all pairs.
         by_mpi = sorted((n for n in adjacent if not shared[n]), key=lambda n: min(n, stage) % 2)
         progresses = [has_async_progress(comm, other) for other in by_mpi]

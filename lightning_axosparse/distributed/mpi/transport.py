@@ -9,6 +9,8 @@ Receives are posted ahead of time, for the envelope and for the block. The recei
 the size that the message of the same number had in the previous batch, which sender and receiver
 both remember. A larger block is late: an empty message completes the posted receive, and the
 receiver posts one of the right size when it has read the envelope.
+
+Blocks of a GPU go through pinned host memory.
 """
 
 from __future__ import annotations
@@ -27,7 +29,6 @@ from mpi4py import MPI
 from torch import Tensor
 
 from lightning_axosparse.distributed.mpi.shared_memory import SlotAddress, SlotReader, SlotWriter
-from lightning_axosparse.distributed.mpi.staging import Ready, Staging
 from lightning_axosparse.distributed.mpi.work import raw
 from lightning_axosparse.distributed.rank_status import BackOff, this_rank
 
@@ -36,6 +37,70 @@ _INLINE_BYTES = 2048
 _ENVELOPE, _BLOCK, _LATE, _UNUSED = range(4)  # tags
 _MIN_PAUSE, _MAX_PAUSE = 1e-4, 2e-3  # seconds between two turns of the progress thread
 _CALLS_PER_TURN = 50  # each transfers about one fragment
+
+
+Ready = Callable[[], bool]
+"""Returns whether MPI may read a block; called until it may."""
+
+
+class Staging:
+    """Makes blocks of messages (1-D uint8 tensors) accessible to MPI: on the CPU as they are."""
+
+    def outgoing(self, block: Tensor) -> tuple[Tensor, Ready]:
+        """The tensor that MPI reads to send ``block``, and whether it may read it yet."""
+        return block, lambda: True
+
+    def empty(self, size: int) -> Tensor:
+        """A tensor of ``size`` bytes that MPI may write immediately."""
+        return torch.empty(size, dtype=torch.uint8)
+
+    def incoming(self, block: Tensor) -> Tensor:
+        """The block that MPI has written, on the device and ready for the current stream."""
+        return block
+
+
+class PinnedStaging(Staging):
+    """Copies the blocks of a GPU to and from pinned host memory, on streams of their own.
+
+    The host waits for no copy, and a kernel only for the block that it needs. Torch's allocator of
+    pinned memory uses a block again only when the copies from and to it are done. It has been
+    tested with stand-ins for streams only, never on a GPU.
+
+    Args:
+        device: of the tensors.
+        runtime: ``torch.cuda``.
+    """
+
+    def __init__(self, device: torch.device, runtime: Any = torch.cuda) -> None:
+        self._device, self._runtime = device, runtime
+        self._pin = device.type == "cuda"
+        self._to_host, self._to_device = runtime.Stream(device), runtime.Stream(device)
+
+    def outgoing(self, block: Tensor) -> tuple[Tensor, Ready]:
+        """A copy in pinned memory, ready when the copy is done."""
+        host, copied = self.empty(block.numel()), self._runtime.Event()
+        self._to_host.wait_stream(self._runtime.current_stream(self._device))
+        with self._runtime.stream(self._to_host):
+            host.copy_(block, non_blocking=True)
+            copied.record(self._to_host)
+
+        def ready(source: Tensor = block) -> bool:  # Keeps it alive until it is copied.
+            return bool(copied.query())
+
+        return host, ready
+
+    def empty(self, size: int) -> Tensor:
+        """Pinned memory."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pin)
+
+    def incoming(self, block: Tensor) -> Tensor:
+        """A copy on the device; the current stream waits for it."""
+        current = self._runtime.current_stream(self._device)
+        with self._runtime.stream(self._to_device):
+            arrived = block.to(self._device, non_blocking=True, copy=True)
+        current.wait_stream(self._to_device)
+        arrived.record_stream(current)
+        return arrived
 
 
 class _Envelope(NamedTuple):

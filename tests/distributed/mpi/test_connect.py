@@ -1,4 +1,5 @@
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -9,13 +10,16 @@ from tests.ranks import run_ranks
 def connect_and_probe() -> Any:
     from mpi4py import MPI
 
+    from lightning_axosparse.distributed.mpi import connect as connections
     from lightning_axosparse.distributed.mpi.connect import connect, has_async_progress
     from lightning_axosparse.distributed.mpi.shared_memory import shares_memory
     from lightning_axosparse.distributed.mpi.transport import ProgressThread
 
     world = MPI.COMM_WORLD
-    shared = connect(2, 0, world.rank, True).shares_memory
-    apart = connect(2, 0, world.rank, False).shares_memory
+    shared = connect(2, 0, world.rank).shares_memory
+    connect.cache_clear()
+    with patch.object(connections, "shares_memory", return_value=False):
+        apart = connect(2, 0, world.rank).shares_memory
     alone = has_async_progress(world, 1 - world.rank)
     progress = ProgressThread(world)
     progress.start()
