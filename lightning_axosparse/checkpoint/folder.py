@@ -53,25 +53,13 @@ def record(tensor: DeferredTensor) -> dict[str, Any]:
 
 
 def verify(folder: Path) -> None:
-    """Read each file of a folder once and check that it is as it was written.
-
-    Raises:
-        CorruptFileError: if one is not, or the folder is none of this version.
-    """
+    """Read each file of a folder once and check that it is as it was written."""
     for file in _files(folder):
         archive.check(file)
 
 
 def load(folder: Path, weights_only: bool | None) -> dict[str, Any]:
-    """Read a verified checkpoint, whose weights and optimizer state are mapped into memory.
-
-    Args:
-        folder: of the checkpoint.
-        weights_only: as for ``torch.load``.
-
-    Raises:
-        CorruptFileError: if a tensor is not in the folder, or files are of several checkpoints.
-    """
+    """Read a verified checkpoint, whose weights and optimizer state are mapped into memory."""
     tensors: dict[str, Any] = {}
     first, *others = _files(folder)
     contents, parts = load_mapped(first, weights_only), [load_mapped(each, True) for each in others]
@@ -114,10 +102,9 @@ _LOOK_SECONDS = 0.1
 class FolderWriter:
     """Writes one folder after the other; collective over the stages of a pipeline.
 
-    Args:
-        tensors: what the stages have for a checkpoint.
-        in_background: write copies in a thread of each stage, until the next :meth:`save` or
-            :meth:`wait`.
+    ``in_background`` lets a thread of each stage write copies, until the next :meth:`save` or
+    :meth:`wait`. An ``OSError`` of one stage is then raised on all of them, and an older folder is
+    unchanged.
     """
 
     def __init__(self, tensors: StageTensors, in_background: bool = False) -> None:
@@ -127,16 +114,7 @@ class FolderWriter:
         self._when_written: list[Callable[[], None]] = []
 
     def save(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
-        """Write a checkpoint.
-
-        Args:
-            checkpoint: on the first stage the whole checkpoint, with deferred tensors.
-            path: the folder, which is replaced when all stages have written.
-
-        Raises:
-            OSError: on all stages, if one cannot write, or could not write the checkpoint before;
-                an older one is then unchanged.
-        """
+        """Write a checkpoint, which the first stage has whole, with deferred tensors."""
         self.wait()
         self._pending = write = self._begin(checkpoint, Path(path))
         if self._in_background:
@@ -146,11 +124,7 @@ class FolderWriter:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written, if one is, is in its place.
-
-        Raises:
-            OSError: on all stages, if one could not write it.
-        """
+        """Wait until the checkpoint that is being written, if one is, is in its place."""
         write, self._pending = self._pending, None
         actions, self._when_written = self._when_written, []
         if write is None:

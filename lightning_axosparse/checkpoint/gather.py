@@ -78,8 +78,7 @@ class StageTensors:
     def gather(self, mine: Any) -> list[Any]:
         """Gather the parts of all stages on the first one; an empty list on the others.
 
-        Args:
-            mine: a tree of this stage's part, whose tensors are deferred.
+        A part is a tree of deferred tensors.
         """
         if self.is_first:
             mine = tree_map_only(DeferredTensor, _made_if_small, mine)
@@ -144,11 +143,6 @@ GroupNames = list[list[str]]
 def gather_model_state(split: Sharding, stages: range, tensors: StageTensors) -> dict[str, Any]:
     """Gather the module's state on the first stage, in the key order of the whole module.
 
-    Args:
-        split: which tensors each stage keeps.
-        stages: those of this rank.
-        tensors: gathers what the stages have.
-
     Returns:
         The state, with the same tensor object under all names of a tied parameter, so that files
         hold it once; an empty dict on other stages. Larger tensors are deferred.
@@ -171,9 +165,6 @@ def gather_remote_tensors(checkpoint: dict[str, Any], tensors: StageTensors) -> 
     """Gather what hooks have put into a checkpoint, on the first stage, of other stages' tensors.
 
     Each is where the stage that has its values has put them into its own checkpoint.
-
-    Returns:
-        The checkpoint; larger tensors are deferred.
     """
     leaves = [(path_name(path), leaf) for path, leaf in tree_leaves_with_path(checkpoint)]
     missing = {name for name, leaf in leaves if isinstance(leaf, RemoteTensor)}
@@ -202,13 +193,7 @@ def gather_shards(
 ) -> dict[str, Mapping[str, Any]]:
     """Put a stage's optimizer state, of which each replica has a part, together on the first one.
 
-    Args:
-        states: what this replica has of the state of each parameter, by name.
-        held: the parameters.
-        tensors: gathers what the replicas have.
-
-    Returns:
-        The state by name; an empty dict on other replicas. Larger tensors are deferred.
+    The state is by the names of the parameters, and empty on other replicas.
     """
     mine = {
         name: {key: _deferred(f"{key}.{name}", value) for key, value in state.items()}
@@ -250,17 +235,9 @@ def gather_optimizer_state(
 ) -> dict[str, Any]:
     """Gather an optimizer's state on the first stage, dense, in the form of its ``state_dict``.
 
-    It includes the master weights of sparse weights whose dtype has fewer bits.
-
-    Args:
-        optimizer: the optimizer.
-        groups: the names of its parameters.
-        states: the state of each parameter that this rank keeps, by name.
-        sparse: those of them that are stored sparse.
-        tensors: gathers what the stages have.
-
-    Returns:
-        The state dict; an empty dict on other stages. Larger tensors are deferred.
+    It includes the master weights of sparse weights whose dtype has fewer bits. ``states`` has the
+    parameters that this rank keeps, and ``sparse`` those of them that are stored sparse. Other
+    stages get an empty dict.
     """
     order = [name for group in groups for name in group]
     mine = {}
@@ -296,17 +273,7 @@ def local_optimizer_state(
     held: Collection[str],
     sparse: Mapping[str, OwnedParameter],
 ) -> dict[str, Any]:
-    """Return this rank's part of an optimizer's whole state dict, compressed for sparse weights.
-
-    Args:
-        state: the whole state dict.
-        groups: the names of the optimizer's parameters.
-        held: those that this rank keeps.
-        sparse: those of them that are stored sparse.
-
-    Returns:
-        A state dict for ``optimizer.load_state_dict``.
-    """
+    """Return this rank's part of an optimizer's whole state dict, compressed for sparse weights."""
     order = [name for group in groups for name in group]
     local = {}
     for index, entry in state["state"].items():

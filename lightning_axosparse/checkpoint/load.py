@@ -112,12 +112,9 @@ def _load_kept(
     masks: Mapping[str, Tensor],
     skipped: Skipped,
 ) -> list[str]:
-    """Load a module's state, in place, and store the masked parameters sparse.
+    """Load a module's state, in place, store the masked parameters sparse, and return their names.
 
     At most one masked parameter is dense at a time. Those on the meta device are moved to CPU.
-
-    Returns:
-        The masked names that are stored sparse now.
     """
     made_sparse = []
     rest = {name for name in state if not skipped(name)}

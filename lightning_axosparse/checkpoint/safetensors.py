@@ -103,15 +103,8 @@ def save_safetensors(module: nn.Module, path: str | Path, sparse: bool = True) -
 class SafetensorsState(Mapping[str, Tensor]):
     """The state in a safetensors file, by name; tensors are read on access.
 
-    Sparse ones have the dense shape and store only their kept entries.
-
-    Args:
-        path: a file of :func:`save_safetensors` or another writer. The former is read once, a block
-            at a time, to verify its checksum.
-
-    Raises:
-        OSError: if the file cannot be opened.
-        CorruptFileError: if it is not as it was written.
+    Sparse ones have the dense shape and store only their kept entries. A file of
+    :func:`save_safetensors` is read once before, a block at a time, to verify its checksum.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -202,12 +195,7 @@ def _head(header: dict[str, Any], checksum: str) -> bytes:
 
 
 def _check(path: str | Path) -> None:
-    """Verify the checksum of a file of :func:`save_safetensors`, a block at a time.
-
-    Raises:
-        OSError: if the file cannot be opened.
-        CorruptFileError: if it is not as it was written.
-    """
+    """Verify the checksum of a file of :func:`save_safetensors`, a block at a time."""
     with open(path, "rb") as file, reading(path):
         size = file.seek(0, 2)
         file.seek(0)
@@ -231,11 +219,7 @@ _ESCAPE = 255
 
 
 def encoded(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode kept entries.
-
-    Args:
-        values: kept entries in the order of the flattened tensor, shape ``(nnz,)``.
-        mask: bool, of the dense tensor's shape, True where an entry is kept.
+    """Encode kept entries of shape ``(nnz,)``, in the order of the flattened bool mask.
 
     Returns:
         The positions and the values, as rows of bytes.
@@ -247,15 +231,7 @@ def encoded(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decoded_mask(index: Tensor, shape: torch.Size) -> Tensor:
-    """Return a bool tensor of the dense ``shape``, True where an entry is kept; on CPU.
-
-    Args:
-        index: the encoded positions.
-        shape: of the dense tensor.
-
-    Raises:
-        CorruptFileError: if a position is outside of the tensor.
-    """
+    """Return the bool mask of a dense ``shape`` from its encoded positions, on CPU."""
     entries = shape.numel()
     steps = np.frombuffer(_inflate(index, entries), np.uint8)
     ends = steps != _ESCAPE
@@ -268,16 +244,7 @@ def decoded_mask(index: Tensor, shape: torch.Size) -> Tensor:
 
 
 def decoded(values: Tensor, mask: Tensor, dtype: torch.dtype) -> SparseWeight:
-    """Return a tensor with the dense shape that stores only its kept entries; on CPU.
-
-    Args:
-        values: the encoded kept entries.
-        mask: of :func:`decoded_mask`.
-        dtype: of the entries.
-
-    Raises:
-        CorruptFileError: if there are fewer values than positions.
-    """
+    """Return a tensor with the dense shape that stores only its kept entries; on CPU."""
     size = int(mask.count_nonzero()) * dtype.itemsize
     planes = np.frombuffer(_inflate(values, size), np.uint8)
     if planes.size != size:

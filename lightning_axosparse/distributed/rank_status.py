@@ -110,11 +110,7 @@ class RankStatus(ctypes.Structure):
         self.in_step = False
 
     def end_loop(self, loop: str, epoch: int) -> int:
-        """Record that a loop has ended.
-
-        Returns:
-            The number of its batches.
-        """
+        """Record that a loop has ended; return the number of its batches."""
         if (self.loop, self.epoch) != (loop.encode(), epoch):
             self.loop, self.epoch, self.batch = loop.encode(), epoch, -1
         self.ended = True
@@ -223,11 +219,7 @@ def _proxy() -> int:
 
 @contextmanager
 def blocked(awaited: str) -> Iterator[None]:
-    """Record that calls of MPI inside the context return only when other ranks take part.
-
-    Args:
-        awaited: what this rank waits for, in words.
-    """
+    """Record that calls of MPI inside the context return only when other ranks take part."""
     this_rank().begin_wait(awaited, bulk=True)  # It may take long on many ranks.
     try:
         yield
@@ -241,12 +233,7 @@ def mark_finished() -> None:
 
 
 def read_status(path: str) -> RankStatus:
-    """The status of another process of this node; its attributes are always the current ones.
-
-    Raises:
-        OSError: if the path cannot be read.
-        ValueError: if there is no status.
-    """
+    """The status of another process of this node; its attributes are always the current ones."""
     file = os.open(path, os.O_RDWR)
     try:
         return RankStatus.from_buffer(mmap.mmap(file, 0))
@@ -312,11 +299,7 @@ class BackOff:
 def exit_code(pid: int) -> int | None:
     """The exit code of an ended process, or the negative number of the signal that killed it.
 
-    Args:
-        pid: of any process.
-
-    Returns:
-        None if its parent has already read the code.
+    None if its parent has already read the code.
     """
     try:
         state, *_, status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

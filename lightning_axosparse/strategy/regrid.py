@@ -58,14 +58,7 @@ class RankMemory:
 def measure_memory(
     stage_module: StageModule, optimizers: Sequence[Optimizer], activations: int, free: int
 ) -> RankMemory:
-    """Count the bytes of this rank's layers.
-
-    Args:
-        stage_module: the part of the module on this rank.
-        optimizers: its optimizers, which have stepped, and so have their state.
-        activations: bytes that a micro-batch keeps on this rank.
-        free: bytes that this rank may still allocate.
-    """
+    """Count the bytes of this rank's layers; the optimizers have stepped, so have state."""
     layers, parts = stage_module.layers.layers, stage_module.layers.parts
     own = [index for stage in stage_module.stages for index in parts[stage]]
     inside = {parameter for index in own for parameter in layers[index].parameters()}
@@ -84,10 +77,6 @@ def fewest_stages(partition: Partition, memories: Sequence[RankMemory]) -> int |
 
     Each of n stages is counted with n micro-batches in flight, as in 1F1B. By AxoNN's analysis
     (Singh & Bhatele, IPDPS 2022) the shortest pipeline that fits is the fastest.
-
-    Args:
-        partition: the layers of the present stages.
-        memories: what each rank holds and may hold.
 
     Returns:
         A divisor of the present number of stages, perhaps that number itself; None as long as no
@@ -143,28 +132,14 @@ class Route(NamedTuple):
 
 
 def route(tensor: ReshardedTensor, old: Grid, new: Grid) -> Route:
-    """Find the sender and the receivers of a tensor among the ranks given this rank's batches.
-
-    Args:
-        tensor: the tensor, with the stages that keep it in both grids.
-        old: the present grid.
-        new: the next grid, in which the same ranks are given the same batches.
-    """
+    """Find the sender and the receivers of a tensor among the ranks given this rank's batches."""
     have = [rank for rank in new.same_batch_ranks if rank % old.g_inter in tensor.before]
     need = [rank for rank in new.same_batch_ranks if rank % new.g_inter in tensor.after]
     return Route(have[0], [rank for rank in need if rank not in have])
 
 
 class Transfer:
-    """Moves a module's tensors from one grid to another.
-
-    Args:
-        sharding: which tensors each stage keeps.
-        old: the present grid.
-        new: the next grid, in which the same ranks are given the same batches.
-        optimizers: their state moves with the parameters; their parameter groups stay as they are.
-        device: device of this rank.
-    """
+    """Moves a module's tensors, with their optimizer state, from one grid to another."""
 
     def __init__(
         self,
@@ -183,9 +158,6 @@ class Transfer:
 
         Collective over the ranks that are given the same batches. Gradients of what moves are
         dropped.
-
-        Args:
-            parts: the layer indices of each new stage.
         """
         for tensor in self._sharding.reshard(parts, [self._new.stage]):
             source, destinations = route(tensor, self._old, self._new)
@@ -220,12 +192,7 @@ class Transfer:
 
 
 def bubble(stages: int, microbatches: float) -> float:
-    """The fraction of a step in which equal stages are idle while the pipeline fills and drains.
-
-    Args:
-        stages: number of stages.
-        microbatches: micro-batches that go through them in a step.
-    """
+    """The fraction of a step in which equal stages are idle while the pipeline fills and drains."""
     return (stages - 1) / (microbatches + stages - 1)
 
 
@@ -270,14 +237,7 @@ class Regrid:
     """Moves a run to shorter pipelines at the beginning of the epoch after the ticket was drawn.
 
     With ``stages="auto"`` it waits until a micro-batch of the pruned module has been measured.
-
-    Args:
-        stages: number of stages after the move; "auto" for the fewest that fit into memory.
-        stage_module: the part of the module on this rank.
-        runner: runs its steps.
-        rule: the memory that is free.
-        microbatches: micro-batches that a batch is cut into.
-        whole_state: makes a context in which each replica has all of the optimizer's state.
+    ``whole_state`` makes a context in which each replica has all of the optimizer's state.
     """
 
     def __init__(
@@ -308,11 +268,7 @@ class Regrid:
             )
 
     def begin_epoch(self, epoch: int, optimizers: Sequence[Optimizer]) -> Regridded | None:
-        """Move to shorter pipelines if that is due; collective over the job.
-
-        Returns:
-            The move; None if there was none.
-        """
+        """Move to shorter pipelines if that is due; collective over the job."""
         if self._phase != "due":
             return None
         stages = self._fewest_stages(optimizers) if self._stages == "auto" else self._stages

@@ -98,12 +98,7 @@ _BLOCK = 1 << 20
 def save(content: Any, path: str | os.PathLike[str]) -> None:
     """Write ``content`` as ``torch.save`` does, tensor by tensor; replace an older file at the end.
 
-    Args:
-        content: what ``torch.save`` takes; deferred tensors are made one after the other.
-        path: the file.
-
-    Raises:
-        OSError: if it cannot be written; an older file is then unchanged.
+    Deferred tensors are made one after the other. Where that fails, an older file is unchanged.
     """
     with replacing(path) as file:
         try:
@@ -119,7 +114,6 @@ def check(path: str | os.PathLike[str]) -> None:
     """Read a file of ``torch.save`` once, a block at a time, and verify its records' checksums.
 
     Raises:
-        OSError: if the file cannot be opened.
         CorruptFileError: if its content is not what was written, or takes more memory than it.
     """
     with open(path, "rb") as file, reading(path):
@@ -147,10 +141,7 @@ def check(path: str | os.PathLike[str]) -> None:
 def checksum(file: BinaryIO, before: int = 0, size: int | None = None) -> int:
     """Return the CRC-32 of what follows in a file, which is read a block at a time.
 
-    Args:
-        file: an open file.
-        before: the checksum of what precedes it.
-        size: number of bytes; None for all up to the end.
+    ``before`` is the checksum of what precedes it.
     """
     left = float("inf") if size is None else size
     while left > 0 and (block := file.read(int(min(_BLOCK, left)))):
@@ -177,10 +168,6 @@ def load_mapped(path: Path, weights_only: bool | None) -> Any:
 
     Pages of the file are read when they are used, and may be changed in memory. Other tensors are
     read at once, as what keeps one of them would keep the mapping.
-
-    Args:
-        path: a file of ``torch.save``.
-        weights_only: as for ``torch.load``.
 
     Raises:
         CorruptFileError: if a tensor is larger than the file, whatever shape it declares.

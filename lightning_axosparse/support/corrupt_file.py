@@ -39,15 +39,9 @@ class CorruptFileError(ValueError):
 
 @contextmanager
 def reading(path: str | PathLike[str]) -> Iterator[None]:
-    """Raise a :class:`CorruptFileError` that names ``path`` for any exception in the context.
+    """Raise a :class:`CorruptFileError` that names ``path`` for any exception but MemoryError.
 
     Which exceptions readers raise depends on the bytes of the file.
-
-    Args:
-        path: the file that is read in the context.
-
-    Raises:
-        CorruptFileError: for every exception except MemoryError.
     """
     try:
         yield
@@ -60,15 +54,9 @@ def reading(path: str | PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def restoring(what: str) -> Iterator[None]:
-    """Raise a :class:`CorruptFileError` where the context stumbles over what a checkpoint holds.
+    """Raise a :class:`CorruptFileError` for a missing entry, or one of another type.
 
     Errors of other kinds say themselves what does not fit, such as a shape.
-
-    Args:
-        what: is restored in the context, in words.
-
-    Raises:
-        CorruptFileError: for a missing entry, or one of another type.
     """
     try:
         yield
@@ -82,16 +70,9 @@ _LARGEST = 2**63 - 1
 
 
 def stored_shape(value: Any, what: str) -> torch.Size:
-    """Return a shape that a file declares.
+    """Return a shape that a file declares; raise a :class:`CorruptFileError` if it is none.
 
     ``torch.Size`` takes any whole numbers, and its ``numel`` counts past 64 bits from the start.
-
-    Args:
-        value: should be a list of sizes.
-        what: whose shape it is, for the error message.
-
-    Raises:
-        CorruptFileError: if it is none.
     """
     sizes = tuple(value) if isinstance(value, list | tuple) else (repr(value),)
     if not all(type(size) is int and size >= 0 for size in sizes):

@@ -51,11 +51,7 @@ _EMPTY = "aten::empty"
 
 
 class _Place(NamedTuple):
-    """Where a deferred tensor lies: in which storage, and in which form.
-
-    Attributes:
-        storage: number of the storage on the meta device.
-    """
+    """Where a deferred tensor lies: in which storage on the meta device, and in which form."""
 
     storage: int
     offset: int | torch.SymInt
@@ -153,11 +149,7 @@ class DeferredInit(TorchDispatchMode):
         return place.view(self._replay({place.storage})[place.storage])
 
     def make(self, tensor: Tensor) -> None:
-        """Give one deferred tensor its values, in memory of its own.
-
-        Raises:
-            RuntimeError: if it has a gradient hook, which would be lost.
-        """
+        """Give one deferred tensor its values, in memory of its own."""
         if self.device_of(tensor) is not None:
             _give_values(tensor, self.values(tensor))
 

@@ -33,13 +33,6 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
     Content and name are then on the disk (``fsync``). Partial files that killed writers of the same
     ``path`` left are removed first.
-
-    Args:
-        path: the file to create or to replace.
-
-    Raises:
-        IsADirectoryError: if ``path`` is a folder.
-        OSError: if there is no space for the file.
     """
     goal = Path(path)
     if goal.is_dir():
@@ -76,9 +69,6 @@ def replacing_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     An older folder, file or link of that name is whole until the new one is there, and is removed
     then.
-
-    Args:
-        path: the folder to create or to replace.
     """
     goal = Path(path)
     goal.parent.mkdir(parents=True, exist_ok=True)
@@ -98,12 +88,7 @@ def replacing_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def clear_partials(folder: str | Path, name: str | None = None) -> None:
-    """Remove partial files and folders whose writer has ended, on this or another host.
-
-    Args:
-        folder: the folder of the files; it need not exist.
-        name: of the complete file; None for any.
-    """
+    """Remove partial files, of ``name`` or any, whose writer has ended, on this or another host."""
     start = "*" if name is None else escape(_start(name))
     for partial in Path(folder).glob(f".{start}.{'[0-9a-f]' * _DIGITS}.partial"):
         if _writer_is_gone(partial):
@@ -227,9 +212,7 @@ def keep_sockets_in(folder: Path | None = None) -> None:
     """Let processes that this one starts, such as workers of loaders, put their sockets there.
 
     They would make a folder of their own, ``pymp-...``, which stays behind where they are killed.
-
-    Args:
-        folder: that is removed when this process has ended; None for a new one.
+    Without a folder a temporary one is made.
     """
     settings = process.current_process()._config  # type: ignore[attr-defined]
     if "tempdir" in settings:

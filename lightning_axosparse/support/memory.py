@@ -37,14 +37,9 @@ _UNLIMITED = 1 << 60  # without a limit, cgroup v1 has a number near 2^63
 
 
 def free_bytes(device: torch.device, ranks: int) -> int:
-    """Bytes that one of several ranks with the same memory may still allocate.
+    """Bytes that one of several ranks with the same device or machine may still allocate.
 
-    Args:
-        device: where the rank computes.
-        ranks: how many ranks share the device or, on CPU, the machine.
-
-    Returns:
-        Bytes: four fifths of what is free, divided by the number of ranks.
+    They are four fifths of what is free, divided by the number of ranks.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -59,10 +54,6 @@ def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
     """Free bytes of this machine, limited by every control group (v1, v2) of this process.
 
     Pages of files that the kernel can drop immediately count as free.
-
-    Args:
-        proc: where the proc file system is mounted; without one, all memory counts as free.
-        cgroups: where the control groups are mounted.
     """
     meminfo = proc / "meminfo"
     if not meminfo.exists():
@@ -163,9 +154,6 @@ def release_library(name: str) -> None:
 
     Pages to which the process has written, such as relocated addresses, stay. Nothing is done on
     other systems than Linux.
-
-    Args:
-        name: part of the file's path.
     """
     mappings = Path("/proc/self/smaps")
     if not mappings.exists():

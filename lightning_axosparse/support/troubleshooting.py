@@ -70,14 +70,7 @@ _CLI = {"hydra": "hydra-core", "matplotlib": "matplotlib", "rich": "rich"}
 
 
 def require_cli(user: str) -> None:
-    """Check that the packages of the command line are installed.
-
-    Args:
-        user: what needs them, as the message begins.
-
-    Raises:
-        ModuleNotFoundError: if one is missing.
-    """
+    """Check that the packages of the command line are installed."""
     missing = [package for module, package in _CLI.items() if find_spec(module) is None]
     if missing:
         raise ModuleNotFoundError(

@@ -41,20 +41,10 @@ class Connection(NamedTuple):
 def connect_stages(
     stage: int, stages: int, replica: int, window: int, staging: Staging
 ) -> tuple[Channel | None, Channel | None]:
-    """Connect one stage of one pipeline to its previous and next stage.
+    """Connect one stage of one pipeline to its previous and next stage; None where there is none.
 
     The first call for a grid is collective over all ranks of the job, whose rank is
-    ``replica * stages + stage``.
-
-    Args:
-        stage: of this rank.
-        stages: number of stages.
-        replica: of this rank.
-        window: number of receives that are posted ahead.
-        staging: how tensors reach MPI.
-
-    Returns:
-        Channels to the previous and the next stage; None where there is none.
+    ``replica * stages + stage``. A channel posts ``window`` receives ahead.
     """
     comm, shares_memory, progress = connect(stages, replica, stage)
     channels = {
@@ -66,13 +56,7 @@ def connect_stages(
 
 @cache  # The number of communicators in an MPI is limited, and the test takes its time.
 def connect(stages: int, replica: int, stage: int) -> Connection:
-    """Find out, with all ranks of the job, how messages reach the adjacent stages best.
-
-    Args:
-        stages: number of stages.
-        replica: of this rank.
-        stage: of this rank.
-    """
+    """Find out, with all ranks of the job, how messages reach the adjacent stages best."""
     world = MPI.COMM_WORLD
     with blocked("the other stages to connect"):
         comm = world.Split(replica, stage)
@@ -92,13 +76,7 @@ def connect(stages: int, replica: int, stage: int) -> Connection:
 
 
 def describe_connections(shared: list[bool], progresses: bool, threads_allowed: bool) -> str:
-    """Describe for the log how the stages exchange messages.
-
-    Args:
-        shared: for each pair of adjacent stages, whether they share memory.
-        progresses: whether MPI transfers all other messages while their senders compute.
-        threads_allowed: whether a thread may call MPI.
-    """
+    """Describe for the log how pairs of adjacent stages exchange messages."""
     apart = shared.count(False)
     if not apart:
         return "All adjacent stages exchange activations through shared memory."

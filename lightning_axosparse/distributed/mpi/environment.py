@@ -95,11 +95,7 @@ def world_communicator() -> MPI.Intracomm:
 
 
 def check_connected() -> None:
-    """Check that MPI connects all processes that were started together; the same on every rank.
-
-    Raises:
-        MisconfigurationException: if MPI connects another number of ranks than were started.
-    """
+    """Check that MPI connects all processes that were started together; the same on every rank."""
     if job_size() == 1:
         if processes := torchrun_processes():
             raise MisconfigurationException(
@@ -133,11 +129,7 @@ def check_connected() -> None:
 
 @cache  # A process stays the same rank.
 def placement() -> Placement:
-    """The rank of this process in its job; the first call is collective over all ranks.
-
-    Raises:
-        MisconfigurationException: if MPI connects another number of ranks than were started.
-    """
+    """The rank of this process in its job; the first call is collective over all ranks."""
     if job_size() == 1:
         return Placement()
     check_connected()
@@ -241,15 +233,7 @@ def find_mpiexec() -> str | None:
 
 
 def check_can_start(ranks: int) -> None:
-    """Check that ranks can be started on this node, without initializing MPI in this process.
-
-    Args:
-        ranks: how many.
-
-    Raises:
-        MisconfigurationException: if no mpiexec or no MPI library is found, or there is too little
-            shared memory; says how to get it.
-    """
+    """Check that ranks can be started on this node, without initializing MPI in this process."""
     if _library_found().startswith("MPICH"):
         check_room(ranks)
 
@@ -298,9 +282,7 @@ def describe_rank(rank: int, grid: Grid | None = None) -> str:
 def all_arrive(place: Sequence[int], seconds: float) -> bool:
     """Whether all ranks of the job call this within some seconds of one another, at one place.
 
-    Args:
-        place: the same number of integers on all ranks, at least one, which say where a rank is.
-        seconds: for which this rank waits for the others.
+    The place is said by integers, as many on all ranks.
     """
     own = np.array(place, dtype=np.int64)
     everyone = np.empty((placement().world_size, len(own)), dtype=np.int64)

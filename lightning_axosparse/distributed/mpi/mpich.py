@@ -37,14 +37,6 @@ def check_room(ranks: int, once: float = _ONCE, each: float = _EACH) -> None:
     """Check that ``/dev/shm`` has room for the ranks of a node, before MPICH starts.
 
     Without room the system kills a rank when it writes there.
-
-    Args:
-        ranks: of the node.
-        once: MiB that are taken once.
-        each: MiB that every rank takes.
-
-    Raises:
-        MisconfigurationException: if it has not.
     """
     if not _FOLDER.is_dir():
         return
@@ -75,14 +67,11 @@ def remove_leftovers() -> None:
 
 
 def unlink_segments(world: MPI.Comm) -> None:
-    """Unlink the segments of this job, so that no crash leaves them behind.
+    """Unlink the segments of this job, so that no crash leaves them behind; collective.
 
     MPICH opens them by name only while MPI starts; the memory exists until the last process that
     has mapped it ends. Only segments that this process has mapped are unlinked, so none of another
     job. Segments of other MPIs have other names and are not unlinked.
-
-    Args:
-        world: all ranks of the job, which call this together.
     """
     world.Barrier()  # After it, all ranks have opened their segments.
     if _MAPS.exists():
@@ -101,12 +90,8 @@ _FILES = 3  # standard output, standard error, and the connection
 def hold_files(near: Sequence[int]) -> list[int]:
     """Hold the files of the next rank of this host that its proxy watches; collective.
 
-    Args:
-        near: the ranks of this host in order, this one among them.
-
-    Returns:
-        Their numbers here. To be closed before MPI ends: it waits for all ranks, and no one else
-        ends the job if that one is gone.
+    They are to be closed before MPI ends: it waits for all ranks, and no one else ends the job if
+    that one is gone. ``near`` are the ranks of this host in order, this one among them.
     """
     from mpi4py import MPI
 

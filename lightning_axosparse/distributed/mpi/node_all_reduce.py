@@ -52,12 +52,7 @@ _OFFSETS = 8  # index behind the counters, from which on the offsets of publishe
 
 
 class Member(NamedTuple):
-    """What this rank sees of a rank of the group.
-
-    Attributes:
-        memory: its arena.
-        counters: its counters and the offsets of its tensors, int64.
-    """
+    """The arena of a rank of the group; its counters and the offsets of its tensors, int64."""
 
     memory: Memory
     counters: NDArray[np.int64]
@@ -66,11 +61,7 @@ class Member(NamedTuple):
 class NodeAllReduce:
     """The all-reduces under way in one group; :func:`node_all_reduce` creates it.
 
-    Args:
-        rank: this rank in the group.
-        members: all ranks.
-        own: the arena of this rank.
-        block: the block with the counters of this rank, allocated as long as this object exists.
+    The block with the counters of this rank is allocated as long as this object exists.
     """
 
     def __init__(self, rank: int, members: Sequence[Member], own: Arena, block: Tensor) -> None:

@@ -51,11 +51,8 @@ def _nccl_for_cuda(method: Callable[..., MPIWork]) -> Any:
 class MPIProcessGroup(dist.ProcessGroup):
     """The ranks of one MPI communicator as a torch.distributed process group.
 
-    The methods are those that torch.distributed calls; their arguments are its own.
-
-    Args:
-        communicator: of the ranks of the group, in its order; :meth:`shutdown` frees it.
-        store: with which NCCL connects the ranks.
+    The methods are those that torch.distributed calls; their arguments are its own. NCCL connects
+    the ranks by the store.
     """
 
     def __init__(self, communicator: MPI.Intracomm, store: Store) -> None:
@@ -333,15 +330,7 @@ NAME = "mpi4py"
 
 
 def init_process_group(device_type: str) -> None:
-    """Connect all ranks of the MPI job by torch.distributed; once in a process.
-
-    Args:
-        device_type: ``"cpu"``, or ``"cuda"`` for NCCL beside MPI.
-
-    Raises:
-        MisconfigurationException: if torch.distributed runs already on another backend, or if no
-            address connects the ranks for NCCL.
-    """
+    """Connect all ranks of the MPI job by torch.distributed, once a process; "cuda" adds NCCL."""
     if dist.is_initialized():
         if isinstance(dist.group.WORLD, MPIProcessGroup):
             return

@@ -28,14 +28,9 @@ def common_store(required: bool) -> Store:
 
     On one host it is a file in rank 0's memory, which processes of other users cannot open, and
     nobody listens. Over several hosts rank 0 serves it over TCP, on the first of its addresses that
-    every rank can connect to; it sends the address by MPI, and no host name has to resolve.
-
-    Args:
-        required: whether training needs it. If not, and no address connects all ranks, each rank
-            gets a store of its own, with which only groups of MPI can be created.
-
-    Raises:
-        MisconfigurationException: if it is required and no address connects all ranks.
+    every rank can connect to; it sends the address by MPI, and no host name has to resolve. If
+    none can and training does not need one, each rank gets a store of its own, with which only
+    groups of MPI can be created.
     """
     if placement().nodes == 1 and (store := _store_in_memory()) is not None:
         return store
@@ -72,12 +67,8 @@ def _store_in_memory() -> FileStore | None:
 def host_addresses(nodes: int) -> Iterator[str]:
     """The addresses of this host that all ranks of a job may reach, IPv4 first.
 
-    Args:
-        nodes: hosts of the job; the ranks of a single one need no network.
-
-    Yields:
-        That of the loopback device on one host whose system has no files in memory; on several all
-        others but link-local ones, which are of no use without the name of an interface.
+    On one host, whose system has no files in memory, it is that of the loopback device. Link-local
+    ones are of no use without the name of an interface.
     """
     if nodes == 1:
         yield _LOOPBACK

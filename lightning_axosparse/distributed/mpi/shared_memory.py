@@ -39,12 +39,7 @@ def memory_is_ordered() -> bool:
 
 
 class Address(NamedTuple):
-    """Where another rank of the node finds an arena.
-
-    Attributes:
-        path: of its file, as any process of this user on the node sees it.
-        token: its first bytes; on another node the path is another file, or none.
-    """
+    """The path of an arena as other ranks see it, and its first bytes: another node has others."""
 
     path: str
     token: bytes
@@ -69,11 +64,7 @@ class Arena:
         self._returned: deque[tuple[int, int]] = deque()
 
     def block(self, nbytes: int) -> Tensor:
-        """Allocate bytes (1-D uint8); they are free again when no tensor uses them any more.
-
-        Raises:
-            MemoryError: if no free range is as large.
-        """
+        """Allocate bytes (1-D uint8); they are free again when no tensor uses them any more."""
         while self._returned:
             self._add_free(*self._returned.popleft())
         length = -(-nbytes // _PAGE) * _PAGE
@@ -125,12 +116,7 @@ def _arena_of(process: int) -> Arena | None:
 
 @cache  # A rank maps the arena of another once.
 def opened(address: Address) -> Memory:
-    """The memory of the arena of a rank of this node, which may be this one.
-
-    Raises:
-        OSError: if this process cannot open it.
-        ValueError: if something else is at its path.
-    """
+    """The memory of the arena of a rank of this node, which may be this one."""
     own = arena()
     if own is not None and own.address == address:
         return own.memory
@@ -141,11 +127,7 @@ def opened(address: Address) -> Memory:
 
 
 def mapped(path: str) -> Memory:
-    """Map a whole file.
-
-    Raises:
-        OSError: if this process cannot open it.
-    """
+    """Map a whole file."""
     file = os.open(path, os.O_RDWR)
     try:
         return np.frombuffer(mmap.mmap(file, 0), np.uint8)
@@ -164,13 +146,7 @@ class BlockPool:
         self._free: dict[int, list[Tensor]] = defaultdict(list)
 
     def empty(self, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An uninitialized tensor; its block is free again when no tensor uses its storage.
-
-        Args:
-            size: of the tensor.
-            dtype: of the tensor.
-            device: of the tensor.
-        """
+        """An uninitialized tensor; its block is free again when no tensor uses its storage."""
         if device.type != "cpu":
             return torch.empty(size, dtype=dtype, device=device)
         nbytes = prod(size) * dtype.itemsize
@@ -193,12 +169,7 @@ _HEADER_BYTES = 64  # the first says whether the slot is in use; the others alig
 
 
 class SlotAddress(NamedTuple):
-    """Where a block is.
-
-    Attributes:
-        path: of the slot's file, as any process of this user on the node sees it.
-        size: bytes of the block.
-    """
+    """The path of a slot's file, as this user's processes on the node see it; its block's size."""
 
     path: str
     size: int
@@ -249,11 +220,7 @@ class SlotReader:
         self._memory: dict[str, Memory] = {}
 
     def read(self, address: SlotAddress) -> Tensor:
-        """The block in its slot, which is free when no tensor uses the block any more.
-
-        Raises:
-            OSError: if this process cannot open the slot.
-        """
+        """The block in its slot, which is free when no tensor uses the block any more."""
         memory = self._memory.get(address.path)
         if memory is None or memory.size < _HEADER_BYTES + address.size:
             memory = self._memory[address.path] = mapped(address.path)

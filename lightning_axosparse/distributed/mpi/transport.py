@@ -65,10 +65,6 @@ class PinnedStaging(Staging):
     The host waits for no copy, and a kernel only for the block that it needs. Torch's allocator of
     pinned memory uses a block again only when the copies from and to it are done. It has been
     tested with stand-ins for streams only, never on a GPU.
-
-    Args:
-        device: of the tensors.
-        runtime: ``torch.cuda``.
     """
 
     def __init__(self, device: torch.device, runtime: Any = torch.cuda) -> None:
@@ -147,9 +143,6 @@ class ProgressThread:
 
     Its calls take time from what the rank computes: the pause between them is 0.1 ms after a
     message was sent, and grows to 2 ms. Without :meth:`start` there is no thread.
-
-    Args:
-        comm: any communicator; nothing is received from it.
     """
 
     def __init__(self, comm: MPI.Comm) -> None:

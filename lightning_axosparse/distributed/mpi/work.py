@@ -219,11 +219,7 @@ class MPIWork(dist.Work):
         return self.is_completed()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the operation is done, mostly asleep.
-
-        Raises:
-            RuntimeError: if ``timeout`` is given and passes before.
-        """
+        """Wait until the operation is done, mostly asleep, or raise after ``timeout``."""
         deadline = time.monotonic() + timeout.total_seconds() if timeout else None
         with BackOff(lambda: self._description, self._is_bulk) as back_off:
             while not self.is_completed():

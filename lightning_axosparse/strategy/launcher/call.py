@@ -76,9 +76,7 @@ class ProcessState:
 class MainModule:
     """From where the caller's ``__main__`` was run; processes that a rank spawns import it again.
 
-    Attributes:
-        file: the script; None in a notebook and for ``python -c``.
-        name: of the module that ``python -m`` runs.
+    The file is that of a script, the name that of the module that ``python -m`` runs.
     """
 
     file: str | None
@@ -121,12 +119,9 @@ class Call:
 
 @dataclass(frozen=True)
 class CallResult:
-    """What rank 0 returns to the caller.
+    """What rank 0 returns: the function's value, changes and state of the process afterwards.
 
-    Attributes:
-        value: what the function returned.
-        changes: what it changed in the objects of the caller; None without a trainer.
-        state: the state of the process afterwards.
+    There are no changes without a trainer.
     """
 
     value: Any
@@ -162,11 +157,7 @@ class Failure:
 
 
 class CallFolder:
-    """The files of one call.
-
-    Args:
-        path: an existing folder that caller and ranks see.
-    """
+    """The files of one call, in a folder that caller and ranks see."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -213,9 +204,7 @@ _notes: Path | None = None
 class SavedCheckpoint:
     """A checkpoint that a run has saved, or was about to save.
 
-    Attributes:
-        path: its file or folder.
-        folders: of the Trainer's checkpoint callbacks, where they have one.
+    The folders are those of the Trainer's checkpoint callbacks, where they have one.
     """
 
     path: str
@@ -270,11 +259,6 @@ def resumed_from(path: str, function: Callable[..., Any], args: tuple[Any, ...])
 
     Objects of the user's classes in it are loaded, unless the call says otherwise: its own ranks
     have written them.
-
-    Args:
-        path: of the checkpoint.
-        function: what runs ``Trainer.fit``.
-        args: its arguments.
     """
     given = inspect.signature(function).bind(*args)
     given.arguments["ckpt_path"] = path

@@ -84,11 +84,7 @@ class Changes:
 
 
 class Snapshot:
-    """The objects of a call before it runs, on the rank that returns what it changes.
-
-    Args:
-        known: by name, the objects that the caller has, too.
-    """
+    """The objects of a call before it runs, by name, on the rank that returns what it changes."""
 
     def __init__(self, known: Mapping[str, Any]) -> None:
         self._all = known
@@ -142,12 +138,7 @@ class Snapshot:
 
 
 def known_objects(trainer: Trainer, arguments: Iterable[Any]) -> dict[str, Any]:
-    """The objects of a call that its caller has, too, by names that are the same on every rank.
-
-    Args:
-        trainer: the trainer of the call.
-        arguments: of the trainer's method; the datamodule may be one of them.
-    """
+    """The objects of a call that its caller has, too, by names that are the same on every rank."""
     known: dict[str, Any] = {"trainer": trainer, "strategy": trainer.strategy}
     known |= {
         f"trainer.callbacks[{index}]": each for index, each in enumerate(vars(trainer)["callbacks"])

@@ -66,11 +66,6 @@ class MPILauncher(_Launcher):
     The call and all objects that it refers to are copied to every rank. Afterwards the weights of
     all ranks, and rank 0's metrics, progress and the changed attributes of the module, the
     callbacks, the loggers and the datamodule are written into the caller's own objects.
-
-    Args:
-        strategy: the strategy that launches.
-        processes: number of ranks, all on this node.
-        restarts: how many times a call begins again that has lost a rank.
     """
 
     def __init__(self, strategy: Strategy, processes: int, restarts: int = 0) -> None:

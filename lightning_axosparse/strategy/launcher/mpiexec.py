@@ -70,9 +70,6 @@ class Output:
 
     They write to its file where it has one. For the stream of a notebook, or a captured one, they
     write to a pipe, and this process writes what it reads there.
-
-    Args:
-        stream: ``sys.stdout`` or ``sys.stderr``.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -89,13 +86,7 @@ class Output:
 
 
 def start(ranks: int, command: Sequence[str], outputs: Sequence[Output]) -> subprocess.Popen[bytes]:
-    """Start ``command`` on so many ranks of this node.
-
-    Args:
-        ranks: number of ranks.
-        command: program and arguments of each rank.
-        outputs: for standard output and standard error.
-    """
+    """Start ``command`` on so many ranks of this node."""
     stdout, stderr = outputs
     return subprocess.Popen(
         [str(find_mpiexec()), "-n", str(ranks), *command],
@@ -128,10 +119,7 @@ def relay(process: subprocess.Popen[bytes], outputs: Sequence[Output]) -> None:
 def stop(process: subprocess.Popen[bytes], signum: int, ranks_leave: Callable[[], bool]) -> None:
     """Send a signal to mpiexec, which sends it to the ranks; kill it if it does not end.
 
-    Args:
-        process: mpiexec.
-        signum: the signal.
-        ranks_leave: whether the ranks are about to end, and need the time that they take.
+    Ranks that leave in agreement get the time that they take.
     """
     process.send_signal(signum)
     while True:
@@ -201,15 +189,6 @@ class RankMonitor:
     """Detects ranks that end without a report, inside its context; stops mpiexec if it goes on.
 
     Where the system does not notify of the end of processes, it detects nothing.
-
-    Attributes:
-        first: the first unreported end, if there was any.
-        stopped_mpiexec: whether mpiexec had to be stopped after it.
-
-    Args:
-        folder: of the call, where ranks publish their status.
-        ranks: number of ranks.
-        mpiexec: the process that started them.
     """
 
     def __init__(self, folder: CallFolder, ranks: int, mpiexec: subprocess.Popen[bytes]) -> None:
@@ -312,10 +291,7 @@ def describe_failure(
 ) -> JobFailure:
     """Describe why a call failed, by whatever happened first.
 
-    Args:
-        reported: the first failure that a rank reported, if any did.
-        unreported: the first end of a rank that it did not report, if there was any.
-        code: exit code of mpiexec; 0 if it was stopped because of ``unreported``.
+    ``code`` is that of mpiexec; 0 if it was stopped because of ``unreported``.
     """
     if unreported is not None and (unreported.status, unreported.code) == (None, None):
         # Unless mpiexec has lost its proxy, that has ended as it should, after a rank.
