@@ -1,7 +1,7 @@
 """Message-driven pipeline parallelism and early-bird sparse training for PyTorch Lightning."""
 
 # ruff: noqa: E402
-from lightning_axosparse.distributed.mpi.start.slurm import announce_unmanaged_tasks
+from lightning_axosparse.distributed.mpi.slurm import announce_unmanaged_tasks
 
 announce_unmanaged_tasks()  # before the imports that take long
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from benchmarks.interleave import Runner, ratios, trials
 from lightning_axosparse.distributed.gradient_reducer import GradientReducer, ReductionGroup
-from lightning_axosparse.distributed.mpi.backend import init_process_group
+from lightning_axosparse.distributed.mpi.process_group import init_process_group
 from lightning_axosparse.sparse import sparsify
 
 WIDTH, LAYERS = 2048, 24

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from benchmarks.allreduce.gradients import WIDTH, network
 from benchmarks.interleave import Runner, sleeping_barrier, trials
 from lightning_axosparse.distributed.gradient_reducer import GradientReducer, ReductionGroup
-from lightning_axosparse.distributed.mpi.backend import init_process_group
+from lightning_axosparse.distributed.mpi.process_group import init_process_group
 
 Sent = Literal["never", "after backward", "when final"]
 

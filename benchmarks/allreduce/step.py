@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 from lightning_axosparse.examples.gpt import Block
 from lightning_axosparse.pruning.ticket import Ticket
-from lightning_axosparse.strategy.regrid.min_stages import model_state_bytes
+from lightning_axosparse.strategy.regrid import model_state_bytes
 
 RUNS = {
     "dense, Lightning's ddp": (None, False),

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.memory.step import resident
 from lightning_axosparse import AxoSparseStrategy
-from lightning_axosparse.support.memory.release import release_freed_memory
+from lightning_axosparse.support.memory import release_freed_memory
 
 LAYERS = 24
 

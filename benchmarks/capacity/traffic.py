@@ -23,8 +23,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_axosparse import AxoSparseStrategy
-from lightning_axosparse.distributed.mpi.buffers import tensors_in
 from lightning_axosparse.distributed.mpi.process_group import MPIProcessGroup
+from lightning_axosparse.distributed.mpi.work import tensors_in
 from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.pipeline.crossing import p2p
 

@@ -26,7 +26,7 @@ import psutil
 import torch
 
 from benchmarks.faults.job import BATCHES, EPOCHS, train
-from lightning_axosparse.support.files.temporary_folder import temporary_folder
+from lightning_axosparse.support.files import temporary_folder
 
 RANKS = 2
 PATIENCE = 120

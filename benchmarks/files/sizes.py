@@ -8,7 +8,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_axosparse.checkpoint.sparse_encoding import encoded
+from lightning_axosparse.checkpoint.safetensors import encoded
 from lightning_axosparse.examples.data import TextDataModule
 from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.pruning.rule import MaskRule

@@ -35,8 +35,8 @@ from benchmarks.interleave import ratios, trials
 from benchmarks.pipeline.alone import Alone, ReadyLink
 from benchmarks.pipeline.deepspeed_peer import IS_INSTALLED, DeepSpeed
 from benchmarks.pipeline.table import head, row
-from lightning_axosparse.distributed.mpi.connect import connect_stages
-from lightning_axosparse.distributed.mpi.staging import HostStaging
+from lightning_axosparse.distributed.mpi import connect
+from lightning_axosparse.distributed.mpi.transport import Staging
 from lightning_axosparse.examples.gpt import Block
 from lightning_axosparse.pipeline import engine
 from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
@@ -142,12 +142,6 @@ class Ours:
             engine.run([StageRun(stage, stages, decides, self._link, passes)])
 
 
-class ApartStaging(HostStaging):
-    """Keeps blocks out of shared memory, as between nodes."""
-
-    on_host = False
-
-
 class Torch:
     """The stages of this rank in a schedule of torch."""
 
@@ -208,8 +202,9 @@ def main() -> None:
     x, y = torch.randn(2, MICROBATCHES * options.samples, options.tokens, WIDTH)
     count = BLOCKS // world.size
     mine = nn.Sequential(*blocks[world.rank * count : (world.rank + 1) * count])
-    staging = ApartStaging() if options.apart else HostStaging()
-    boxes = connect_stages(world.rank, world.size, 0, MICROBATCHES, staging)
+    if options.apart:  # Keep blocks out of shared memory, as between nodes.
+        connect.shares_memory = lambda comm, peer: False
+    boxes = connect.connect_stages(world.rank, world.size, 0, MICROBATCHES, Staging())
     link = ChannelLink(*boxes, torch.device("cpu"))
     twice = 2 * world.size
     choices = {

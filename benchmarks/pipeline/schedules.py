@@ -24,7 +24,7 @@ from mpi4py import MPI
 from benchmarks.interleave import Runner, ratios, trials
 from benchmarks.pipeline.table import head, row
 from lightning_axosparse.distributed.mpi.connect import connect_stages
-from lightning_axosparse.distributed.mpi.staging import HostStaging
+from lightning_axosparse.distributed.mpi.transport import Staging
 from lightning_axosparse.pipeline import engine
 from lightning_axosparse.pipeline.crossing.p2p import ChannelLink
 from lightning_axosparse.pipeline.engine import StageRun
@@ -155,7 +155,7 @@ class SleepingStage:
         self.stage, self.stages = world.rank, world.size
         self._forward = forward
         self.recorded: list[list[Span]] = []
-        mailboxes = connect_stages(self.stage, self.stages, 0, 2 * self.stages, HostStaging())
+        mailboxes = connect_stages(self.stage, self.stages, 0, 2 * self.stages, Staging())
         self._link = SlowLink(*mailboxes, torch.device("cpu"))
 
     def step(self, choice: Choice, case: Case, trial: int) -> None:

@@ -19,9 +19,8 @@ from lightning_axosparse.callbacks.ticket_search import Period, period_of
 from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.support.arguments import INDEX, NONE, PATH, checked
-from lightning_axosparse.support.extras import require_cli
 from lightning_axosparse.support.trace import Activity, Span, clock
-from lightning_axosparse.support.troubleshooting import see
+from lightning_axosparse.support.troubleshooting import require_cli, see
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

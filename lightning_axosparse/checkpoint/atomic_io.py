@@ -10,12 +10,11 @@ from fsspec.utils import get_protocol
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from lightning_axosparse.checkpoint.folder import sharded
-from lightning_axosparse.checkpoint.mapped_file import load_mapped
+from lightning_axosparse.checkpoint import folder as sharded
+from lightning_axosparse.support import archive
+from lightning_axosparse.support.archive import all_made, load_mapped
 from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
-from lightning_axosparse.support.files import archive
-from lightning_axosparse.support.files.atomic_file import clear_partials
-from lightning_axosparse.support.files.deferred_tensor import all_made
+from lightning_axosparse.support.files import clear_partials
 
 _ENTRIES = {
     "state_dict": dict,
@@ -40,11 +39,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
     ) -> None:
-        """Write ``checkpoint`` to ``path``.
-
-        Raises:
-            OSError: if it cannot be written; an older file has not changed then.
-        """
+        """Write ``checkpoint`` to ``path``; where that fails, an older file has not changed."""
         local = local_path(path)
         if local is None or storage_options is not None:
             super().save_checkpoint(all_made(checkpoint), path, storage_options)
@@ -55,12 +50,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read the checkpoint at ``path``.
-
-        Raises:
-            FileNotFoundError: if there is no such file.
-            CorruptFileError: if it is not as it was written.
-        """
+        """Read the checkpoint at ``path``, after it was verified."""
         local = local_path(path)
         if local is None or not local.exists():
             return super().load_checkpoint(path, map_location, weights_only)
@@ -71,14 +61,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return super().load_checkpoint(local, map_location, weights_only)
 
     def verify(self, path: Path) -> None:
-        """Read a file once, a block at a time, and check that it is as it was written.
-
-        Args:
-            path: the file, or the folder.
-
-        Raises:
-            CorruptFileError: if it is not.
-        """
+        """Read a file or folder once, a block at a time, and check that it is as it was written."""
         if path.is_dir():
             with reading(path):
                 sharded.verify(path)
@@ -86,12 +69,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             archive.check(path)
 
     def load_mapped(self, path: Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a verified checkpoint, with weights and optimizer state mapped into memory.
-
-        Args:
-            path: the file or folder.
-            weights_only: as for ``torch.load``.
-        """
+        """Read a verified checkpoint, with weights and optimizer state mapped into memory."""
         with reading(path):
             if path.is_dir():
                 return sharded.load(path, weights_only)
@@ -100,11 +78,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def clear_unfinished_checkpoints(trainer: Trainer) -> None:
-    """Remove the temporary files of killed jobs from the folders of the checkpoint callbacks.
-
-    Args:
-        trainer: the Trainer of the checkpoint callbacks.
-    """
+    """Remove the temporary files of killed jobs from the folders of the checkpoint callbacks."""
     for callback in trainer.checkpoint_callbacks:
         folder = getattr(callback, "dirpath", None)
         local = None if folder is None else local_path(folder)
@@ -113,15 +87,7 @@ def clear_unfinished_checkpoints(trainer: Trainer) -> None:
 
 
 def validated(checkpoint: Any, path: Path) -> dict[str, Any]:
-    """Return what a file holds, if it has the form of a Lightning checkpoint.
-
-    Args:
-        checkpoint: the content.
-        path: of the file or folder, for the error message.
-
-    Raises:
-        CorruptFileError: if it has not.
-    """
+    """Return what a file holds, if it has the form of a Lightning checkpoint."""
     with reading(path):
         if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
             raise CorruptFileError("it is no Lightning checkpoint: it has no `state_dict`")

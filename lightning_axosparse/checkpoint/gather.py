@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_axosparse.checkpoint.folder.stage_tensors import StageTensors
+from lightning_axosparse.distributed.process_groups import broadcast_from_first, gather
 from lightning_axosparse.pipeline.shard.remote_tensor import RemoteTensor
 from lightning_axosparse.pipeline.shard.sharding import Sharding
 from lightning_axosparse.sparse.module.optimizer_state import compress_state, with_master
 from lightning_axosparse.sparse.module.parameters import OwnedParameter, owned_parameters
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.weight import SparseWeight
-from lightning_axosparse.support.files.deferred_tensor import DeferredTensor
+from lightning_axosparse.support.archive import DeferredTensor
 from lightning_axosparse.support.torch_internals import (
     path_name,
     tree_leaves_with_path,
@@ -25,17 +27,121 @@ from lightning_axosparse.support.torch_internals import (
     tree_map_with_path,
 )
 
+_SMALL = 1024
+"""Tensors of at most so many bytes are gathered with their names."""
+
+_END = -1
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """A tensor that another stage has; can be pickled."""
+
+    name: str
+    rank: int
+    place: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class StageTensors:
+    """The tensors of a checkpoint on the stages that have them.
+
+    Every stage calls :meth:`gather` with its part of the checkpoint, as often as there are parts.
+    The first stage gets what the others have as deferred tensors; to make one is to ask its owner
+    for it. Meanwhile the others :meth:`serve`, until the first calls :meth:`end`.
+
+    Args:
+        group: the stages of one pipeline, by a function, as a regrid changes them; None for one.
+    """
+
+    def __init__(self, group: Callable[[], dist.ProcessGroup | None]) -> None:
+        self._find_group = group
+        self._offered: list[DeferredTensor] = []
+        self.remote: set[str] = set()
+        """The names of the tensors that other stages have offered to this one."""
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The stages of the pipeline."""
+        return self._find_group()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage writes the checkpoint."""
+        return self.group is None or dist.get_rank(self.group) == 0
+
+    def offered(self) -> dict[str, DeferredTensor]:
+        """The larger tensors that this stage has for the first one, by name."""
+        return {tensor.key: tensor for tensor in self._offered}
+
+    def gather(self, mine: Any) -> list[Any]:
+        """Gather the parts of all stages on the first one; an empty list on the others.
+
+        A part is a tree of deferred tensors.
+        """
+        if self.is_first:
+            mine = tree_map_only(DeferredTensor, _made_if_small, mine)
+            return [mine, *tree_map_only(_Offer, self._deferred, gather(None, self.group)[1:])]
+        gather(tree_map_only(DeferredTensor, self._offer, mine), self.group)
+        return []
+
+    def serve(self) -> None:
+        """Send the first stage what it asks for, until it calls :meth:`end`; then drop the rest."""
+        group = self.group
+        assert group is not None
+        first, request = dist.get_global_rank(group, 0), torch.empty((), dtype=torch.int64)
+        while True:
+            dist.recv(request, first, group)
+            if request == _END:
+                break
+            dist.send(self._offered[int(request)].made().contiguous(), first, group)
+        self._offered.clear()
+
+    def end(self) -> None:
+        """Let the other stages go on; called by the first one when it has what it needs."""
+        self.forget()
+        if self.group is not None:
+            for rank in dist.get_process_group_ranks(self.group)[1:]:
+                dist.send(torch.tensor(_END), rank, self.group)
+
+    def forget(self) -> None:
+        """Drop what was offered, after all stages have written their own."""
+        self._offered.clear()
+        self.remote.clear()
+
+    def agree(self, value: Any) -> Any:
+        """The first stage's value, on all stages."""
+        return broadcast_from_first(value, self.group)
+
+    def _offer(self, tensor: DeferredTensor) -> Any:
+        if tensor.nbytes <= _SMALL:
+            return tensor.made()
+        self._offered.append(tensor)
+        place = len(self._offered) - 1
+        return _Offer(tensor.key, dist.get_rank(), place, tuple(tensor.shape), tensor.dtype)
+
+    def _deferred(self, offer: _Offer) -> DeferredTensor:
+        self.remote.add(offer.name)
+        return DeferredTensor(offer.name, offer.shape, offer.dtype, lambda: self._fetch(offer))
+
+    def _fetch(self, offer: _Offer) -> Tensor:
+        dist.send(torch.tensor(offer.place), offer.rank, self.group)
+        tensor = torch.empty(offer.shape, dtype=offer.dtype)
+        dist.recv(tensor, offer.rank, self.group)
+        return tensor
+
+
+def _made_if_small(tensor: DeferredTensor) -> Tensor:
+    return tensor.made() if tensor.nbytes <= _SMALL else tensor
+
+
 GroupNames = list[list[str]]
 """Parameter names of each param group, in the order of ``configure_optimizers``."""
 
 
 def gather_model_state(split: Sharding, stages: range, tensors: StageTensors) -> dict[str, Any]:
     """Gather the module's state on the first stage, in the key order of the whole module.
-
-    Args:
-        split: which tensors each stage keeps.
-        stages: those of this rank.
-        tensors: gathers what the stages have.
 
     Returns:
         The state, with the same tensor object under all names of a tied parameter, so that files
@@ -59,9 +165,6 @@ def gather_remote_tensors(checkpoint: dict[str, Any], tensors: StageTensors) -> 
     """Gather what hooks have put into a checkpoint, on the first stage, of other stages' tensors.
 
     Each is where the stage that has its values has put them into its own checkpoint.
-
-    Returns:
-        The checkpoint; larger tensors are deferred.
     """
     leaves = [(path_name(path), leaf) for path, leaf in tree_leaves_with_path(checkpoint)]
     missing = {name for name, leaf in leaves if isinstance(leaf, RemoteTensor)}
@@ -90,13 +193,7 @@ def gather_shards(
 ) -> dict[str, Mapping[str, Any]]:
     """Put a stage's optimizer state, of which each replica has a part, together on the first one.
 
-    Args:
-        states: what this replica has of the state of each parameter, by name.
-        held: the parameters.
-        tensors: gathers what the replicas have.
-
-    Returns:
-        The state by name; an empty dict on other replicas. Larger tensors are deferred.
+    The state is by the names of the parameters, and empty on other replicas.
     """
     mine = {
         name: {key: _deferred(f"{key}.{name}", value) for key, value in state.items()}
@@ -138,17 +235,9 @@ def gather_optimizer_state(
 ) -> dict[str, Any]:
     """Gather an optimizer's state on the first stage, dense, in the form of its ``state_dict``.
 
-    It includes the master weights of sparse weights whose dtype has fewer bits.
-
-    Args:
-        optimizer: the optimizer.
-        groups: the names of its parameters.
-        states: the state of each parameter that this rank keeps, by name.
-        sparse: those of them that are stored sparse.
-        tensors: gathers what the stages have.
-
-    Returns:
-        The state dict; an empty dict on other stages. Larger tensors are deferred.
+    It includes the master weights of sparse weights whose dtype has fewer bits. ``states`` has the
+    parameters that this rank keeps, and ``sparse`` those of them that are stored sparse. Other
+    stages get an empty dict.
     """
     order = [name for group in groups for name in group]
     mine = {}
@@ -184,17 +273,7 @@ def local_optimizer_state(
     held: Collection[str],
     sparse: Mapping[str, OwnedParameter],
 ) -> dict[str, Any]:
-    """Return this rank's part of an optimizer's whole state dict, compressed for sparse weights.
-
-    Args:
-        state: the whole state dict.
-        groups: the names of the optimizer's parameters.
-        held: those that this rank keeps.
-        sparse: those of them that are stored sparse.
-
-    Returns:
-        A state dict for ``optimizer.load_state_dict``.
-    """
+    """Return this rank's part of an optimizer's whole state dict, compressed for sparse weights."""
     order = [name for group in groups for name in group]
     local = {}
     for index, entry in state["state"].items():

@@ -30,9 +30,9 @@ from lightning_axosparse.sparse.store.formats import layout_of
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.materialize import DenseForm, master_dtype
 from lightning_axosparse.sparse.store.weight import SparseWeight
+from lightning_axosparse.support import archive
 from lightning_axosparse.support.arguments import MODULE, NONE, PATH, PATTERNS, checked, instance_of
 from lightning_axosparse.support.corrupt_file import reading
-from lightning_axosparse.support.files import archive
 from lightning_axosparse.support.troubleshooting import see
 
 Skipped = Callable[[str], bool]
@@ -112,12 +112,9 @@ def _load_kept(
     masks: Mapping[str, Tensor],
     skipped: Skipped,
 ) -> list[str]:
-    """Load a module's state, in place, and store the masked parameters sparse.
+    """Load a module's state, in place, store the masked parameters sparse, and return their names.
 
     At most one masked parameter is dense at a time. Those on the meta device are moved to CPU.
-
-    Returns:
-        The masked names that are stored sparse now.
     """
     made_sparse = []
     rest = {name for name in state if not skipped(name)}

@@ -3,7 +3,7 @@
 It may import from every subpackage.
 """
 
-from lightning_axosparse.support.extras import require_cli
+from lightning_axosparse.support.troubleshooting import require_cli
 
 try:
     require_cli("The command line")

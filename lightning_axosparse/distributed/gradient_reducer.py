@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_axosparse.distributed.mpi.node.shared_memory import BlockPool
+from lightning_axosparse.distributed.mpi.shared_memory import BlockPool
 from lightning_axosparse.support.trace import clock
 
 BUCKET_BYTES = 25 * 2**20

@@ -124,11 +124,7 @@ class Grid:
         return _strided(self.same_batch_ranks, self.g_inter)[stage]
 
     def shortened(self, g_inter: int) -> Grid:
-        """The grid with pipelines of ``g_inter`` stages in which every rank keeps its batches.
-
-        Args:
-            g_inter: stages of the shorter pipelines; must divide this grid's.
-        """
+        """The grid with pipelines of ``g_inter`` stages in which every rank keeps its batches."""
         replicas_per_batch = self.replicas_per_batch * self.g_inter // g_inter
         return Grid(self.world_size, g_inter, self.rank, replicas_per_batch)
 

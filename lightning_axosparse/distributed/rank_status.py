@@ -7,11 +7,14 @@ import ctypes
 import mmap
 import os
 import secrets
+import signal
 import socket
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import Literal
 
 from lightning_axosparse.distributed.grid import Grid
@@ -107,11 +110,7 @@ class RankStatus(ctypes.Structure):
         self.in_step = False
 
     def end_loop(self, loop: str, epoch: int) -> int:
-        """Record that a loop has ended.
-
-        Returns:
-            The number of its batches.
-        """
+        """Record that a loop has ended; return the number of its batches."""
         if (self.loop, self.epoch) != (loop.encode(), epoch):
             self.loop, self.epoch, self.batch = loop.encode(), epoch, -1
         self.ended = True
@@ -220,11 +219,7 @@ def _proxy() -> int:
 
 @contextmanager
 def blocked(awaited: str) -> Iterator[None]:
-    """Record that calls of MPI inside the context return only when other ranks take part.
-
-    Args:
-        awaited: what this rank waits for, in words.
-    """
+    """Record that calls of MPI inside the context return only when other ranks take part."""
     this_rank().begin_wait(awaited, bulk=True)  # It may take long on many ranks.
     try:
         yield
@@ -238,14 +233,89 @@ def mark_finished() -> None:
 
 
 def read_status(path: str) -> RankStatus:
-    """The status of another process of this node; its attributes are always the current ones.
-
-    Raises:
-        OSError: if the path cannot be read.
-        ValueError: if there is no status.
-    """
+    """The status of another process of this node; its attributes are always the current ones."""
     file = os.open(path, os.O_RDWR)
     try:
         return RankStatus.from_buffer(mmap.mmap(file, 0))
     finally:
         os.close(file)
+
+
+_POLLS = 20
+_MIN_SLEEP, _MAX_SLEEP = 20e-6, 1e-3
+_SLEEP_FRACTION = 0.05
+
+
+class BackOff:
+    """Polls 20 times without a pause, then sleeps between polls for 5 % of the time waited so far.
+
+    A sleep takes at least 20 us and at most a millisecond, so it prolongs a wait only a little.
+    MPI's own blocking waits spin, and shorter sleeps take a tenth of a core; both slow down the
+    other ranks where there are more ranks than cores.
+
+    It is the context manager of a wait. The first sleep records the wait in the rank's status.
+
+    Args:
+        awaited: returns a description of what this rank waits for, and from which rank.
+        bulk: whether that is so much data that their transfer may take long.
+    """
+
+    def __init__(self, awaited: Callable[[], str], bulk: bool = False) -> None:
+        self._awaited, self._bulk = awaited, bulk
+        self._recorded = False
+        self._polls = 0
+        self._since = time.monotonic()
+
+    def __enter__(self) -> BackOff:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._recorded:
+            this_rank().end_wait()
+
+    def pause(self) -> None:
+        """Pause before the next poll."""
+        self._polls += 1
+        if self._polls > _POLLS:
+            if not self._recorded:
+                self._recorded = True
+                this_rank().begin_wait(self._awaited(), self._bulk)
+            waited = time.monotonic() - self._since
+            time.sleep(min(_MAX_SLEEP, max(_MIN_SLEEP, _SLEEP_FRACTION * waited)))
+
+    def reset(self) -> None:
+        """Start from the first poll again, after a poll that found something."""
+        self._polls = 0
+        self._since = time.monotonic()
+        if self._recorded:
+            this_rank().begin_wait(self._awaited(), self._bulk)
+
+
+def exit_code(pid: int) -> int | None:
+    """The exit code of an ended process, or the negative number of the signal that killed it.
+
+    None if its parent has already read the code.
+    """
+    try:
+        state, *_, status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return os.waitstatus_to_exitcode(int(status)) if state == "Z" else None
+
+
+def describe_end(code: int | None) -> str:
+    """Describe how a rank has ended, by its :func:`exit_code`, after the rank in a sentence."""
+    if code is None:
+        return "ended without a report: killed, or by `os._exit`."
+    if code >= 0:
+        return (
+            f"ended with exit code {code} before its work was done, as by `os._exit`; its output "
+            "above may say why."
+        )
+    memory = " The kernel does that when memory runs out." if code == -signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-code).name}.{memory}"

@@ -7,8 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
-from lightning_axosparse.distributed.backoff import BackOff
-from lightning_axosparse.distributed.rank_status import this_rank
+from lightning_axosparse.distributed.rank_status import BackOff, this_rank
 from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
 from lightning_axosparse.pipeline.crossing.p2p import Link
 from lightning_axosparse.pipeline.crossing.values import Crossing, Gradients, Probe, tensors

@@ -41,7 +41,7 @@ from lightning_axosparse.support.arguments import (
     list_of,
     number,
 )
-from lightning_axosparse.support.memory.release import release_freed_memory
+from lightning_axosparse.support.memory import release_freed_memory
 from lightning_axosparse.support.troubleshooting import see
 
 _PER_CHANNEL = ("weight", "bias", "running_mean", "running_var")

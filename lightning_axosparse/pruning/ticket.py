@@ -17,6 +17,7 @@ from lightning_axosparse.pruning.prunable import Prune, few
 from lightning_axosparse.pruning.rule import MaskRule
 from lightning_axosparse.pruning.selection import SCOPES, Scope
 from lightning_axosparse.sparse.module.parameters import layouts
+from lightning_axosparse.support import archive
 from lightning_axosparse.support.arguments import (
     DISTANCES,
     FRACTION,
@@ -33,7 +34,6 @@ from lightning_axosparse.support.arguments import (
     one_of,
 )
 from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
-from lightning_axosparse.support.files import archive
 from lightning_axosparse.support.troubleshooting import see
 
 

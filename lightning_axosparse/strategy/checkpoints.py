@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
-from lightning_axosparse.checkpoint.folder.stage_tensors import StageTensors
-from lightning_axosparse.checkpoint.folder.writer import FolderWriter
+from lightning_axosparse.checkpoint.folder import FolderWriter
 from lightning_axosparse.checkpoint.gather import (
+    StageTensors,
     gather_model_state,
     gather_optimizer_state,
     gather_remote_tensors,
@@ -31,13 +31,13 @@ from lightning_axosparse.strategy.compat.callbacks import weight_averages
 from lightning_axosparse.strategy.compat.device import move_optimizers
 from lightning_axosparse.strategy.compat.hooks import checkpoint_hooks
 from lightning_axosparse.strategy.config import Config
-from lightning_axosparse.strategy.launcher.restarts import note_checkpoint
+from lightning_axosparse.strategy.launcher.call import note_checkpoint
 from lightning_axosparse.strategy.optimizer_shards import OptimizerShards
 from lightning_axosparse.strategy.stages.construction import load_values
 from lightning_axosparse.strategy.stages.sharded_module import in_parts
 from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.strategy.validation import validate_local
-from lightning_axosparse.support.files.deferred_tensor import all_made
+from lightning_axosparse.support.archive import all_made
 from lightning_axosparse.support.torch_internals import tree_map_only
 
 

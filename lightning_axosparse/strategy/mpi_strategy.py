@@ -15,7 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_axosparse.distributed.grid import Grid
-from lightning_axosparse.distributed.mpi.start import environment
+from lightning_axosparse.distributed.mpi import environment
 from lightning_axosparse.distributed.process_groups import ProcessGroups
 from lightning_axosparse.distributed.rank_status import blocked, mark_finished, this_rank
 from lightning_axosparse.strategy.compat import collectives
@@ -24,8 +24,8 @@ from lightning_axosparse.strategy.compat.loading import with_atomic_files
 from lightning_axosparse.strategy.compat.signals import cause_of
 from lightning_axosparse.strategy.launcher.launcher import MPILauncher
 from lightning_axosparse.strategy.validation import validate_local_rank, validate_world_size
-from lightning_axosparse.support.files.temporary_folder import keep_sockets_in
-from lightning_axosparse.support.memory.release import map_larger_blocks
+from lightning_axosparse.support.files import keep_sockets_in
+from lightning_axosparse.support.memory import map_larger_blocks
 from lightning_axosparse.support.troubleshooting import see
 
 T = TypeVar("T")
@@ -154,7 +154,7 @@ class MPIStrategy(ParallelStrategy):
         if self._ranks > 1:
             validate_local_rank(self.local_rank, len(self.parallel_devices or ()), self.num_nodes)
             # Importing it starts MPI, which one rank does without.
-            from lightning_axosparse.distributed.mpi.backend import init_process_group
+            from lightning_axosparse.distributed.mpi.process_group import init_process_group
             from lightning_axosparse.distributed.mpi.watchdog import watchdog
 
             map_larger_blocks()

@@ -30,7 +30,7 @@ from lightning_axosparse.strategy.compat.loading import files_mapped, reading_fi
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.launcher.launcher import MPILauncher
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
-from lightning_axosparse.strategy.regrid.regrid import Regridded
+from lightning_axosparse.strategy.regrid import Regridded
 from lightning_axosparse.strategy.stages.auto_grid import choose_grid
 from lightning_axosparse.strategy.stages.construction import made_without, parameters_on_meta
 from lightning_axosparse.strategy.stages.partitioner import Partitioner

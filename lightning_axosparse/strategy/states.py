@@ -35,11 +35,11 @@ from lightning_axosparse.strategy.compat.signals import acting_together
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
 from lightning_axosparse.strategy.optimizer_shards import OptimizerShards
-from lightning_axosparse.strategy.regrid.regrid import Regrid
+from lightning_axosparse.strategy.regrid import Regrid
 from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.strategy.step.train_step import StepRunner
 from lightning_axosparse.strategy.step.whole_step import StepContext, WholeStepRunner
-from lightning_axosparse.support.memory.available import free_bytes
+from lightning_axosparse.support.memory import free_bytes
 from lightning_axosparse.support.troubleshooting import see
 
 

@@ -138,13 +138,10 @@ MASKS = instance_of("a mapping of parameter names to bool tensors", Mapping)
 
 
 def checked(error: type[Exception], **kinds: Kind) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function that validates the named arguments of each call.
+    """Decorate a function that validates the named arguments of each call, but no defaults.
 
-    Numbers and arrays of numpy become Python's numbers and lists.
-
-    Args:
-        error: the exception for a value of another kind.
-        kinds: the kind of each argument. Defaults are not validated.
+    Numbers and arrays of numpy become Python's numbers and lists. Values of another kind raise
+    ``error``.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -165,15 +162,10 @@ def checked(error: type[Exception], **kinds: Kind) -> Callable[[Callable[P, R]],
 def check(
     error: type[Exception], values: Mapping[str, Any], kinds: Mapping[str, Kind]
 ) -> dict[str, Any]:
-    """Validate values, and convert numpy's numbers and arrays to Python's numbers and lists.
-
-    Args:
-        error: the exception for the first value of another kind.
-        values: name -> value.
-        kinds: name -> kind, for each name in ``values``.
+    """Validate values by the kinds of their names, and raise ``error`` for the first wrong one.
 
     Returns:
-        name -> converted value.
+        name -> value, in which numpy's numbers and arrays are Python's numbers and lists.
     """
     plain = {name: _plain(value) for name, value in values.items()}
     for name, value in plain.items():
@@ -191,15 +183,7 @@ def shown(value: object) -> str:
 
 
 def validate_mask(name: str, mask: object) -> None:
-    """Validate that a mask is a dense bool tensor.
-
-    Args:
-        name: of the parameter.
-        mask: should be a dense bool tensor, on any device but meta.
-
-    Raises:
-        ValueError: if it is anything else; names the parameter and the value.
-    """
+    """Raise a ValueError unless a mask is a dense bool tensor with values."""
     if not isinstance(mask, Tensor):
         found = f"{type(mask).__name__}: {shown(mask)}"
     elif mask.dtype != torch.bool:

@@ -1,11 +1,16 @@
-"""Defines the error for a file, or a state, whose content is not what was written to it."""
+"""Defines the error for content that is not what was written, and what raises it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
 from os import PathLike
+from typing import Any
 
+import torch
+
+from lightning_axosparse.support.arguments import shown
 from lightning_axosparse.support.troubleshooting import see, without_link
 
 
@@ -34,15 +39,9 @@ class CorruptFileError(ValueError):
 
 @contextmanager
 def reading(path: str | PathLike[str]) -> Iterator[None]:
-    """Raise a :class:`CorruptFileError` that names ``path`` for any exception in the context.
+    """Raise a :class:`CorruptFileError` that names ``path`` for any exception but MemoryError.
 
     Which exceptions readers raise depends on the bytes of the file.
-
-    Args:
-        path: the file that is read in the context.
-
-    Raises:
-        CorruptFileError: for every exception except MemoryError.
     """
     try:
         yield
@@ -55,18 +54,29 @@ def reading(path: str | PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def restoring(what: str) -> Iterator[None]:
-    """Raise a :class:`CorruptFileError` where the context stumbles over what a checkpoint holds.
+    """Raise a :class:`CorruptFileError` for a missing entry, or one of another type.
 
     Errors of other kinds say themselves what does not fit, such as a shape.
-
-    Args:
-        what: is restored in the context, in words.
-
-    Raises:
-        CorruptFileError: for a missing entry, or one of another type.
     """
     try:
         yield
     except (AttributeError, LookupError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise CorruptFileError(reason, f"The state of {what} in the checkpoint") from error
+
+
+_LARGEST = 2**63 - 1
+"""Bytes of a tensor, as torch counts them; the widest entry has 16."""
+
+
+def stored_shape(value: Any, what: str) -> torch.Size:
+    """Return a shape that a file declares; raise a :class:`CorruptFileError` if it is none.
+
+    ``torch.Size`` takes any whole numbers, and its ``numel`` counts past 64 bits from the start.
+    """
+    sizes = tuple(value) if isinstance(value, list | tuple) else (repr(value),)
+    if not all(type(size) is int and size >= 0 for size in sizes):
+        raise CorruptFileError(f"{what} has the shape {shown(sizes)}")
+    if 16 * prod(size for size in sizes if size) > _LARGEST:
+        raise CorruptFileError(f"{what} has the shape {shown(sizes)}, which no memory holds")
+    return torch.Size(sizes)

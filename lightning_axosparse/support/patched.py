@@ -9,13 +9,7 @@ from typing import Any
 
 @contextmanager
 def patched(owner: object, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute inside the context; after it the owner has its own again, if it had one.
-
-    Args:
-        owner: an object, a class or a module, with a ``__dict__``.
-        name: of the attribute, which the owner may also have from its class.
-        value: what it is inside; of a class, what its ``__dict__`` holds.
-    """
+    """Set an attribute inside the context; after it the owner has its own again, if it had one."""
     own = {key: vars(owner)[key] for key in vars(owner).keys() & {name}}
     setattr(owner, name, value)
     try:

@@ -241,13 +241,7 @@ class _DeferredStorage(torch.UntypedStorage):
 def reduced_for_save(
     shape: torch.Size, dtype: torch.dtype, make: Callable[[], Tensor]
 ) -> tuple[Any, ...]:
-    """Return what pickles as a CPU tensor whose values torch.save makes when it writes them.
-
-    Args:
-        shape: of the tensor.
-        dtype: of the tensor.
-        make: returns the tensor, on CPU.
-    """
+    """Return what pickles as a CPU tensor whose values torch.save makes when it writes them."""
     size = shape.numel() * dtype.itemsize
     storage = _DeferredStorage(size, device="meta")  # type: ignore[no-untyped-call]
     storage.make = make

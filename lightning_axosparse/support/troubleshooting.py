@@ -1,9 +1,10 @@
-"""Ends error messages with a link to the section of the documentation that explains them."""
+"""Ends error messages with a link to the documentation, and names the extra that is missing."""
 
 from __future__ import annotations
 
 import re
 from functools import cache
+from importlib.util import find_spec
 from typing import Literal
 
 PAGE = "docs/troubleshooting.md"
@@ -51,7 +52,7 @@ def without_link(error: BaseException) -> str:
 @cache
 def page() -> str:
     """Return the page's address in the published documentation, if that has one; else its path."""
-    # Imported here, because `distributed.mpi.start.slurm` has to speak before slow imports.
+    # Imported here, because `distributed.mpi.slurm` has to speak before slow imports.
     from importlib.metadata import PackageNotFoundError, metadata
 
     try:
@@ -63,3 +64,16 @@ def page() -> str:
         if label.strip() == "Documentation":
             return f"{address.strip().rstrip('/')}/troubleshooting/"
     return PAGE
+
+
+_CLI = {"hydra": "hydra-core", "matplotlib": "matplotlib", "rich": "rich"}
+
+
+def require_cli(user: str) -> None:
+    """Check that the packages of the command line are installed."""
+    missing = [package for module, package in _CLI.items() if find_spec(module) is None]
+    if missing:
+        raise ModuleNotFoundError(
+            f"{user} needs {', '.join(missing)}, of the extra `cli`: pip install "
+            "'lightning-axosparse[cli]', or '.[cli]' in a checkout." + see("commands")
+        )

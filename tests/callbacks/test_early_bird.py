@@ -491,7 +491,7 @@ def test_matrix_optimizers_are_rejected_when_fit_starts():
 def on_two_stages_and_two_replicas(folder):
     import torch.distributed as dist
 
-    from lightning_axosparse.distributed.mpi.backend import init_process_group
+    from lightning_axosparse.distributed.mpi.process_group import init_process_group
 
     init_process_group("cpu")
     rank, world = dist.get_rank(), dist.group.WORLD

@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_axosparse import AxoSparseStrategy, CorruptFileError
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
-from lightning_axosparse.support.files import archive
+from lightning_axosparse.support import archive
 from tests.parity.cases import BATCHES, Net, loader, trainer
 
 CONTENT = {"state_dict": {"weight": torch.arange(6.0).view(2, 3)}, "epoch": 3}

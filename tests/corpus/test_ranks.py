@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from lightning_axosparse.distributed.mpi.start.environment import all_arrive
+from lightning_axosparse.distributed.mpi.environment import all_arrive
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
 from tests.corpus.harness import (
     Entry,

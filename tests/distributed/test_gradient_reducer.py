@@ -22,7 +22,7 @@ KINDS = ("dense", "unused layer", "sparse")
 
 def reduce_on_ranks() -> dict[str, Any]:
     """All kinds in one job, as starting ranks takes longer than reducing."""
-    from lightning_axosparse.distributed.mpi.node import all_reduce
+    from lightning_axosparse.distributed.mpi import node_all_reduce as all_reduce
 
     smallest, found = all_reduce.MIN_BYTES, {}
     for kind in KINDS:
@@ -35,7 +35,7 @@ def reduce_kind(kind: str) -> dict[str, Any]:
     import torch.distributed as dist
 
     from lightning_axosparse.distributed import gradient_reducer
-    from lightning_axosparse.distributed.mpi.backend import init_process_group
+    from lightning_axosparse.distributed.mpi.process_group import init_process_group
     from lightning_axosparse.sparse import sparsify
 
     init_process_group("cpu")
@@ -128,7 +128,7 @@ def overlap() -> list[int]:
     import torch.distributed as dist
 
     from lightning_axosparse.distributed import gradient_reducer
-    from lightning_axosparse.distributed.mpi.backend import init_process_group
+    from lightning_axosparse.distributed.mpi.process_group import init_process_group
 
     init_process_group("cpu")
     layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
@@ -157,7 +157,7 @@ def overlap_deferred() -> list[int]:
     import torch.distributed as dist
 
     from lightning_axosparse.distributed import gradient_reducer
-    from lightning_axosparse.distributed.mpi.backend import init_process_group
+    from lightning_axosparse.distributed.mpi.process_group import init_process_group
 
     init_process_group("cpu")
     layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))

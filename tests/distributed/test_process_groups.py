@@ -35,7 +35,7 @@ def form_groups() -> dict[Any, Any]:
     """What a rank finds in every grid, one after the other in one job."""
     import torch.distributed as dist
 
-    from lightning_axosparse.distributed.mpi.backend import init_process_group
+    from lightning_axosparse.distributed.mpi.process_group import init_process_group
 
     init_process_group("cpu")
     found = {shape: of_grid(*shape) for shape in PARTS}

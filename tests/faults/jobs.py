@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
-from lightning_axosparse.distributed.mpi.start.environment import placement
+from lightning_axosparse.distributed.mpi.environment import placement
 
 WIDTH, SAMPLES = 4, 4
 STUCK_AT = 2

@@ -19,7 +19,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_axosparse import AxoSparseStrategy, Ticket, save_safetensors
 from lightning_axosparse.strategy.launcher.launcher import RankFailedError
-from lightning_axosparse.support.files import archive
+from lightning_axosparse.support import archive
 from tests.parity.cases import BATCHES, Net, fit, loader, trainer
 
 
@@ -67,9 +67,9 @@ class KilledInThread(Callback):
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         if trainer.current_epoch == 1 and trainer.global_rank == 1:
-            from lightning_axosparse.checkpoint.folder import writer as folder_writer
+            from lightning_axosparse.checkpoint import folder as folders
 
-            folder_writer._Write.write = lambda write: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+            folders._Write.write = lambda write: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
 
 
 def partials(folder: Path) -> list[Path]:

@@ -112,7 +112,7 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 
 
 def train(hosts: int, ranks_a_host: int, g_inter: int) -> tuple[Record, dict[str, Any]]:
-    from lightning_axosparse.distributed.mpi.start.environment import placement
+    from lightning_axosparse.distributed.mpi.environment import placement
 
     here, listened = placement(), listening()
     replicas = hosts * ranks_a_host // g_inter

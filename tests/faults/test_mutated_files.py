@@ -32,9 +32,9 @@ from lightning_axosparse import (
     save_safetensors,
 )
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, validated
-from lightning_axosparse.checkpoint.folder.stage_tensors import StageTensors
-from lightning_axosparse.checkpoint.folder.writer import FolderWriter
-from lightning_axosparse.support.files.deferred_tensor import DeferredTensor
+from lightning_axosparse.checkpoint.folder import FolderWriter
+from lightning_axosparse.checkpoint.gather import StageTensors
+from lightning_axosparse.support.archive import DeferredTensor
 from tests.sparse.masking import apply_masks
 from tests.support.test_corrupt_file import EDITS
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_axosparse.distributed.mpi.start.environment import placement, world_communicator
+from lightning_axosparse.distributed.mpi.environment import placement, world_communicator
 from tests.lightning_suite.modes import MODES
 
 MODE, OUTCOMES = "LIGHTNING_SUITE_MODE", "LIGHTNING_SUITE_OUTCOMES"

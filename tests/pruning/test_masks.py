@@ -123,7 +123,7 @@ def test_independent_masks_are_one_apart_by_the_relative_distance_at_every_ratio
 def distances_of_a_stage():
     import torch.distributed as dist
 
-    from lightning_axosparse.distributed.mpi.backend import init_process_group
+    from lightning_axosparse.distributed.mpi.process_group import init_process_group
 
     init_process_group("cpu")
     one, other = random_masks(0, 0.3)

@@ -215,7 +215,7 @@ def masks_of_a_stage(stage, stages, group):
 def on_two_and_three_stages():
     import torch.distributed as dist
 
-    from lightning_axosparse.distributed.mpi.backend import init_process_group
+    from lightning_axosparse.distributed.mpi.process_group import init_process_group
 
     init_process_group("cpu")
     rank, two = dist.get_rank(), dist.new_group([0, 1])

@@ -290,7 +290,7 @@ def test_a_rank_that_raises_ends_the_job_and_is_named() -> None:
 
 
 def connect_where_one_fits() -> str:
-    from lightning_axosparse.distributed.mpi.start.environment import placement
+    from lightning_axosparse.distributed.mpi.environment import placement
 
     run = trainer(AxoSparseStrategy(g_inter=2), 1, num_nodes=2)
     if placement().local_rank == 0:

@@ -31,8 +31,9 @@ from lightning_axosparse import (
     save_safetensors,
 )
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
-from lightning_axosparse.checkpoint.sparse_encoding import decoded, decoded_mask, encoded
-from lightning_axosparse.support.files import archive
+from lightning_axosparse.checkpoint.safetensors import decoded, decoded_mask, encoded
+from lightning_axosparse.support import archive
+from lightning_axosparse.support.corrupt_file import stored_shape
 from tests.parity.cases import Net, loader, trainer
 from tests.sparse.masking import apply_masks
 
@@ -385,3 +386,17 @@ def test_a_tensor_is_no_larger_than_its_file(tmp_path: Path) -> None:
     torch.save({"state_dict": {"a": torch.zeros(1).expand(*HUGE)}}, tmp_path / "a.ckpt")
     with pytest.raises(CorruptFileError, match=r"no tensor of the shape \(131072, 131072\)"):
         AtomicCheckpointIO().load_mapped(tmp_path / "a.ckpt")
+
+
+@pytest.mark.parametrize("sizes", [[], [0, 3], [2, 3], (5,), torch.Size([7, 1]), [1 << 58]])
+def test_shapes_that_tensors_have(sizes: Any) -> None:
+    assert stored_shape(sizes, "it") == torch.Size(sizes)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [[-1, -8], [2.0], ["2"], [True], None, "23", {}, 5, [1 << 59], [1 << 40] * 3, [0, 1 << 62]],
+)
+def test_what_no_tensor_has_is_refused(sizes: Any) -> None:
+    with pytest.raises(CorruptFileError, match="it has the shape"):
+        stored_shape(sizes, "it")

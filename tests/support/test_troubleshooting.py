@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.metadata
 import re
+import sys
 from email.message import Message
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
+from lightning_axosparse import cli
 from lightning_axosparse.support import troubleshooting
-from lightning_axosparse.support.troubleshooting import PAGE, Entry, page, see, without_link
+from lightning_axosparse.support.troubleshooting import (
+    PAGE,
+    Entry,
+    page,
+    require_cli,
+    see,
+    without_link,
+)
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "lightning_axosparse"
@@ -25,7 +35,7 @@ MODULES = {
 WITHOUT_LINK = {
     # Users never see them.
     (
-        "distributed/mpi/node/shared_memory.py",
+        "distributed/mpi/shared_memory.py",
         "ValueError(f'The file at",
     ): "caught: no shared memory",
     ("pipeline/crossing/placeholder.py", "AttributeError(name)"): "Python's protocol",
@@ -36,7 +46,7 @@ WITHOUT_LINK = {
     ("pipeline/stage_forward.py", "StageEdge("): "ends a step at the edge of a stage",
     ("pipeline/stage_step.py", "StageEdge("): "ends a step at the edge of a stage",
     ("pruning/scores.py", 'ValueError("it has no second moment'): "part of a message with a link",
-    ("checkpoint/folder/writer.py", "_NotWritten("): "part of a message with a link",
+    ("checkpoint/folder.py", "_NotWritten("): "part of a message with a link",
     ("strategy/launcher/launcher.py", "_Terminated"): "becomes the signal again",
     ("strategy/launcher/pickling.py", "LookupError("): "of a file between caller and ranks",
     # The command line says the rest.
@@ -53,7 +63,7 @@ WITHOUT_LINK = {
     ("strategy/launcher/launcher.py", "lost.error"): "",
     ("strategy/step/check.py", "MisconfigurationException(finding.text)"): "",
     ("strategy/step/train_step.py", "rank_zero_warn(warning)"): "",
-    ("support/files/archive.py", "error.__context__"): "",
+    ("support/archive.py", "error.__context__"): "",
 }
 """File and start of what is raised or warned of -> why it does not end with a link."""
 
@@ -187,3 +197,18 @@ def test_a_link_is_an_address_where_the_documentation_has_one(
 def test_a_message_without_a_link_stays_as_it_is() -> None:
     assert without_link(ValueError("See there. No link")) == "See there. No link"
     assert without_link(ValueError("A sentence.")) == "A sentence"
+
+
+def test_a_missing_package_is_refused_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_cli("A report")
+    for module in ("hydra", "rich"):
+        monkeypatch.setitem(sys.modules, module, None)
+    message = r"A report needs hydra-core, rich, .* pip install 'lightning-axosparse\[cli\]'"
+    with pytest.raises(ModuleNotFoundError, match=message):
+        require_cli("A report")
+
+
+def test_a_command_ends_with_these_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hydra", None)
+    with pytest.raises(SystemExit, match="The command line needs hydra-core"):
+        importlib.reload(cli)

@@ -3,6 +3,6 @@
 It may import from callbacks and what callbacks may import from.
 """
 
-from lightning_axosparse.support.extras import require_cli
+from lightning_axosparse.support.troubleshooting import require_cli
 
 require_cli("The report of a run")

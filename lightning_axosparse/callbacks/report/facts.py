@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_axosparse.callbacks.ticket_search import Period
-from lightning_axosparse.strategy.regrid.regrid import Regridded
-from lightning_axosparse.support.files.atomic_file import replacing
+from lightning_axosparse.strategy.regrid import Regridded
+from lightning_axosparse.support.files import replacing
 from lightning_axosparse.support.trace import Activity
 
 TimePart = Literal["compute", "waiting", "all-reduce", "optimizer", "densify, compress", "other"]

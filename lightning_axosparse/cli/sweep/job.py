@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_axosparse.callbacks.report.facts import RunResult
 from lightning_axosparse.pruning.ticket import Ticket
-from lightning_axosparse.support.files.atomic_file import replacing
+from lightning_axosparse.support.files import replacing
 from lightning_axosparse.support.troubleshooting import see
 
 RESULT = "result.jsonl"

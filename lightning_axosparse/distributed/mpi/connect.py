@@ -1,18 +1,27 @@
-"""Connects the adjacent stages of a pipeline, each pair in the fastest way that works for it."""
+"""Connects the adjacent stages of a pipeline, each pair in the fastest way that works for it.
+
+Most MPIs transfer the fragments of a large message inside their own calls only, unless the hardware
+or the operating system copies it (RDMA, cross-memory attach). A sender that computes for 30 ms then
+delays its message by 30 ms. So it is tested whether MPI transfers a message while its sender
+computes; if not, a thread helps.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
 from lightning.pytorch.utilities import rank_zero_info
 from mpi4py import MPI
 
-from lightning_axosparse.distributed.mpi.async_progress import ProgressThread, has_async_progress
-from lightning_axosparse.distributed.mpi.node.slots import shares_memory
-from lightning_axosparse.distributed.mpi.staging import Staging
-from lightning_axosparse.distributed.mpi.transport import Channel
-from lightning_axosparse.distributed.rank_status import blocked
+from lightning_axosparse.distributed.mpi.shared_memory import shares_memory
+from lightning_axosparse.distributed.mpi.transport import Channel, ProgressThread, Staging
+from lightning_axosparse.distributed.rank_status import BackOff, blocked
+
+_PROBE_SECONDS = 0.02  # during which the sender of the probe makes no call of MPI
 
 
 class Connection(NamedTuple):
@@ -32,22 +41,12 @@ class Connection(NamedTuple):
 def connect_stages(
     stage: int, stages: int, replica: int, window: int, staging: Staging
 ) -> tuple[Channel | None, Channel | None]:
-    """Connect one stage of one pipeline to its previous and next stage.
+    """Connect one stage of one pipeline to its previous and next stage; None where there is none.
 
     The first call for a grid is collective over all ranks of the job, whose rank is
-    ``replica * stages + stage``.
-
-    Args:
-        stage: of this rank.
-        stages: number of stages.
-        replica: of this rank.
-        window: number of receives that are posted ahead.
-        staging: how tensors reach MPI.
-
-    Returns:
-        Channels to the previous and the next stage; None where there is none.
+    ``replica * stages + stage``. A channel posts ``window`` receives ahead.
     """
-    comm, shares_memory, progress = connect(stages, replica, stage, staging.on_host)
+    comm, shares_memory, progress = connect(stages, replica, stage)
     channels = {
         adjacent: Channel(comm, adjacent, window, staging, shared, progress)
         for adjacent, shared in shares_memory.items()
@@ -56,20 +55,13 @@ def connect_stages(
 
 
 @cache  # The number of communicators in an MPI is limited, and the test takes its time.
-def connect(stages: int, replica: int, stage: int, on_host: bool) -> Connection:
-    """Find out, with all ranks of the job, how messages reach the adjacent stages best.
-
-    Args:
-        stages: number of stages.
-        replica: of this rank.
-        stage: of this rank.
-        on_host: whether MPI gets host memory; only that can be shared.
-    """
+def connect(stages: int, replica: int, stage: int) -> Connection:
+    """Find out, with all ranks of the job, how messages reach the adjacent stages best."""
     world = MPI.COMM_WORLD
     with blocked("the other stages to connect"):
         comm = world.Split(replica, stage)
         adjacent = [other for other in (stage - 1, stage + 1) if 0 <= other < stages]
-        shared = {other: on_host and shares_memory(comm, other) for other in adjacent}
+        shared = {other: shares_memory(comm, other) for other in adjacent}
         # Every other pair first, so that two rounds test all pairs.
         by_mpi = sorted((n for n in adjacent if not shared[n]), key=lambda n: min(n, stage) % 2)
         progresses = [has_async_progress(comm, other) for other in by_mpi]
@@ -84,13 +76,7 @@ def connect(stages: int, replica: int, stage: int, on_host: bool) -> Connection:
 
 
 def describe_connections(shared: list[bool], progresses: bool, threads_allowed: bool) -> str:
-    """Describe for the log how the stages exchange messages.
-
-    Args:
-        shared: for each pair of adjacent stages, whether they share memory.
-        progresses: whether MPI transfers all other messages while their senders compute.
-        threads_allowed: whether a thread may call MPI.
-    """
+    """Describe for the log how pairs of adjacent stages exchange messages."""
     apart = shared.count(False)
     if not apart:
         return "All adjacent stages exchange activations through shared memory."
@@ -104,3 +90,36 @@ def describe_connections(shared: list[bool], progresses: bool, threads_allowed: 
         "stages will wait for one another. This MPI does not provide MPI_THREAD_MULTIPLE, with "
         "which a thread could help; see also its documentation on asynchronous progress."
     )
+
+
+def has_async_progress(comm: MPI.Comm, peer: int) -> bool:
+    """Whether a megabyte from the lower rank arrives while that rank makes no call of MPI.
+
+    Called by this rank and rank ``peer``; takes some 20 ms.
+    """
+    large, small, answer = np.zeros(2**20, np.uint8), np.zeros(1), np.zeros(1, bool)
+    _synchronize(comm, peer)
+    if comm.rank < peer:
+        requests = [comm.Isend(large, peer)]
+        time.sleep(_PROBE_SECONDS)
+        requests += [comm.Isend(small, peer), comm.Irecv(answer, peer)]
+    else:
+        # The small message leaves after the pause. The large one has arrived before it, or not.
+        received, pause_over = comm.Irecv(large, peer), comm.Irecv(small, peer)
+        _wait(lambda: received.Test() or pause_over.Test())
+        answer[0] = not pause_over.Test()
+        requests = [received, pause_over, comm.Isend(answer, peer)]
+    _wait(lambda: MPI.Request.Testall(requests))
+    return bool(answer[0])
+
+
+def _synchronize(comm: MPI.Comm, peer: int) -> None:
+    """Wait until both ranks are here and connected."""
+    requests = [comm.Isend(np.zeros(0), peer), comm.Irecv(np.zeros(0), peer)]
+    _wait(lambda: MPI.Request.Testall(requests))
+
+
+def _wait(done: Callable[[], bool]) -> None:
+    with BackOff(lambda: "a message that tests the MPI of the adjacent stage") as back_off:
+        while not done():
+            back_off.pause()

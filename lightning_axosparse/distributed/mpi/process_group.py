@@ -1,4 +1,4 @@
-"""Implements the collectives and messages of torch.distributed with MPI."""
+"""Implements torch.distributed with MPI: the backend "mpi4py", its collectives and messages."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from mpi4py import MPI
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from lightning_axosparse.distributed.mpi.buffers import (
+from lightning_axosparse.distributed.mpi.environment import placement
+from lightning_axosparse.distributed.mpi.node_all_reduce import node_all_reduce
+from lightning_axosparse.distributed.mpi.rendezvous import common_store
+from lightning_axosparse.distributed.mpi.work import (
+    MPIWork,
     ReduceOperation,
     copy_all_back,
     copy_back,
@@ -24,8 +29,8 @@ from lightning_axosparse.distributed.mpi.buffers import (
     tensors_in,
     typed,
 )
-from lightning_axosparse.distributed.mpi.node.all_reduce import node_all_reduce
-from lightning_axosparse.distributed.mpi.work import MPIWork
+from lightning_axosparse.distributed.rank_status import blocked
+from lightning_axosparse.support.troubleshooting import see
 
 
 def _nccl_for_cuda(method: Callable[..., MPIWork]) -> Any:
@@ -46,11 +51,8 @@ def _nccl_for_cuda(method: Callable[..., MPIWork]) -> Any:
 class MPIProcessGroup(dist.ProcessGroup):
     """The ranks of one MPI communicator as a torch.distributed process group.
 
-    The methods are those that torch.distributed calls; their arguments are its own.
-
-    Args:
-        communicator: of the ranks of the group, in its order; :meth:`shutdown` frees it.
-        store: with which NCCL connects the ranks.
+    The methods are those that torch.distributed calls; their arguments are its own. NCCL connects
+    the ranks by the store.
     """
 
     def __init__(self, communicator: MPI.Intracomm, store: Store) -> None:
@@ -322,3 +324,36 @@ def _describe_members(communicator: MPI.Intracomm) -> str:
     ranks = [str(rank) for rank in members.Translate_ranks(None, world)]
     members.Free()
     return "ranks " + ", ".join(ranks if len(ranks) <= 8 else [*ranks[:4], "...", *ranks[-2:]])
+
+
+NAME = "mpi4py"
+
+
+def init_process_group(device_type: str) -> None:
+    """Connect all ranks of the MPI job by torch.distributed, once a process; "cuda" adds NCCL."""
+    if dist.is_initialized():
+        if isinstance(dist.group.WORLD, MPIProcessGroup):
+            return
+        raise MisconfigurationException(
+            f"torch.distributed is initialised already, with the backend {dist.get_backend()!r}; "
+            f"the ranks of this strategy are connected by {NAME!r}. Remove the call of "
+            "torch.distributed.init_process_group, or destroy that process group before."
+            + see("starting-ranks")
+        )
+    placed = placement()
+    backend = NAME if device_type == "cpu" else f"cpu:{NAME},cuda:nccl"
+    store = common_store(required=device_type != "cpu")
+    dist.init_process_group(backend, store=store, rank=placed.rank, world_size=placed.world_size)
+
+
+def _create(options: Any, _: Any) -> MPIProcessGroup:
+    world = MPI.COMM_WORLD
+    ranks = list(options.global_ranks_in_group) or list(range(world.size))
+    members = world.group.Incl(ranks)
+    with blocked("the other ranks of a process group to connect"):
+        communicator = world.Create_group(members)
+        members.Free()
+        return MPIProcessGroup(communicator, options.store)
+
+
+dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])

@@ -9,11 +9,15 @@ Receives are posted ahead of time, for the envelope and for the block. The recei
 the size that the message of the same number had in the previous batch, which sender and receiver
 both remember. A larger block is late: an empty message completes the posted receive, and the
 receiver posts one of the right size when it has read the envelope.
+
+Blocks of a GPU go through pinned host memory.
 """
 
 from __future__ import annotations
 
 import pickle
+import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,16 +28,75 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from lightning_axosparse.distributed.backoff import BackOff
-from lightning_axosparse.distributed.mpi.async_progress import ProgressThread
-from lightning_axosparse.distributed.mpi.buffers import raw
-from lightning_axosparse.distributed.mpi.node.slots import SlotAddress, SlotReader, SlotWriter
-from lightning_axosparse.distributed.mpi.staging import Ready, Staging
-from lightning_axosparse.distributed.rank_status import this_rank
+from lightning_axosparse.distributed.mpi.shared_memory import SlotAddress, SlotReader, SlotWriter
+from lightning_axosparse.distributed.mpi.work import raw
+from lightning_axosparse.distributed.rank_status import BackOff, this_rank
 
 _ENVELOPE_BYTES = 4096
 _INLINE_BYTES = 2048
-_ENVELOPE, _BLOCK, _LATE = range(3)  # tags
+_ENVELOPE, _BLOCK, _LATE, _UNUSED = range(4)  # tags
+_MIN_PAUSE, _MAX_PAUSE = 1e-4, 2e-3  # seconds between two turns of the progress thread
+_CALLS_PER_TURN = 50  # each transfers about one fragment
+
+
+Ready = Callable[[], bool]
+"""Returns whether MPI may read a block; called until it may."""
+
+
+class Staging:
+    """Makes blocks of messages (1-D uint8 tensors) accessible to MPI: on the CPU as they are."""
+
+    def outgoing(self, block: Tensor) -> tuple[Tensor, Ready]:
+        """The tensor that MPI reads to send ``block``, and whether it may read it yet."""
+        return block, lambda: True
+
+    def empty(self, size: int) -> Tensor:
+        """A tensor of ``size`` bytes that MPI may write immediately."""
+        return torch.empty(size, dtype=torch.uint8)
+
+    def incoming(self, block: Tensor) -> Tensor:
+        """The block that MPI has written, on the device and ready for the current stream."""
+        return block
+
+
+class PinnedStaging(Staging):
+    """Copies the blocks of a GPU to and from pinned host memory, on streams of their own.
+
+    The host waits for no copy, and a kernel only for the block that it needs. Torch's allocator of
+    pinned memory uses a block again only when the copies from and to it are done. It has been
+    tested with stand-ins for streams only, never on a GPU.
+    """
+
+    def __init__(self, device: torch.device, runtime: Any = torch.cuda) -> None:
+        self._device, self._runtime = device, runtime
+        self._pin = device.type == "cuda"
+        self._to_host, self._to_device = runtime.Stream(device), runtime.Stream(device)
+
+    def outgoing(self, block: Tensor) -> tuple[Tensor, Ready]:
+        """A copy in pinned memory, ready when the copy is done."""
+        host, copied = self.empty(block.numel()), self._runtime.Event()
+        self._to_host.wait_stream(self._runtime.current_stream(self._device))
+        with self._runtime.stream(self._to_host):
+            host.copy_(block, non_blocking=True)
+            copied.record(self._to_host)
+
+        def ready(source: Tensor = block) -> bool:  # Keeps it alive until it is copied.
+            return bool(copied.query())
+
+        return host, ready
+
+    def empty(self, size: int) -> Tensor:
+        """Pinned memory."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pin)
+
+    def incoming(self, block: Tensor) -> Tensor:
+        """A copy on the device; the current stream waits for it."""
+        current = self._runtime.current_stream(self._device)
+        with self._runtime.stream(self._to_device):
+            arrived = block.to(self._device, non_blocking=True, copy=True)
+        current.wait_stream(self._to_device)
+        arrived.record_stream(current)
+        return arrived
 
 
 class _Envelope(NamedTuple):
@@ -73,6 +136,46 @@ class _Incoming:
 
 def _writable(block: bytes) -> Tensor:
     return torch.frombuffer(bytearray(block), dtype=torch.uint8) if block else torch.empty(0).byte()
+
+
+class ProgressThread:
+    """A thread that calls MPI while batches are under way, so that it transfers messages.
+
+    Its calls take time from what the rank computes: the pause between them is 0.1 ms after a
+    message was sent, and grows to 2 ms. Without :meth:`start` there is no thread.
+    """
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self._comm = comm
+        self._batches = 0
+        self._pause = _MIN_PAUSE
+        self._under_way = threading.Event()
+
+    def start(self) -> None:
+        """Start the thread; MPI has to provide ``MPI_THREAD_MULTIPLE``."""
+        threading.Thread(target=self._run, name="axosparse-progress", daemon=True).start()
+
+    def begin_batch(self) -> None:
+        """Call MPI until :meth:`end_batch`; batches may overlap."""
+        self._batches += 1
+        self._under_way.set()
+
+    def message_sent(self) -> None:
+        """Call MPI at short intervals again."""
+        self._pause = _MIN_PAUSE
+
+    def end_batch(self) -> None:
+        """End one batch."""
+        self._batches -= 1
+        if not self._batches:
+            self._under_way.clear()
+
+    def _run(self) -> None:
+        while self._under_way.wait():
+            time.sleep(self._pause)
+            self._pause = min(_MAX_PAUSE, 1.5 * self._pause)
+            for _ in range(_CALLS_PER_TURN):
+                self._comm.Iprobe(tag=_UNUSED)
 
 
 class Channel:

@@ -25,12 +25,13 @@ from functools import cache
 
 from mpi4py import MPI
 
-from lightning_axosparse.distributed.mpi.start.environment import SECONDS_TO_PRINT
-from lightning_axosparse.distributed.mpi.start.process_manager import hold_files
-from lightning_axosparse.distributed.rank_end import describe_end, exit_code
+from lightning_axosparse.distributed.mpi.environment import SECONDS_TO_PRINT
+from lightning_axosparse.distributed.mpi.mpich import hold_files
 from lightning_axosparse.distributed.rank_status import (
     RanksStuckError,
     RankStatus,
+    describe_end,
+    exit_code,
     publish,
     read_status,
     this_rank,
@@ -70,15 +71,7 @@ adds a function that reports it to the caller, before there is a watchdog."""
 
 
 class Peer:
-    """What this rank knows of another rank.
-
-    Args:
-        rank: its number.
-        host: of its process.
-        path: where its status can be read on that host; empty for nowhere.
-        token: by which that status is recognized.
-        pid: its process ID.
-    """
+    """What this rank knows of another rank, which is read by its path if a token confirms it."""
 
     def __init__(self, rank: int, host: str, path: str, token: int, pid: int) -> None:
         self.rank = rank
@@ -134,9 +127,7 @@ class Peer:
 class StatusMessages:
     """Exchanges statuses by MPI between the watchdogs of different nodes.
 
-    Args:
-        comm: a communicator with no other messages.
-        peers: the ranks of other nodes; none where MPI does not let a thread send.
+    There are no peers where MPI does not let a thread send.
     """
 
     def __init__(self, comm: MPI.Intracomm, peers: Sequence[Peer]) -> None:
@@ -168,11 +159,7 @@ class StatusMessages:
 
 
 class Wakeup:
-    """Sleeps until a signal arrives, a process ends, or some time has passed.
-
-    Args:
-        processes: files that can be read when the processes have ended.
-    """
+    """Sleeps until a signal arrives, one of some processes ends, or some time has passed."""
 
     def __init__(self, processes: Iterable[int] = ()) -> None:
         self._reads, self._writes = os.pipe()
@@ -183,11 +170,7 @@ class Wakeup:
                 self._poll.register(file, select.POLLIN)
 
     def sleep(self, seconds: float) -> bytes:
-        """Sleep for so long at most.
-
-        Returns:
-            The numbers of the signals that have arrived.
-        """
+        """Sleep for so long at most; return the numbers of the signals that have arrived."""
         signals = b""
         for file, _ in self._poll.poll(1000 * seconds):
             if file == self._reads:
@@ -226,12 +209,7 @@ os.register_at_fork(after_in_child=_leave_signals_to_parent)
 
 
 class Watchdog:
-    """Ends the job when this rank waits for something that cannot happen, or for too long.
-
-    Args:
-        peers: the other ranks of the job.
-        messages: to and from those of other nodes.
-    """
+    """Ends the job when this rank waits for something that cannot happen, or for too long."""
 
     def __init__(self, peers: Sequence[Peer], messages: StatusMessages) -> None:
         self.timeout = float("inf")
@@ -317,9 +295,6 @@ class Watchdog:
 
     def look(self, elapsed: float) -> str:
         """Look at all ranks, as the thread does every :data:`TICK_SECONDS`.
-
-        Args:
-            elapsed: seconds since it last looked.
 
         Returns:
             Why this rank has to end the job; empty if its wait may go on.

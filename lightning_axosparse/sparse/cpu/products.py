@@ -21,7 +21,7 @@ from lightning_axosparse.sparse.kernels import LANES, ROWS, kernel_module
 from lightning_axosparse.sparse.store.formats import SegmentLayout, layout_of
 from lightning_axosparse.sparse.store.layout import Layout, block_rows, row_length
 from lightning_axosparse.sparse.store.scratch import scratch
-from lightning_axosparse.support.memory import heap as heap_memory
+from lightning_axosparse.support import memory as heap_memory
 
 Shares = Mapping[str, float]
 """The largest share of kept entries with which each product runs here.

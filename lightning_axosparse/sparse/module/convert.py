@@ -41,7 +41,7 @@ from lightning_axosparse.support.arguments import (
     one_of,
     validate_mask,
 )
-from lightning_axosparse.support.memory.release import release_freed_memory, release_library
+from lightning_axosparse.support.memory import release_freed_memory, release_library
 from lightning_axosparse.support.troubleshooting import see
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 
-from lightning_axosparse.distributed.mpi.start.environment import all_arrive
+from lightning_axosparse.distributed.mpi.environment import all_arrive
 from lightning_axosparse.distributed.rank_status import blocked, this_rank
 from lightning_axosparse.strategy.compat.hooks import RankLocalCallback, callbacks_of, overrides
 

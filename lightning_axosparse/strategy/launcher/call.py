@@ -1,13 +1,15 @@
-"""Describes a launched call, its result and its failures, and the folder that holds them."""
+"""Describes a launched call, its result, failures and checkpoints, and the folder of them."""
 
 from __future__ import annotations
 
 import fcntl
+import inspect
+import pickle
 import random
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
@@ -19,8 +21,9 @@ import numpy as np
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_axosparse.strategy.launcher.object_changes import known_objects
-from lightning_axosparse.support.files.temporary_folder import LOCK, temporary_folder
+from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_path
+from lightning_axosparse.strategy.launcher.changes import known_objects
+from lightning_axosparse.support.files import LOCK, temporary_folder
 
 
 @dataclass(frozen=True)
@@ -73,9 +76,7 @@ class ProcessState:
 class MainModule:
     """From where the caller's ``__main__`` was run; processes that a rank spawns import it again.
 
-    Attributes:
-        file: the script; None in a notebook and for ``python -c``.
-        name: of the module that ``python -m`` runs.
+    The file is that of a script, the name that of the module that ``python -m`` runs.
     """
 
     file: str | None
@@ -118,12 +119,9 @@ class Call:
 
 @dataclass(frozen=True)
 class CallResult:
-    """What rank 0 returns to the caller.
+    """What rank 0 returns: the function's value, changes and state of the process afterwards.
 
-    Attributes:
-        value: what the function returned.
-        changes: what it changed in the objects of the caller; None without a trainer.
-        state: the state of the process afterwards.
+    There are no changes without a trainer.
     """
 
     value: Any
@@ -159,11 +157,7 @@ class Failure:
 
 
 class CallFolder:
-    """The files of one call.
-
-    Args:
-        path: an existing folder that caller and ranks see.
-    """
+    """The files of one call, in a folder that caller and ranks see."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -201,3 +195,73 @@ class CallFolder:
         """The earliest failure, if any rank has reported one."""
         failures = [cloudpickle.loads(f.read_bytes()) for f in self.path.glob("failure-*")]
         return min(failures, key=lambda failure: failure.when, default=None)
+
+
+_notes: Path | None = None
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint that a run has saved, or was about to save.
+
+    The folders are those of the Trainer's checkpoint callbacks, where they have one.
+    """
+
+    path: str
+    folders: list[Any]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is a local file or folder, as it was written."""
+        path = local_path(self.path)
+        if path is None or not path.exists():
+            return False
+        try:
+            AtomicCheckpointIO().verify(path)
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def keep_folders(self, trainer: Trainer) -> None:
+        """Let the callbacks go on in the folders that they have found for this run."""
+        for callback, folder in zip(trainer.checkpoint_callbacks, self.folders, strict=True):
+            if getattr(callback, "dirpath", folder) is None:
+                vars(callback)["dirpath"] = folder
+
+
+def note_checkpoints_in(file: Path) -> None:
+    """Let this rank note the checkpoints of its run in a file."""
+    global _notes
+    _notes = file
+
+
+def note_checkpoint(path: Any, checkpoint: dict[str, Any], trainer: Trainer) -> None:
+    """Note a checkpoint from which a run can go on, before it is written."""
+    if _notes is None or "optimizer_states" not in checkpoint:
+        return
+    folders = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+    with _notes.open("ab") as file:
+        pickle.dump(SavedCheckpoint(str(path), folders), file)
+
+
+def noted_checkpoints(file: Path) -> Sequence[SavedCheckpoint]:
+    """What ranks have noted, the newest first."""
+    found: list[SavedCheckpoint] = []
+    if file.exists():
+        with file.open("rb") as notes:
+            while notes.peek(1):
+                found.insert(0, pickle.load(notes))
+    return found
+
+
+def resumed_from(path: str, function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a method of the Trainer with another ``ckpt_path``.
+
+    Objects of the user's classes in it are loaded, unless the call says otherwise: its own ranks
+    have written them.
+    """
+    given = inspect.signature(function).bind(*args)
+    given.arguments["ckpt_path"] = path
+    if given.arguments.get("weights_only") is None:
+        given.arguments["weights_only"] = False
+    return given.args

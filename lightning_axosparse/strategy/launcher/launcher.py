@@ -18,7 +18,7 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_axosparse.distributed.mpi.start.environment import check_can_start
+from lightning_axosparse.distributed.mpi.environment import check_can_start
 from lightning_axosparse.strategy.compat.signals import restore_handlers_in_teardown
 from lightning_axosparse.strategy.launcher import mpiexec
 from lightning_axosparse.strategy.launcher.call import (
@@ -27,15 +27,13 @@ from lightning_axosparse.strategy.launcher.call import (
     CallResult,
     MainModule,
     ProcessState,
-)
-from lightning_axosparse.strategy.launcher.failures import RankMonitor, describe_failure
-from lightning_axosparse.strategy.launcher.pickling import first_unpicklable, load, save
-from lightning_axosparse.strategy.launcher.restarts import (
     SavedCheckpoint,
     noted_checkpoints,
     resumed_from,
 )
-from lightning_axosparse.strategy.launcher.weights import read
+from lightning_axosparse.strategy.launcher.changes import read
+from lightning_axosparse.strategy.launcher.mpiexec import RankMonitor, describe_failure
+from lightning_axosparse.strategy.launcher.pickling import first_unpicklable, load, save
 from lightning_axosparse.support.troubleshooting import see, without_link
 
 WORKER = (sys.executable, "-m", "lightning_axosparse.strategy.launcher.worker")
@@ -68,11 +66,6 @@ class MPILauncher(_Launcher):
     The call and all objects that it refers to are copied to every rank. Afterwards the weights of
     all ranks, and rank 0's metrics, progress and the changed attributes of the module, the
     callbacks, the loggers and the datamodule are written into the caller's own objects.
-
-    Args:
-        strategy: the strategy that launches.
-        processes: number of ranks, all on this node.
-        restarts: how many times a call begins again that has lost a rank.
     """
 
     def __init__(self, strategy: Strategy, processes: int, restarts: int = 0) -> None:

@@ -84,8 +84,7 @@ def survives(value: Any, known: Mapping[str, Any]) -> bool:
 def first_unpicklable(roots: Mapping[str, Any]) -> tuple[str, Any] | None:
     """The path and value of the innermost attribute or item that cannot be pickled.
 
-    Args:
-        roots: by name, the objects to search; a reference from one to another can be pickled.
+    A reference from one of the roots to another can be pickled.
     """
     for name, root in roots.items():
         others = {other: value for other, value in roots.items() if value is not root}

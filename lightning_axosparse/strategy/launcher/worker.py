@@ -21,8 +21,8 @@ from typing import Any, cast
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_axosparse.distributed.grid import Grid
-from lightning_axosparse.distributed.mpi.start.environment import describe_rank, world_communicator
-from lightning_axosparse.distributed.mpi.start.mpich_segments import unlink_segments
+from lightning_axosparse.distributed.mpi.environment import describe_rank, world_communicator
+from lightning_axosparse.distributed.mpi.mpich import unlink_segments
 from lightning_axosparse.distributed.rank_status import mark_finished, publish
 from lightning_axosparse.strategy.compat.callbacks import run_until_tuned
 from lightning_axosparse.strategy.compat.exceptions import save_together
@@ -33,12 +33,11 @@ from lightning_axosparse.strategy.launcher.call import (
     CallResult,
     Failure,
     ProcessState,
+    note_checkpoints_in,
 )
-from lightning_axosparse.strategy.launcher.object_changes import Snapshot
+from lightning_axosparse.strategy.launcher.changes import ReturnsShard, Snapshot, returned_by, write
 from lightning_axosparse.strategy.launcher.pickling import load, save
-from lightning_axosparse.strategy.launcher.restarts import note_checkpoints_in
-from lightning_axosparse.strategy.launcher.weights import ReturnsShard, returned_by, write
-from lightning_axosparse.support.files.temporary_folder import keep_sockets_in
+from lightning_axosparse.support.files import keep_sockets_in
 from lightning_axosparse.support.troubleshooting import see
 
 _PR_SET_PDEATHSIG = 1

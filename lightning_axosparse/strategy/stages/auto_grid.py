@@ -6,14 +6,14 @@ from typing import Literal
 
 from lightning.pytorch import LightningModule
 
-from lightning_axosparse.distributed.mpi.start.environment import from_first_rank
+from lightning_axosparse.distributed.mpi.environment import from_first_rank
 from lightning_axosparse.pipeline.shard.partition import partition_layers
 from lightning_axosparse.pipeline.shard.profile import profile_example
 from lightning_axosparse.planning.cost import DENSE, default_cluster, layer_costs
 from lightning_axosparse.planning.search import GridComparison, Workload, compare_grids
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
-from lightning_axosparse.support.memory.available import free_bytes
+from lightning_axosparse.support.memory import free_bytes
 
 
 def choose_grid(config: Config, ranks: MPIStrategy, module: LightningModule) -> GridComparison:

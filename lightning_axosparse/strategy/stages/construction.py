@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_axosparse.strategy.stages.sharded_module import in_parts
-from lightning_axosparse.support.memory.deferred_init import DeferredInit
+from lightning_axosparse.support.deferred_init import DeferredInit
 from lightning_axosparse.support.torch_internals import swap_values
 from lightning_axosparse.support.troubleshooting import see
 

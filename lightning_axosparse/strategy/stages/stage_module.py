@@ -260,12 +260,11 @@ class StageModule:
             return dict(enumerate(LoopbackLink.chain(self.last_stage + 1)))
         # Importing it starts MPI, which one rank does without.
         from lightning_axosparse.distributed.mpi.connect import connect_stages
-        from lightning_axosparse.distributed.mpi.staging import staging
+        from lightning_axosparse.distributed.mpi.transport import PinnedStaging, Staging
 
         stage, grid = self.grid.stage, self.grid
-        previous, following = connect_stages(
-            stage, grid.g_inter, grid.replica, window, staging(self.device)
-        )
+        staging = PinnedStaging(self.device) if self.device.type == "cuda" else Staging()
+        previous, following = connect_stages(stage, grid.g_inter, grid.replica, window, staging)
         return {stage: ChannelLink(previous, following, self.device)}
 
     def _pipelined_layers(self, partition: Partition) -> PipelinedLayers:

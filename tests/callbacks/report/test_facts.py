@@ -8,7 +8,7 @@ import pytest
 
 from lightning_axosparse.callbacks.report.facts import RunResult, quality
 from lightning_axosparse.distributed.grid import Grid
-from lightning_axosparse.strategy.regrid.regrid import Regridded
+from lightning_axosparse.strategy.regrid import Regridded
 from tests.callbacks.report.runs import make_work
 
 

@@ -12,7 +12,7 @@ from lightning_axosparse.callbacks.report.tables import (
     terminal,
 )
 from lightning_axosparse.distributed.grid import Grid
-from lightning_axosparse.strategy.regrid.regrid import Regridded
+from lightning_axosparse.strategy.regrid import Regridded
 from tests.callbacks.report.runs import make_work
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
-from lightning_axosparse.distributed.backoff import BackOff
 from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.mpi import watchdog
 from lightning_axosparse.distributed.mpi.watchdog import (
@@ -19,7 +18,7 @@ from lightning_axosparse.distributed.mpi.watchdog import (
     Watchdog,
     have_unequal_batches,
 )
-from lightning_axosparse.distributed.rank_status import RankStatus, this_rank
+from lightning_axosparse.distributed.rank_status import BackOff, RankStatus, this_rank
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(

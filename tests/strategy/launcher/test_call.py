@@ -17,10 +17,10 @@ import psutil
 import pytest
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lightning_axosparse.distributed.mpi.start.environment import placement
+from lightning_axosparse.distributed.mpi.environment import placement
 from lightning_axosparse.strategy.launcher.call import CallFolder, MainModule
 from lightning_axosparse.strategy.launcher.launcher import MPILauncher
-from lightning_axosparse.support.files.temporary_folder import remove_orphans
+from lightning_axosparse.support.files import remove_orphans
 
 FORK = multiprocessing.get_context("fork")  # This process has imported everything already.
 

@@ -30,7 +30,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_axosparse.distributed.grid import Grid
-from lightning_axosparse.distributed.mpi.start.environment import placement
+from lightning_axosparse.distributed.mpi.environment import placement
 from lightning_axosparse.strategy.launcher import launcher
 from lightning_axosparse.strategy.launcher.launcher import MPILauncher, RankFailedError
 from tests.ranks import PATIENCE, WARM_RANKS, warm_python

@@ -17,7 +17,7 @@ from lightning_axosparse.strategy.stages.construction import (
     validate_values,
     values_held,
 )
-from lightning_axosparse.support.memory.deferred_init import DeferredInit
+from lightning_axosparse.support.deferred_init import DeferredInit
 
 
 def small(architecture: str) -> Any:

@@ -12,7 +12,7 @@ from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.process_groups import ProcessGroups
 from lightning_axosparse.pipeline.shard.partition import partition_layers
-from lightning_axosparse.strategy.regrid.transfer import Transfer
+from lightning_axosparse.strategy.regrid import Transfer
 from lightning_axosparse.strategy.stages.stage_module import StageModule
 from tests.parity.cases import Net
 from tests.ranks import run_ranks
@@ -52,7 +52,7 @@ def storage(parameters: list[torch.nn.Parameter]) -> int:
 
 def shard_reshard_unshard() -> dict[str, Any]:
     """What a rank keeps on two stages, on one stage, and in the end."""
-    from lightning_axosparse.distributed.mpi.backend import init_process_group
+    from lightning_axosparse.distributed.mpi.process_group import init_process_group
 
     init_process_group("cpu")
     rank = torch.distributed.get_rank()

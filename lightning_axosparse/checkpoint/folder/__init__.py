@@ -1,1 +1,0 @@
-"""Checkpoints that are folders, of which each stage writes its own part."""

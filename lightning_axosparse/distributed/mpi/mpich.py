@@ -1,0 +1,130 @@
+"""Looks after what MPICH leaves to its users: files of shared memory, and the ends of ranks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+import time
+from array import array
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_axosparse.distributed.rank_status import this_rank
+from lightning_axosparse.support.troubleshooting import see
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+_MAPS = Path("/proc/self/maps")
+_FOLDER = Path("/dev/shm")
+_PREFIX = "/dev/shm/mpich_shm_"
+
+_ONCE, _EACH = 9.5, 5.3
+"""MiB that MPICH takes when it starts, at most, once and for each rank (measured; UCX)."""
+
+_START_SECONDS = 600
+"""No MPI takes so long to start."""
+
+
+def check_room(ranks: int, once: float = _ONCE, each: float = _EACH) -> None:
+    """Check that ``/dev/shm`` has room for the ranks of a node, before MPICH starts.
+
+    Without room the system kills a rank when it writes there.
+    """
+    if not _FOLDER.is_dir():
+        return
+    remove_leftovers()
+    needed, space = once + each * ranks, shutil.disk_usage(_FOLDER)
+    free, size = space.free / 2**20, space.total / 2**20
+    if free < needed:
+        raise MisconfigurationException(
+            f"The shared memory of this node, {_FOLDER}, has {free:.1f} of {size:.1f} MiB free, "
+            f"and MPI needs {needed:.1f} MiB to start {ranks} ranks. Remove what is not in use "
+            "there, or make it larger: `docker run --shm-size=1g`, `mount -o remount,size=1g "
+            f"{_FOLDER}`." + see("starting-ranks")
+        )
+
+
+def remove_leftovers() -> None:
+    """Remove segments of this user whose job was killed while MPI started.
+
+    Older ones have been opened by all ranks, so those that are in use do not need the name.
+    """
+    for path in _FOLDER.glob(f"{Path(_PREFIX).name}*"):
+        try:
+            found = path.stat()
+            if found.st_uid == os.getuid() and time.time() - found.st_mtime > _START_SECONDS:
+                path.unlink()
+        except OSError:  # another process has removed it
+            continue
+
+
+def unlink_segments(world: MPI.Comm) -> None:
+    """Unlink the segments of this job, so that no crash leaves them behind; collective.
+
+    MPICH opens them by name only while MPI starts; the memory exists until the last process that
+    has mapped it ends. Only segments that this process has mapped are unlinked, so none of another
+    job. Segments of other MPIs have other names and are not unlinked.
+    """
+    world.Barrier()  # After it, all ranks have opened their segments.
+    if _MAPS.exists():
+        for line in _MAPS.read_text().splitlines():
+            path = line.split(maxsplit=5)[-1]
+            if path.startswith(_PREFIX):
+                Path(path).unlink(missing_ok=True)
+
+
+_CONNECTION = "PMI_FD"
+"""The environment variable with the number of the file by which a rank is connected."""
+
+_FILES = 3  # standard output, standard error, and the connection
+
+
+def hold_files(near: Sequence[int]) -> list[int]:
+    """Hold the files of the next rank of this host that its proxy watches; collective.
+
+    They are to be closed before MPI ends: it waits for all ranks, and no one else ends the job if
+    that one is gone. ``near`` are the ranks of this host in order, this one among them.
+    """
+    from mpi4py import MPI
+
+    world, token = MPI.COMM_WORLD, str(this_rank().token).encode()
+    if sys.platform != "linux":
+        return []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mailbox:
+        mailbox.setblocking(False)
+        mailbox.bind("")  # to a name without a file
+        mailboxes = world.allgather((mailbox.getsockname(), token))
+        holder = near[near.index(world.rank) - 1]
+        if this_rank().proxy and holder != world.rank:
+            with suppress(OSError, KeyError, ValueError):
+                _send_files(mailbox, *mailboxes[holder])
+        world.Barrier()
+        return _receive_files(mailbox, token)
+
+
+def _send_files(mailbox: socket.socket, address: bytes, token: bytes) -> None:
+    files = array("i", [1, 2, int(os.environ[_CONNECTION])])
+    mailbox.sendmsg([token], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)], 0, address)
+
+
+def _receive_files(mailbox: socket.socket, token: bytes) -> list[int]:
+    """The files that came with this rank's token, which other users do not know."""
+    while True:
+        try:
+            message, files, *_ = socket.recv_fds(mailbox, len(token) + 1, _FILES)
+        except BlockingIOError:
+            return []
+        if message == token:
+            for file in files:
+                os.set_inheritable(file, False)
+            return files
+        for file in files:
+            os.close(file)

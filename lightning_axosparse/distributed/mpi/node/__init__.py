@@ -1,1 +1,0 @@
-"""Ranks of one node: memory that they share, and the all-reduce inside it."""

@@ -1,0 +1,257 @@
+"""Allocates CPU memory that the other ranks of the node can read and write.
+
+An arena is an anonymous file (``memfd_create``) as long as the machine's memory; only the parts in
+use take memory. Every other rank maps it once, and finds a block in it by its offset: mapping each
+block would take longer than the all-reduce of its content.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import secrets
+import weakref
+from collections import defaultdict, deque
+from functools import cache
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_axosparse.support.troubleshooting import see
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+Memory = NDArray[np.uint8]
+
+_PAGE = mmap.PAGESIZE
+
+
+def memory_is_ordered() -> bool:
+    """Whether another process sees a write to shared memory after all that came before it here."""
+    return platform.machine() in ("x86_64", "AMD64")
+
+
+class Address(NamedTuple):
+    """The path of an arena as other ranks see it, and its first bytes: another node has others."""
+
+    path: str
+    token: bytes
+
+
+class Arena:
+    """Blocks of memory in one file."""
+
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+        file = os.memfd_create("axosparse")
+        weakref.finalize(self, os.close, file)
+        size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        os.ftruncate(file, size)
+        self._map = mmap.mmap(file, size)
+        self.memory: Memory = np.frombuffer(self._map, np.uint8)
+        """All of it, in use or not."""
+        self.address = Address(f"/proc/{self._owner}/fd/{file}", secrets.token_bytes(16))
+        """What another rank passes to :func:`opened`."""
+        self.memory[:16] = np.frombuffer(self.address.token, np.uint8)
+        self._free = [(_PAGE, size)]  # disjoint ranges, in order
+        self._returned: deque[tuple[int, int]] = deque()
+
+    def block(self, nbytes: int) -> Tensor:
+        """Allocate bytes (1-D uint8); they are free again when no tensor uses them any more."""
+        while self._returned:
+            self._add_free(*self._returned.popleft())
+        length = -(-nbytes // _PAGE) * _PAGE
+        for index, (start, end) in enumerate(self._free):
+            if end - start >= length:
+                self._free[index] = (start + length, end)
+                # The tensor's storage alone refers to this view of the memory.
+                block = self.memory[start : start + nbytes]
+                weakref.finalize(block, self._return, start, start + length).atexit = False
+                return torch.from_numpy(block)
+        raise MemoryError(
+            f"No {nbytes / 2**20:.0f} MiB in one piece are left in shared memory." + see("grid")
+        )
+
+    def offset(self, tensor: Tensor) -> int:
+        """The offset in bytes of a contiguous tensor; negative if it is not in this arena."""
+        offset = tensor.data_ptr() - self.memory.ctypes.data
+        return offset if offset < self.memory.size else -1
+
+    def _return(self, start: int, end: int) -> None:
+        # In a forked process, such as a worker of a DataLoader, only a view of the block is gone.
+        if os.getpid() == self._owner:
+            self._map.madvise(mmap.MADV_REMOVE, start, end - start)
+            # The garbage collector may call this in the middle of `block`.
+            self._returned.append((start, end))
+
+    def _add_free(self, start: int, end: int) -> None:
+        merged: list[tuple[int, int]] = []
+        for free in sorted([*self._free, (start, end)]):
+            if merged and merged[-1][1] == free[0]:
+                merged[-1] = (merged[-1][0], free[1])
+            elif free[0] < free[1]:
+                merged.append(free)
+        self._free = merged
+
+
+def arena() -> Arena | None:
+    """The arena of this process; None where the operating system does not allow one."""
+    return _arena_of(os.getpid())
+
+
+@cache  # One for each process, as others map it once; a forked process needs one of its own.
+def _arena_of(process: int) -> Arena | None:
+    try:
+        return Arena()
+    except (AttributeError, OSError):  # no memfd_create; a limit on address space
+        return None
+
+
+@cache  # A rank maps the arena of another once.
+def opened(address: Address) -> Memory:
+    """The memory of the arena of a rank of this node, which may be this one."""
+    own = arena()
+    if own is not None and own.address == address:
+        return own.memory
+    memory = mapped(address.path)
+    if memory[:16].tobytes() != address.token:
+        raise ValueError(f"The file at {address.path} is not the arena of another rank.")
+    return memory
+
+
+def mapped(path: str) -> Memory:
+    """Map a whole file."""
+    file = os.open(path, os.O_RDWR)
+    try:
+        return np.frombuffer(mmap.mmap(file, 0), np.uint8)
+    finally:
+        os.close(file)
+
+
+class BlockPool:
+    """Allocates tensors in blocks that it uses again; on the CPU they are shared memory.
+
+    Fresh memory costs a page fault every 4 KiB, which took longer than the all-reduce of what was
+    written there. On other devices PyTorch's allocator keeps blocks itself.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Tensor]] = defaultdict(list)
+
+    def empty(self, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialized tensor; its block is free again when no tensor uses its storage."""
+        if device.type != "cpu":
+            return torch.empty(size, dtype=dtype, device=device)
+        nbytes = prod(size) * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty(size, dtype=dtype)
+        free = self._free[nbytes]
+        block = free.pop() if free else _new_block(nbytes)
+        # The tensor's storage alone refers to this view of the block.
+        view = block.numpy()
+        weakref.finalize(view, free.append, block).atexit = False
+        return torch.from_numpy(view).view(dtype).view(size)
+
+
+def _new_block(nbytes: int) -> Tensor:
+    own = arena()
+    return torch.empty(nbytes, dtype=torch.uint8) if own is None else own.block(nbytes)
+
+
+_HEADER_BYTES = 64  # the first says whether the slot is in use; the others align the block
+
+
+class SlotAddress(NamedTuple):
+    """The path of a slot's file, as this user's processes on the node see it; its block's size."""
+
+    path: str
+    size: int
+
+
+class _Slot:
+    """A slot as its sender sees it."""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("axosparse")
+        weakref.finalize(self, os.close, self._file)
+        self._path = f"/proc/{os.getpid()}/fd/{self._file}"
+        self._memory: Memory = np.zeros(_HEADER_BYTES, np.uint8)
+
+    @property
+    def free(self) -> bool:
+        return not self._memory[0]
+
+    def fill(self, block: Tensor) -> SlotAddress:
+        end = _HEADER_BYTES + block.numel()
+        if end > self._memory.size:
+            os.ftruncate(self._file, end)
+            self._memory = np.frombuffer(mmap.mmap(self._file, 0), np.uint8)
+        torch.from_numpy(self._memory[_HEADER_BYTES:end]).copy_(block)
+        self._memory[0] = True
+        return SlotAddress(self._path, block.numel())
+
+
+class SlotWriter:
+    """The slots that this rank fills and one other rank reads."""
+
+    def __init__(self) -> None:
+        self._slots: list[_Slot] = []
+
+    def write(self, block: Tensor) -> SlotAddress:
+        """Copy a block (1-D uint8, CPU, not empty) into a free slot, or into a new one."""
+        slot = next((slot for slot in self._slots if slot.free), None)
+        if slot is None:
+            slot = _Slot()
+            self._slots.append(slot)
+        return slot.fill(block)
+
+
+class SlotReader:
+    """The slots of another rank, as this rank reads them."""
+
+    def __init__(self) -> None:
+        self._memory: dict[str, Memory] = {}
+
+    def read(self, address: SlotAddress) -> Tensor:
+        """The block in its slot, which is free when no tensor uses the block any more."""
+        memory = self._memory.get(address.path)
+        if memory is None or memory.size < _HEADER_BYTES + address.size:
+            memory = self._memory[address.path] = mapped(address.path)
+        block = memory[_HEADER_BYTES : _HEADER_BYTES + address.size]
+        # A tensor made from an array refers to the array as long as its storage is in use.
+        weakref.finalize(block, _set_free, memory, os.getpid()).atexit = False
+        return torch.from_numpy(block)
+
+
+def _set_free(memory: Memory, reader: int) -> None:
+    # In a forked process, such as a worker of a DataLoader, only a copy of the tensor is gone.
+    if os.getpid() == reader:
+        memory[0] = False
+
+
+def shares_memory(comm: MPI.Comm, peer: int) -> bool:
+    """Whether this rank and rank ``peer`` can read each other's slots; called by both."""
+    token = torch.frombuffer(bytearray(secrets.token_bytes(16)), dtype=torch.uint8)
+    writer = SlotWriter()
+    # A slot says that it is free, so its sender must not see that before the block has been read.
+    possible = hasattr(os, "memfd_create") and memory_is_ordered()
+    mine = (writer.write(token), token) if possible else None
+    readable = _is_readable(comm.sendrecv(mine, peer, source=peer))
+    return comm.sendrecv(readable, peer, source=peer) and readable
+
+
+def _is_readable(written: tuple[SlotAddress, Tensor] | None) -> bool:
+    if written is None:
+        return False
+    address, token = written
+    try:
+        return torch.equal(SlotReader().read(address), token)
+    except (OSError, ValueError):  # On another node the path is another file, or none.
+        return False

@@ -1,1 +1,0 @@
-"""How ranks find one another: launchers' environment, Slurm, the rendezvous."""

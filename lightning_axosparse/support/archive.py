@@ -1,0 +1,186 @@
+"""Writes files of ``torch.save`` atomically, verifies them, and maps them into memory.
+
+They are zip archives, of which each record has a checksum; ``torch.load`` itself checks none. A
+deferred tensor is made only when it is written.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, BinaryIO, cast
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
+from lightning_axosparse.support.files import replacing
+from lightning_axosparse.support.torch_internals import (
+    no_torch_function,
+    reduced_for_save,
+    tree_leaves,
+    tree_map_only,
+)
+
+
+class DeferredTensor(Tensor):
+    """Stands for a tensor by its shape and dtype, on the meta device.
+
+    :func:`lightning_axosparse.support.archive.save` writes it as the tensor that it stands
+    for.
+
+    Args:
+        key: of the tensor, unique in its checkpoint.
+        shape: of the tensor.
+        dtype: of the tensor.
+        make: returns the tensor, of what is stored; called when it is written, and not kept.
+        stored: what ``make`` takes, and what may change until then.
+    """
+
+    key: str
+    make: Callable[..., Tensor]
+    stored: tuple[Tensor, ...]
+
+    __torch_function__ = no_torch_function
+
+    @staticmethod
+    def __new__(
+        cls,
+        key: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        make: Callable[..., Tensor],
+        *stored: Tensor,
+    ) -> DeferredTensor:
+        """Make the tensor without its values."""
+        tensor = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
+        tensor.key, tensor.make, tensor.stored = key, make, stored
+        return tensor
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    def made(self) -> Tensor:
+        """The tensor that it stands for, on CPU."""
+        return self.make(*self.stored).cpu()
+
+    def copied(self) -> DeferredTensor:
+        """One that stands for the present values, whatever is stored later."""
+        copies = (tensor.detach().to("cpu", copy=True) for tensor in self.stored)
+        return DeferredTensor(self.key, self.shape, self.dtype, self.make, *copies)
+
+
+def all_made(tree: Any) -> Any:
+    """The tree with every deferred tensor made; one that is there twice is made once."""
+    return tree_map_only(DeferredTensor, each_once(DeferredTensor.made), tree)
+
+
+def each_once(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Cache ``function`` by the identity of its argument, which must stay alive: tied stay one."""
+    results: dict[int, Any] = {}
+
+    def once(value: Any) -> Any:
+        if id(value) not in results:
+            results[id(value)] = function(value)
+        return results[id(value)]
+
+    return once
+
+
+_BLOCK = 1 << 20
+
+
+def save(content: Any, path: str | os.PathLike[str]) -> None:
+    """Write ``content`` as ``torch.save`` does, tensor by tensor; replace an older file at the end.
+
+    Deferred tensors are made one after the other. Where that fails, an older file is unchanged.
+    """
+    with replacing(path) as file:
+        try:
+            torch.save(content, file, pickle_module=_PICKLE)
+        except RuntimeError as error:
+            # torch reports a failed write only as an unexpected position in the file.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+
+def check(path: str | os.PathLike[str]) -> None:
+    """Read a file of ``torch.save`` once, a block at a time, and verify its records' checksums.
+
+    Raises:
+        CorruptFileError: if its content is not what was written, or takes more memory than it.
+    """
+    with open(path, "rb") as file, reading(path):
+        if file.read(4) != b"PK\x03\x04":
+            raise CorruptFileError("it does not begin as torch.save's files do")
+        size = file.seek(0, 2)
+        with zipfile.ZipFile(file) as archive:
+            records = archive.infolist()
+            stored = all(
+                record.compress_type == zipfile.ZIP_STORED
+                and record.compress_size == record.file_size
+                for record in records
+            )
+            if not stored or sum(record.file_size for record in records) > size:
+                raise CorruptFileError(
+                    "its records are compressed or overlap, as torch.save's do not"
+                )
+            for record in records:
+                # Without one: written after torch.serialization.set_crc32_options(False).
+                if record.CRC:
+                    with archive.open(record) as part:
+                        checksum(cast(BinaryIO, part))  # raises at the end if it differs
+
+
+def checksum(file: BinaryIO, before: int = 0, size: int | None = None) -> int:
+    """Return the CRC-32 of what follows in a file, which is read a block at a time.
+
+    ``before`` is the checksum of what precedes it.
+    """
+    left = float("inf") if size is None else size
+    while left > 0 and (block := file.read(int(min(_BLOCK, left)))):
+        before, left = crc32(block, before), left - len(block)
+    return before
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, DeferredTensor):
+            return reduced_for_save(value.shape, value.dtype, value.made)
+        return NotImplemented
+
+
+_PICKLE = SimpleNamespace(__name__="pickle", Pickler=_Pickler)
+
+
+_LARGE = ("state_dict", "optimizer_states")
+"""The entries of a checkpoint that have the tensors of the whole model."""
+
+
+def load_mapped(path: Path, weights_only: bool | None) -> Any:
+    """Read what ``torch.load`` returns, with weights and optimizer state mapped copy-on-write.
+
+    Pages of the file are read when they are used, and may be changed in memory. Other tensors are
+    read at once, as what keeps one of them would keep the mapping.
+
+    Raises:
+        CorruptFileError: if a tensor is larger than the file, whatever shape it declares.
+    """
+    contents: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    size = path.stat().st_size
+    for leaf in tree_leaves(contents):
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.nbytes > size:
+            raise CorruptFileError(f"no tensor of the shape {tuple(leaf.shape)} is in it")
+    if not isinstance(contents, dict):
+        return contents
+    read = each_once(lambda each: each.clone() if type(each) is Tensor else each)
+    return {
+        key: value if key in _LARGE else tree_map_only(Tensor, read, value)
+        for key, value in contents.items()
+    }

@@ -1,0 +1,442 @@
+"""Records the initialization of tensors without memory, and repeats it later for chosen ones.
+
+Operators that run in the context give tensors on the meta device and are recorded. Those that draw
+random numbers also run once for real, into memory that is freed at once, so that every later draw
+is the one that it would be without the context. To make a tensor, the operators that it depends on
+run again, random ones from the generator's state at that time. Values are the same to the bit,
+whatever code initialises the tensors, and whichever of them are made.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_axosparse.support.torch_internals import (
+    TorchDispatchMode,
+    hooked,
+    is_random,
+    makes_tensors,
+    mutated_arguments,
+    name_of,
+    storage_id,
+    swap_values,
+    takes,
+    tree_leaves,
+    tree_map,
+    version_of,
+    without_dispatch_modes,
+)
+from lightning_axosparse.support.troubleshooting import see
+
+_META = torch.device("meta")
+
+# Random operators that read nothing of the tensor they fill.
+_FILL = frozenset(
+    f"aten::{name}_"
+    for name in ("uniform", "normal", "random", "exponential", "log_normal", "cauchy")
+) | {"aten::geometric_", "aten::bernoulli_"}
+# They change what a tensor refers to and no values, so views of the recorded storages follow them.
+_REFER = "aten::set_"
+_EMPTY = "aten::empty"
+
+
+class _Place(NamedTuple):
+    """Where a deferred tensor lies: in which storage on the meta device, and in which form."""
+
+    storage: int
+    offset: int | torch.SymInt
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Place:
+        storage = storage_id(tensor.untyped_storage())
+        return cls(storage, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
+
+    def empty(self, device: torch.device) -> Tensor:
+        """A tensor of this form in memory of its own, uninitialised."""
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
+
+    def view(self, storage: torch.UntypedStorage) -> Tensor:
+        """The tensor at this place in a storage with values."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.size, self.stride)
+
+
+class _Constant(NamedTuple):
+    """A tensor with values that a recorded operator read, and its version then."""
+
+    tensor: Tensor
+    version: int
+
+    def read(self) -> Tensor:
+        if version_of(self.tensor) != self.version:
+            raise RuntimeError(
+                "A tensor was copied into a weight and changed afterwards, before the layers of "
+                "this rank were made. Give `copy_` a clone, or fill a new tensor for each layer."
+                + see("layers-made-later")
+            )
+        return self.tensor
+
+
+class _Operation(NamedTuple):
+    """A recorded operator.
+
+    Attributes:
+        run: the operator.
+        arguments: its positional and keyword arguments, with a ``_Place`` or a ``_Constant`` for
+            each tensor.
+        reads: numbers of the storages that it reads or changes.
+        made: the places of the tensors that it returned; None for any that has no new storage.
+        generator: the random generator that it drew from, and its state before.
+    """
+
+    run: Callable[..., Any]
+    arguments: tuple[Any, Any]
+    reads: frozenset[int]
+    made: list[_Place | None]
+    generator: tuple[torch.Generator, Tensor] | None
+
+
+class DeferredInit(TorchDispatchMode):
+    """A context in which tensors are made without memory, until :meth:`make_except` makes some.
+
+    To Python code a deferred tensor says that it is on the device on which it will be. Its values
+    can be read at any time: ``item``, ``tolist`` and ``numpy`` make what they need, and so does an
+    operator whose result has a shape that depends on values, or that writes into a tensor that was
+    made outside. An array of ``numpy`` is read-only. Tensors that code asks for on the meta device
+    stay there. Other threads are not in the context: tensors that they make have values at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._devices: dict[int, torch.device] = {}
+        self._storages: list[torch.UntypedStorage] = []
+        self._log: list[_Operation] = []
+        self._writers: defaultdict[int, list[int]] = defaultdict(list)
+        self._disguise = _Disguise(self)
+        self._disguised = ExitStack()
+
+    def __enter__(self) -> DeferredInit:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._disguised.enter_context(self._disguise)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._disguised.close()
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+
+    def device_of(self, tensor: Tensor) -> torch.device | None:
+        """The device on which a deferred tensor will be; None for any other tensor."""
+        if not tensor.is_meta:
+            return None
+        return self._devices.get(storage_id(tensor.untyped_storage()))
+
+    def values(self, tensor: Tensor) -> Tensor:
+        """The values that a deferred tensor has now, in memory of their own."""
+        place = _Place.of(tensor)
+        return place.view(self._replay({place.storage})[place.storage])
+
+    def make(self, tensor: Tensor) -> None:
+        """Give one deferred tensor its values, in memory of its own."""
+        if self.device_of(tensor) is not None:
+            _give_values(tensor, self.values(tensor))
+
+    def make_except(self, unwanted: Iterable[Tensor]) -> None:
+        """Give every deferred tensor that still exists its values, but leave out the ``unwanted``.
+
+        Tensors stay the same objects, and views of one another. At most one tensor that is not
+        wanted has values at a time, or as many as one operator reads.
+
+        Raises:
+            RuntimeError: if a tensor has a gradient hook, which would be lost.
+        """
+        left_out = {id(tensor) for tensor in unwanted}
+        found = [tensor for tensor in _all_tensors() if id(tensor) not in left_out]
+        wanted = [tensor for tensor in found if self.device_of(tensor) is not None]
+        places = [_Place.of(tensor) for tensor in wanted]
+        storages = self._replay({place.storage for place in places})
+        for tensor, place in zip(wanted, places, strict=True):
+            _give_values(tensor, place.view(storages[place.storage]))
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        devices = [device for device in map(self.device_of, tensors) if device is not None]
+        to_meta = takes(operator, "device") and _is_meta(kwargs.get("device"))
+        if not (devices or to_meta) and (tensors or not takes(operator, "device")):
+            return operator(*args, **kwargs)
+        device = torch.device(kwargs.get("device") or (devices[0] if devices else "cpu"))
+        if device == _META and self._disguise.asked_for_meta:
+            return operator(*args, **kwargs)
+        if name_of(operator) == _EMPTY and 0 in args[0]:
+            # It has no values, and may be set to memory that has, as torch.load does.
+            return operator(*args, **kwargs)
+        if device == _META:  # torch took it from a deferred tensor
+            device = devices[0] if devices else torch.device("cpu")
+            kwargs = {**kwargs, "device": device}
+        mutated = [leaf for leaf in mutated_arguments(operator, args, kwargs) if _is_tensor(leaf)]
+        if not (mutated or makes_tensors(operator)) or not all(map(self.device_of, mutated)):
+            return self._run_with_values(operator, args, kwargs)
+        try:
+            result = self._run_on_meta(operator, args, kwargs)
+        except (NotImplementedError, RuntimeError):
+            # The form of the result depends on values, or the operator raises with them, too.
+            return self._run_with_values(operator, args, kwargs)
+        self._record(operator, args, kwargs, mutated, result, device)
+        return result
+
+    def _run_with_values(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = tree_map(lambda leaf: self._with_values(leaf), (args, kwargs))
+        return operator(*args, **kwargs)
+
+    def _with_values(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and self.device_of(leaf) is not None:
+            return self.values(leaf)
+        return leaf
+
+    def _run_on_meta(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        def on_meta(leaf: Any) -> Any:
+            deferred = isinstance(leaf, Tensor) and not leaf.is_meta
+            return leaf.to(_META) if deferred else leaf
+
+        args, kwargs = tree_map(on_meta, (args, kwargs))
+        if takes(operator, "device"):
+            kwargs = {**kwargs, "device": _META, "pin_memory": None}
+            if not takes(operator, "pin_memory"):
+                del kwargs["pin_memory"]
+        return operator(*args, **kwargs)
+
+    def _record(
+        self,
+        operator: Any,
+        args: Any,
+        kwargs: Any,
+        mutated: Sequence[Tensor],
+        result: Any,
+        device: torch.device,
+    ) -> None:
+        """Record an operator that has run on the meta device, unless it only made views."""
+        made = [self._new_place(leaf, device) for leaf in tree_leaves(result)]
+        changed = [] if name_of(operator) == _REFER else mutated
+        written = {storage_id(tensor.untyped_storage()) for tensor in changed}
+        written |= {place.storage for place in made if place is not None}
+        if not written:
+            return
+        drawn = None
+        if is_random(operator):
+            generator = _generator(args, kwargs, device)
+            drawn = generator, generator.get_state()
+            self._draw(operator, args, kwargs, mutated, device)
+        arguments = tree_map(self._frozen, (args, kwargs))
+        tensors = filter(self.device_of, filter(_is_tensor, tree_leaves((args, kwargs))))
+        reads = frozenset(storage_id(tensor.untyped_storage()) for tensor in tensors)
+        for storage in written:
+            self._writers[storage].append(len(self._log))
+        self._log.append(_Operation(operator, arguments, reads, made, drawn))
+
+    def _new_place(self, leaf: Any, device: torch.device) -> _Place | None:
+        """The place of a tensor whose storage is new, which is a deferred one from now on."""
+        if not isinstance(leaf, Tensor):
+            return None
+        place = _Place.of(leaf)
+        if place.storage in self._devices:
+            return None
+        self._devices[place.storage] = device
+        # Its number stays its own only while it exists.
+        self._storages.append(leaf.untyped_storage())
+        return place
+
+    def _draw(
+        self,
+        operator: Any,
+        args: Any,
+        kwargs: Any,
+        mutated: Sequence[Tensor],
+        device: torch.device,
+    ) -> None:
+        """Draw the random numbers that an operator draws, and forget them."""
+        filled = {id(tensor) for tensor in mutated if name_of(operator) in _FILL}
+
+        def argument(leaf: Any) -> Any:
+            return _Place.of(leaf).empty(device) if id(leaf) in filled else self._with_values(leaf)
+
+        args, kwargs = tree_map(argument, (args, kwargs))
+        operator(*args, **kwargs)
+
+    def _frozen(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if self.device_of(leaf) is None and leaf.is_meta:
+            raise RuntimeError(
+                f"A tensor on the meta device, of shape {tuple(leaf.shape)}, is to give a weight "
+                "its values, which it does not have. Make it without device='meta'."
+                + see("layers-made-later")
+            )
+        if self.device_of(leaf) is None:
+            return _Constant(leaf, version_of(leaf))
+        return _Place.of(leaf)
+
+    def _replay(self, wanted: Collection[int]) -> dict[int, torch.UntypedStorage]:
+        """Run what the wanted storages depend on, and return them with their values."""
+        positions = self._needed(wanted)
+        last_use = {
+            storage: position for position in positions for storage in self._touched(position)
+        }
+        storages: dict[int, torch.UntypedStorage] = {}
+        states: dict[torch.Generator, Tensor] = {}
+        for position in positions:
+            operation = self._log[position]
+            if operation.generator is not None:
+                generator, state = operation.generator
+                states.setdefault(generator, generator.get_state())
+                generator.set_state(state)
+            _rerun(operation, storages)
+            for storage in self._touched(position):
+                if last_use[storage] == position and storage not in wanted:
+                    del storages[storage]
+        for generator, state in states.items():
+            generator.set_state(state)
+        return storages
+
+    def _touched(self, position: int) -> frozenset[int]:
+        operation = self._log[position]
+        return operation.reads | {place.storage for place in operation.made if place is not None}
+
+    def _needed(self, storages: Iterable[int]) -> list[int]:
+        """The positions of the operators that have an effect on the storages, in order."""
+        needed: set[int] = set()
+        pending = [(storage, len(self._log)) for storage in storages]
+        while pending:
+            storage, end = pending.pop()
+            for position in self._writers[storage]:
+                if position < end and position not in needed:
+                    needed.add(position)
+                    pending += [(read, position) for read in self._log[position].reads]
+        return sorted(needed)
+
+
+class _Disguise(TorchFunctionMode):
+    """Lets Python code see deferred tensors on the device where they will be, with their values."""
+
+    def __init__(self, deferred: DeferredInit) -> None:
+        super().__init__()
+        self._deferred = deferred
+        self.asked_for_meta = False
+        """Whether the code that called the function that now runs named the meta device."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        device = None
+        if function in _ASKS_DEVICE or function in _READS_VALUES:
+            device = self._deferred.device_of(args[0])
+        if device is None:
+            return self._call(function, args, kwargs or {})
+        if function in _ASKS_DEVICE:
+            return _ASKS_DEVICE[function](device)
+        with without_dispatch_modes():
+            found = function(self._deferred.values(args[0]), *args[1:], **(kwargs or {}))
+        if function is not Tensor.tolist:
+            found.flags.writeable = False
+        return found
+
+    def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if function in _INDEXES:
+            # torch would make them tensors on the meta device, which forgets them.
+            args = (args[0], _as_index(args[1]), *(_as_value(v, args[0]) for v in args[2:]))
+        self.asked_for_meta = any(map(_is_meta, (*args, *kwargs.values())))
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.asked_for_meta = False
+
+
+_ASKS_DEVICE: dict[Any, Callable[[torch.device], Any]] = {
+    Tensor.device.__get__: lambda device: device,
+    Tensor.is_meta.__get__: lambda device: False,  # type: ignore[attr-defined]
+    Tensor.is_cpu.__get__: lambda device: device.type == "cpu",  # type: ignore[attr-defined]
+    Tensor.is_cuda.__get__: lambda device: device.type == "cuda",  # type: ignore[attr-defined]
+}
+_INDEXES = frozenset([Tensor.__getitem__, Tensor.__setitem__])
+_READS_VALUES = frozenset([Tensor.numpy, Tensor.tolist, Tensor.__array__])
+
+
+def _as_index(index: Any) -> Any:
+    """An index with tensors for lists and arrays."""
+    if isinstance(index, tuple):
+        return tuple(map(_as_index, index))
+    return torch.as_tensor(index) if isinstance(index, list | np.ndarray) else index
+
+
+def _as_value(value: Any, target: Tensor) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=target.dtype)
+
+
+def _rerun(operation: _Operation, storages: dict[int, torch.UntypedStorage]) -> None:
+    """Run a recorded operator on storages with values, and add those that it makes."""
+
+    def argument(leaf: Any) -> Any:
+        if isinstance(leaf, _Constant):
+            return leaf.read()
+        return leaf.view(storages[leaf.storage]) if isinstance(leaf, _Place) else leaf
+
+    args, kwargs = tree_map(argument, operation.arguments, is_leaf=_is_place)
+    with torch.no_grad():
+        results = tree_leaves(operation.run(*args, **kwargs))
+        for place, result in zip(operation.made, results, strict=True):
+            if place is None or place.storage in storages:
+                continue
+            if _Place.of(result)[1:] != place[1:]:
+                result = place.empty(result.device).copy_(result)
+            storages[place.storage] = result.untyped_storage()
+
+
+def _give_values(tensor: Tensor, values: Tensor) -> None:
+    if hooked([tensor]):
+        raise RuntimeError(
+            f"A parameter of shape {tuple(tensor.shape)} got a gradient hook in `configure_model`, "
+            "before it has values. Register the hook in `on_fit_start`." + see("layers-made-later")
+        )
+    swap_values(tensor, values.requires_grad_(tensor.requires_grad))
+
+
+def _generator(args: Any, kwargs: Any, device: torch.device) -> torch.Generator:
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
+    if given:
+        return given[0]
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
+
+
+def _all_tensors() -> list[Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Some objects warn when their type is asked for.
+        return [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+
+
+def _is_place(value: Any) -> bool:
+    return isinstance(value, _Place | _Constant)
+
+
+def _is_meta(value: Any) -> bool:
+    return value == "meta" if isinstance(value, str) else value == _META
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)

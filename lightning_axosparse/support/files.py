@@ -1,0 +1,225 @@
+"""Writes files and folders atomically, and makes temporary folders that no killed process leaves.
+
+What is written is a partial file or folder, which replaces the older one when it is complete. If
+the disk is full, or the job is killed, the older one is unchanged.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from glob import escape
+from multiprocessing import process
+from pathlib import Path
+from typing import BinaryIO
+from uuid import uuid4
+
+from lightning_axosparse.support.troubleshooting import see
+
+_DIGITS = 12
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Open a partial file beside ``path``; rename it to ``path`` if the context ends normally.
+
+    Content and name are then on the disk (``fsync``). Partial files that killed writers of the same
+    ``path`` left are removed first.
+    """
+    goal = Path(path)
+    if goal.is_dir():
+        raise IsADirectoryError(
+            f"'{goal}' is a folder, perhaps a sharded checkpoint, so no file of that name can be "
+            "written. Move it away, or choose another name." + see("files")
+        )
+    clear_partials(goal.parent, goal.name)
+    partial = _partial(goal)
+    try:
+        with partial.open("xb") as file:
+            _lock(file.fileno())
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            partial.replace(goal)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        free = shutil.disk_usage(goal.parent).free
+        raise OSError(
+            error.errno,
+            f"'{goal}' was not written: {error.strerror} ({free / 1e6:.1f} MB are free there). An "
+            "older file of that name is as it was. Make room, or write elsewhere." + see("files"),
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)
+    _sync_folder(goal.parent)
+
+
+@contextmanager
+def replacing_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Make a partial folder beside ``path``; if the context ends normally, it takes its place.
+
+    An older folder, file or link of that name is whole until the new one is there, and is removed
+    then.
+    """
+    goal = Path(path)
+    goal.parent.mkdir(parents=True, exist_ok=True)
+    clear_partials(goal.parent, goal.name)
+    partial = _partial(goal)
+    partial.mkdir()
+    handle = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _lock(handle)
+        yield partial
+        _sync_folder(partial)
+        _put_in_place(partial, goal)
+        _sync_folder(goal.parent)
+    finally:
+        os.close(handle)
+        _remove(partial)
+
+
+def clear_partials(folder: str | Path, name: str | None = None) -> None:
+    """Remove partial files, of ``name`` or any, whose writer has ended, on this or another host."""
+    start = "*" if name is None else escape(_start(name))
+    for partial in Path(folder).glob(f".{start}.{'[0-9a-f]' * _DIGITS}.partial"):
+        if _writer_is_gone(partial):
+            _remove(partial)
+
+
+def _partial(goal: Path) -> Path:
+    return goal.with_name(f".{_start(goal.name)}.{uuid4().hex[:_DIGITS]}.partial")
+
+
+def _start(name: str) -> str:
+    """The start of a name, so that the name of the partial file is not too long."""
+    return name[:50]
+
+
+def _lock(file: int) -> None:
+    """Lock a file or folder until this process ends; other hosts see the lock, too."""
+    with suppress(OSError):  # a file system without locks, on which no partial file is removed
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _writer_is_gone(partial: Path) -> bool:
+    try:
+        file = os.open(partial, os.O_RDONLY if partial.is_dir() else os.O_RDWR)
+    except OSError:  # already removed, or not writable
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # locked by its writer
+        return False
+    finally:
+        os.close(file)
+    return True
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _put_in_place(partial: Path, goal: Path) -> None:
+    """Rename ``partial`` to ``goal``; what was there has the name of ``partial`` then."""
+    if not os.path.lexists(goal):
+        partial.rename(goal)
+    elif not _exchanged(partial, goal):
+        # Between the two steps the older one is whole under another name.
+        previous = goal.with_name(f"{goal.name}.previous")
+        _remove(previous)
+        goal.rename(previous)
+        partial.rename(goal)
+        previous.rename(partial)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Exchange two names at once; False where system or file system cannot."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    if rename is None:
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    done: int = rename(here, os.fsencode(one), here, os.fsencode(other), exchange)
+    return done == 0
+
+
+def _sync_folder(folder: Path) -> None:
+    """Write the names in ``folder`` to the disk."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):  # not supported by some network file systems
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+_PREFIX = "axosparse-"
+LOCK = "lock"
+"""The file in a folder that its process keeps locked."""
+
+_LONGEST = 107 - len("/listener-12345678")
+"""Characters of a folder in which sockets are made, whose paths may have 107."""
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Create a folder, with a locked file in it; remove both at the end of the context.
+
+    The operating system unlocks the file when this process ends, however it does. Folders of
+    processes that were killed are removed here.
+    """
+    remove_orphans(Path(tempfile.gettempdir()))
+    prefix = f"{_PREFIX}{os.getpid()}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as path:
+        folder = Path(path)
+        unlocked = folder / "unlocked"
+        with unlocked.open("w") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_EX)
+            # Any process that finds it unlocked under its last name may remove the folder.
+            unlocked.rename(folder / LOCK)
+            yield folder
+
+
+def remove_orphans(folder: Path) -> None:
+    """Remove this user's temporary folders in ``folder`` whose process has ended.
+
+    Folders of this process are skipped: to open and close their file would unlock it.
+    """
+    for path in folder.glob(f"{_PREFIX}*-*"):
+        try:
+            mine = path.name.startswith(f"{_PREFIX}{os.getpid()}-")
+            if mine or path.lstat().st_uid != os.getuid():
+                continue
+            with (path / LOCK).open("r+") as lock:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+        except OSError:  # The process still runs, or the folder is already removed.
+            continue
+
+
+def keep_sockets_in(folder: Path | None = None) -> None:
+    """Let processes that this one starts, such as workers of loaders, put their sockets there.
+
+    They would make a folder of their own, ``pymp-...``, which stays behind where they are killed.
+    Without a folder a temporary one is made.
+    """
+    settings = process.current_process()._config  # type: ignore[attr-defined]
+    if "tempdir" in settings:
+        return
+    if folder is None:
+        stack = ExitStack()
+        folder = stack.enter_context(temporary_folder())
+        atexit.register(stack.close)
+    if len(str(folder)) <= _LONGEST:
+        settings["tempdir"] = str(folder)

@@ -1,0 +1,182 @@
+"""The all-reduce through shared memory, with all ranks in one process and on real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_axosparse.distributed.mpi import node_all_reduce as all_reduce
+from lightning_axosparse.distributed.mpi.node_all_reduce import Member, NodeAllReduce
+from lightning_axosparse.distributed.mpi.shared_memory import arena
+from tests.ranks import run_ranks
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def group(ranks: int) -> list[NodeAllReduce]:
+    """The ranks of a group, all of them in this process."""
+    own = arena()
+    assert own is not None
+    counters = [own.block(4096).zero_() for _ in range(ranks)]
+    members = [Member(own.memory, block.view(torch.int64).numpy()) for block in counters]
+    return [NodeAllReduce(rank, members, own, block) for rank, block in enumerate(counters)]
+
+
+def drawn(rank: int, number: int, size: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + number)
+    return torch.randn(size, generator=generator).to(dtype)
+
+
+@given(
+    st.integers(1, 5),
+    st.lists(st.tuples(st.integers(1, 300), st.sampled_from(DTYPES)), min_size=1, max_size=6),
+    st.lists(st.integers(0, 4), max_size=40),
+    st.integers(1, 4),
+)
+def test_the_order_in_which_ranks_advance_does_not_matter(
+    ranks: int, wanted: list[tuple[int, torch.dtype]], turns: list[int], ahead: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(all_reduce, "MAX_PENDING", ahead)
+        patch.setattr(all_reduce, "CHUNK", 16)
+        nodes = group(ranks)
+        tensors: list[list[Tensor]] = [[] for _ in nodes]
+        works: list[list[Any]] = [[] for _ in nodes]
+        every_rank_often = [r for r in range(ranks) for _ in wanted]
+        for rank in [t for t in turns if t < ranks] + every_rank_often:
+            if len(works[rank]) < len(wanted):
+                tensor = drawn(rank, len(works[rank]), *wanted[len(works[rank])])
+                tensors[rank].append(tensor)
+                works[rank].append(nodes[rank].all_reduce([tensor]))
+            nodes[rank].advance()
+        for rank in reversed(range(ranks)):
+            for work in reversed(works[rank]):
+                assert work.wait()
+    for number, (size, dtype) in enumerate(wanted):
+        found = [of_rank[number] for of_rank in tensors]
+        for tensor in found:
+            assert torch.equal(tensor, found[0])
+        exact = sum(drawn(rank, number, size, dtype).double() for rank in range(ranks))
+        assert isinstance(exact, Tensor)
+        # 16-bit sums are rounded once; float32 sums of five at most four times.
+        assert torch.allclose(found[0].double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_a_sum_waits_for_all_ranks_at_both_ends() -> None:
+    first, second = group(2)
+    mine, theirs = torch.full((10,), 1.0), torch.full((10,), 2.0)
+    work = first.all_reduce([mine])
+    assert not first.advance()
+    other = second.all_reduce([theirs])  # sums its half
+    assert not second.advance()
+    assert first.advance()
+    assert not first.is_done(1)  # the second may still read
+    assert second.advance()
+    assert work.is_completed()
+    assert other.is_completed()
+    assert mine.tolist() == theirs.tolist() == [3.0] * 10
+
+
+def test_tensors_in_shared_memory_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocate(nbytes: int) -> Tensor:
+        raise AssertionError(f"{nbytes} bytes were allocated")
+
+    nodes, own = group(2), arena()
+    assert own is not None
+    inside = [own.block(4000).view(torch.float32).fill_(rank + 1) for rank in range(2)]
+    monkeypatch.setattr(own, "block", allocate)
+    works = [node.all_reduce([tensor]) for node, tensor in zip(nodes, inside, strict=True)]
+    assert all(work.wait() for work in works)
+    assert all((tensor == 3).all() for tensor in inside)
+
+
+def test_mpi_reduces_small_tensors_other_types_and_operations() -> None:
+    from torch.distributed import AllreduceOptions, ReduceOp
+
+    node, options = group(1)[0], AllreduceOptions()
+    large = torch.zeros(2**17)
+    assert node.suits([large, large.half()], options.reduceOp)
+    assert not node.suits([large, torch.zeros(10)], options.reduceOp)
+    assert not node.suits([large.long()], options.reduceOp)
+    options.reduceOp = ReduceOp.MAX
+    assert not node.suits([large], options.reduceOp)
+
+
+def on_ranks() -> dict[str, Any]:
+    import torch.distributed as dist
+    from mpi4py import MPI
+
+    from lightning_axosparse.distributed.mpi.process_group import init_process_group
+    from lightning_axosparse.distributed.mpi.shared_memory import BlockPool
+
+    torch.set_num_threads(1)
+    init_process_group("cpu")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    again = dist.new_group(list(range(ranks)))
+    pool, found = BlockPool(), {}
+
+    def of(rank: int, number: int, size: int, dtype: torch.dtype) -> Tensor:
+        if dtype.is_floating_point:
+            return drawn(rank, number, size, dtype)
+        return torch.arange(size).add(rank).to(dtype)
+
+    wanted = [
+        (size, dtype)
+        for size in (100, 2**17 + 1, 300_001)
+        for dtype in (*DTYPES, torch.int32, torch.int64)
+    ]
+    through_memory: list[tuple[int, torch.dtype]] = []
+    reduce = NodeAllReduce.all_reduce
+
+    def counted(node: NodeAllReduce, given: Sequence[Tensor]) -> Any:
+        through_memory.extend((tensor.numel(), tensor.dtype) for tensor in given)
+        return reduce(node, given)
+
+    NodeAllReduce.all_reduce = counted  # type: ignore[method-assign]
+    tensors, works = [], []
+    for number, (size, dtype) in enumerate(wanted):
+        tensor = of(rank, number, size, dtype)
+        if number % 2:
+            tensor = pool.empty((size,), dtype, tensor.device).copy_(tensor)
+        tensors.append(tensor)
+        works.append(dist.all_reduce(tensor, group=(None, again)[number % 3 % 2], async_op=True))
+    # Each rank waits in an order of its own, and one of them for something else at first.
+    if rank == 0:
+        dist.barrier()
+    for number in np.random.default_rng(rank).permutation(len(works)):
+        works[number].wait()
+    if rank != 0:
+        dist.barrier()
+    for number, (size, dtype) in enumerate(wanted):
+        every = [of(r, number, size, dtype) for r in range(ranks)]
+        exact = torch.stack([each.double() for each in every]).sum(0)
+        eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0
+        near = torch.allclose(tensors[number].double(), exact, rtol=eps, atol=1e-6)
+        assert near, (size, dtype)
+    large = [each for each in wanted if each[0] > 100 and each[1].is_floating_point]
+    assert through_memory == large
+    found["bits"] = [tensor.view(torch.uint8).numpy().tobytes() for tensor in tensors]
+
+    rows = torch.full((300, 600), float(rank)).t()
+    dist.all_reduce(rows)
+    assert rows.stride() == (1, 600)
+    assert rows.unique().tolist() == [sum(range(ranks))]
+    dist.destroy_process_group()
+    if rank == 1:
+        all_reduce.arena = lambda: None
+    found["one has no memory to share"] = all_reduce.node_all_reduce(MPI.COMM_WORLD) is not None
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_real_ranks_end_with_the_same_bits(ranks: int) -> None:
+    first, *others = run_ranks(ranks, on_ranks)
+    assert not first["one has no memory to share"]
+    assert all(other == first for other in others)
