@@ -32,8 +32,8 @@ from benchmarks.pipeline.table import head, row
 from lightning_axosparse.distributed.mpi.connect import connect_stages
 from lightning_axosparse.distributed.mpi.staging import HostStaging
 from lightning_axosparse.examples.gpt import Block
-from lightning_axosparse.pipeline.crossing.p2p import ChannelLink
-from lightning_axosparse.pipeline.order.schedule import SCHEDULES
+from lightning_axosparse.pipeline.crossing.message import ChannelLink
+from lightning_axosparse.pipeline.schedule import SCHEDULES
 
 try:
     from axonn import axonn, communication

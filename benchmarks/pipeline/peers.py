@@ -39,11 +39,11 @@ from lightning_axosparse.distributed.mpi.connect import connect_stages
 from lightning_axosparse.distributed.mpi.staging import HostStaging
 from lightning_axosparse.examples.gpt import Block
 from lightning_axosparse.pipeline import engine
+from lightning_axosparse.pipeline.backward.parameter_gradients import WeightGradientQueue
 from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
-from lightning_axosparse.pipeline.backward.weight_gradients import WeightGradientQueue
-from lightning_axosparse.pipeline.crossing.p2p import ChannelLink, Link
+from lightning_axosparse.pipeline.crossing.message import ChannelLink, Link
 from lightning_axosparse.pipeline.engine import StageRun
-from lightning_axosparse.pipeline.order.schedule import (
+from lightning_axosparse.pipeline.schedule import (
     SCHEDULES,
     CooldownFilling,
     Schedule,

@@ -26,9 +26,9 @@ from benchmarks.pipeline.table import head, row
 from lightning_axosparse.distributed.mpi.connect import connect_stages
 from lightning_axosparse.distributed.mpi.staging import HostStaging
 from lightning_axosparse.pipeline import engine
-from lightning_axosparse.pipeline.crossing.p2p import ChannelLink
+from lightning_axosparse.pipeline.crossing.message import ChannelLink
 from lightning_axosparse.pipeline.engine import StageRun
-from lightning_axosparse.pipeline.order.schedule import SCHEDULES, Schedule
+from lightning_axosparse.pipeline.schedule import SCHEDULES, Schedule
 from lightning_axosparse.planning.simulate import Wire, simulate
 from lightning_axosparse.support.trace import Span, clock
 

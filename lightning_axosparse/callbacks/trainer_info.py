@@ -9,7 +9,7 @@ import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_axosparse.distributed.grid import Grid
-from lightning_axosparse.strategy.compat.hooks import callbacks_of as all_callbacks
+from lightning_axosparse.strategy.compat.internals import callbacks_of as all_callbacks
 from lightning_axosparse.strategy.strategy import AxoSparseStrategy
 from lightning_axosparse.support.troubleshooting import see
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_axosparse.callbacks.gantt import Placed, RecordedStep, plot_gantt
-from lightning_axosparse.pipeline.order.schedule import WeightGradients
+from lightning_axosparse.pipeline.schedule import WeightGradients
 from lightning_axosparse.planning.cost import Cluster, Transformer
 from lightning_axosparse.planning.memory_model import DENSE, SPARSE
 from lightning_axosparse.planning.search import Plan, Workload, search

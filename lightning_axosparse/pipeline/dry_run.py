@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from lightning_axosparse.pipeline.activation_bytes import peak_bytes
-from lightning_axosparse.pipeline.crossing.values import Activation
+from lightning_axosparse.pipeline.crossing.message import Activation
 from lightning_axosparse.pipeline.loss.combination import Term
 from lightning_axosparse.pipeline.norms import Norm
+from lightning_axosparse.pipeline.profile import peak_bytes
 from lightning_axosparse.pipeline.stage_step import StageStep, loss_of
 from lightning_axosparse.pipeline.state.batch_state import StepState
 from lightning_axosparse.pipeline.state.module_state import ModuleState, Place, write

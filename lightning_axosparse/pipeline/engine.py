@@ -10,14 +10,12 @@ from typing import Any, cast
 from lightning_axosparse.distributed.backoff import BackOff
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
-from lightning_axosparse.pipeline.crossing.p2p import Link
-from lightning_axosparse.pipeline.crossing.values import Crossing, Gradients, Probe, tensors
+from lightning_axosparse.pipeline.choice import InFlightLimit, ScheduleChoice
+from lightning_axosparse.pipeline.crossing.message import Crossing, Gradients, Link, Probe, tensors
 from lightning_axosparse.pipeline.dry_run import DryRun, DryStep, Recomputed, Rehearsal
 from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
-from lightning_axosparse.pipeline.order.choice import ScheduleChoice
-from lightning_axosparse.pipeline.order.in_flight import InFlightLimit
-from lightning_axosparse.pipeline.order.schedule import ForwardOnly, Op, Schedule
 from lightning_axosparse.pipeline.rng import PipelineRNG
+from lightning_axosparse.pipeline.schedule import ForwardOnly, Op, Schedule
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.pipeline.stage_step import (
     Batch,

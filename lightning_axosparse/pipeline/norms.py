@@ -16,8 +16,8 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.batch.microbatch import MicroBatch
-from lightning_axosparse.pipeline.replaced_forward import Forward, ReplacedForward
+from lightning_axosparse.pipeline.microbatch import MicroBatch
+from lightning_axosparse.support.patched import Forward, ReplacedForward
 from lightning_axosparse.support.torch_internals import never_compiled
 from lightning_axosparse.support.troubleshooting import see
 

@@ -12,12 +12,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from lightning_axosparse.pipeline.backward.parameter_gradients import WeightGradientQueue
 from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
-from lightning_axosparse.pipeline.backward.weight_gradients import WeightGradientQueue
-from lightning_axosparse.pipeline.batch.fingerprint import BatchFingerprint
-from lightning_axosparse.pipeline.batch.microbatch import MicroBatch
-from lightning_axosparse.pipeline.crossing.placeholder import Progress
-from lightning_axosparse.pipeline.crossing.values import (
+from lightning_axosparse.pipeline.choice import InFlightLimit
+from lightning_axosparse.pipeline.crossing.message import (
     Activation,
     Crossing,
     Gradients,
@@ -25,11 +23,12 @@ from lightning_axosparse.pipeline.crossing.values import (
     Sent,
     tensors,
 )
+from lightning_axosparse.pipeline.crossing.placeholder import Progress
 from lightning_axosparse.pipeline.loss.outputs import Scalar
 from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
 from lightning_axosparse.pipeline.loss.weights import LossWeights
+from lightning_axosparse.pipeline.microbatch import BatchFingerprint, MicroBatch
 from lightning_axosparse.pipeline.norms import statistics_explained
-from lightning_axosparse.pipeline.order.in_flight import InFlightLimit
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers, StageEdge, Visit
 from lightning_axosparse.support.troubleshooting import see

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from lightning_axosparse.distributed.grid import divisors
-from lightning_axosparse.pipeline.order.schedule import SCHEDULES, WeightGradients
+from lightning_axosparse.pipeline.schedule import SCHEDULES, WeightGradients
 from lightning_axosparse.pipeline.shard.partition import balance
 from lightning_axosparse.planning.cost import Cluster, LayerCosts
 from lightning_axosparse.planning.memory_model import Storage

@@ -26,16 +26,14 @@ from lightning_axosparse.checkpoint.gather import (
 )
 from lightning_axosparse.sparse.module.optimizer_state import restore_masters
 from lightning_axosparse.sparse.module.parameters import sparse_parameters
-from lightning_axosparse.strategy.bucketwise import BucketwiseOptimizer
 from lightning_axosparse.strategy.compat.callbacks import weight_averages
-from lightning_axosparse.strategy.compat.device import move_optimizers
-from lightning_axosparse.strategy.compat.hooks import checkpoint_hooks
+from lightning_axosparse.strategy.compat.internals import checkpoint_hooks, move_optimizers
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.launcher.restarts import note_checkpoint
 from lightning_axosparse.strategy.optimizer_shards import OptimizerShards
-from lightning_axosparse.strategy.stages.construction import load_values
-from lightning_axosparse.strategy.stages.sharded_module import in_parts
-from lightning_axosparse.strategy.stages.stage_module import StageModule
+from lightning_axosparse.strategy.optimizers import BucketwiseOptimizer
+from lightning_axosparse.strategy.sharded_module import in_parts, load_values
+from lightning_axosparse.strategy.stage_module import StageModule
 from lightning_axosparse.strategy.validation import validate_local
 from lightning_axosparse.support.files.deferred_tensor import all_made
 from lightning_axosparse.support.torch_internals import tree_map_only

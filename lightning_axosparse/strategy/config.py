@@ -11,12 +11,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 
 from lightning_axosparse.distributed.grid import divisors
-from lightning_axosparse.pipeline.batch.microbatch import MicrobatchWeight
+from lightning_axosparse.pipeline.choice import ScheduleRule
 from lightning_axosparse.pipeline.loss.weights import LossRule, MicrobatchLoss
-from lightning_axosparse.pipeline.order.choice import ScheduleRule
-from lightning_axosparse.pipeline.order.schedule import SCHEDULES, WeightGradients
+from lightning_axosparse.pipeline.microbatch import MicrobatchWeight
+from lightning_axosparse.pipeline.schedule import SCHEDULES, WeightGradients
 from lightning_axosparse.planning.grid_comparison import default_microbatches
-from lightning_axosparse.strategy.compat.hooks import overrides
+from lightning_axosparse.strategy.compat.internals import overrides
 from lightning_axosparse.support.troubleshooting import see
 
 

@@ -14,9 +14,9 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.batch.microbatch import MicrobatchWeight
 from lightning_axosparse.pipeline.loss.weights import MicrobatchLoss
-from lightning_axosparse.pipeline.order.schedule import SCHEDULES, WeightGradients
+from lightning_axosparse.pipeline.microbatch import MicrobatchWeight
+from lightning_axosparse.pipeline.schedule import SCHEDULES, WeightGradients
 from lightning_axosparse.pruning.channels.ticket import ChannelTicket
 from lightning_axosparse.sparse import sparsify
 from lightning_axosparse.sparse.backend import AUTO, Backend
@@ -25,7 +25,7 @@ from lightning_axosparse.sparse.module.parameters import sparse_parameters
 from lightning_axosparse.sparse.store.materialize import Policy
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.pipeline_strategy import PipelineStrategy
-from lightning_axosparse.strategy.stages.sharded_module import summoned
+from lightning_axosparse.strategy.sharded_module import summoned
 from lightning_axosparse.strategy.states import AtRest, LeftSharded, Running
 from lightning_axosparse.support.arguments import (
     BOOL,

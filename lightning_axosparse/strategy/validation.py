@@ -25,14 +25,14 @@ from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_path
-from lightning_axosparse.strategy.bucketwise import validate_bucketwise_optimizers
-from lightning_axosparse.strategy.compat.hooks import overrides
-from lightning_axosparse.strategy.compat.loading import (
+from lightning_axosparse.strategy.compat.internals import (
+    overrides,
     reading_files,
     writes_in_background,
 )
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.optimizer_shards import validate_divisible_optimizers
+from lightning_axosparse.strategy.optimizers import validate_bucketwise_optimizers
 from lightning_axosparse.support.troubleshooting import see
 
 # A run

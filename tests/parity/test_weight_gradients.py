@@ -84,7 +84,7 @@ def train(row: str, arguments: dict[str, Any], **more: Any) -> tuple[Record, flo
 
 def train_by_times(row: str) -> tuple[list[tuple[Record, float]], bool]:
     """A run long enough for a choice, made together and by choice, and whether one was made."""
-    from lightning_axosparse.pipeline.order.choice import ScheduleChoice
+    from lightning_axosparse.pipeline.choice import ScheduleChoice
 
     made = []
     choose = ScheduleChoice._choose

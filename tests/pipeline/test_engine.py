@@ -12,18 +12,15 @@ from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpointing
 from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
-from lightning_axosparse.pipeline.batch.fingerprint import BatchFingerprint
-from lightning_axosparse.pipeline.batch.microbatch import split
-from lightning_axosparse.pipeline.crossing.p2p import LoopbackLink
-from lightning_axosparse.pipeline.crossing.values import Crossing
+from lightning_axosparse.pipeline.choice import InFlightLimit, ScheduleChoice
+from lightning_axosparse.pipeline.crossing.message import Crossing, LoopbackLink
 from lightning_axosparse.pipeline.engine import Pipeline
 from lightning_axosparse.pipeline.loss.outputs import merge
 from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
 from lightning_axosparse.pipeline.loss.weights import LossWeights
-from lightning_axosparse.pipeline.order.choice import ScheduleChoice
-from lightning_axosparse.pipeline.order.in_flight import InFlightLimit
-from lightning_axosparse.pipeline.order.schedule import SCHEDULES
+from lightning_axosparse.pipeline.microbatch import BatchFingerprint, split
 from lightning_axosparse.pipeline.rng import PipelineRNG
+from lightning_axosparse.pipeline.schedule import SCHEDULES
 from lightning_axosparse.pipeline.shard.partition import balance
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.pipeline.stage_step import Batch, TrainingBatch

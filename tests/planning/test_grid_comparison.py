@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_axosparse.pipeline.shard.profile import LayerProfile
+from lightning_axosparse.pipeline.profile import LayerProfile
 from lightning_axosparse.planning.cost import default_cluster, layer_costs
 from lightning_axosparse.planning.grid_comparison import compare_grids
 from lightning_axosparse.planning.memory_model import DENSE

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_axosparse.pipeline.order.schedule import WeightGradients
+from lightning_axosparse.pipeline.schedule import WeightGradients
 from lightning_axosparse.planning.cost import Cluster, Transformer
 from lightning_axosparse.planning.memory_model import DENSE, SPARSE
 from lightning_axosparse.planning.search import Choice, Workload, evaluate, search

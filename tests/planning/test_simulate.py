@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_axosparse.pipeline.order.schedule import (
+from lightning_axosparse.pipeline.schedule import (
     SCHEDULES,
     ForwardOnly,
     MessageDriven,

@@ -16,7 +16,7 @@ from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 from lightning_axosparse.strategy.optimizer_shards import validate_divisible_optimizers
 from tests.parity.cases import Net, Record, difference, loader, trainer, whole_state
 from tests.ranks import run_ranks
-from tests.strategy.test_bucketwise import parameters
+from tests.strategy.test_optimizers import parameters
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: SGD(p, 0.1),

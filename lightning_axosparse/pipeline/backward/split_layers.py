@@ -31,11 +31,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_axosparse.pipeline.backward.weight_gradients import WeightGradientQueue
-from lightning_axosparse.pipeline.replaced_forward import ReplacedForward
+from lightning_axosparse.pipeline.backward.parameter_gradients import WeightGradientQueue
 from lightning_axosparse.sparse.module.sparse_module import SparseModule, kept_product
 from lightning_axosparse.sparse.ops.linear import KeptProduct
 from lightning_axosparse.sparse.store.scratch import scratch
+from lightning_axosparse.support.patched import ReplacedForward
 from lightning_axosparse.support.torch_internals import (
     apply_untransformed,
     backward_transformed,

@@ -21,15 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from lightning_axosparse.pipeline.crossing.nodes import OF_EVERY_MODULE, PLAIN
-from lightning_axosparse.pipeline.crossing.placeholder import (
-    Placeholder,
-    Progress,
-    filled,
-    sendable,
-)
-from lightning_axosparse.pipeline.crossing.skip_tensors import DerivedValues
-from lightning_axosparse.pipeline.crossing.values import (
+from lightning_axosparse.pipeline.crossing.message import (
     Appended,
     Attribute,
     HookCall,
@@ -38,6 +30,15 @@ from lightning_axosparse.pipeline.crossing.values import (
     SideOutput,
     SidePlace,
 )
+from lightning_axosparse.pipeline.crossing.placeholder import (
+    OF_EVERY_MODULE,
+    PLAIN,
+    Placeholder,
+    Progress,
+    filled,
+    sendable,
+)
+from lightning_axosparse.pipeline.crossing.skip_tensors import DerivedValues
 from lightning_axosparse.support.torch_internals import (
     is_compiled,
     never_compiled,

@@ -26,8 +26,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from lightning_axosparse.pipeline.shard.call_order import Example
-from lightning_axosparse.strategy.compat.hooks import overrides
+from lightning_axosparse.pipeline.shard.partition import Example
+from lightning_axosparse.strategy.compat.internals import overrides
 
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_axosparse.distributed.grid import divisors
 from lightning_axosparse.pipeline.shard.partition import Partition
 from lightning_axosparse.sparse.module.state_size import state_bytes
-from lightning_axosparse.strategy.stages.stage_module import StageModule
+from lightning_axosparse.strategy.stage_module import StageModule
 from lightning_axosparse.support.torch_internals import tree_leaves
 
 

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.process_groups import ProcessGroups, all_gather
-from lightning_axosparse.pipeline.order.in_flight import InFlightRule
+from lightning_axosparse.pipeline.choice import InFlightRule
 from lightning_axosparse.strategy.regrid.min_stages import fewest_stages, measure_memory
 from lightning_axosparse.strategy.regrid.transfer import Transfer
-from lightning_axosparse.strategy.stages.stage_module import StageModule
+from lightning_axosparse.strategy.stage_module import StageModule
 from lightning_axosparse.strategy.step.train_step import StepRunner
 from lightning_axosparse.support.troubleshooting import see
 

@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_axosparse.pipeline.batch.microbatch import MicroBatch
 from lightning_axosparse.pipeline.dry_run import DryRun
 from lightning_axosparse.pipeline.loss.combination import (
     Rule,
@@ -19,8 +18,9 @@ from lightning_axosparse.pipeline.loss.combination import (
     found_rules,
 )
 from lightning_axosparse.pipeline.loss.weights import LossRule, LossWeights
+from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.state.batch_state import Changing
-from lightning_axosparse.strategy.compat.logging.logging import (
+from lightning_axosparse.strategy.compat.logging import (
     LogCall,
     LogKey,
     combined_calls,

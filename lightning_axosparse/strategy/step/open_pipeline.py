@@ -9,22 +9,20 @@ from functools import partial
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_axosparse.distributed.process_groups import all_gather
+from lightning_axosparse.pipeline.choice import InFlightLimit, ScheduleRule
 from lightning_axosparse.pipeline.engine import Pipeline
 from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
-from lightning_axosparse.pipeline.order.choice import ScheduleRule
-from lightning_axosparse.pipeline.order.in_flight import InFlightLimit
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.state.batch_state import BatchState
-from lightning_axosparse.strategy.compat.logging.loggers import sync_advice_silenced
-from lightning_axosparse.strategy.compat.logging.logging import MicrobatchLog
-from lightning_axosparse.strategy.compat.logging.metrics import PipelinedMetrics
-from lightning_axosparse.strategy.compat.logging.printing import MicrobatchPrint
-from lightning_axosparse.strategy.compat.precision import (
+from lightning_axosparse.strategy.compat.callbacks import sync_advice_silenced
+from lightning_axosparse.strategy.compat.gradients import (
     pipeline_precision,
     replace_backward,
     restore_precision,
 )
-from lightning_axosparse.strategy.stages.stage_module import StageModule
+from lightning_axosparse.strategy.compat.logging import MicrobatchLog, MicrobatchPrint
+from lightning_axosparse.strategy.compat.metrics import PipelinedMetrics
+from lightning_axosparse.strategy.stage_module import StageModule
 
 
 class OpenPipeline:

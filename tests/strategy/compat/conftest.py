@@ -13,8 +13,7 @@ pytest.register_assert_rewrite("tests.strategy.compat.harness")
 
 
 def two_ranks() -> dict[str, Any]:
-    from tests.strategy.compat import harness, test_sampling
-    from tests.strategy.compat.logging import test_metrics
+    from tests.strategy.compat import harness, test_metrics, test_sampling
 
     groups = harness.connect(g_inter=2)
     return {
@@ -25,8 +24,7 @@ def two_ranks() -> dict[str, Any]:
 
 
 def four_ranks() -> dict[str, Any]:
-    from tests.strategy.compat import harness, test_precision
-    from tests.strategy.compat.logging import test_metrics
+    from tests.strategy.compat import harness, test_metrics, test_precision
 
     groups = harness.connect(g_inter=2)
     return {

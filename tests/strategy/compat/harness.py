@@ -21,8 +21,8 @@ from lightning.pytorch.strategies import ParallelStrategy
 
 from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
-from lightning_axosparse.strategy.compat.logging.logging import MicrobatchLog
-from lightning_axosparse.strategy.compat.logging.metrics import PipelinedMetrics
+from lightning_axosparse.strategy.compat.logging import MicrobatchLog
+from lightning_axosparse.strategy.compat.metrics import PipelinedMetrics
 
 
 class Cut(BaseException):
