@@ -30,8 +30,7 @@ from lightning_axosparse.strategy.compat.callbacks import weight_averages
 from lightning_axosparse.strategy.compat.internals import checkpoint_hooks, move_optimizers
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.launcher.restarts import note_checkpoint
-from lightning_axosparse.strategy.optimizer_shards import OptimizerShards
-from lightning_axosparse.strategy.optimizers import BucketwiseOptimizer
+from lightning_axosparse.strategy.optimizers import BucketwiseOptimizer, OptimizerShards
 from lightning_axosparse.strategy.sharded_module import in_parts, load_values
 from lightning_axosparse.strategy.stage_module import StageModule
 from lightning_axosparse.strategy.validation import validate_local

@@ -6,8 +6,12 @@ the values are copied back while the next bucket is stepped. AxoNN (Singh & Bhat
 copies the state to the device instead and steps there, which takes 16 bytes of device memory for
 each element of a bucket; this takes none.
 
-With ``shard_optimizer`` a replica steps its share of each bucket, and gets the others' while the
-next bucket is stepped.
+With ``shard_optimizer`` each of N replicas keeps the state of one N-th of the elements of every
+parameter but the smallest, steps that share of each bucket, and gets the others' values by an
+all-gather while the next bucket is stepped. Gradients are all-reduced as without it, so that
+clipping, hooks and loggers see what they see on one process. The method is ZeRO stage 1 of
+Rajbhandari et al., SC 2020. A weight that is stored sparse is the vector of its kept values,
+divided as any other.
 
 As in AxoNN, the all-reduces that have not ended with the backward pass run while buckets whose
 gradients are reduced are stepped, those of the last layers first; but not where clipping, loss
@@ -20,19 +24,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_axosparse.pipeline.shard.remote_tensor import closure_called
-from lightning_axosparse.sparse.module.elementwise import trial_steps
+from lightning_axosparse.pipeline.shard.remote_tensor import (
+    RemoteTensor,
+    closure_called,
+    replaced_params,
+)
 from lightning_axosparse.sparse.module.optimizer_state import MASTER, master_values
 from lightning_axosparse.sparse.store.materialize import master_dtype
-from lightning_axosparse.strategy.optimizer_shards import OptimizerShards
-from lightning_axosparse.support.troubleshooting import see, without_link
+from lightning_axosparse.support.patched import patched
 
 
 @contextmanager
@@ -62,6 +69,7 @@ def scaled_rates(optimizer: Optimizer, factor: float) -> Iterator[None]:
 HOST = torch.device("cpu")
 BUCKET = 4_000_000
 """Elements that are stepped at a time."""
+_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 
 
 class Placement:
@@ -99,6 +107,185 @@ class HostMemory(Placement):
         """Wait until what was taken is there."""
         for device in {parameter.device for parameter in parameters if parameter.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
+
+
+State = dict[str, Any]
+"""What an optimizer keeps of one parameter."""
+
+_ALIGNED = 64
+"""Parts begin at multiples of so many elements, so that torch's vectorized loops, which compute the
+rest behind the last full vectors otherwise, compute each element as in the whole parameter."""
+
+
+class OptimizerShards:
+    """This replica's part of an optimizer's state.
+
+    Args:
+        optimizer: the optimizer, whose parameters are the same on all replicas.
+        group: the replicas of this stage; a function, as moving to shorter pipelines changes them.
+    """
+
+    def __init__(self, optimizer: Optimizer, group: Callable[[], dist.ProcessGroup | None]) -> None:
+        self._optimizer, self._find_group = optimizer, group
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The replicas of this stage; None if there is one."""
+        return self._find_group()
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """The elements of a tensor that this replica steps, flat: a view if it is contiguous."""
+        group = self.group
+        if group is None or not self._divides(tensor.shape):
+            return tensor
+        pieces = _pieces(tensor.reshape(-1), group)
+        return pieces[dist.get_rank(group)]
+
+    def _divides(self, shape: torch.Size) -> bool:
+        """Whether each replica keeps a part of a tensor of that shape, and not all of it."""
+        return self.group is not None and shape.numel() >= self.group.size() * _ALIGNED
+
+    def own_state(self, state: State, shape: torch.Size) -> State:
+        """The part that this replica keeps of the state of a parameter of that shape."""
+        if not self._divides(shape):
+            return state
+        return {
+            key: self.part(value).clone()
+            if isinstance(value, Tensor) and value.shape == shape
+            else value
+            for key, value in state.items()
+        }
+
+    def gather_values(
+        self, parameters: Sequence[nn.Parameter], stepped: Sequence[Tensor]
+    ) -> Callable[[], None]:
+        """Start to give the replicas each other's values of parameters; collective over them.
+
+        Args:
+            parameters: the parameters.
+            stepped: this replica's part of each, with the new values.
+
+        Returns:
+            A function that waits until the parameters have the new values.
+        """
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for index, parameter in enumerate(parameters):
+            if self._divides(parameter.shape):
+                by_dtype.setdefault(parameter.dtype, []).append(index)
+            else:
+                parameter.copy_(stepped[index])
+        started = [
+            self._start_gather(
+                [parameters[i].detach() for i in indices], [stepped[i] for i in indices]
+            )
+            for indices in by_dtype.values()
+        ]
+
+        def finish() -> None:
+            for each in started:
+                each()
+
+        return finish
+
+    def _start_gather(
+        self, tensors: Sequence[Tensor], parts: Sequence[Tensor]
+    ) -> Callable[[], None]:
+        """Start to fill tensors of one dtype with all replicas' parts of them."""
+        group = self.group
+        assert group is not None
+        size, first = group.size(), tensors[0]
+        longest = [_longest(tensor, group) for tensor in tensors]
+        mine = first.new_zeros(sum(longest))
+        for room, part in zip(mine.split(longest), parts, strict=True):
+            room[: part.numel()].copy_(part)
+        whole = mine.new_empty(size * mine.numel())
+        work = dist.all_gather_single(whole, mine, group=group, async_op=True)
+
+        def finish() -> None:
+            work.wait()
+            blocks = whole.view(size, -1).split(longest, dim=1)
+            for tensor, block in zip(tensors, blocks, strict=True):
+                _fill(tensor, block, group)
+
+        return finish
+
+    @contextmanager
+    def whole_state(self, parameters: Sequence[nn.Parameter] | None = None) -> Iterator[None]:
+        """Give each replica all of the state inside the context; collective over the replicas.
+
+        Args:
+            parameters: those whose state is wanted, which may change their shape inside; None takes
+                those of the optimizer, which may be others at the end of the context.
+        """
+        self.make_whole(parameters)
+        yield
+        for parameter, state in self._states(parameters):
+            state.update(self.own_state(state, parameter.shape))
+
+    def make_whole(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Give each replica all of the state; collective over the replicas."""
+        for parameter, state in self._states(parameters):
+            state.update(self.whole(parameter, state))
+
+    def drop(self) -> None:
+        """Forget the state, of which no replica has all."""
+        self._optimizer.state.clear()
+
+    def whole(self, parameter: Tensor, state: Mapping[str, Any]) -> State:
+        """The whole state of a parameter, of which this is a part; collective over replicas."""
+        whole, part = dict(state), self.part(parameter.detach())
+        for key, value in state.items() if self._divides(parameter.shape) else ():
+            if isinstance(value, Tensor) and value.shape == part.shape:
+                whole[key] = value.new_empty(parameter.shape)
+                self._start_gather([whole[key]], [value])()
+        return whole
+
+    def divided(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state dict of the optimizer with this replica's part of it alone."""
+        indexed = (p for group in self._optimizer.param_groups for p in group["params"])
+        shapes = dict(enumerate(parameter.shape for parameter in indexed))
+        return {
+            **state,
+            "state": {
+                index: self.own_state(entry, shapes[index])
+                for index, entry in state["state"].items()
+            },
+        }
+
+    def _states(
+        self, parameters: Iterable[nn.Parameter] | None
+    ) -> Iterator[tuple[nn.Parameter, State]]:
+        """Parameters of this rank with their state, if there is some; None takes all."""
+        if parameters is None:
+            groups = self._optimizer.param_groups
+            every = (parameter for group in groups for parameter in group["params"])
+            parameters = [each for each in every if not isinstance(each, RemoteTensor)]
+        for parameter in parameters:
+            if parameter in self._optimizer.state:
+                yield parameter, self._optimizer.state[parameter]
+
+
+def _longest(tensor: Tensor, group: dist.ProcessGroup) -> int:
+    """How many elements the first replicas have of a tensor; the last ones may have fewer."""
+    blocks = -(-tensor.numel() // (group.size() * _ALIGNED))
+    return blocks * _ALIGNED
+
+
+def _pieces(flat: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """The parts of a flat tensor, one for each replica."""
+    longest, size = _longest(flat, group), group.size()
+    starts = [min(flat.numel(), longest * rank) for rank in range(size + 1)]
+    return [flat[start:end] for start, end in pairwise(starts)]
+
+
+@torch.no_grad()
+def _fill(tensor: Tensor, block: Tensor, group: dist.ProcessGroup) -> None:
+    """Fill a tensor with the parts of all replicas, which are the rows of ``block``."""
+    flat = tensor.reshape(-1)  # a copy if it is not contiguous
+    for piece, row in zip(_pieces(flat, group), block, strict=True):
+        piece.copy_(row[: piece.numel()])
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.copy_(flat.view(tensor.shape))
 
 
 class BucketwiseOptimizer:
@@ -179,7 +366,9 @@ class BucketwiseOptimizer:
             master = nn.Parameter(master_values(value, kept, self._place.dtype(value.dtype)))
             master.grad = gradient.to(master.dtype)
             masters[parameter] = master
-        with _substituted(optimizer, masters), _without_hooks(optimizer):
+        # Hooks belong to the whole step, not to a bucket's.
+        before, after = (patched(optimizer, name, {}) for name in _HOOKS)
+        with _substituted(optimizer, masters), before, after:
             type(optimizer).step(optimizer)
         for parameter, value in zip(parameters, values, strict=True):
             master_value = masters[parameter].detach()
@@ -220,41 +409,6 @@ class BucketwiseOptimizer:
         self._gradients = {}
 
 
-def validate_bucketwise_optimizers(optimizer: Optimizer) -> None:
-    """Check that an optimizer can step its parameters on the host and one after the other.
-
-    This takes trial steps of an optimizer of the same class and settings on small random
-    parameters; the optimizer itself is not changed.
-
-    Raises:
-        MisconfigurationException: if the numbers differ from those of a step as a whole, or one of
-            them cannot be taken.
-    """
-
-    def in_buckets(trial: Optimizer) -> None:
-        BucketwiseOptimizer(trial, HostMemory(), bucket=1)
-
-    for group in optimizer.param_groups:
-        try:
-            whole = trial_steps(optimizer, group)
-            bucketwise = trial_steps(optimizer, group, prepare=in_buckets)
-        except Exception as error:  # whatever the user's optimizer raises
-            raise _cannot_offload(
-                optimizer, f"a trial step on the CPU failed: {without_link(error)}"
-            ) from error
-        if not torch.allclose(whole, bucketwise):
-            raise _cannot_offload(optimizer, "one parameter after the other gives other numbers")
-
-
-def _cannot_offload(optimizer: Optimizer, reason: str) -> MisconfigurationException:
-    return MisconfigurationException(
-        f"{type(optimizer).__name__} cannot be offloaded: {reason}. offload_optimizer=True steps "
-        "parameters on the CPU, bucket by bucket: use AdamW, Adam, SGD, RMSprop, NAdam, Adagrad or "
-        "the like, with their default `capturable=False`, or leave offload_optimizer out."
-        + see("optimizers")
-    )
-
-
 def _nothing() -> None:
     """There is nothing to wait for."""
 
@@ -262,30 +416,14 @@ def _nothing() -> None:
 @contextmanager
 def _substituted(optimizer: Optimizer, substitutes: Mapping[Tensor, Tensor]) -> Iterator[None]:
     """Give an optimizer some tensors, with the state, in place of its parameters; no others."""
-    parameters = [group["params"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["params"] = [substitutes[p] for p in group["params"] if p in substitutes]
     for parameter, substitute in substitutes.items():
         _move_state(optimizer, parameter, substitute)
     try:
-        yield
+        with replaced_params(optimizer, substitutes.get):
+            yield
     finally:
-        for group, params in zip(optimizer.param_groups, parameters, strict=True):
-            group["params"] = params
         for parameter, substitute in substitutes.items():
             _move_state(optimizer, substitute, parameter)
-
-
-@contextmanager
-def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
-    """Keep the optimizer's hooks from running: they belong to the whole step, not to a bucket's."""
-    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    hooks = {name: getattr(optimizer, name) for name in names}
-    vars(optimizer).update({name: {} for name in names})
-    try:
-        yield
-    finally:
-        vars(optimizer).update(hooks)
 
 
 def _move_state(optimizer: Optimizer, owner: Tensor, to: Tensor) -> None:

@@ -30,8 +30,12 @@ from lightning_axosparse.strategy.compat.internals import move_optimizers, write
 from lightning_axosparse.strategy.compat.lockstep import JobEnd, LoopCheck, acting_together
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
-from lightning_axosparse.strategy.optimizer_shards import OptimizerShards
-from lightning_axosparse.strategy.optimizers import BucketwiseOptimizer, HostMemory, Placement
+from lightning_axosparse.strategy.optimizers import (
+    BucketwiseOptimizer,
+    HostMemory,
+    OptimizerShards,
+    Placement,
+)
 from lightning_axosparse.strategy.regrid.regrid import Regrid
 from lightning_axosparse.strategy.stage_module import StageModule
 from lightning_axosparse.strategy.step.train_step import StepRunner

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -388,3 +388,14 @@ class AxoSparseStrategy(PipelineStrategy):
         if isinstance(self._state, LeftSharded):
             yield from self._state.stage_module.release()
             self._state = AtRest()
+
+
+def refuse_fabric(**_: Any) -> NoReturn:
+    """Raise: a loop of the user's own cannot be cut into the passes of stages."""
+    raise MisconfigurationException(
+        "Fabric(strategy='axosparse') is not possible: with Fabric the loop is yours, and a stage "
+        "has to run parts of it again and again. Write a LightningModule, for `L.Trainer("
+        "strategy='axosparse')`. Sparse storage alone works under Fabric with any of its "
+        "strategies for one process: sparsify(model, masks, optimizer) before fabric.setup(...)."
+        + see("starting-ranks")
+    )

@@ -25,8 +25,8 @@ from lightning_axosparse.strategy.optimizers import (
     HostMemory,
     bucketed,
     scaled_rates,
-    validate_bucketwise_optimizers,
 )
+from lightning_axosparse.strategy.validation import validate_placement
 from tests.parity.cases import Net, Record, difference, loader, trainer, whole_state
 from tests.ranks import run_ranks
 
@@ -278,12 +278,12 @@ class ByNorm(SGD):
 def test_elementwise_optimizers_are_let_through(kind: str) -> None:
     optimizer = OPTIMIZERS[kind](parameters())
     before = copy.deepcopy(optimizer.state_dict())
-    validate_bucketwise_optimizers(optimizer)
+    validate_placement(optimizer, "offload_optimizer")
     assert repr(optimizer.state_dict()) == repr(before)
 
 
 def test_so_are_those_that_step_whole_matrices() -> None:
-    validate_bucketwise_optimizers(Muon([nn.Parameter(torch.randn(4, 4))]))
+    validate_placement(Muon([nn.Parameter(torch.randn(4, 4))]), "offload_optimizer")
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_so_are_those_that_step_whole_matrices() -> None:
 )
 def test_others_are_refused(configure: Configure, reason: str) -> None:
     with pytest.raises(MisconfigurationException, match=reason):
-        validate_bucketwise_optimizers(configure(parameters()))
+        validate_placement(configure(parameters()), "offload_optimizer")
 
 
 def test_refusals_come_before_the_run() -> None:

@@ -11,7 +11,7 @@ over ``optimizer.param_groups`` is what a sum over ``module.parameters()`` is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -194,12 +194,20 @@ def _known_norm(
     return torch.tensor(remote.norms[order], dtype=remote.dtype, device=remote.near)
 
 
-@contextmanager
-def own_param_groups(optimizer: Optimizer) -> Iterator[None]:
+def own_param_groups(optimizer: Optimizer) -> AbstractContextManager[None]:
     """Leave only this rank's parameters in an optimizer's groups, inside the context."""
+    return replaced_params(optimizer, lambda p: None if isinstance(p, RemoteTensor) else p)
+
+
+@contextmanager
+def replaced_params(
+    optimizer: Optimizer, replacement: Callable[[Tensor], Tensor | None]
+) -> Iterator[None]:
+    """Replace parameters in an optimizer's groups inside the context; by None to leave them out."""
     whole = [group["params"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["params"] = [p for p in group["params"] if not isinstance(p, RemoteTensor)]
+        found = map(replacement, group["params"])
+        group["params"] = [each for each in found if each is not None]
     try:
         yield
     finally:
