@@ -14,7 +14,7 @@ and attributes of earlier layers hold, as far as later stages read it (``crossin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from lightning_axosparse.pipeline.crossing.skip_tensors import DerivedValues
 from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.state.batch_state import StepState
-from lightning_axosparse.support.patched import ReplacedForward
+from lightning_axosparse.support.patched import replaced_forward
 from lightning_axosparse.support.torch_internals import (
     PausableMode,
     backward_passes_by,
@@ -243,7 +243,7 @@ class PipelinedLayers:
         self._running: _Running | None = None
         self._watched: list[WatchedLayer] = []
         self._present: set[int] = set()
-        self._replaced: list[ReplacedForward] = []
+        self._undo = ExitStack()
 
     def install(self, stages: Sequence[int]) -> None:
         """Change what calling a layer does; ``stages`` are those whose layers are on this rank."""
@@ -252,13 +252,11 @@ class PipelinedLayers:
         buffers = dict(self._module.named_buffers())
         self._buffers = {id(buffer): name for name, buffer in buffers.items()}
         for index, layer in enumerate(self.layers):
-            self._replaced.append(ReplacedForward(layer, partial(self._forward, index)))
+            self._undo.enter_context(replaced_forward(layer, partial(self._forward, index)))
 
     def uninstall(self) -> None:
         """Give the layers their own ``forward`` back."""
-        for replaced in self._replaced:
-            replaced.remove()
-        self._replaced.clear()
+        self._undo.close()
         self._buffers.clear()
 
     @contextmanager

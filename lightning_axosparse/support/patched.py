@@ -32,8 +32,9 @@ def patched(owner: object, name: str, value: Any) -> Iterator[None]:
 Forward = Callable[..., Any]
 
 
-class ReplacedForward:
-    """What stands in a module in place of its own ``forward``, until :meth:`remove`.
+@contextmanager
+def replaced_forward(module: nn.Module, make: Callable[[Forward], Forward]) -> Iterator[None]:
+    """Replace the ``forward`` of a module inside the context.
 
     Copies of the module, pickled ones too, have its own ``forward``: what replaces it refers to the
     original's weights.
@@ -42,21 +43,25 @@ class ReplacedForward:
         module: the module.
         make: returns what replaces its own ``forward``, which it is given.
     """
+    attributes = vars(module)  # A scripted module lets nobody set others.
+    own = {key: attributes[key] for key in attributes.keys() & {"forward"}}
+    attributes["forward"] = _Replacement(module, make)
+    try:
+        yield
+    finally:
+        del attributes["forward"]
+        attributes.update(own)
+
+
+class _Replacement:
+    """What stands in a module in place of its own ``forward``."""
 
     def __init__(self, module: nn.Module, make: Callable[[Forward], Forward]) -> None:
         self._module, self._given = module, vars(module).get("forward")
         self._call = make(self._given or partial(_own_forward, module))
-        vars(module)["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute what replaces ``forward``."""
         return self._call(*args, **kwargs)
-
-    def remove(self) -> None:
-        """Give the module its own ``forward`` back."""
-        del vars(self._module)["forward"]
-        if self._given is not None:
-            vars(self._module)["forward"] = self._given
 
     def __reduce__(self) -> Any:
         if self._given is not None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_axosparse.support.patched import Forward, ReplacedForward, patched
+from lightning_axosparse.support.patched import Forward, patched, replaced_forward
 
 
 class Base:
@@ -75,15 +75,14 @@ def by_pickle(value: Any) -> Any:
 def test_a_module_gets_its_own_forward_back() -> None:
     layer, x = nn.Linear(2, 3), torch.ones(1, 2)
     own = layer(x)
-    replaced = ReplacedForward(layer, negated)
-    again = ReplacedForward(layer, negated)
-    assert torch.equal(layer(x), own)
-    again.remove()
-    assert torch.equal(layer(x), -own)
-    replaced.remove()
+    with replaced_forward(layer, negated):
+        with replaced_forward(layer, negated):
+            assert torch.equal(layer(x), own)
+        assert torch.equal(layer(x), -own)
     assert "forward" not in vars(layer)
     layer.forward = doubled  # type: ignore[method-assign]
-    ReplacedForward(layer, negated).remove()
+    with replaced_forward(layer, negated):
+        assert layer.forward is not doubled
     assert layer.forward is doubled
 
 
@@ -92,9 +91,8 @@ def test_a_copy_computes_with_its_own_weights(duplicate: Any) -> None:
     layers, x = nn.Sequential(nn.Linear(2, 3), nn.Identity()), torch.ones(1, 2)
     expected = layers(x)
     layers[1].forward = doubled
-    for layer in layers:
-        ReplacedForward(layer, negated)
-    copied = duplicate(layers)
+    with replaced_forward(layers[0], negated), replaced_forward(layers[1], negated):
+        copied = duplicate(layers)
     nn.init.zeros_(layers[0].weight)
     assert torch.equal(copied(x), 2 * expected)
     nn.init.zeros_(copied[0].weight)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from types import MappingProxyType
@@ -29,6 +29,7 @@ from lightning_axosparse.pipeline.loss.combination import (
     combine,
 )
 from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
+from lightning_axosparse.support.patched import patched
 from lightning_axosparse.support.troubleshooting import see
 
 _LOG_SIGNATURE = inspect.signature(LightningModule.log)
@@ -117,18 +118,10 @@ class MicrobatchLog:
         self._weight: float | None = None
         self._microbatches: list[list[LogCall]] = []
         self._metrics: dict[str, Metric] | None = None
-        self._replaced: dict[str, Any] = {}
 
-    def attach(self) -> None:
-        """Replace the module's ``log``."""
-        attributes = vars(self._module)
-        self._replaced = {name: attributes[name] for name in attributes.keys() & {"log"}}
-        object.__setattr__(self._module, "log", self._log)
-
-    def detach(self) -> None:
-        """Give the module its own ``log`` back."""
-        vars(self._module).pop("log", None)
-        vars(self._module).update(self._replaced)
+    def attached(self) -> AbstractContextManager[None]:
+        """Replace the module's ``log`` inside the context."""
+        return patched(self._module, "log", self._log)
 
     @contextmanager
     def microbatch(self, size: int, weight: float | None = None) -> Iterator[None]:
@@ -387,18 +380,10 @@ class MicrobatchPrint:
         self._module = module
         self._open: list[PrintCall] | None = None
         self._microbatches: list[list[PrintCall]] = []
-        self._replaced: dict[str, Any] = {}
 
-    def attach(self) -> None:
-        """Replace the module's ``print``."""
-        attributes = vars(self._module)
-        self._replaced = {name: attributes[name] for name in attributes.keys() & {"print"}}
-        object.__setattr__(self._module, "print", self._print)
-
-    def detach(self) -> None:
-        """Give the module its own ``print`` back."""
-        vars(self._module).pop("print", None)
-        vars(self._module).update(self._replaced)
+    def attached(self) -> AbstractContextManager[None]:
+        """Replace the module's ``print`` inside the context."""
+        return patched(self._module, "print", self._print)
 
     @contextmanager
     def microbatch(self) -> Iterator[None]:

@@ -84,8 +84,7 @@ class OpenPipeline:
             undo.callback(self.metrics.detach)
             self.metrics.attach()
             self.log = MicrobatchLog(module, self.tracker)
-            undo.callback(self.log.detach)
-            self.log.attach()
+            undo.enter_context(self.log.attached())
             if groups.across_batches is None:
                 undo.enter_context(sync_advice_silenced())
             self.state = BatchState(
@@ -97,8 +96,7 @@ class OpenPipeline:
             )
             undo.enter_context(stage_module.layers.followed_by(self.state))
             self.prints = MicrobatchPrint(module)
-            undo.callback(self.prints.detach)
-            self.prints.attach()
+            undo.enter_context(self.prints.attached())
             self._undo = undo.pop_all()
 
     def close(self) -> None:

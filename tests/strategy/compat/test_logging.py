@@ -6,7 +6,7 @@ import math
 import pickle
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stdout, suppress
+from contextlib import ExitStack, redirect_stdout, suppress
 from typing import Any
 
 import pytest
@@ -54,7 +54,8 @@ class Extremes(CatMetric):
 
 def attached(module: LightningModule) -> MicrobatchLog:
     log = MicrobatchLog(module, ReductionTracker())
-    log.attach()
+    module.undo = ExitStack()
+    module.undo.enter_context(log.attached())
     return log
 
 
@@ -154,10 +155,10 @@ def followed(
     """What a step that logs once makes of a batch of 0, 1, 2, ..."""
     module, tracker = Listener(), ReductionTracker([SCALES])
     log = MicrobatchLog(module, tracker)
-    log.attach()
     for part in torch.arange(float(sum(sizes))).split(sizes):
-        with tracker.microbatch(len(part)), log.microbatch(len(part)), torch.no_grad():
-            step(module, part)
+        with log.attached(), tracker.microbatch(len(part)), log.microbatch(len(part)):
+            with torch.no_grad():
+                step(module, part)
     (combined,) = log.combine(rules=rules or {})
     return combined
 
@@ -283,12 +284,11 @@ def test_clear_forgets(module: Listener, log: MicrobatchLog) -> None:
     assert log.combine() == []
 
 
-def test_detach_gives_the_own_log_back() -> None:
+def test_the_module_gets_its_own_log_back() -> None:
     module = Listener()
     log = MicrobatchLog(module, ReductionTracker())
-    log.attach()
-    assert "log" in vars(module)
-    log.detach()
+    with log.attached():
+        assert "log" in vars(module)
     assert "log" not in vars(module)
 
 
