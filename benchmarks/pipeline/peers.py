@@ -213,10 +213,10 @@ def main() -> None:
     link = ChannelLink(*boxes, torch.device("cpu"))
     twice = 2 * world.size
     choices = {
-        "1F1B, ours": (SCHEDULES["1f1b"]["together"], world.size),
-        "message-driven": (SCHEDULES["message-driven"]["together"], twice),
-        "ZB-H1, ours": (SCHEDULES["zb-h1"]["deferred"], world.size),
-        "message-driven, deferred": (SCHEDULES["message-driven"]["deferred"], twice),
+        "1F1B, ours": (SCHEDULES["1f1b"], world.size),
+        "message-driven": (SCHEDULES["together"], twice),
+        "ZB-H1, ours": (SCHEDULES["zb-h1"], world.size),
+        "message-driven, deferred": (SCHEDULES["deferred"], twice),
         "message-driven, deferred at the end": (CooldownFilling, twice),
     }
     theirs = {

@@ -239,13 +239,13 @@ def main() -> None:
     forward = options.forward
     mine, stages = SleepingStage(forward), world.size
     runners = {
-        "1F1B": Choice(SCHEDULES["1f1b"]["together"], stages),
-        "limit P": Choice(SCHEDULES["message-driven"]["together"], stages),
-        "limit 2P": Choice(SCHEDULES["message-driven"]["together"], 2 * stages),
-        "limit M": Choice(SCHEDULES["message-driven"]["together"], MICROBATCHES),
-        "ZB-H1": Choice(SCHEDULES["zb-h1"]["deferred"], stages),
-        "deferred P": Choice(SCHEDULES["message-driven"]["deferred"], stages),
-        "deferred 2P": Choice(SCHEDULES["message-driven"]["deferred"], 2 * stages),
+        "1F1B": Choice(SCHEDULES["1f1b"], stages),
+        "limit P": Choice(SCHEDULES["together"], stages),
+        "limit 2P": Choice(SCHEDULES["together"], 2 * stages),
+        "limit M": Choice(SCHEDULES["together"], MICROBATCHES),
+        "ZB-H1": Choice(SCHEDULES["zb-h1"], stages),
+        "deferred P": Choice(SCHEDULES["deferred"], stages),
+        "deferred 2P": Choice(SCHEDULES["deferred"], 2 * stages),
     }
     if world.rank == 0:
         head()

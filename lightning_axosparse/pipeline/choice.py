@@ -15,10 +15,10 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_axosparse.distributed.process_groups import ProcessGroups, all_gather
 from lightning_axosparse.pipeline.profile import activation_bytes
-from lightning_axosparse.pipeline.schedule import SCHEDULES, Schedule, WeightGradients
+from lightning_axosparse.pipeline.schedule import SCHEDULES, Schedule, is_message_driven
 
 _WARM_UP, _TRIALS = 1, 7  # batches of each schedule
-_WORDS: dict[WeightGradients, str] = {
+_WORDS = {
     "together": "in backward passes",
     "cooldown": "where a stage waits at the end of a batch",
     "deferred": "where a stage waits",
@@ -46,14 +46,14 @@ class ScheduleChoice:
     a split layer takes longer, and a product whose operands have left the cache does.
 
     Args:
-        schedules: when weight gradients are made -> the schedule; first the one whose backward
-            passes are whole, last the one that takes the most memory.
+        schedules: by name; first the one whose backward passes are whole, last the one that takes
+            the most memory.
         gather: returns the values of all ranks on every rank; collective over the job.
     """
 
     def __init__(
         self,
-        schedules: Mapping[WeightGradients, type[Schedule]],
+        schedules: Mapping[str, type[Schedule]],
         gather: Callable[[Trials], list[Trials]],
     ) -> None:
         self._ways, self._schedules = list(schedules), list(schedules.values())
@@ -120,38 +120,29 @@ class ScheduleRule:
     """How the schedule follows from the strategy's arguments.
 
     Attributes:
-        schedule: name of the training schedule.
-        weight_gradients: as the user gave it; None to take what is fastest.
-        may_defer: whether nothing else forbids deferral.
+        schedule: one of ``SCHEDULES``, or "message-driven" for the fastest of these.
+        may_defer: whether nothing else forbids that one defers weight gradients.
     """
 
     schedule: str
-    weight_gradients: WeightGradients | None
     may_defer: bool
 
     @property
     def defers(self) -> bool:
         """Whether the user asked for weight gradients that are made apart."""
-        asked = self.weight_gradients not in (None, "together")
-        return asked or "together" not in SCHEDULES[self.schedule]
+        return self.schedule in SCHEDULES and SCHEDULES[self.schedule].defers_weight_gradients
 
     @property
     def splits_backward(self) -> bool:
         """Whether some batch may defer weight gradients."""
-        is_free = self.weight_gradients is None and len(SCHEDULES[self.schedule]) > 1
-        return self.defers or (is_free and self.may_defer)
+        return self.defers or (self.schedule == "message-driven" and self.may_defer)
 
     def choice(self, stages: int, groups: ProcessGroups) -> ScheduleChoice:
-        """The choice for a pipeline of so many stages.
-
-        Args:
-            stages: stages of the pipeline.
-            groups: the process groups of its grid.
-        """
-        schedules = SCHEDULES[self.schedule]
-        way = next(iter(schedules)) if self.weight_gradients is None else self.weight_gradients
-        if self.weight_gradients is not None or stages == 1 or not self.may_defer:
-            schedules = {way: schedules[way]}
+        """The choice for a pipeline of so many stages, on the grid of these groups."""
+        names = [self.schedule]
+        if self.schedule == "message-driven":
+            names = list(_WORDS) if self.may_defer and stages > 1 else ["together"]
+        schedules = {name: SCHEDULES[name] for name in names}
         return ScheduleChoice(schedules, partial(all_gather, group=groups.world))
 
 
@@ -305,7 +296,7 @@ class InFlightRule:
             stages: stages of the pipeline.
             groups: the process groups of its grid.
         """
-        if self.given is not None or stages == 1 or self.schedule != "message-driven":
+        if self.given is not None or stages == 1 or not is_message_driven(self.schedule):
             return InFlightLimit(self.given or stages)
         return MemoryInFlightLimit(
             stages,

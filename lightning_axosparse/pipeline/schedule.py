@@ -229,15 +229,17 @@ class ForwardOnly(Schedule):
         return "forward" if can_forward else None
 
 
-SCHEDULES: dict[str, dict[WeightGradients, type[Schedule]]] = {
-    "message-driven": {
-        "together": MessageDriven,
-        "cooldown": CooldownFilling,
-        "deferred": BubbleFilling,
-    },
-    "1f1b": {"together": OneForwardOneBackward},
-    "gpipe": {"together": GPipe},
-    "zb-h1": {"deferred": ZeroBubbleH1},
+SCHEDULES: dict[str, type[Schedule]] = {
+    "together": MessageDriven,
+    "cooldown": CooldownFilling,
+    "deferred": BubbleFilling,
+    "1f1b": OneForwardOneBackward,
+    "gpipe": GPipe,
+    "zb-h1": ZeroBubbleH1,
 }
-"""The training schedules by what ``AxoSparseStrategy`` takes: ``schedule``, ``weight_gradients``.
-"""
+"""The training schedules by name; the first three, by `WeightGradients`, are message-driven."""
+
+
+def is_message_driven(name: str) -> bool:
+    """Whether a schedule is one of these three, or "message-driven": the fastest of them."""
+    return name == "message-driven" or issubclass(SCHEDULES[name], MessageDriven)

@@ -212,7 +212,7 @@ class _StepEstimate:
     def plan(self) -> Plan:
         """Simulate the step."""
         choice = self.choice
-        schedule = SCHEDULES["message-driven"][choice.weight_gradients]
+        schedule = SCHEDULES[choice.weight_gradients]
         simulation = simulate(
             [
                 schedule(stage, choice.g_inter, self._microbatches, choice.in_flight)

@@ -105,8 +105,8 @@ def validate_split_module(module: LightningModule) -> None:
     if overrides(module, "backward"):
         raise MisconfigurationException(
             f"{type(module).__name__} overrides `backward`, which may read gradients that "
-            "weight_gradients='deferred' or 'cooldown' and schedule='zb-h1' make only after it. "
-            "Leave these arguments out, or `backward`." + see("steps")
+            "schedule='deferred', 'cooldown' and 'zb-h1' make only after it. "
+            "Leave the argument out, or `backward`." + see("steps")
         )
 
 

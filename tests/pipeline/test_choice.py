@@ -121,21 +121,21 @@ def test_it_is_measured_again_when_passes_have_changed(monkeypatch: Any) -> None
 
 
 @pytest.mark.parametrize(
-    ("schedule", "weight_gradients", "may_defer", "stages", "expected"),
+    ("schedule", "may_defer", "stages", "expected"),
     [
-        ("message-driven", "deferred", False, 1, BubbleFilling),
-        ("message-driven", "cooldown", False, 4, CooldownFilling),
-        ("message-driven", "together", True, 4, MessageDriven),
-        ("message-driven", None, False, 4, MessageDriven),
-        ("message-driven", None, True, 1, MessageDriven),
-        ("1f1b", None, True, 4, OneForwardOneBackward),
-        ("zb-h1", None, True, 4, ZeroBubbleH1),
+        ("deferred", False, 1, BubbleFilling),
+        ("cooldown", False, 4, CooldownFilling),
+        ("together", True, 4, MessageDriven),
+        ("message-driven", False, 4, MessageDriven),
+        ("message-driven", True, 1, MessageDriven),
+        ("1f1b", True, 4, OneForwardOneBackward),
+        ("zb-h1", True, 4, ZeroBubbleH1),
     ],
 )
 def test_what_is_given_or_cannot_be_deferred_is_not_tried(
-    schedule: str, weight_gradients: Any, may_defer: bool, stages: int, expected: Any
+    schedule: str, may_defer: bool, stages: int, expected: Any
 ) -> None:
-    rule = ScheduleRule(schedule, weight_gradients, may_defer)
+    rule = ScheduleRule(schedule, may_defer)
     groups: Any = SimpleNamespace(world=None)  # asked by none of them
     choice = rule.choice(stages, groups)
     chosen = []

@@ -101,6 +101,7 @@ def runs(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     }
 
 
+@pytest.mark.slow
 def test_each_rank_keeps_its_own_layers_alone(runs: Any) -> None:
     first, second = (rank["after"] for rank in runs["two"])
     assert "model.0.weight" in first["held"] - second["held"]
@@ -112,6 +113,7 @@ def test_each_rank_keeps_its_own_layers_alone(runs: Any) -> None:
         assert all("summon_full_params" in each for each in rank["refusals"])
 
 
+@pytest.mark.slow
 def test_the_first_rank_alone_has_all_of_it_inside_the_context(runs: Any) -> None:
     first, second = runs["two"]
     assert first["inside"]["held"] == first["after"]["held"] | second["after"]["held"]
@@ -120,6 +122,7 @@ def test_the_first_rank_alone_has_all_of_it_inside_the_context(runs: Any) -> Non
     assert first["again"] == first["after"]
 
 
+@pytest.mark.slow
 def test_later_runs_do_what_they_do_on_one_process(runs: Any) -> None:
     alone = runs["alone"]
     for rank in runs["two"]:
@@ -129,6 +132,7 @@ def test_later_runs_do_what_they_do_on_one_process(runs: Any) -> None:
         assert rank["tested"] == pytest.approx(alone["tested"], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_saved_after_the_run(runs: Any) -> None:
     ours, theirs = (torch.load(f / "end.ckpt", weights_only=False) for f in runs["folders"])
     assert _tensors(ours).keys() == _tensors(theirs).keys()
@@ -160,6 +164,7 @@ def on_fewer_stages(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("pruned", [False, True], ids=["balance=time", "regrid"])
+@pytest.mark.slow
 def test_it_stays_sharded_where_the_next_run_measures_it_or_begins_on_more_stages(
     pruned: bool, tmp_path: Path
 ) -> None:

@@ -179,8 +179,8 @@ class Comparison:
                 f"The loss of {self.name} is {what} on its {len(self.parts)} micro-batches. It is "
                 "not a mean or a sum over samples: it compares samples with each other, or takes a "
                 "statistic or a count of the batch in a way that does not combine. "
-                "AxoSparseStrategy(microbatches=1) is exact; microbatch_loss= and "
-                "microbatch_weight= say how losses combine; check_first_batch=False compares "
+                "AxoSparseStrategy(microbatches=1) is exact; microbatch_weight= says how "
+                "losses combine; check_first_batch=False compares "
                 "nothing." + see("losses"),
                 best.is_equal_loss,
             )

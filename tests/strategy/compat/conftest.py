@@ -24,13 +24,13 @@ def two_ranks() -> dict[str, Any]:
 
 
 def four_ranks() -> dict[str, Any]:
-    from tests.strategy.compat import harness, test_metrics, test_precision
+    from tests.strategy.compat import harness, test_gradients, test_metrics
 
     groups = harness.connect(g_inter=2)
     return {
         "grid": test_metrics.fit_on_stages(groups, 3, 0.0),
         "metrics": test_metrics.unusual_metrics(groups),
-        "precision": test_precision.clip_and_scale(),
+        "precision": test_gradients.clip_and_scale(),
     }
 
 
