@@ -149,9 +149,6 @@ class ScheduleRule:
 class InFlightLimit:
     """The in-flight limit of a pipeline, the same on all ranks in any one batch: a constant one.
 
-    Args:
-        value: the limit.
-
     Attributes:
         value: the limit of the running batch.
         largest: the largest value that it may take; receive buffers are allocated for so many.
@@ -166,21 +163,11 @@ class InFlightLimit:
         """Choose the limit of the training batch that begins; may be collective over the job."""
 
     def measured(self, stage: int, received: Any) -> AbstractContextManager[None]:
-        """Measure a stage's forward pass in this context, where the limit depends on it.
-
-        Args:
-            stage: index of the stage.
-            received: what the pass was given by the previous stage.
-        """
+        """Measure a stage's forward pass in this context, where the limit depends on it."""
         return nullcontext()
 
     def measured_pending(self, stage: int, size: int) -> None:
-        """Take in what a stage keeps of a micro-batch that waits for its weight gradients.
-
-        Args:
-            stage: index of the stage.
-            size: in bytes.
-        """
+        """Take in what a stage keeps of a micro-batch that waits for its weight gradients."""
 
     def measure_again(self) -> None:
         """Choose again, because memory was freed."""
@@ -207,13 +194,6 @@ class MemoryInFlightLimit(InFlightLimit):
     lower bound. Free memory is measured after the optimizer has stepped, and so has allocated its
     state. The rank with the least capacity decides for all, because a stage gains nothing by
     holding more than the next stage can take.
-
-    Args:
-        stages: stages of the pipeline.
-        free: bytes that this rank may still take.
-        device: device of this rank.
-        steps: how often the optimizer has stepped.
-        gather: returns the values of all ranks on every rank; collective over the job.
     """
 
     def __init__(
@@ -290,12 +270,7 @@ class InFlightRule:
     steps: Callable[[], int]
 
     def limit(self, stages: int, groups: ProcessGroups) -> InFlightLimit:
-        """The limit of a pipeline of so many stages.
-
-        Args:
-            stages: stages of the pipeline.
-            groups: the process groups of its grid.
-        """
+        """The limit of a pipeline of so many stages."""
         if self.given is not None or stages == 1 or not is_message_driven(self.schedule):
             return InFlightLimit(self.given or stages)
         return MemoryInFlightLimit(

@@ -42,12 +42,6 @@ _SHIFT = 1e-3
 class Rehearsal:
     """What the dry runs of a batch on this rank have in common: its samples, and what is put back.
 
-    Args:
-        module: the user's module.
-        samples: number of samples in the whole batch.
-        trains: whether the step returns a loss.
-        device: of this rank.
-
     Attributes:
         differentiates: whether the last stage differentiates the losses.
         measures: whether the memory of each micro-batch is measured.
@@ -251,10 +245,6 @@ def _of_samples(
 
 class DryStep(StageStep):
     """The forward passes of one stage in a dry run.
-
-    Args:
-        shared: the arguments of :class:`StageStep`.
-        rehearsal: of the whole batch and of its micro-batches.
 
     Attributes:
         run: what has been seen.

@@ -28,15 +28,7 @@ from lightning_axosparse.support.trace import clock
 
 
 class StageRun:
-    """The state of one stage in one batch.
-
-    Args:
-        stage: index of the stage.
-        stages: number of stages.
-        schedule: decides what runs next.
-        link: messages from and to the adjacent stages.
-        passes: computes; a :class:`TrainingStageStep` unless the schedule is ``ForwardOnly``.
-    """
+    """The state of one stage in one batch."""
 
     def __init__(
         self, stage: int, stages: int, schedule: Schedule, link: Link, passes: StageStep
@@ -233,9 +225,6 @@ class Pipeline:
 
         Collective over the pipeline. Gradients are not computed, but the graph is made, as what a
         step does may depend on it. Nothing but random generators is restored.
-
-        Args:
-            batch: any batch of one micro-batch or more.
         """
         whole = replace(batch, microbatches=batch.microbatches[:1], crossing=None)
         shared = whole, self._layers, self._rng, self._tracker
@@ -250,10 +239,6 @@ class Pipeline:
 
     def dry_run(self, batch: Batch, rehearsal: Rehearsal) -> dict[int, DryRun]:
         """Run a step forward only, without a trace.
-
-        Args:
-            batch: the batch and the user's step.
-            rehearsal: what this run and others of the batch have in common.
 
         Returns:
             What each stage of this rank has seen.

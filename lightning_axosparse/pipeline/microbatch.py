@@ -152,13 +152,7 @@ def _lengths(batch: Any) -> dict[tuple[Path, int], int]:
 def of_replica(
     microbatches: Sequence[MicroBatch], index: int, replicas: int
 ) -> Sequence[MicroBatch]:
-    """The consecutive micro-batches of a batch that one of the replicas that share it computes.
-
-    Args:
-        microbatches: those of the whole batch.
-        index: of the replica among those that share the batch.
-        replicas: how many share it; their parts are of nearly equal size.
-    """
+    """The consecutive micro-batches of a batch that one of the replicas that share it computes."""
     count = len(microbatches)
     return microbatches[count * index // replicas : count * (index + 1) // replicas]
 
@@ -245,10 +239,6 @@ class BatchFingerprint(NamedTuple):
     def validate(self, received: int, stage: int) -> None:
         """Check that the previous stage computes the same batch.
 
-        Args:
-            received: the previous stage's fingerprint.
-            stage: index of this stage.
-
         Raises:
             MisconfigurationException: if it does not.
         """
@@ -256,10 +246,6 @@ class BatchFingerprint(NamedTuple):
 
     def compare(self, fingerprints: dict[int, int], who: str) -> None:
         """Check that all fingerprints are the same.
-
-        Args:
-            fingerprints: by stage or replica.
-            who: "stage" or "replica".
 
         Raises:
             MisconfigurationException: if they are not.
@@ -282,9 +268,6 @@ def fingerprint(batch: object) -> int:
 
     Of large tensors and arrays some thousand evenly spread elements count, which takes tens of
     microseconds a tensor.
-
-    Args:
-        batch: any collection of tensors, arrays, numbers and strings.
     """
     crc = 0
 

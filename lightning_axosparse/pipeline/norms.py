@@ -36,10 +36,6 @@ def fewest_samples(module: nn.Module) -> int:
 def statistics_explained(part: MicroBatch, microbatches: Sequence[MicroBatch]) -> Iterator[None]:
     """Say in terms of micro-batches what torch says of statistics of one value.
 
-    Args:
-        part: the micro-batch that is computed in the context.
-        microbatches: those of the batch.
-
     Raises:
         MisconfigurationException: for a norm that gets one value a channel, because the micro-batch
             has one sample of several.

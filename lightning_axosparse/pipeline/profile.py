@@ -46,11 +46,7 @@ def activation_bytes(device: torch.device, received: Any) -> Iterator[Callable[[
 
 @contextmanager
 def peak_bytes(device: torch.device) -> Iterator[Callable[[], int]]:
-    """Measure the most bytes that are allocated at a time; call what is yielded after it for them.
-
-    Args:
-        device: where is computed.
-    """
+    """Measure the most bytes allocated at a time; call what is yielded after it for them."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -162,12 +158,6 @@ def profile_example(
 ) -> list[LayerProfile]:
     """Measure the layers on the module's ``example_input_array``.
 
-    Args:
-        module: the user's module, whole and on CPU.
-        partition: its layers.
-        precision: of the forward pass.
-        device: where to measure.
-
     Returns:
         The measurements of each layer.
 
@@ -196,12 +186,6 @@ def profile_layers(
 
     Weights, buffers and random generators are left as they were. No more than one layer is on
     ``device`` at a time.
-
-    Args:
-        layers: name -> layer, on CPU.
-        forward: runs the network that calls the layers, on CPU.
-        context: precision of the forward pass.
-        device: where the layers are timed.
 
     Returns:
         The measurements of each layer.

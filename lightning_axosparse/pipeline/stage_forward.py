@@ -44,13 +44,7 @@ from lightning_axosparse.support.troubleshooting import see
 
 
 class InnerBackward:
-    """The backward passes inside the step of one micro-batch on one stage.
-
-    Args:
-        parameters: returns those of the module.
-        received: returns the tensors that stand for those of earlier stages.
-        first: name of the stage's first layer.
-    """
+    """The backward passes inside the step of one micro-batch on one stage."""
 
     def __init__(
         self,
@@ -217,15 +211,7 @@ class _Running(NamedTuple):
 
 
 class PipelinedLayers:
-    """The layers of a module, partitioned into stages.
-
-    Args:
-        names: the layers' names, for messages.
-        layers: the layers in the order in which they are called.
-        parts: the layer indices of each stage.
-        checkpointing: which layers are computed again in the backward pass; None for none.
-        module: the user's module.
-    """
+    """The layers of a module, partitioned into stages."""
 
     def __init__(
         self,

@@ -135,10 +135,6 @@ class StageStep:
     def forward(self, microbatch: int, received: Activation | None) -> Any:
         """Run the user's step on a micro-batch, up to the next stage's first layer.
 
-        Args:
-            microbatch: its index.
-            received: what the previous stage sent; None on the first stage.
-
         Returns:
             The activation to send; on the last stage, what the step returned.
 
@@ -262,11 +258,6 @@ class TrainingStageStep(StageStep):
     def backward(self, microbatch: int, output: Any, gradients: Gradients | None) -> float:
         """Differentiate a micro-batch's loss, or what this stage sent of it.
 
-        Args:
-            microbatch: its index.
-            output: what :meth:`forward` returned for it.
-            gradients: what the next stage sent back; None on the last stage.
-
         Returns:
             What the gradients of the whole batch are still to be multiplied by, with the last
             micro-batch.
@@ -303,9 +294,6 @@ class TrainingStageStep(StageStep):
 
     def make_weight_gradient(self, microbatch: int) -> bool:
         """Make one of the weight gradients that backward passes have left.
-
-        Args:
-            microbatch: the oldest one that waits for some.
 
         Returns:
             Whether those of this micro-batch are complete.

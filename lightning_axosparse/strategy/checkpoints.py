@@ -98,12 +98,7 @@ class StageCheckpoints:
     def optimizer_state(
         self, optimizer: Optimizer, ordinary: Callable[[Optimizer], dict[str, Any]]
     ) -> dict[str, Any]:
-        """The whole optimizer's state on the first rank, an empty dict on others; collective.
-
-        Args:
-            optimizer: the optimizer.
-            ordinary: returns the state where this rank has all of it.
-        """
+        """The whole optimizer's state on the first rank, an empty dict on others; collective."""
         stage_module = self._stage_module
         states = self._states(optimizer)
         if stage_module.grid.replica > 0:
@@ -138,14 +133,7 @@ class StageCheckpoints:
     def save(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any, io: CheckpointIO
     ) -> None:
-        """Write a checkpoint; collective over the stages of the first replica.
-
-        Args:
-            checkpoint: as Lightning has put it together on this rank.
-            path: the file or folder.
-            storage_options: the user's, for ``io``.
-            io: writes files.
-        """
+        """Write a checkpoint; collective over the stages of the first replica."""
         tensors = self._tensors
         if self._stage_module.grid.replica > 0:
             if self._shards is not None:

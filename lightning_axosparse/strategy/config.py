@@ -86,12 +86,7 @@ class Config:
         return LossRule(loss=weight) if is_known else LossRule(weight=weight)
 
     def schedules(self, module: LightningModule, device: torch.device) -> ScheduleRule:
-        """How the training schedule is chosen.
-
-        Args:
-            module: the user's module.
-            device: device of this rank.
-        """
+        """How the training schedule is chosen."""
         may_defer = (
             self.stages > 1
             and self.recompute is None

@@ -48,10 +48,6 @@ def scaled_rates(optimizer: Optimizer, factor: float) -> Iterator[None]:
 
     Schedulers, which may compute a rate from the one before, see the rates as they are outside. A
     rate that is set inside the context stays as it was set.
-
-    Args:
-        optimizer: the optimizer that steps inside.
-        factor: what its rates are multiplied by.
     """
     groups = [group for group in optimizer.param_groups if "lr" in group]
     own = [group["lr"] for group in groups]

@@ -46,11 +46,6 @@ from lightning_axosparse.support.memory.available import free_bytes
 def choose_grid(config: Config, ranks: MPIStrategy, module: LightningModule) -> GridComparison:
     """Choose the grid before ranks start; where they run already, the first rank chooses for all.
 
-    Args:
-        config: the strategy's arguments.
-        ranks: the strategy, with its devices and number of nodes.
-        module: the user's module, whole and on CPU.
-
     Raises:
         MisconfigurationException: if there is no container, or no grid that fits.
     """
@@ -94,13 +89,7 @@ class PrunesByTicket(Protocol):
 
 
 class Partitioner:
-    """Partitions the layers of a module over the stages of a grid.
-
-    Args:
-        config: the strategy's arguments.
-        ranks: the strategy, with its grid, devices and precision.
-        module: the user's module.
-    """
+    """Partitions the layers of a module over the stages of a grid."""
 
     def __init__(self, config: Config, ranks: MPIStrategy, module: LightningModule) -> None:
         self.module, self._config, self._ranks = module, config, ranks
@@ -165,22 +154,13 @@ class Partitioner:
         return Sharding(self.module, partition.names, partition.parts).split(self.stages)
 
     def load(self, state: Mapping[str, Any], strict: bool) -> None:
-        """Load what this rank is going to keep of a whole module's state.
-
-        Args:
-            state: its tensors may be deferred.
-            strict: as for ``load_state_dict``.
-        """
+        """Load what this rank is going to keep of a whole module's state."""
         kept, others = self.split()
         allocate(kept.values())
         load_values(self.module, state, strict, () if self.are_measured else others.values())
 
     def make_sparse(self, make: Callable[[Tensor], None]) -> None:
-        """Store sparse, each as soon as it is made, what an adopted ticket prunes of this stage.
-
-        Args:
-            make: makes a tensor.
-        """
+        """Store sparse, each as soon as it is made, what an adopted ticket prunes of this stage."""
         ticket = self._adopted
         if ticket is None:
             return

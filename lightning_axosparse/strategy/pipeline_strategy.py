@@ -58,12 +58,6 @@ class PipelineStrategy(MPIStrategy):
 
     What a hook does depends on what the strategy has of the module, which is one of
     :mod:`lightning_axosparse.strategy.states`.
-
-    Args:
-        config: the arguments that say how.
-        timeout: as for :class:`MPIStrategy`, as are the others.
-        restarts: how many times a call begins again that has lost a rank.
-        plugins: Lightning's.
     """
 
     learning_rate_factor: float = 1.0

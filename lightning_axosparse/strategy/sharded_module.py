@@ -62,10 +62,6 @@ def bring(module: nn.Module, wanted: Collection[str]) -> list[str]:
 
     A parameter arrives as it is stored: where it is sparse, so it is here.
 
-    Args:
-        module: the module, the same on all ranks but for what is on the meta device.
-        wanted: names of parameters and buffers.
-
     Returns:
         The names of those that this rank did not have.
     """
@@ -203,9 +199,6 @@ def parameters_on_meta(may_share: Callable[[Tensor], bool]) -> Iterator[None]:
 
     A state dict that is loaded in the context gives parameters their values and memory.
 
-    Args:
-        may_share: whether a parameter may have the memory of a tensor of a state dict.
-
     Raises:
         MisconfigurationException: if the context moves a module whose parameters a state dict, as
             one loaded with ``strict=False``, has given no values.
@@ -285,11 +278,6 @@ def values_held(
     """Return a state dict that loads the same names into ``module``, but reads only what it holds.
 
     Values for tensors on the meta device are left out of it: they are meta tensors there, too.
-
-    Args:
-        state: of the whole module.
-        module: the module.
-        others: tensors of other stages, which keep the values that they have here until then.
     """
     kept_as_they_are = {id(tensor) for tensor in others}
 
@@ -310,14 +298,7 @@ def load_values(
     strict: bool,
     others: Iterable[Tensor] = (),
 ) -> None:
-    """Load what a module holds of a state.
-
-    Args:
-        module: the module.
-        state: of the whole module; its tensors may be deferred.
-        strict: as for ``load_state_dict``.
-        others: tensors that keep the values they have.
-    """
+    """Load what a module holds of a state."""
     with in_parts(module):
         held = values_held(state, module, others)
     module.load_state_dict(held, strict=strict)

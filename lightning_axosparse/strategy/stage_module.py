@@ -44,14 +44,6 @@ class StageModule:
     The module is whole until :meth:`shard`, and again after :meth:`unshard`. Creating this object
     is collective over the job.
 
-    Args:
-        config: the strategy's arguments.
-        module: the user's module, whole.
-        partition: which layers each stage computes.
-        groups: the process groups of the job's grid.
-        stages: the stages of this rank: one, or all with the loopback transport.
-        device: device of this rank.
-
     Attributes:
         grid: the grid of ranks.
         partition: which layers each stage computes.
@@ -113,9 +105,6 @@ class StageModule:
 
         What is kept moves to the device, with the values that the first replica has. Where the last
         run has left the module sharded, other ranks send it.
-
-        Args:
-            optimizers: those that train the module.
         """
         names = self.sharding.names
         if is_left_sharded(self.module):
@@ -141,10 +130,6 @@ class StageModule:
         """Keep the tensors of this rank's stage in another grid; collective over the job.
 
         The context has to repartition :attr:`sharding` and to move the tensors between ranks.
-
-        Args:
-            partition: the same layers, partitioned over the stages of the new grid.
-            groups: the process groups of the new grid.
         """
         self._detach()
         with following_parameters(self.module, self._optimizers):
@@ -172,11 +157,7 @@ class StageModule:
 
     @torch.no_grad()
     def share_outer_buffers(self, module: nn.Module) -> None:
-        """Give every stage the last one's buffers outside the layers; collective over a pipeline.
-
-        Args:
-            module: the module of this object, or a copy of it.
-        """
+        """Give every stage the last one's buffers outside the layers; collective over stages."""
         outer = {n: b for n, b in module.named_buffers() if self.sharding.stage_of(n) is None}
         for stage, source in enumerate(self.grid.pipeline(self.grid.replica)):
             own = {n: b for n, b in outer.items() if self.sharding.source_of(n) == stage}

@@ -82,12 +82,7 @@ class AtRest(_NotRunning):
 
 
 class LeftSharded(_NotRunning):
-    """A run has ended, and this rank has kept the tensors of its stages.
-
-    Args:
-        config: the strategy's arguments.
-        stage_module: the part of the module on this rank.
-    """
+    """A run has ended, and this rank has kept the tensors of its stages."""
 
     def __init__(self, config: Config, stage_module: StageModule) -> None:
         self.stage_module = stage_module
@@ -101,13 +96,6 @@ class LeftSharded(_NotRunning):
 
 class Running:
     """What a strategy has from ``setup`` to ``teardown``; creating it is collective over the job.
-
-    Args:
-        config: the strategy's arguments.
-        strategy: the strategy, with its precision and devices.
-        stage_module: the part of the module on this rank.
-        optimizers: those that train it.
-        undo: what a run changes registers here how it is undone.
 
     Attributes:
         stage_module: the part of the module on this rank.

@@ -42,13 +42,7 @@ from lightning_axosparse.support.troubleshooting import see, without_link
 
 
 def validate_run(config: Config, trainer: Trainer, io: CheckpointIO) -> None:
-    """Check that the module and the callbacks of a run can do without a process that has it all.
-
-    Args:
-        config: the strategy's arguments.
-        trainer: the Trainer, with its module.
-        io: reads and writes checkpoint files.
-    """
+    """Check that the module and the callbacks of a run can do without a process that has it all."""
     module = trainer.lightning_module
     if config.pipelines:
         validate_steps(module, trainer.state.fn)
@@ -226,13 +220,7 @@ def optimizers_before_setup(module: LightningModule) -> list[Optimizer]:
 
 
 def validate_optimizers(config: Config, optimizers: Sequence[Optimizer], g_data: int) -> None:
-    """Check that the ranks can step the optimizers, each its own parameters.
-
-    Args:
-        config: the strategy's arguments.
-        optimizers: what ``configure_optimizers`` returned.
-        g_data: number of replicas.
-    """
+    """Check that the ranks can step the optimizers, each its own parameters."""
     if len(optimizers) > 1 and config.pipelines:
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         raise MisconfigurationException(
@@ -303,10 +291,6 @@ def validate_placement(optimizer: Optimizer, feature: str) -> None:
 
     This takes trial steps of an optimizer of the same class and settings on small random
     parameters; the optimizer itself is not changed.
-
-    Args:
-        optimizer: the user's, configured.
-        feature: "offload_optimizer" or "shard_optimizer".
     """
     trial = _TRIALS[feature]
     for group in optimizer.param_groups:
@@ -331,12 +315,7 @@ def _not_placed(optimizer: Optimizer, feature: str, reason: str) -> Misconfigura
 def validate_parameters_known(
     optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str]
 ) -> None:
-    """Check that optimizers have the module's parameters, and no others.
-
-    Args:
-        optimizers: those of the run.
-        names: of the module's parameters.
-    """
+    """Check that optimizers have the module's parameters, and no others."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -379,13 +358,7 @@ def validate_world_size(devices: int, num_nodes: int, job_size: int) -> None:
 
 
 def validate_local_rank(local_rank: int, devices: int, num_nodes: int) -> None:
-    """Check that this rank's node has no more ranks than the Trainer wants there.
-
-    Args:
-        local_rank: this rank's number on its node.
-        devices: ranks a node, as the Trainer understood ``devices``.
-        num_nodes: nodes, as given to the Trainer.
-    """
+    """Check that this rank's node has no more ranks than the Trainer wants there."""
     if local_rank >= devices:
         raise MisconfigurationException(
             f"This is rank {local_rank} of its node, counted from 0, but"

@@ -278,13 +278,7 @@ class Link:
 
 
 class ChannelLink(Link):
-    """The link of a stage whose adjacent stages are other ranks.
-
-    Args:
-        previous: channel shared with the previous stage; None on the first.
-        following: channel shared with the next stage; None on the last.
-        device: of the stage; tensors are sent from it and received on it.
-    """
+    """The link of a stage whose adjacent stages are other ranks."""
 
     def __init__(
         self, previous: Channel | None, following: Channel | None, device: torch.device

@@ -254,13 +254,7 @@ class Placeholder(Tensor):
 
     @classmethod
     def of(cls, unsent: Unsent, progress: Progress | None, source: str) -> Placeholder:
-        """Make one.
-
-        Args:
-            unsent: describes the tensor.
-            progress: of the stage.
-            source: what was not sent, in words.
-        """
+        """Make one."""
         is_number = unsent.dtype.is_floating_point or unsent.dtype.is_complex
         value = torch.full(
             (), torch.nan if is_number else 0, dtype=unsent.dtype, device=unsent.device

@@ -69,12 +69,7 @@ class _State(NamedTuple):
 
 
 class WatchedLayer:
-    """A layer's modules, and the tensors among their attributes.
-
-    Args:
-        name: the layer's name, for messages.
-        layer: the layer.
-    """
+    """A layer's modules, and the tensors among their attributes."""
 
     def __init__(self, name: str, layer: nn.Module) -> None:
         self.name = name
@@ -153,11 +148,7 @@ class SideOutputs:
     """Lists that layers have appended to, and how long they were before."""
 
     def watch(self, own: range) -> None:
-        """Watch the hooks and attributes of the stage's layers from now on.
-
-        Args:
-            own: indices of the layers.
-        """
+        """Watch the hooks and attributes of the stage's layers from now on."""
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
             warnings.warn(
                 "Forward hooks of all modules (register_module_forward_hook) cannot be followed "

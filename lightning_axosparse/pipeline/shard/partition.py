@@ -44,10 +44,6 @@ class Example(NamedTuple):
 def order_of_example(module: nn.Module, layers: Mapping[str, str]) -> list[str]:
     """The order in which ``forward`` calls layers with the module's ``example_input_array``.
 
-    Args:
-        module: the user's module.
-        layers: name of a layer -> the container that it is in.
-
     Returns:
         As :func:`called_in_order`.
     """
@@ -65,11 +61,6 @@ def called_in_order(module: nn.Module, layers: Mapping[str, str], example: Examp
 
     A copy of the module, of fake tensors, is called. What it raises when it has called the layers,
     as a loss may that needs values, does not matter.
-
-    Args:
-        module: the user's module.
-        layers: name of a layer -> the container that it is in.
-        example: the call.
 
     Returns:
         All layers of the containers that are called at all, but for those without tensors of which
@@ -149,11 +140,7 @@ class Partition(NamedTuple):
         return self._replace(parts=parts)
 
     def by_time(self, seconds: Sequence[float]) -> Partition:
-        """Partition the same layers so that the slowest stage takes as little time as possible.
-
-        Args:
-            seconds: time that each layer takes.
-        """
+        """Partition the same layers so that the slowest stage takes as little time as possible."""
         parts = balance(seconds, len(self.parts))
         return self._replace(parts=parts, costs=seconds, measure="time")
 
@@ -184,13 +171,6 @@ def partition_layers(
     call_order: CallOrder = order_of_example,
 ) -> Partition:
     """Partition the layers of a module into stages.
-
-    Args:
-        module: the user's module.
-        pipeline: as for :func:`find_layers`.
-        sizes: layers of each stage; None balances by parameters.
-        stages: number of stages.
-        call_order: as for :func:`find_layers`.
 
     Raises:
         MisconfigurationException: if there are no such layers, or not enough.
@@ -371,10 +351,6 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
     Exact, by dynamic programming over the boundaries; among the best partitions, the one with the
     smallest sum of squared costs, so that equal layers are distributed evenly. Every stage gets at
     least one layer.
-
-    Args:
-        costs: cost of each layer, in any unit.
-        stages: number of stages.
 
     Returns:
         The layer indices of each stage.

@@ -217,12 +217,7 @@ def replaced_params(
 
 @contextmanager
 def following_parameters(module: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Give optimizers, after the context, what then has the names of their parameters in a module.
-
-    Args:
-        module: the module, whose parameters the context exchanges.
-        optimizers: those that train it.
-    """
+    """Give optimizers, after the context, what then has their parameters' names in a module."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     yield
     parameters = dict(module.named_parameters())
@@ -233,10 +228,6 @@ def following_parameters(module: nn.Module, optimizers: Iterable[Optimizer]) -> 
 
 def closure_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Call the closure that a step of an optimizer was given, if any, before the step.
-
-    Args:
-        args: those of the step: the optimizer, and perhaps the closure.
-        kwargs: likewise.
 
     Returns:
         The keyword arguments for the step, of which a closure returns the same loss again.

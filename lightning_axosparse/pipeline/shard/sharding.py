@@ -44,14 +44,7 @@ class ReshardedTensor(NamedTuple):
 
 
 class Sharding:
-    """Which stages keep which tensors of a module.
-
-    Args:
-        module: the user's module, whole.
-        layers: names of the layers, as in ``module.named_modules()``.
-        parts: the layer indices of each stage.
-        device: where the tensors are used that are kept.
-    """
+    """Which stages keep which tensors of a module."""
 
     def __init__(
         self,
@@ -148,10 +141,6 @@ class Sharding:
         Values are not moved: tensors that this rank keeps from now on are in the module, still
         empty; those that it kept and no longer does are out of it, with their values.
 
-        Args:
-            parts: the layer indices of each new stage.
-            local: the new stages of this rank.
-
         Returns:
             Every tensor of the module, in the same order on all ranks.
         """
@@ -190,12 +179,7 @@ class Sharding:
         return holders
 
     def _replace_all(self, local: Collection[int], metas: dict[Tensor, Tensor]) -> list[Tensor]:
-        """Replace what the ``local`` stages do not keep, and return it.
-
-        Args:
-            local: the stages of this rank.
-            metas: meta tensors to reuse.
-        """
+        """Replace what the ``local`` stages do not keep, and return it."""
         self._local = local
         sparse = layouts(self.module)
         shapes: dict[Tensor, torch.Size] = {
@@ -252,11 +236,6 @@ class RemoteGradients:
 
     Without them a sum over all parameters would leave these out without a word, as they have no
     gradient here.
-
-    Args:
-        sharding: which stage keeps which parameter.
-        inter_group: returns the group of the stages of this pipeline; None if this process runs all
-            of them.
     """
 
     def __init__(

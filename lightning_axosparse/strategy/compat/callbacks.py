@@ -69,10 +69,6 @@ def count_replicas(trainer: pl.Trainer, replicas: int) -> None:
 
     Their samples per second are then those of the job, and "device" is a replica: what it computes
     of the FLOPs that its stages could.
-
-    Args:
-        trainer: the Trainer, whose ``setup`` hooks were called.
-        replicas: the data-parallel size.
     """
     for callback in callbacks_of(trainer):
         if isinstance(callback, ThroughputMonitor):
@@ -129,11 +125,7 @@ def weight_averages(trainer: pl.Trainer) -> list[nn.Module]:
 
 
 class _SilentLogger(DummyLogger):
-    """Takes everything and writes nothing; its folder is that of another logger.
-
-    Args:
-        logger: the other one.
-    """
+    """Takes everything and writes nothing; its folder is that of another logger."""
 
     def __init__(self, logger: Logger) -> None:
         super().__init__()

@@ -42,9 +42,6 @@ class StashedGradients:
     gradients of a batch are computed apart from those of earlier batches, and added in ``backward``
     to what ``zero_grad`` has left. Gradients that ``zero_grad`` is going to clear, and that nothing
     sees before, are freed when the step begins, so that there is one set of them at a time.
-
-    Args:
-        trainer: the running Trainer.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -116,12 +113,7 @@ def clearing_is_seen(trainer: pl.Trainer) -> bool:
 
 
 class GradientNorms(RankLocalCallback):
-    """Lets hooks know the norms of all stages' gradients; collective where a hook may read them.
-
-    Args:
-        trainer: the running Trainer, with its callbacks.
-        gradients: those of other stages.
-    """
+    """Lets hooks know the norms of all stages' gradients; collective where a hook may read them."""
 
     def __init__(self, trainer: pl.Trainer, gradients: RemoteGradients) -> None:
         self._gradients = gradients

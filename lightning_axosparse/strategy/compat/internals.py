@@ -73,12 +73,7 @@ def overrides(owner: object | None, *hooks: str) -> bool:
 
 
 def checkpoint_hooks(trainer: Trainer, hook: str) -> bool:
-    """Whether the user has written this hook, in the module or in a callback.
-
-    Args:
-        trainer: the Trainer.
-        hook: one that is given the whole checkpoint.
-    """
+    """Whether the user has written this hook, in the module or in a callback."""
     users = [each for each in callbacks_of(trainer) if not type(each).__module__.startswith(_KNOWN)]
     return any(overrides(each, hook) for each in (trainer.lightning_module, *users))
 
@@ -102,24 +97,12 @@ def move_optimizers(optimizers: Iterable[Optimizer], device: torch.device) -> No
 
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup, sync_grads: bool) -> Tensor:
-    """Stack the tensors of all ranks of a group, shape ``(ranks, *tensor.shape)``.
-
-    Args:
-        tensor: of the same shape on all ranks.
-        group: the ranks.
-        sync_grads: whether autograd follows the tensors of all ranks.
-    """
+    """Stack the tensors of all ranks of a group, shape ``(ranks, *tensor.shape)``."""
     return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
 
 
 def reduce(tensor: Tensor, group: dist.ProcessGroup, reduce_op: ReduceOp | str | None) -> Tensor:
-    """Reduce a tensor over a group, in place.
-
-    Args:
-        tensor: of the same shape on all ranks.
-        group: the ranks.
-        reduce_op: such as "mean"; None for a sum.
-    """
+    """Reduce a tensor over a group, in place."""
     return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
 

@@ -145,11 +145,7 @@ def validate_positions(ranks: Sequence[LoopPosition]) -> None:
 
 
 class LoopCheck(RankLocalCallback):
-    """Compares the positions of all ranks where a loop begins and where it ends.
-
-    Args:
-        groups: the process groups of the job.
-    """
+    """Compares the positions of all ranks where a loop begins and where it ends."""
 
     def __init__(self, groups: ProcessGroups) -> None:
         self._groups = groups
@@ -309,10 +305,6 @@ def save_together(trainer: pl.Trainer, exception: BaseException) -> None:
     Where a rank alone fails, the others are within a batch: there is no state of the whole model to
     save, and a callback that asked the others for theirs would wait for ever. Where all fail in the
     same hook or for the same batch, as they do for most errors outside of the step, there is one.
-
-    Args:
-        trainer: of the run that has failed on this rank.
-        exception: what this rank has raised.
     """
     callbacks = [each for each in callbacks_of(trainer) if _acts_on_exceptions(each)]
     position = (trainer.global_step, trainer.current_epoch, trainer.fit_loop.batch_idx)

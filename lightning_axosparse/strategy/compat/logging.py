@@ -104,10 +104,6 @@ class MicrobatchLog:
     A micro-batch that leaves the context by an exception is not recorded. So a stage before the
     last one, which ends its step by an exception, records nothing, also where stages share a
     process.
-
-    Args:
-        module: the LightningModule; its ``log_dict`` calls ``self.log``.
-        tracker: knows from which reductions the values of the running step came.
     """
 
     def __init__(self, module: LightningModule, tracker: ReductionTracker) -> None:
@@ -319,12 +315,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def combined_calls(calls: Sequence[LogCall], rule: Rule | None) -> Any:
-    """The value of a batch, as a tensor; of anything else than numbers that of the last call.
-
-    Args:
-        calls: those of its micro-batches.
-        rule: how the values combine, where the first batch has shown it.
-    """
+    """The value of a batch, as a tensor; of anything else than numbers that of the last call."""
     terms = [call.term for call in calls if call.term is not None]
     if len(terms) < len(calls) or len(calls) == 1:
         return calls[-1].value
@@ -371,9 +362,6 @@ class MicrobatchPrint:
     Code behind the layers runs on the last stage alone, code before them on every stage, and all of
     it once a micro-batch. So the last stage's calls count, and of the micro-batches' first calls
     one, of their second calls one, and so on: that of the first micro-batch that has it.
-
-    Args:
-        module: the LightningModule.
     """
 
     def __init__(self, module: LightningModule) -> None:

@@ -104,11 +104,7 @@ class PipelinedMetrics:
 
     @contextmanager
     def batch(self, microbatches: int) -> Iterator[None]:
-        """Surround a batch's micro-batches, on every rank of the pipeline.
-
-        Args:
-            microbatches: how many micro-batches the batch is split into.
-        """
+        """Surround a batch's micro-batches, on every rank of the pipeline."""
         self._microbatches, self._local = microbatches, True
         self._forwards.clear()
         self._windows.clear()
