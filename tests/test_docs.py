@@ -71,7 +71,7 @@ def test_name_can_be_imported(name: str) -> None:
 def test_paths_and_names_are_found() -> None:
     assert "pipeline/engine.py" in PATHS
     assert "support/" in PATHS
-    assert "pipeline.order.schedule.SCHEDULES" in NAMES
+    assert "pipeline.schedule.SCHEDULES" in NAMES
 
 
 def test_every_subpackage_is_listed() -> None:

@@ -53,7 +53,7 @@ NO_OTHER_WAY = {
     # What a module holds, under names that state dicts and subclasses depend on.
     "checkpoint/load.py": {"_buffers", "_parameters"},
     "pipeline/state/module_state.py": {"_buffers", "_modules"},
-    "pipeline/crossing/nodes.py": {"_buffers"},
+    "pipeline/crossing/placeholder.py": {"_buffers", "_make_subclass"},
     "pipeline/shard/sharding.py": {"_buffers", "_parameters"},
     "pipeline/crossing/side_outputs.py": {
         *("_buffers", "_forward_hooks", "_forward_pre_hooks"),
@@ -66,7 +66,6 @@ NO_OTHER_WAY = {
     # What torch and Lightning leave to subclasses.
     "distributed/mpi/process_group.py": {"_register_backend", "_set_default_backend"},
     "pipeline/norms.py": {"_BatchNorm"},
-    "pipeline/crossing/placeholder.py": {"_make_subclass"},
     "sparse/ops/convolution.py": {"_conv_forward"},
     "sparse/store/weight.py": {"_make_wrapper_subclass"},
     "strategy/validation.py": {"_NormBase"},

@@ -89,7 +89,7 @@ def run(way: Way, folder: str, options: argparse.Namespace) -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=STAGES * REPLICAS,
-        strategy=AxoSparseStrategy(g_inter=STAGES, microbatches=4, weight_gradients=way),
+        strategy=AxoSparseStrategy(g_inter=STAGES, microbatches=4, schedule=way),
         max_steps=steps,
         callbacks=[Starts(folder)],
         logger=False,

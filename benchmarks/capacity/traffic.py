@@ -26,7 +26,7 @@ from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.distributed.mpi.process_group import MPIProcessGroup
 from lightning_axosparse.distributed.mpi.work import tensors_in
 from lightning_axosparse.examples.gpt import GPT
-from lightning_axosparse.pipeline.crossing import p2p
+from lightning_axosparse.pipeline.crossing import message
 
 COLLECTIVES = ("allreduce", "reduce", "broadcast", "allgather", "gather", "scatter", "barrier")
 
@@ -51,7 +51,7 @@ class Traffic:
         patched = {name: traffic._counting(name) for name in COLLECTIVES}
         with (
             patch.multiple(MPIProcessGroup, **patched),
-            patch.object(p2p, "encode", traffic._encode),
+            patch.object(message, "encode", traffic._encode),
         ):
             yield traffic
 
@@ -66,7 +66,7 @@ class Traffic:
         return counted
 
     def _encode(
-        self, tree: Any, device: torch.device, encode: Callable[..., Any] = p2p.encode
+        self, tree: Any, device: torch.device, encode: Callable[..., Any] = message.encode
     ) -> tuple[bytes, Tensor]:
         header, block = encode(tree, device)
         self.headers.append(len(header))

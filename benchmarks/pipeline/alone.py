@@ -10,8 +10,8 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from lightning_axosparse.pipeline.crossing.values import Gradients
-from lightning_axosparse.pipeline.order.schedule import Schedule
+from lightning_axosparse.pipeline.crossing.message import Gradients
+from lightning_axosparse.pipeline.schedule import Schedule
 from lightning_axosparse.planning.simulate import simulate
 from lightning_axosparse.support.trace import clock
 

@@ -32,8 +32,8 @@ from benchmarks.pipeline.table import head, row
 from lightning_axosparse.distributed.mpi.connect import connect_stages
 from lightning_axosparse.distributed.mpi.transport import Staging
 from lightning_axosparse.examples.gpt import Block
-from lightning_axosparse.pipeline.crossing.p2p import ChannelLink
-from lightning_axosparse.pipeline.order.schedule import SCHEDULES
+from lightning_axosparse.pipeline.crossing.message import ChannelLink
+from lightning_axosparse.pipeline.schedule import SCHEDULES
 
 try:
     from axonn import axonn, communication
@@ -131,7 +131,7 @@ def blocks() -> dict[str, Runner]:
     start_axonn(shard, peers.MICROBATCHES)
     mailboxes = connect_stages(world.rank, world.size, 0, peers.MICROBATCHES, Staging())
     link = ChannelLink(*mailboxes, torch.device("cpu"))
-    ours = peers.Ours(our_stage, SCHEDULES["message-driven"]["together"], 2 * world.size, link)
+    ours = peers.Ours(our_stage, SCHEDULES["together"], 2 * world.size, link)
 
     for part_x, part_y in zip(x.split(1), y.split(1), strict=True):
         (peers.loss_of(nn.Sequential(*layers)(part_x), part_y) / peers.MICROBATCHES).backward()
@@ -162,7 +162,7 @@ def sleep() -> dict[str, Runner]:
         sleeper.prepare(trial, case.sigma)
         axonn.run_batch(x, y)
 
-    ours_2p = schedules.Choice(SCHEDULES["message-driven"]["together"], 2 * world.size)
+    ours_2p = schedules.Choice(SCHEDULES["together"], 2 * world.size)
     ours = schedules.SleepingStage().runner(ours_2p, case)
     return {THEIRS: theirs, "limit 2P": ours}
 

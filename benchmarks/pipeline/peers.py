@@ -39,11 +39,11 @@ from lightning_axosparse.distributed.mpi import connect
 from lightning_axosparse.distributed.mpi.transport import Staging
 from lightning_axosparse.examples.gpt import Block
 from lightning_axosparse.pipeline import engine
+from lightning_axosparse.pipeline.backward.parameter_gradients import WeightGradientQueue
 from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
-from lightning_axosparse.pipeline.backward.weight_gradients import WeightGradientQueue
-from lightning_axosparse.pipeline.crossing.p2p import ChannelLink, Link
+from lightning_axosparse.pipeline.crossing.message import ChannelLink, Link
 from lightning_axosparse.pipeline.engine import StageRun
-from lightning_axosparse.pipeline.order.schedule import (
+from lightning_axosparse.pipeline.schedule import (
     SCHEDULES,
     CooldownFilling,
     Schedule,
@@ -208,10 +208,10 @@ def main() -> None:
     link = ChannelLink(*boxes, torch.device("cpu"))
     twice = 2 * world.size
     choices = {
-        "1F1B, ours": (SCHEDULES["1f1b"]["together"], world.size),
-        "message-driven": (SCHEDULES["message-driven"]["together"], twice),
-        "ZB-H1, ours": (SCHEDULES["zb-h1"]["deferred"], world.size),
-        "message-driven, deferred": (SCHEDULES["message-driven"]["deferred"], twice),
+        "1F1B, ours": (SCHEDULES["1f1b"], world.size),
+        "message-driven": (SCHEDULES["together"], twice),
+        "ZB-H1, ours": (SCHEDULES["zb-h1"], world.size),
+        "message-driven, deferred": (SCHEDULES["deferred"], twice),
         "message-driven, deferred at the end": (CooldownFilling, twice),
     }
     theirs = {

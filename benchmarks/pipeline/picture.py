@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from lightning_axosparse.callbacks.timeline import COLOURS
-from lightning_axosparse.pipeline.order.schedule import MessageDriven
+from lightning_axosparse.pipeline.schedule import MessageDriven
 from lightning_axosparse.planning.simulate import Simulation, simulate
 from lightning_axosparse.support.trace import Activity, Span
 

@@ -26,9 +26,9 @@ from benchmarks.pipeline.table import head, row
 from lightning_axosparse.distributed.mpi.connect import connect_stages
 from lightning_axosparse.distributed.mpi.transport import Staging
 from lightning_axosparse.pipeline import engine
-from lightning_axosparse.pipeline.crossing.p2p import ChannelLink
+from lightning_axosparse.pipeline.crossing.message import ChannelLink
 from lightning_axosparse.pipeline.engine import StageRun
-from lightning_axosparse.pipeline.order.schedule import SCHEDULES, Schedule
+from lightning_axosparse.pipeline.schedule import SCHEDULES, Schedule
 from lightning_axosparse.planning.simulate import Wire, simulate
 from lightning_axosparse.support.trace import Span, clock
 
@@ -239,13 +239,13 @@ def main() -> None:
     forward = options.forward
     mine, stages = SleepingStage(forward), world.size
     runners = {
-        "1F1B": Choice(SCHEDULES["1f1b"]["together"], stages),
-        "limit P": Choice(SCHEDULES["message-driven"]["together"], stages),
-        "limit 2P": Choice(SCHEDULES["message-driven"]["together"], 2 * stages),
-        "limit M": Choice(SCHEDULES["message-driven"]["together"], MICROBATCHES),
-        "ZB-H1": Choice(SCHEDULES["zb-h1"]["deferred"], stages),
-        "deferred P": Choice(SCHEDULES["message-driven"]["deferred"], stages),
-        "deferred 2P": Choice(SCHEDULES["message-driven"]["deferred"], 2 * stages),
+        "1F1B": Choice(SCHEDULES["1f1b"], stages),
+        "limit P": Choice(SCHEDULES["together"], stages),
+        "limit 2P": Choice(SCHEDULES["together"], 2 * stages),
+        "limit M": Choice(SCHEDULES["together"], MICROBATCHES),
+        "ZB-H1": Choice(SCHEDULES["zb-h1"], stages),
+        "deferred P": Choice(SCHEDULES["deferred"], stages),
+        "deferred 2P": Choice(SCHEDULES["deferred"], 2 * stages),
     }
     if world.rank == 0:
         head()

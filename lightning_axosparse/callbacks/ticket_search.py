@@ -25,7 +25,7 @@ from lightning_axosparse.callbacks.triggers import (
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.pruning.masks import DISTANCES, Distance, MaskBits, MaskWindow
 from lightning_axosparse.pruning.ticket import Ticket
-from lightning_axosparse.strategy.compat.hooks import callbacks_of
+from lightning_axosparse.strategy.compat.internals import callbacks_of
 from lightning_axosparse.strategy.strategy import AxoSparseStrategy
 from lightning_axosparse.support.arguments import NONE, number, one_of, whole
 from lightning_axosparse.support.corrupt_file import restoring

@@ -13,7 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from lightning_axosparse.strategy.compat.hooks import callbacks_of
+from lightning_axosparse.strategy.compat.internals import callbacks_of
 from lightning_axosparse.support.arguments import COUNT, Kind, number
 from lightning_axosparse.support.troubleshooting import see
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_axosparse.callbacks.timeline import Placed, RecordedStep, gantt
-from lightning_axosparse.pipeline.order.schedule import WeightGradients
+from lightning_axosparse.pipeline.schedule import WeightGradients
 from lightning_axosparse.planning.cost import DENSE, SPARSE, Cluster, Transformer
 from lightning_axosparse.planning.search import Plan, Workload, search
 from lightning_axosparse.planning.simulate import Wire

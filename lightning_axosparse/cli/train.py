@@ -32,7 +32,7 @@ from lightning_axosparse.cli.sweep.job import (
     settings_of,
 )
 from lightning_axosparse.distributed.grid import divisors
-from lightning_axosparse.strategy.compat.hooks import callbacks_of
+from lightning_axosparse.strategy.compat.internals import callbacks_of
 from lightning_axosparse.support.arguments import INDEX, NOT_NEGATIVE, SEED, TEXT, check, shown
 from lightning_axosparse.support.troubleshooting import see
 

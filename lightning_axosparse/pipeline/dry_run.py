@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from lightning_axosparse.pipeline.activation_bytes import peak_bytes
-from lightning_axosparse.pipeline.crossing.values import Activation
+from lightning_axosparse.pipeline.crossing.message import Activation
 from lightning_axosparse.pipeline.loss.combination import Term
 from lightning_axosparse.pipeline.norms import Norm
+from lightning_axosparse.pipeline.profile import peak_bytes
 from lightning_axosparse.pipeline.stage_step import StageStep, loss_of
 from lightning_axosparse.pipeline.state.batch_state import StepState
 from lightning_axosparse.pipeline.state.module_state import ModuleState, Place, write
@@ -41,12 +41,6 @@ _SHIFT = 1e-3
 
 class Rehearsal:
     """What the dry runs of a batch on this rank have in common: its samples, and what is put back.
-
-    Args:
-        module: the user's module.
-        samples: number of samples in the whole batch.
-        trains: whether the step returns a loss.
-        device: of this rank.
 
     Attributes:
         differentiates: whether the last stage differentiates the losses.
@@ -251,10 +245,6 @@ def _of_samples(
 
 class DryStep(StageStep):
     """The forward passes of one stage in a dry run.
-
-    Args:
-        shared: the arguments of :class:`StageStep`.
-        rehearsal: of the whole batch and of its micro-batches.
 
     Attributes:
         run: what has been seen.

@@ -9,14 +9,12 @@ from typing import Any, cast
 
 from lightning_axosparse.distributed.rank_status import BackOff, this_rank
 from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
-from lightning_axosparse.pipeline.crossing.p2p import Link
-from lightning_axosparse.pipeline.crossing.values import Crossing, Gradients, Probe, tensors
+from lightning_axosparse.pipeline.choice import InFlightLimit, ScheduleChoice
+from lightning_axosparse.pipeline.crossing.message import Crossing, Gradients, Link, Probe, tensors
 from lightning_axosparse.pipeline.dry_run import DryRun, DryStep, Recomputed, Rehearsal
 from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
-from lightning_axosparse.pipeline.order.choice import ScheduleChoice
-from lightning_axosparse.pipeline.order.in_flight import InFlightLimit
-from lightning_axosparse.pipeline.order.schedule import ForwardOnly, Op, Schedule
 from lightning_axosparse.pipeline.rng import PipelineRNG
+from lightning_axosparse.pipeline.schedule import ForwardOnly, Op, Schedule
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.pipeline.stage_step import (
     Batch,
@@ -29,15 +27,7 @@ from lightning_axosparse.support.trace import clock
 
 
 class StageRun:
-    """The state of one stage in one batch.
-
-    Args:
-        stage: index of the stage.
-        stages: number of stages.
-        schedule: decides what runs next.
-        link: messages from and to the adjacent stages.
-        passes: computes; a :class:`TrainingStageStep` unless the schedule is ``ForwardOnly``.
-    """
+    """The state of one stage in one batch."""
 
     def __init__(
         self, stage: int, stages: int, schedule: Schedule, link: Link, passes: StageStep
@@ -234,9 +224,6 @@ class Pipeline:
 
         Collective over the pipeline. Gradients are not computed, but the graph is made, as what a
         step does may depend on it. Nothing but random generators is restored.
-
-        Args:
-            batch: any batch of one micro-batch or more.
         """
         whole = replace(batch, microbatches=batch.microbatches[:1], crossing=None)
         shared = whole, self._layers, self._rng, self._tracker
@@ -251,10 +238,6 @@ class Pipeline:
 
     def dry_run(self, batch: Batch, rehearsal: Rehearsal) -> dict[int, DryRun]:
         """Run a step forward only, without a trace.
-
-        Args:
-            batch: the batch and the user's step.
-            rehearsal: what this run and others of the batch have in common.
 
         Returns:
             What each stage of this rank has seen.

@@ -7,7 +7,7 @@ normalization of torchgpipe (Kim et al., 2020, arXiv 2004.09910), over data-para
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,8 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.batch.microbatch import MicroBatch
-from lightning_axosparse.pipeline.replaced_forward import Forward, ReplacedForward
+from lightning_axosparse.pipeline.microbatch import MicroBatch
+from lightning_axosparse.support.patched import Forward, replaced_forward
 from lightning_axosparse.support.torch_internals import never_compiled
 from lightning_axosparse.support.troubleshooting import see
 
@@ -35,10 +35,6 @@ def fewest_samples(module: nn.Module) -> int:
 @contextmanager
 def statistics_explained(part: MicroBatch, microbatches: Sequence[MicroBatch]) -> Iterator[None]:
     """Say in terms of micro-batches what torch says of statistics of one value.
-
-    Args:
-        part: the micro-batch that is computed in the context.
-        microbatches: those of the batch.
 
     Raises:
         MisconfigurationException: for a norm that gets one value a channel, because the micro-batch
@@ -81,7 +77,7 @@ class DeferredNorms:
         self._module, self._running_stage, self._last_stage = module, running_stage, last_stage
         self._inside = tuple(f"{name}." for name in layers)
         self._norms: dict[str, Norm] = {}
-        self._replaced: list[ReplacedForward] = []
+        self._undo = ExitStack()
         self._sums: dict[str, Tensor] = {}
 
     def install(self) -> None:
@@ -90,13 +86,11 @@ class DeferredNorms:
             if isinstance(norm, Norm) and norm.running_mean is not None:
                 self._norms[name] = norm
                 make = partial(partial, self._forward, name, norm)
-                self._replaced.append(ReplacedForward(norm, make))
+                self._undo.enter_context(replaced_forward(norm, make))
 
     def uninstall(self) -> None:
         """Give the norms their own ``forward`` back."""
-        for replaced in self._replaced:
-            replaced.remove()
-        self._replaced.clear()
+        self._undo.close()
         self._norms.clear()
 
     # What it notes is no part of a layer that is compiled.

@@ -13,8 +13,8 @@ and attributes of earlier layers hold, as far as later stages read it (``crossin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,23 +23,118 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.backward.inner_backward import InnerBackward
 from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpointing, Segment
+from lightning_axosparse.pipeline.crossing.message import Activation, Reads, Sent, tensors
 from lightning_axosparse.pipeline.crossing.placeholder import Progress, described
 from lightning_axosparse.pipeline.crossing.side_outputs import SideOutputs, WatchedLayer
 from lightning_axosparse.pipeline.crossing.skip_tensors import DerivedValues
-from lightning_axosparse.pipeline.crossing.values import Activation, Reads, Sent, tensors
 from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
-from lightning_axosparse.pipeline.pausable_mode import PausableMode, paused
-from lightning_axosparse.pipeline.replaced_forward import ReplacedForward
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.state.batch_state import StepState
+from lightning_axosparse.support.patched import replaced_forward
 from lightning_axosparse.support.torch_internals import (
+    PausableMode,
     backward_passes_by,
     never_compiled,
+    paused,
     plain_torch_functions,
+    tree_leaves,
 )
 from lightning_axosparse.support.troubleshooting import see
+
+
+class InnerBackward:
+    """The backward passes inside the step of one micro-batch on one stage."""
+
+    def __init__(
+        self,
+        parameters: Callable[[], Iterable[nn.Parameter]],
+        received: Callable[[], Iterable[Tensor]],
+        first: str,
+    ) -> None:
+        self._parameters, self._received, self._first = parameters, received, first
+        self._given: list[Any] = []
+        self._gradients: dict[nn.Parameter, Tensor | None] = {}
+
+    def end(self) -> None:
+        """Drop the gradients that the passes have left in parameters."""
+        for parameter, gradient in self._gradients.items():
+            parameter.grad = gradient
+
+    def give(self, args: Any, kwargs: Any) -> None:
+        """Note what the step gives to a layer of an earlier stage."""
+        single = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+        leaves = args if single else tree_leaves((args, kwargs))
+        with plain_torch_functions():
+            for leaf in leaves:
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    self._given.append(_node(leaf))
+
+    def run(
+        self,
+        own: Callable[..., Any],
+        outputs: Sequence[Any],
+        gradients: Any,
+        keep: Any,
+        create: Any,
+        inputs: Sequence[Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a backward pass as torch's ``own`` function does."""
+        if inputs and self._needs_earlier_stages(outputs, inputs):
+            self._refuse()
+        if kwargs.get("accumulate_grad") and not self._gradients:
+            self._gradients = {parameter: parameter.grad for parameter in self._parameters()}
+            for parameter in self._gradients:
+                parameter.grad = None
+        result = own(outputs, gradients, keep, create, inputs, *args, **kwargs)
+        if any(tensor.grad is not None for tensor in self._received()):
+            self._refuse()
+        return result
+
+    def _needs_earlier_stages(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> bool:
+        """Whether an earlier stage has computed a part of ``outputs`` from one of ``inputs``."""
+        before = _graph(self._given)  # nodes, as a tensor that is kept would count as needed
+        if before.isdisjoint(map(_node, inputs)):
+            return False
+        return not _graph(map(_node, outputs)).isdisjoint(self._received())
+
+    def _refuse(self) -> None:
+        raise MisconfigurationException(
+            "The step runs a backward pass of its own (`backward` or `torch.autograd.grad`) through"
+            f" the layers, but this stage begins with {self._first!r}: the layers before it are on"
+            " other ranks, so their part of the gradient would be missing. Adversarial training,"
+            " energy models and gradient penalties by the network's input need all layers in one"
+            " process: use AxoSparseStrategy(g_inter=1), with replicas (`devices`). On several"
+            " stages a step may differentiate inside of one layer, or what it computes behind the"
+            " layers." + see("steps")
+        )
+
+
+def _node(tensor: Any) -> Any:
+    """Where a tensor, or torch's ``GradientEdge``, stands in its graph; a leaf is itself."""
+    if not isinstance(tensor, Tensor):
+        return tensor.node
+    node = tensor.grad_fn
+    return tensor if node is None else node
+
+
+def _graph(nodes: Iterable[Any]) -> set[Any]:
+    """The nodes and leaves that these were computed from, and themselves."""
+    seen: set[Any] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, Tensor):
+            continue
+        if node.name() == "torch::autograd::AccumulateGrad":
+            waiting.append(node.variable)
+        waiting += [following for following, _ in node.next_functions]
+    return seen
 
 
 class StageEdge(BaseException):
@@ -116,15 +211,7 @@ class _Running(NamedTuple):
 
 
 class PipelinedLayers:
-    """The layers of a module, partitioned into stages.
-
-    Args:
-        names: the layers' names, for messages.
-        layers: the layers in the order in which they are called.
-        parts: the layer indices of each stage.
-        checkpointing: which layers are computed again in the backward pass; None for none.
-        module: the user's module.
-    """
+    """The layers of a module, partitioned into stages."""
 
     def __init__(
         self,
@@ -142,7 +229,7 @@ class PipelinedLayers:
         self._running: _Running | None = None
         self._watched: list[WatchedLayer] = []
         self._present: set[int] = set()
-        self._replaced: list[ReplacedForward] = []
+        self._undo = ExitStack()
 
     def install(self, stages: Sequence[int]) -> None:
         """Change what calling a layer does; ``stages`` are those whose layers are on this rank."""
@@ -151,13 +238,11 @@ class PipelinedLayers:
         buffers = dict(self._module.named_buffers())
         self._buffers = {id(buffer): name for name, buffer in buffers.items()}
         for index, layer in enumerate(self.layers):
-            self._replaced.append(ReplacedForward(layer, partial(self._forward, index)))
+            self._undo.enter_context(replaced_forward(layer, partial(self._forward, index)))
 
     def uninstall(self) -> None:
         """Give the layers their own ``forward`` back."""
-        for replaced in self._replaced:
-            replaced.remove()
-        self._replaced.clear()
+        self._undo.close()
         self._buffers.clear()
 
     @contextmanager

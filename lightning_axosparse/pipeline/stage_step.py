@@ -12,12 +12,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from lightning_axosparse.pipeline.backward.parameter_gradients import WeightGradientQueue
 from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
-from lightning_axosparse.pipeline.backward.weight_gradients import WeightGradientQueue
-from lightning_axosparse.pipeline.batch.fingerprint import BatchFingerprint
-from lightning_axosparse.pipeline.batch.microbatch import MicroBatch
-from lightning_axosparse.pipeline.crossing.placeholder import Progress
-from lightning_axosparse.pipeline.crossing.values import (
+from lightning_axosparse.pipeline.choice import InFlightLimit
+from lightning_axosparse.pipeline.crossing.message import (
     Activation,
     Crossing,
     Gradients,
@@ -25,11 +23,12 @@ from lightning_axosparse.pipeline.crossing.values import (
     Sent,
     tensors,
 )
+from lightning_axosparse.pipeline.crossing.placeholder import Progress
 from lightning_axosparse.pipeline.loss.outputs import Scalar
 from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
 from lightning_axosparse.pipeline.loss.weights import LossWeights
+from lightning_axosparse.pipeline.microbatch import BatchFingerprint, MicroBatch
 from lightning_axosparse.pipeline.norms import statistics_explained
-from lightning_axosparse.pipeline.order.in_flight import InFlightLimit
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers, StageEdge, Visit
 from lightning_axosparse.support.troubleshooting import see
@@ -135,10 +134,6 @@ class StageStep:
 
     def forward(self, microbatch: int, received: Activation | None) -> Any:
         """Run the user's step on a micro-batch, up to the next stage's first layer.
-
-        Args:
-            microbatch: its index.
-            received: what the previous stage sent; None on the first stage.
 
         Returns:
             The activation to send; on the last stage, what the step returned.
@@ -263,11 +258,6 @@ class TrainingStageStep(StageStep):
     def backward(self, microbatch: int, output: Any, gradients: Gradients | None) -> float:
         """Differentiate a micro-batch's loss, or what this stage sent of it.
 
-        Args:
-            microbatch: its index.
-            output: what :meth:`forward` returned for it.
-            gradients: what the next stage sent back; None on the last stage.
-
         Returns:
             What the gradients of the whole batch are still to be multiplied by, with the last
             micro-batch.
@@ -304,9 +294,6 @@ class TrainingStageStep(StageStep):
 
     def make_weight_gradient(self, microbatch: int) -> bool:
         """Make one of the weight gradients that backward passes have left.
-
-        Args:
-            microbatch: the oldest one that waits for some.
 
         Returns:
             Whether those of this micro-batch are complete.

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from lightning_axosparse.pipeline.profile import LayerProfile
 from lightning_axosparse.pipeline.shard.partition import count_parameters
-from lightning_axosparse.pipeline.shard.profile import LayerProfile
 from lightning_axosparse.planning.simulate import Wire
 
 _BLOCK_ENTRIES, _SEGMENT_ENTRIES = 4096, 256

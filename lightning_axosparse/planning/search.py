@@ -11,7 +11,7 @@ import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_axosparse.distributed.grid import divisors
-from lightning_axosparse.pipeline.order.schedule import SCHEDULES, WeightGradients
+from lightning_axosparse.pipeline.schedule import SCHEDULES, WeightGradients
 from lightning_axosparse.pipeline.shard.partition import balance
 from lightning_axosparse.planning.cost import Cluster, LayerCosts, Storage
 from lightning_axosparse.planning.simulate import Seconds, Simulation, ring_all_reduce, simulate
@@ -212,7 +212,7 @@ class _StepEstimate:
     def plan(self) -> Plan:
         """Simulate the step."""
         choice = self.choice
-        schedule = SCHEDULES["message-driven"][choice.weight_gradients]
+        schedule = SCHEDULES[choice.weight_gradients]
         simulation = simulate(
             [
                 schedule(stage, choice.g_inter, self._microbatches, choice.in_flight)

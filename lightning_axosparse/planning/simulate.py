@@ -1,7 +1,7 @@
 """Simulates one training step of one replica as discrete events.
 
 What a stage runs next is decided by the same
-:class:`~lightning_axosparse.pipeline.order.schedule.Schedule` objects that drive the engine.
+:class:`~lightning_axosparse.pipeline.schedule.Schedule` objects that drive the engine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import count
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_axosparse.pipeline.order.schedule import Op, PassKind, Schedule
+from lightning_axosparse.pipeline.schedule import Op, PassKind, Schedule
 from lightning_axosparse.support.trace import Activity, Span
 from lightning_axosparse.support.troubleshooting import see
 

@@ -26,16 +26,13 @@ from lightning_axosparse.checkpoint.gather import (
 )
 from lightning_axosparse.sparse.module.optimizer_state import restore_masters
 from lightning_axosparse.sparse.module.parameters import sparse_parameters
-from lightning_axosparse.strategy.bucketwise import BucketwiseOptimizer
 from lightning_axosparse.strategy.compat.callbacks import weight_averages
-from lightning_axosparse.strategy.compat.device import move_optimizers
-from lightning_axosparse.strategy.compat.hooks import checkpoint_hooks
+from lightning_axosparse.strategy.compat.internals import checkpoint_hooks, move_optimizers
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.launcher.call import note_checkpoint
-from lightning_axosparse.strategy.optimizer_shards import OptimizerShards
-from lightning_axosparse.strategy.stages.construction import load_values
-from lightning_axosparse.strategy.stages.sharded_module import in_parts
-from lightning_axosparse.strategy.stages.stage_module import StageModule
+from lightning_axosparse.strategy.optimizers import BucketwiseOptimizer, OptimizerShards
+from lightning_axosparse.strategy.sharded_module import in_parts, load_values
+from lightning_axosparse.strategy.stage_module import StageModule
 from lightning_axosparse.strategy.validation import validate_local
 from lightning_axosparse.support.archive import all_made
 from lightning_axosparse.support.torch_internals import tree_map_only
@@ -101,12 +98,7 @@ class StageCheckpoints:
     def optimizer_state(
         self, optimizer: Optimizer, ordinary: Callable[[Optimizer], dict[str, Any]]
     ) -> dict[str, Any]:
-        """The whole optimizer's state on the first rank, an empty dict on others; collective.
-
-        Args:
-            optimizer: the optimizer.
-            ordinary: returns the state where this rank has all of it.
-        """
+        """The whole optimizer's state on the first rank, an empty dict on others; collective."""
         stage_module = self._stage_module
         states = self._states(optimizer)
         if stage_module.grid.replica > 0:
@@ -141,14 +133,7 @@ class StageCheckpoints:
     def save(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any, io: CheckpointIO
     ) -> None:
-        """Write a checkpoint; collective over the stages of the first replica.
-
-        Args:
-            checkpoint: as Lightning has put it together on this rank.
-            path: the file or folder.
-            storage_options: the user's, for ``io``.
-            io: writes files.
-        """
+        """Write a checkpoint; collective over the stages of the first replica."""
         tensors = self._tensors
         if self._stage_module.grid.replica > 0:
             if self._shards is not None:

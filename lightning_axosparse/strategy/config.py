@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 
 from lightning_axosparse.distributed.grid import divisors
-from lightning_axosparse.pipeline.batch.microbatch import MicrobatchWeight
+from lightning_axosparse.pipeline.choice import ScheduleRule
 from lightning_axosparse.pipeline.loss.weights import LossRule, MicrobatchLoss
-from lightning_axosparse.pipeline.order.choice import ScheduleRule
-from lightning_axosparse.pipeline.order.schedule import SCHEDULES, WeightGradients
+from lightning_axosparse.pipeline.microbatch import MicrobatchWeight
+from lightning_axosparse.pipeline.schedule import is_message_driven
 from lightning_axosparse.planning.search import default_microbatches
-from lightning_axosparse.strategy.compat.hooks import overrides
+from lightning_axosparse.strategy.compat.internals import overrides
 from lightning_axosparse.support.troubleshooting import see
 
 
@@ -34,12 +34,10 @@ class Config:
     balance: Literal["parameters", "time"] | Sequence[int]
     in_flight: int | None
     schedule: str
-    weight_gradients: WeightGradients | None
     batch_norm: Literal["micro-batch", "deferred"]
     transport: Literal["mpi", "loopback"]
     split_batch: Callable[[Any, int], list[Any]] | None
-    microbatch_loss: MicrobatchLoss
-    microbatch_weight: MicrobatchWeight | None
+    microbatch_weight: MicrobatchWeight
     check_first_batch: bool
     step_outputs: Literal["last", "all"]
     save_distributed_checkpoint: bool
@@ -72,7 +70,7 @@ class Config:
     @property
     def defers_gradients(self) -> bool:
         """Whether the user asked for weight gradients that are made apart."""
-        return ScheduleRule(self.schedule, self.weight_gradients, may_defer=False).defers
+        return ScheduleRule(self.schedule, may_defer=False).defers
 
     @property
     def pipelines(self) -> bool:
@@ -83,15 +81,12 @@ class Config:
     @property
     def loss_rule(self) -> LossRule:
         """How the losses of micro-batches make up that of the batch."""
-        return LossRule(self.microbatch_loss, self.microbatch_weight)
+        weight: Any = self.microbatch_weight
+        is_known = isinstance(weight, str) and weight in get_args(MicrobatchLoss)
+        return LossRule(loss=weight) if is_known else LossRule(weight=weight)
 
     def schedules(self, module: LightningModule, device: torch.device) -> ScheduleRule:
-        """How the training schedule is chosen.
-
-        Args:
-            module: the user's module.
-            device: device of this rank.
-        """
+        """How the training schedule is chosen."""
         may_defer = (
             self.stages > 1
             and self.recompute is None
@@ -99,7 +94,7 @@ class Config:
             and device.type == "cpu"
             and not overrides(module, "backward")
         )
-        return ScheduleRule(self.schedule, self.weight_gradients, may_defer)
+        return ScheduleRule(self.schedule, may_defer)
 
     def _check_grid(self) -> None:
         g_inter, balance = self.g_inter, self.balance
@@ -121,23 +116,15 @@ class Config:
             )
 
     def _check_schedule(self) -> None:
-        schedule, asked = self.schedule, self.weight_gradients
-        if self.in_flight is not None and schedule != "message-driven":
+        schedule = self.schedule
+        if self.in_flight is not None and not is_message_driven(schedule):
             raise MisconfigurationException(
-                f"in_flight={self.in_flight} belongs to schedule='message-driven'; {schedule!r} "
+                f"in_flight={self.in_flight} belongs to message-driven schedules; {schedule!r} "
                 "has its own fixed limit. Leave one of them out." + see("grid")
             )
-        if asked is not None and asked not in SCHEDULES[schedule]:
-            others = [name for name, kinds in SCHEDULES.items() if asked in kinds]
-            raise MisconfigurationException(
-                f"schedule={schedule!r} makes weight gradients "
-                f"{' or '.join(SCHEDULES[schedule])}, not {asked!r}: choose a schedule from "
-                f"{others}, or leave weight_gradients out." + see("grid")
-            )
         if self.defers_gradients and self.recompute is not None:
-            given = f"schedule={schedule!r}" if asked is None else f"weight_gradients={asked!r}"
             raise MisconfigurationException(
-                f"{given} keeps the inputs of layers for longer than "
+                f"schedule={schedule!r} keeps the inputs of layers for longer than "
                 f"recompute={self.recompute!r}, which computes them again for their backward pass "
                 "alone. Leave one of them out." + see("grid")
             )
@@ -149,10 +136,12 @@ class Config:
                 f"regrid={regrid!r} moves layers between ranks, but transport='loopback' runs all "
                 "stages in one process. Leave regrid out." + see("grid")
             )
-        if regrid == "auto" and (self.in_flight is not None or self.schedule != "message-driven"):
+        if regrid == "auto" and (
+            self.in_flight is not None or not is_message_driven(self.schedule)
+        ):
             raise MisconfigurationException(
                 "regrid='auto' needs the bytes of a micro-batch, which are measured for "
-                "schedule='message-driven' with in_flight=None alone. Leave these two as they are "
+                "message-driven schedules with in_flight=None alone. Leave these two as they are "
                 "by default, or give regrid a number of stages." + see("grid")
             )
         is_number = isinstance(regrid, int) and self.g_inter != "auto"

@@ -18,10 +18,9 @@ from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.mpi import environment
 from lightning_axosparse.distributed.process_groups import ProcessGroups
 from lightning_axosparse.distributed.rank_status import blocked, mark_finished, this_rank
-from lightning_axosparse.strategy.compat import collectives
+from lightning_axosparse.strategy.compat.internals import all_gather, reduce, with_atomic_files
 from lightning_axosparse.strategy.compat.loaders import process_dataloader
-from lightning_axosparse.strategy.compat.loading import with_atomic_files
-from lightning_axosparse.strategy.compat.signals import cause_of
+from lightning_axosparse.strategy.compat.lockstep import cause_of
 from lightning_axosparse.strategy.launcher.launcher import MPILauncher
 from lightning_axosparse.strategy.validation import validate_local_rank, validate_world_size
 from lightning_axosparse.support.files import keep_sockets_in
@@ -221,7 +220,7 @@ class MPIStrategy(ParallelStrategy):
         batches count as one, because they log the same values.
         """
         group = group or self._logged
-        return tensor if group is None else collectives.all_gather(tensor, group, sync_grads)
+        return tensor if group is None else all_gather(tensor, group, sync_grads)
 
     def reduce(
         self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean"
@@ -230,7 +229,7 @@ class MPIStrategy(ParallelStrategy):
         group = group or self._logged
         if group is None or not isinstance(tensor, Tensor):
             return tensor
-        return collectives.reduce(tensor, group, reduce_op)
+        return reduce(tensor, group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether ``decision`` is true on all ranks of the job, or on any."""

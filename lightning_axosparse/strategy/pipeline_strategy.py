@@ -25,17 +25,18 @@ from lightning_axosparse.pipeline.shard.partition import UnknownOrderError
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.sparse.module.optimizer_state import dense_shapes
 from lightning_axosparse.strategy.checkpoints import load_whole_optimizer
-from lightning_axosparse.strategy.compat.hooks import trainer_of
-from lightning_axosparse.strategy.compat.loading import files_mapped, reading_files
+from lightning_axosparse.strategy.compat.internals import files_mapped, reading_files, trainer_of
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.launcher.launcher import MPILauncher
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
+from lightning_axosparse.strategy.partitioner import Partitioner, choose_grid
 from lightning_axosparse.strategy.regrid import Regridded
-from lightning_axosparse.strategy.stages.auto_grid import choose_grid
-from lightning_axosparse.strategy.stages.construction import made_without, parameters_on_meta
-from lightning_axosparse.strategy.stages.partitioner import Partitioner
-from lightning_axosparse.strategy.stages.sharded_module import is_left_sharded
-from lightning_axosparse.strategy.stages.stage_module import StageModule
+from lightning_axosparse.strategy.sharded_module import (
+    is_left_sharded,
+    made_without,
+    parameters_on_meta,
+)
+from lightning_axosparse.strategy.stage_module import StageModule
 from lightning_axosparse.strategy.states import AtRest, LeftSharded, Running
 from lightning_axosparse.strategy.validation import (
     advise_on_batch_norm,
@@ -56,12 +57,6 @@ class PipelineStrategy(MPIStrategy):
 
     What a hook does depends on what the strategy has of the module, which is one of
     :mod:`lightning_axosparse.strategy.states`.
-
-    Args:
-        config: the arguments that say how.
-        timeout: as for :class:`MPIStrategy`, as are the others.
-        restarts: how many times a call begins again that has lost a rank.
-        plugins: Lightning's.
     """
 
     def __init__(self, config: Config, timeout: float, restarts: int = 0, **plugins: Any) -> None:

@@ -20,13 +20,13 @@ from torch.optim import Optimizer
 
 from lightning_axosparse.distributed.grid import Grid, divisors
 from lightning_axosparse.distributed.process_groups import ProcessGroups, all_gather
-from lightning_axosparse.pipeline.order.in_flight import InFlightRule
+from lightning_axosparse.pipeline.choice import InFlightRule
 from lightning_axosparse.pipeline.shard.partition import Partition
 from lightning_axosparse.pipeline.shard.sharding import ReshardedTensor, Sharding, free
 from lightning_axosparse.sparse.module.parameter_state import forget, pack, unpack
 from lightning_axosparse.sparse.module.parameters import owners
 from lightning_axosparse.sparse.module.state_size import state_bytes
-from lightning_axosparse.strategy.stages.stage_module import StageModule
+from lightning_axosparse.strategy.stage_module import StageModule
 from lightning_axosparse.strategy.step.train_step import StepRunner
 from lightning_axosparse.support.memory import release_freed_memory
 from lightning_axosparse.support.torch_internals import tree_leaves

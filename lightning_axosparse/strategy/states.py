@@ -15,9 +15,8 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_axosparse.pipeline.order.in_flight import InFlightRule
-from lightning_axosparse.strategy import bucketwise
-from lightning_axosparse.strategy.bucketwise import BucketwiseOptimizer, HostMemory, Placement
+from lightning_axosparse.pipeline.choice import InFlightRule
+from lightning_axosparse.strategy import optimizers as stepping
 from lightning_axosparse.strategy.checkpoints import StageCheckpoints
 from lightning_axosparse.strategy.compat.callbacks import (
     count_replicas,
@@ -26,17 +25,19 @@ from lightning_axosparse.strategy.compat.callbacks import (
     weight_averages,
     without_writing,
 )
-from lightning_axosparse.strategy.compat.device import move_optimizers
-from lightning_axosparse.strategy.compat.exceptions import JobEnd
 from lightning_axosparse.strategy.compat.gradients import GradientNorms
-from lightning_axosparse.strategy.compat.loading import writes_in_background
-from lightning_axosparse.strategy.compat.loops import LoopCheck
-from lightning_axosparse.strategy.compat.signals import acting_together
+from lightning_axosparse.strategy.compat.internals import move_optimizers, writes_in_background
+from lightning_axosparse.strategy.compat.lockstep import JobEnd, LoopCheck, acting_together
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
-from lightning_axosparse.strategy.optimizer_shards import OptimizerShards
+from lightning_axosparse.strategy.optimizers import (
+    BucketwiseOptimizer,
+    HostMemory,
+    OptimizerShards,
+    Placement,
+)
 from lightning_axosparse.strategy.regrid import Regrid
-from lightning_axosparse.strategy.stages.stage_module import StageModule
+from lightning_axosparse.strategy.stage_module import StageModule
 from lightning_axosparse.strategy.step.train_step import StepRunner
 from lightning_axosparse.strategy.step.whole_step import StepContext, WholeStepRunner
 from lightning_axosparse.support.memory import free_bytes
@@ -81,12 +82,7 @@ class AtRest(_NotRunning):
 
 
 class LeftSharded(_NotRunning):
-    """A run has ended, and this rank has kept the tensors of its stages.
-
-    Args:
-        config: the strategy's arguments.
-        stage_module: the part of the module on this rank.
-    """
+    """A run has ended, and this rank has kept the tensors of its stages."""
 
     def __init__(self, config: Config, stage_module: StageModule) -> None:
         self.stage_module = stage_module
@@ -100,13 +96,6 @@ class LeftSharded(_NotRunning):
 
 class Running:
     """What a strategy has from ``setup`` to ``teardown``; creating it is collective over the job.
-
-    Args:
-        config: the strategy's arguments.
-        strategy: the strategy, with its precision and devices.
-        stage_module: the part of the module on this rank.
-        optimizers: those that train it.
-        undo: what a run changes registers here how it is undone.
 
     Attributes:
         stage_module: the part of the module on this rank.
@@ -234,7 +223,7 @@ def _placed(
     if not optimizers or not (config.offload_optimizer or config.shard_optimizer):
         return None
     place = HostMemory() if config.offload_optimizer else Placement()
-    wait, bucket = stage_module.await_gradients, bucketwise.BUCKET
+    wait, bucket = stage_module.await_gradients, stepping.BUCKET
     stepped = BucketwiseOptimizer(optimizers[0], place, shards, wait, bucket)
     undo.callback(stepped.remove)
     return stepped

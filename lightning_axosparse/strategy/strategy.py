@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn
 
-import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.batch.microbatch import MicrobatchWeight
-from lightning_axosparse.pipeline.loss.weights import MicrobatchLoss
-from lightning_axosparse.pipeline.order.schedule import SCHEDULES, WeightGradients
+from lightning_axosparse.pipeline.microbatch import MicrobatchWeight
+from lightning_axosparse.pipeline.schedule import SCHEDULES
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.sparse import sparsify
 from lightning_axosparse.sparse.backend import AUTO, Backend
@@ -25,7 +20,7 @@ from lightning_axosparse.sparse.module.parameters import sparse_parameters
 from lightning_axosparse.sparse.store.materialize import Policy
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.pipeline_strategy import PipelineStrategy
-from lightning_axosparse.strategy.stages.sharded_module import summoned
+from lightning_axosparse.strategy.sharded_module import summoned
 from lightning_axosparse.strategy.states import AtRest, LeftSharded, Running
 from lightning_axosparse.support.arguments import (
     BOOL,
@@ -38,7 +33,6 @@ from lightning_axosparse.support.arguments import (
     TEXT,
     TIMEOUT,
     checked,
-    instance_of,
     one_of,
 )
 from lightning_axosparse.support.troubleshooting import see
@@ -82,20 +76,20 @@ class AxoSparseStrategy(PipelineStrategy):
             what memory allows after the first step, and again after a ticket was drawn: from
             ``g_inter``, which is what 1F1B holds, to ``2 * g_inter``, which hides jitter and
             latency. Losses and weights do not depend on it.
-        schedule: "message-driven", or for comparison "1f1b", "gpipe" or "zb-h1".
+        schedule: what a stage runs next, and when it makes the gradients of weights.
+            "message-driven" runs what has arrived. For stages on CPUs that exchange messages, and
+            without ``recompute``, it runs the first 24 batches, and as many after a draw, in the
+            following three ways, and keeps the fastest; else it is "together": all gradients of a
+            layer are made in its backward pass. "deferred" makes those of weights where the stage
+            would wait for a message, so the previous stage gets its gradient earlier: for linear
+            layers, Hugging Face's ``Conv1D`` and convolutions whose weights are dense. "cooldown"
+            does so for the last ``2 * g_inter - 1`` micro-batches alone. Gradients are the same to
+            the bit, and complete before anything of Lightning reads them. For comparison: "1f1b",
+            "gpipe" and "zb-h1".
         batch_norm: when BatchNorms, which normalize by the statistics of a micro-batch, update
             their running statistics: by each "micro-batch", as with gradient accumulation, or
             "deferred": once, by those of the whole batch, on data-parallel ranks that of all of
             them, as one process would.
-        weight_gradients: "together" makes all gradients of a layer in its backward pass. "deferred"
-            makes those of weights where the stage would wait for a message, so the previous stage
-            gets its gradient earlier: for linear layers, Hugging Face's ``Conv1D`` and
-            convolutions whose weights are dense, and in "message-driven" and "zb-h1". "cooldown"
-            does so for the last ``2 * g_inter - 1`` micro-batches alone, in "message-driven".
-            Gradients are the same to the bit, and complete before anything of Lightning reads them.
-            None runs the first 24 batches, and as many after a draw, in all three ways, and keeps
-            the fastest, for stages on CPUs that exchange messages and without ``recompute``;
-            "deferred" for "zb-h1"; else "together".
         transport: "mpi" gives each stage a rank; "loopback" runs all stages of a replica in one
             process, through the same schedule, for notebooks, debuggers and tests.
         split_batch: splits a batch into micro-batches, ``(batch, microbatches) -> list``, such as
@@ -103,14 +97,13 @@ class AxoSparseStrategy(PipelineStrategy):
             batch dimension of each tensor from the DataLoader, splits along it, and gives the rest
             to every micro-batch whole; the first batch prints which. Where the loader does not show
             the batch dimension, all first dimensions must agree.
-        microbatch_loss: how the losses of the micro-batches make up the loss of the batch. "auto"
+        microbatch_weight: what the loss of each micro-batch weighs in the loss of the batch. "auto"
             follows how ``training_step`` reduces: means are weighted by their denominators
             (samples, or tokens that are not padding, or class weights), sums are added up; for a
-            loss that does not combine it raises or warns. "mean" and "sum" always average or add
-            up.
-        microbatch_weight: weights for a loss whose reduction cannot be followed: a function of a
-            micro-batch that returns the denominator of its loss, or the name of the batch entry
-            that is counted: integers that are not -100, or the sum of a mask.
+            loss that does not combine it raises or warns. "mean" and "sum" always average by
+            samples or add up. Where a reduction cannot be followed: a function of a micro-batch
+            that returns the denominator of its loss, or the name of the batch entry that is
+            counted: integers that are not -100, or the sum of a mask.
         check_first_batch: compares the first batch of each loader with its micro-batches: the loss,
             its gradient, and what the step logs and changes on the module. A loss that differs is
             an error, any other difference a warning. The step runs forward three times more for it,
@@ -144,6 +137,8 @@ class AxoSparseStrategy(PipelineStrategy):
         restarts: how many times at most ``fit`` begins again from the newest whole checkpoint that
             it has saved, or from its start, after a rank was killed, as when memory runs out. Only
             where the call starts the ranks; an exception of your code is never repeated.
+        plugins: those of Lightning's strategies: ``accelerator``, ``parallel_devices``,
+            ``cluster_environment``, ``checkpoint_io`` and ``precision_plugin``.
 
     Raises:
         MisconfigurationException: for arguments out of range, here; for a grid, a module or an MPI
@@ -160,12 +155,10 @@ class AxoSparseStrategy(PipelineStrategy):
         balance=one_of("parameters", "time") | LAYERS,
         in_flight=COUNT | NONE,
         batch_norm=one_of("micro-batch", "deferred"),
-        schedule=one_of(*SCHEDULES),
-        weight_gradients=one_of(*get_args(WeightGradients)) | NONE,
+        schedule=one_of("message-driven", *SCHEDULES),
         transport=one_of("mpi", "loopback"),
         split_batch=FUNCTION | NONE,
-        microbatch_loss=one_of("auto", "mean", "sum"),
-        microbatch_weight=FUNCTION | TEXT | NONE,
+        microbatch_weight=FUNCTION | TEXT,
         check_first_batch=BOOL,
         step_outputs=one_of("last", "all"),
         save_distributed_checkpoint=BOOL,
@@ -175,10 +168,6 @@ class AxoSparseStrategy(PipelineStrategy):
         offload_optimizer=BOOL,
         shard_optimizer=BOOL,
         regrid=COUNT | one_of("auto") | NONE,
-        accelerator=instance_of("a Lightning Accelerator", Accelerator) | NONE,
-        cluster_environment=instance_of("a ClusterEnvironment", ClusterEnvironment) | NONE,
-        checkpoint_io=instance_of("a CheckpointIO", CheckpointIO) | NONE,
-        precision_plugin=instance_of("a Precision plugin", Precision) | NONE,
     )
     def __init__(
         self,
@@ -187,13 +176,11 @@ class AxoSparseStrategy(PipelineStrategy):
         pipeline: str | Sequence[str] | None = None,
         balance: Literal["parameters", "time"] | Sequence[int] = "parameters",
         in_flight: int | None = None,
-        schedule: Literal["message-driven", "1f1b", "gpipe", "zb-h1"] = "message-driven",
-        weight_gradients: WeightGradients | None = None,
+        schedule: str = "message-driven",
         batch_norm: Literal["micro-batch", "deferred"] = "micro-batch",
         transport: Literal["mpi", "loopback"] = "mpi",
         split_batch: Callable[[Any, int], list[Any]] | None = None,
-        microbatch_loss: MicrobatchLoss = "auto",
-        microbatch_weight: MicrobatchWeight | None = None,
+        microbatch_weight: MicrobatchWeight = "auto",
         check_first_batch: bool = True,
         step_outputs: Literal["last", "all"] = "last",
         save_distributed_checkpoint: bool = False,
@@ -203,11 +190,7 @@ class AxoSparseStrategy(PipelineStrategy):
         regrid: int | Literal["auto"] | None = None,
         timeout: float | timedelta = timedelta(minutes=30),
         restarts: int = 0,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
+        **plugins: Any,
     ) -> None:
         config = Config(
             g_inter,
@@ -216,11 +199,9 @@ class AxoSparseStrategy(PipelineStrategy):
             balance,
             in_flight,
             schedule,
-            weight_gradients,
             batch_norm,
             transport,
             split_batch,
-            microbatch_loss,
             microbatch_weight,
             check_first_batch,
             step_outputs,
@@ -234,11 +215,7 @@ class AxoSparseStrategy(PipelineStrategy):
             config,
             timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout),
             restarts,
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
+            **plugins,
         )
         self.schedule, self.transport = schedule, transport
 
@@ -388,3 +365,14 @@ class AxoSparseStrategy(PipelineStrategy):
         if isinstance(self._state, LeftSharded):
             yield from self._state.stage_module.release()
             self._state = AtRest()
+
+
+def refuse_fabric(**_: Any) -> NoReturn:
+    """Raise: a loop of the user's own cannot be cut into the passes of stages."""
+    raise MisconfigurationException(
+        "Fabric(strategy='axosparse') is not possible: with Fabric the loop is yours, and a stage "
+        "has to run parts of it again and again. Write a LightningModule, for `L.Trainer("
+        "strategy='axosparse')`. Sparse storage alone works under Fabric with any of its "
+        "strategies for one process: sparsify(model, masks, optimizer) before fabric.setup(...)."
+        + see("starting-ranks")
+    )

@@ -1,18 +1,21 @@
 """Validates the module, callbacks, optimizers and ranks of a run.
 
-Every error says what to do instead. Lightning itself raises, before any rank is started, for a
+Every function raises a ``MisconfigurationException`` that names what cannot be and says what to do
+instead. Lightning itself raises, before any rank is started, for a
 module or Trainer of the ``pytorch_lightning`` package and for a module compiled as a whole; and for
 several optimizers, when they are configured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -20,35 +23,26 @@ from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, WeightAve
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_path
-from lightning_axosparse.strategy.bucketwise import validate_bucketwise_optimizers
-from lightning_axosparse.strategy.compat.hooks import overrides
-from lightning_axosparse.strategy.compat.loading import (
+from lightning_axosparse.sparse.module.elementwise import trial_steps
+from lightning_axosparse.strategy.compat.internals import (
+    overrides,
     reading_files,
     writes_in_background,
 )
 from lightning_axosparse.strategy.config import Config
-from lightning_axosparse.strategy.optimizer_shards import validate_divisible_optimizers
-from lightning_axosparse.support.troubleshooting import see
+from lightning_axosparse.strategy.optimizers import BucketwiseOptimizer, HostMemory
+from lightning_axosparse.support.troubleshooting import see, without_link
 
 # A run
 
 
 def validate_run(config: Config, trainer: Trainer, io: CheckpointIO) -> None:
-    """Check that the module and the callbacks of a run can do without a process that has it all.
-
-    Args:
-        config: the strategy's arguments.
-        trainer: the Trainer, with its module.
-        io: reads and writes checkpoint files.
-
-    Raises:
-        MisconfigurationException: for what cannot.
-    """
+    """Check that the module and the callbacks of a run can do without a process that has it all."""
     module = trainer.lightning_module
     if config.pipelines:
         validate_steps(module, trainer.state.fn)
@@ -67,11 +61,7 @@ def validate_run(config: Config, trainer: Trainer, io: CheckpointIO) -> None:
 
 
 def validate_module(module: LightningModule) -> None:
-    """Check that a module whose steps are pipelined leaves optimization to Lightning.
-
-    Raises:
-        MisconfigurationException: if the module optimizes by hand.
-    """
+    """Check that a module whose steps are pipelined leaves optimization to Lightning."""
     if not module.automatic_optimization:
         raise MisconfigurationException(
             f"{type(module).__name__} sets `automatic_optimization = False`, but in a pipeline "
@@ -92,11 +82,7 @@ _STEPS: Mapping[Any, Sequence[str]] = {
 
 
 def validate_steps(module: LightningModule, fn: TrainerFn | None) -> None:
-    """Check that the steps of a run take batches, which a pipeline cuts.
-
-    Raises:
-        MisconfigurationException: if one takes batches from an iterator by itself.
-    """
+    """Check that the steps of a run take batches, which a pipeline cuts."""
     for name in _STEPS.get(fn, ()):
         step = getattr(module, name)  # None switches an evaluation off
         if step is not None and "dataloader_iter" in signature(step).parameters:
@@ -109,16 +95,12 @@ def validate_steps(module: LightningModule, fn: TrainerFn | None) -> None:
 
 
 def validate_split_module(module: LightningModule) -> None:
-    """Check that backward passes of a module may leave out weight gradients.
-
-    Raises:
-        MisconfigurationException: if the module overrides ``backward``.
-    """
+    """Check that backward passes of a module may leave out weight gradients."""
     if overrides(module, "backward"):
         raise MisconfigurationException(
             f"{type(module).__name__} overrides `backward`, which may read gradients that "
-            "weight_gradients='deferred' or 'cooldown' and schedule='zb-h1' make only after it. "
-            "Leave these arguments out, or `backward`." + see("steps")
+            "schedule='deferred', 'cooldown' and 'zb-h1' make only after it. "
+            "Leave the argument out, or `backward`." + see("steps")
         )
 
 
@@ -156,11 +138,7 @@ def unless_made_later(module: LightningModule) -> Iterator[None]:
 
 
 def validate_layers_exist(module: LightningModule) -> None:
-    """Check that the layers exist before a grid is chosen for them.
-
-    Raises:
-        MisconfigurationException: if ``configure_model`` is going to make them.
-    """
+    """Check that the layers exist before a grid is chosen for them."""
     if overrides(module, "configure_model") and not list(module.parameters()):
         raise MisconfigurationException(
             "g_inter='auto' looks at the layers before any rank starts, but"
@@ -170,11 +148,7 @@ def validate_layers_exist(module: LightningModule) -> None:
 
 
 def validate_regrid_module(module: nn.Module) -> None:
-    """Check that a module computes the same when several replicas share a batch.
-
-    Raises:
-        MisconfigurationException: naming the layer or the metric.
-    """
+    """Check that a module computes the same when several replicas share a batch."""
     for name, part in module.named_modules():
         if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats:
             raise MisconfigurationException(
@@ -195,11 +169,7 @@ def validate_regrid_module(module: nn.Module) -> None:
 
 
 def validate_callbacks(callbacks: Sequence[Callback]) -> None:
-    """Check that no callback needs the whole module on every rank.
-
-    Raises:
-        MisconfigurationException: naming the callback and what to use instead.
-    """
+    """Check that no callback needs the whole module on every rank."""
     for callback in callbacks:
         name = type(callback).__name__
         if isinstance(callback, ModelPruning):
@@ -219,11 +189,7 @@ def validate_callbacks(callbacks: Sequence[Callback]) -> None:
 
 
 def validate_copied_whole(callbacks: Sequence[Callback]) -> None:
-    """Check that no callback copies a module that an earlier run has left sharded.
-
-    Raises:
-        MisconfigurationException: naming the callback.
-    """
+    """Check that no callback copies a module that an earlier run has left sharded."""
     for callback in callbacks:
         if isinstance(callback, WeightAveraging):
             raise MisconfigurationException(
@@ -254,17 +220,7 @@ def optimizers_before_setup(module: LightningModule) -> list[Optimizer]:
 
 
 def validate_optimizers(config: Config, optimizers: Sequence[Optimizer], g_data: int) -> None:
-    """Check that the ranks can step the optimizers, each its own parameters.
-
-    Args:
-        config: the strategy's arguments.
-        optimizers: what ``configure_optimizers`` returned.
-        g_data: number of replicas.
-
-    Raises:
-        MisconfigurationException: if there are several in a pipeline, or one calls its closure
-            again, or cannot be offloaded or divided as wanted.
-    """
+    """Check that the ranks can step the optimizers, each its own parameters."""
     if len(optimizers) > 1 and config.pipelines:
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         raise MisconfigurationException(
@@ -284,26 +240,15 @@ def validate_optimizers(config: Config, optimizers: Sequence[Optimizer], g_data:
                 " optimizer that takes one step a batch, such as AdamW or SGD, or train on one"
                 " rank with g_inter=1 and microbatches=1." + see("optimizers")
             )
-    if config.offload_optimizer:
-        validate_one_optimizer(optimizers, "offload_optimizer")
-        for optimizer in optimizers:
-            validate_bucketwise_optimizers(optimizer)
-    if config.shard_optimizer:
-        validate_one_optimizer(optimizers, "shard_optimizer")
-        for optimizer in optimizers:
-            validate_divisible_optimizers(optimizer)
+    for feature in ("offload_optimizer", "shard_optimizer"):
+        if getattr(config, feature):
+            validate_one_optimizer(optimizers, feature)
+            for optimizer in optimizers:
+                validate_placement(optimizer, feature)
 
 
 def validate_one_optimizer(optimizers: Sequence[Optimizer], feature: str) -> None:
-    """Check that there is not more than one optimizer.
-
-    Args:
-        optimizers: what ``configure_optimizers`` returned.
-        feature: what works with one alone, for the message.
-
-    Raises:
-        MisconfigurationException: if there are several.
-    """
+    """Check that there is not more than one optimizer, for a feature that works with one alone."""
     if len(optimizers) > 1:
         raise MisconfigurationException(
             f"{feature} works with one optimizer, but `configure_optimizers` returned"
@@ -312,18 +257,65 @@ def validate_one_optimizer(optimizers: Sequence[Optimizer], feature: str) -> Non
         )
 
 
+class _Trial(NamedTuple):
+    """How it is tried whether an optimizer can be placed elsewhere, and what is said if not."""
+
+    steps: Callable[..., Tensor]
+    impossible: str
+    differs: str
+    needs: str
+
+
+def _in_buckets(optimizer: Optimizer) -> None:
+    BucketwiseOptimizer(optimizer, HostMemory(), bucket=1)
+
+
+_TRIALS = {
+    "offload_optimizer": _Trial(
+        partial(trial_steps, prepare=_in_buckets),
+        "cannot be offloaded",
+        "one parameter after the other gives other numbers",
+        "steps parameters on the CPU, bucket by bucket",
+    ),
+    "shard_optimizer": _Trial(
+        partial(trial_steps, in_parts=True),
+        "cannot be divided",
+        "parts of a parameter get other numbers than all of it",
+        "gives each replica a part of every parameter",
+    ),
+}
+
+
+def validate_placement(optimizer: Optimizer, feature: str) -> None:
+    """Check that an optimizer steps buckets, or parts of parameters, as it steps all of them.
+
+    This takes trial steps of an optimizer of the same class and settings on small random
+    parameters; the optimizer itself is not changed.
+    """
+    trial = _TRIALS[feature]
+    for group in optimizer.param_groups:
+        try:
+            is_equal = torch.allclose(trial_steps(optimizer, group), trial.steps(optimizer, group))
+        except Exception as error:  # whatever the user's optimizer raises
+            reason = f"a trial step failed: {without_link(error)}"
+            raise _not_placed(optimizer, feature, reason) from error
+        if not is_equal:
+            raise _not_placed(optimizer, feature, trial.differs)
+
+
+def _not_placed(optimizer: Optimizer, feature: str, reason: str) -> MisconfigurationException:
+    trial = _TRIALS[feature]
+    return MisconfigurationException(
+        f"{type(optimizer).__name__} {trial.impossible}: {reason}. {feature}=True {trial.needs}: "
+        "use AdamW, Adam, SGD, RMSprop, NAdam, Adagrad or the like, with their default "
+        f"`capturable=False`, or leave {feature} out." + see("optimizers")
+    )
+
+
 def validate_parameters_known(
     optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str]
 ) -> None:
-    """Check that optimizers have the module's parameters, and no others.
-
-    Args:
-        optimizers: those of the run.
-        names: of the module's parameters.
-
-    Raises:
-        MisconfigurationException: if one has a parameter that no stage would keep.
-    """
+    """Check that optimizers have the module's parameters, and no others."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -347,9 +339,6 @@ def validate_world_size(devices: int, num_nodes: int, job_size: int) -> None:
         num_nodes: nodes, as given to the Trainer.
         job_size: ranks in this MPI job; 1 in a plain process, where the strategy starts the ranks
             itself, on this node.
-
-    Raises:
-        MisconfigurationException: if the numbers differ, or there is no job for several nodes.
     """
     if job_size == 1 and num_nodes > 1:
         raise MisconfigurationException(
@@ -369,16 +358,7 @@ def validate_world_size(devices: int, num_nodes: int, job_size: int) -> None:
 
 
 def validate_local_rank(local_rank: int, devices: int, num_nodes: int) -> None:
-    """Check that this rank's node has no more ranks than the Trainer wants there.
-
-    Args:
-        local_rank: this rank's number on its node.
-        devices: ranks a node, as the Trainer understood ``devices``.
-        num_nodes: nodes, as given to the Trainer.
-
-    Raises:
-        MisconfigurationException: if it has more.
-    """
+    """Check that this rank's node has no more ranks than the Trainer wants there."""
     if local_rank >= devices:
         raise MisconfigurationException(
             f"This is rank {local_rank} of its node, counted from 0, but"
@@ -393,11 +373,7 @@ def validate_local_rank(local_rank: int, devices: int, num_nodes: int) -> None:
 
 
 def validate_default_checkpoint_io(io: CheckpointIO) -> None:
-    """Check that no plugin was given for checkpoints that the stages write themselves.
-
-    Raises:
-        MisconfigurationException: if one was, but for ``AsyncCheckpointIO`` around none.
-    """
+    """Check that no plugin was given for checkpoints that the stages write themselves."""
     writes_itself = type(io) is AtomicCheckpointIO or writes_in_background(io)
     if not writes_itself or type(reading_files(io)) is not AtomicCheckpointIO:
         raise MisconfigurationException(
@@ -407,11 +383,7 @@ def validate_default_checkpoint_io(io: CheckpointIO) -> None:
 
 
 def validate_local(path: Any, storage_options: Any) -> Path:
-    """Check that a folder to which all stages write is in the local file system.
-
-    Raises:
-        MisconfigurationException: if it is not, or with options for a storage.
-    """
+    """Check that a folder to which all stages write is in the local file system."""
     local = local_path(path)
     if local is None or storage_options is not None:
         raise MisconfigurationException(

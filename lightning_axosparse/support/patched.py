@@ -1,10 +1,13 @@
-"""Replaces an attribute of an object, a class or a module inside a context."""
+"""Replaces an attribute of an object, or the ``forward`` of a module but not of its copies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+
+from torch import nn
 
 
 @contextmanager
@@ -18,3 +21,52 @@ def patched(owner: object, name: str, value: Any) -> Iterator[None]:
         delattr(owner, name)
         for key, before in own.items():
             setattr(owner, key, before)
+
+
+Forward = Callable[..., Any]
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, make: Callable[[Forward], Forward]) -> Iterator[None]:
+    """Replace the ``forward`` of a module inside the context.
+
+    Copies of the module, pickled ones too, have its own ``forward``: what replaces it refers to the
+    original's weights.
+
+    Args:
+        module: the module.
+        make: returns what replaces its own ``forward``, which it is given.
+    """
+    attributes = vars(module)  # A scripted module lets nobody set others.
+    own = {key: attributes[key] for key in attributes.keys() & {"forward"}}
+    attributes["forward"] = _Replacement(module, make)
+    try:
+        yield
+    finally:
+        del attributes["forward"]
+        attributes.update(own)
+
+
+class _Replacement:
+    """What stands in a module in place of its own ``forward``."""
+
+    def __init__(self, module: nn.Module, make: Callable[[Forward], Forward]) -> None:
+        self._module, self._given = module, vars(module).get("forward")
+        self._call = make(self._given or partial(_own_forward, module))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        if self._given is not None:
+            return _same, (self._given,)
+        return partial, (_own_forward, self._module)
+
+
+def _own_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # The class's is looked up in each call: `sparsify` changes the class.
+    return type(module).forward(module, *args, **kwargs)
+
+
+def _same(value: Any) -> Any:
+    return value

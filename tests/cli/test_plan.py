@@ -4,7 +4,7 @@ from typing import get_args
 import pytest
 
 from lightning_axosparse.cli.plan import main
-from lightning_axosparse.pipeline.order.schedule import WeightGradients
+from lightning_axosparse.pipeline.schedule import WeightGradients
 
 SMALL = ["--model", "gpt2", "--devices", "4", "--batch", "16", "--best", "3"]
 

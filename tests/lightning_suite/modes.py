@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.pipeline.shard.partition import find_layers
-from lightning_axosparse.strategy.compat.hooks import overrides
+from lightning_axosparse.strategy.compat.internals import overrides
 
 
 @dataclass(frozen=True)

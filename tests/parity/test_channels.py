@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_axosparse import AxoSparseStrategy, ChannelTicket, EarlyBirdChannels
+from lightning_axosparse.pipeline.crossing import message
 from tests.parity.cases import Record, difference, recorded, trainer
 from tests.pruning.networks import images, made
 from tests.ranks import run_ranks
@@ -129,18 +130,17 @@ Results = dict[str, tuple[Record, ChannelTicket]]
 
 def on_two_ranks(folder: Path) -> tuple[Results, list[int]]:
     """All runs of one job, and the bytes of each message that this rank sent in the first."""
-    from lightning_axosparse.pipeline.crossing import p2p
 
-    sent, encode = [], p2p.encode
+    sent, encode = [], message.encode
 
     def counted(tree: Any, device: torch.device) -> tuple[bytes, Tensor]:
         header, block = encode(tree, device)
         sent.append(block.numel())
         return header, block
 
-    p2p.encode = counted
+    message.encode = counted
     results = {"whole": train("vgg", 2, CUT, folder)}
-    p2p.encode = encode
+    message.encode = encode
     for epoch in (0, 1):
         results[f"resumed {epoch}"] = train("vgg", 2, CUT, resume=folder / f"epoch={epoch}.ckpt")
     results["micro-batches"] = train("vgg", 2, {**CUT, "microbatches": 2})
@@ -257,7 +257,7 @@ def test_a_resnet_in_one_process(ranks: Any) -> None:
     expected, masks = masked("resnet", ticket)
     for strategy in (
         {"g_inter": 3, "transport": "loopback"},
-        {"g_inter": 5, "transport": "loopback", "weight_gradients": "deferred"},
+        {"g_inter": 5, "transport": "loopback", "schedule": "deferred"},
         {"g_inter": 2, "transport": "loopback", "recompute": 1},
     ):
         record, found = train("resnet", 1, strategy)

@@ -27,8 +27,7 @@ from transformers import (
 )
 
 from lightning_axosparse import AxoSparseStrategy
-from lightning_axosparse.pipeline.crossing.p2p import LoopbackLink, encode
-from lightning_axosparse.pipeline.crossing.values import Probe
+from lightning_axosparse.pipeline.crossing.message import LoopbackLink, Probe, encode
 from lightning_axosparse.pipeline.engine import Pipeline
 from tests.parity.cases import Record, difference, recorded, trainer
 from tests.parity.networks import in_float64

@@ -50,7 +50,7 @@ def test_pruning_of_all_stages_in_one_process(case: str, tmp_path: Path) -> None
     # Lightning resumes from no checkpoint that has the masks.
     for epoch in (None,) if "masks" in case else (None, 0):
         strategy = AxoSparseStrategy(
-            2, 2, pipeline="model", transport="loopback", weight_gradients="deferred"
+            2, 2, pipeline="model", transport="loopback", schedule="deferred"
         )
         record, expected = train(case, ours, strategy, epoch), train(case, plain, "auto", epoch)
         assert difference(record, expected) <= 1e-12

@@ -56,8 +56,8 @@ ROWS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "2x2 clipped, ticket": (4, {"g_inter": 2}, {"gradient_clip_val": 0.05, "ticket": True}),
     "2x2 accumulated": (4, {"g_inter": 2}, {"accumulate_grad_batches": 2}),
 }
-TOGETHER = {"schedule": "message-driven", "weight_gradients": "together"}
-DEFERRED = {"weight_gradients": "deferred"}
+TOGETHER = {"schedule": "together"}
+DEFERRED = {"schedule": "deferred"}
 FASTEST = {"schedule": "message-driven"}
 """All ways in turn, then the fastest one."""
 
@@ -84,7 +84,7 @@ def train(row: str, arguments: dict[str, Any], **more: Any) -> tuple[Record, flo
 
 def train_by_times(row: str) -> tuple[list[tuple[Record, float]], bool]:
     """A run long enough for a choice, made together and by choice, and whether one was made."""
-    from lightning_axosparse.pipeline.order.choice import ScheduleChoice
+    from lightning_axosparse.pipeline.choice import ScheduleChoice
 
     made = []
     choose = ScheduleChoice._choose
@@ -102,7 +102,7 @@ def train_by_times(row: str) -> tuple[list[tuple[Record, float]], bool]:
 def train_rows(ranks: int) -> dict[str, list[tuple[Record, float]]]:
     """Every row of so many ranks, with weight gradients made together and deferred."""
     return {
-        row: [train(row, arguments) for arguments in (TOGETHER, DEFERRED)]
+        row: [train(row, way) for way in (TOGETHER, DEFERRED | ROWS[row][1])]
         for row, (needs, *_) in ROWS.items()
         if needs == ranks
     }
@@ -144,7 +144,7 @@ def loopback(**arguments: Any) -> tuple[Record, float]:
 
 
 def test_all_stages_in_one_process_defer_too() -> None:
-    expected, _ = loopback(weight_gradients="together")
-    record, seconds = loopback(weight_gradients="deferred")
+    expected, _ = loopback(schedule="together")
+    record, seconds = loopback(schedule="deferred")
     assert seconds > 0
     assert difference(expected, record) == 0

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_axosparse.pipeline.order.schedule import WeightGradients
-from lightning_axosparse.pipeline.shard.profile import LayerProfile
+from lightning_axosparse.pipeline.profile import LayerProfile
+from lightning_axosparse.pipeline.schedule import WeightGradients
 from lightning_axosparse.planning.cost import (
     DENSE,
     SPARSE,

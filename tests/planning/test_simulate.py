@@ -5,19 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_axosparse.pipeline.order.schedule import (
+from lightning_axosparse.pipeline.schedule import (
     SCHEDULES,
     ForwardOnly,
     MessageDriven,
 )
 from lightning_axosparse.planning.simulate import Simulation, Wire, ring_all_reduce, simulate
 
-EVERY = {
-    name if ways == "together" else f"{name}, {ways}": kind
-    for name, kinds in SCHEDULES.items()
-    for ways, kind in kinds.items()
-}
-names = st.sampled_from(list(EVERY))
+names = st.sampled_from(list(SCHEDULES))
 shapes = st.tuples(st.integers(1, 6), st.integers(1, 12))
 seconds = st.floats(0.01, 100)
 seeds = st.integers(0, 10_000)
@@ -31,14 +26,14 @@ wires = st.builds(
 
 def run(
     shape: tuple[int, int],
-    name: str = "message-driven",
+    name: str = "together",
     in_flight: int = 99,
     forward=1.0,
     backward=2.0,
     **kwargs,
 ) -> Simulation:
     stages, microbatches = shape
-    schedules = [EVERY[name](i, stages, microbatches, in_flight) for i in range(stages)]
+    schedules = [SCHEDULES[name](i, stages, microbatches, in_flight) for i in range(stages)]
     return simulate(schedules, forward, backward, **kwargs)
 
 
@@ -139,7 +134,7 @@ def test_every_pass_runs_once_after_what_it_needs_and_no_two_at_once(
     }
     assert len(passes) == len([s for s in simulation.spans if s.activity != "wait"])
     deferred = sum(
-        EVERY[name](stage, stages, microbatches, limit).defers(microbatch)
+        SCHEDULES[name](stage, stages, microbatches, limit).defers(microbatch)
         for stage in range(stages)
         for microbatch in range(microbatches)
     )
@@ -172,7 +167,7 @@ def test_no_stage_holds_more_than_its_limit(
     peaks = [peak_in_flight(simulation, stage) for stage in range(stages)]
     assert max(peaks) <= min(limit, microbatches)
     times = jittered(shape, seed)
-    for name in ("message-driven", "zb-h1"):
+    for name in ("together", "zb-h1"):
         deferred = run(
             shape,
             f"{name}, deferred",
@@ -199,7 +194,7 @@ def test_a_step_takes_no_less_than_its_longest_path_and_no_more_than_all_of_it_i
     )
     both = times["forward"] + times["backward"]
     hops = 2 * (shape[0] - 1) * (wire.latency + 1 / wire.bandwidth + wire.overhead)
-    chain = both - weights if EVERY[name].defers_weight_gradients else both
+    chain = both - weights if SCHEDULES[name].defers_weight_gradients else both
     longest = max(simulation.busy.max(), chain.sum(0).max() + hops)
     assert simulation.makespan >= longest - 1e-6
     assert simulation.makespan <= both.sum() + hops * shape[1] + 1e-6
@@ -302,16 +297,16 @@ def test_weight_gradients_fill_waits(
     sigma: float, latency: float, twice: float, once: float
 ) -> None:
     """Ratios found first by another simulator: filling in 2P, and static ZB-H1 in P."""
-    filling = deferred(sigma, latency, "message-driven, deferred", 8)
+    filling = deferred(sigma, latency, "deferred", 8)
     assert filling == pytest.approx(twice, abs=0.015)
-    assert deferred(sigma, latency, "zb-h1, deferred", 4) == pytest.approx(once, abs=0.015)
-    assert filling <= deferred(sigma, latency, "message-driven", 8) - 0.06
+    assert deferred(sigma, latency, "zb-h1", 4) == pytest.approx(once, abs=0.015)
+    assert filling <= deferred(sigma, latency, "together", 8) - 0.06
 
 
 def test_weight_gradients_in_several_products_take_no_more_time_together() -> None:
     kwargs = {**F_B_W, "in_flight": 8, "wires": Wire(latency=0.5)}
-    whole = run((4, 16), "message-driven, deferred", **kwargs)
-    parts = run((4, 16), "message-driven, deferred", products=5, **kwargs)
+    whole = run((4, 16), "deferred", **kwargs)
+    parts = run((4, 16), "deferred", products=5, **kwargs)
     np.testing.assert_allclose(parts.busy, whole.busy)
     assert parts.makespan <= whole.makespan + 1e-6
     spans = [s for s in parts.spans if s.activity == "weight gradient"]
@@ -395,7 +390,7 @@ def test_a_ring_moves_every_byte_almost_twice() -> None:
         ({"backward": np.ones((3, 5))}, r"backward has shape \(3, 5\)"),
         ({"wires": [Wire()]}, "1 wires for 3 stages"),
         (
-            {"name": "zb-h1, deferred", "weight_gradient": 2.5},
+            {"name": "zb-h1", "weight_gradient": 2.5},
             "weight_gradient is longer than backward",
         ),
     ],

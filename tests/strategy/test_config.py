@@ -31,18 +31,9 @@ def test_arguments_of_a_regrid(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weight_gradients": "later"}, "weight_gradients='later' must be"),
-        (
-            {"weight_gradients": "deferred", "schedule": "1f1b"},
-            "makes weight gradients together, not 'deferred'.*zb-h1",
-        ),
-        (
-            {"weight_gradients": "cooldown", "schedule": "zb-h1"},
-            r"not 'cooldown'.*'message-driven'",
-        ),
-        ({"weight_gradients": "together", "schedule": "zb-h1"}, "schedule='zb-h1'.*not 'together'"),
-        ({"weight_gradients": "deferred", "recompute": 2}, "'deferred' keeps.*recompute=2"),
-        ({"weight_gradients": "cooldown", "recompute": 2}, "'cooldown' keeps.*recompute=2"),
+        ({"schedule": "later"}, "schedule='later' must be"),
+        ({"schedule": "deferred", "recompute": 2}, "'deferred' keeps.*recompute=2"),
+        ({"schedule": "cooldown", "recompute": 2}, "'cooldown' keeps.*recompute=2"),
         ({"schedule": "zb-h1", "recompute": "sqrt"}, "schedule='zb-h1' keeps.*recompute='sqrt'"),
         ({"schedule": "zb-h1", "in_flight": 3}, "in_flight=3 belongs"),
     ],

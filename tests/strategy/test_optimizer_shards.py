@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer, RMSprop
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
-from lightning_axosparse.strategy.optimizer_shards import validate_divisible_optimizers
+from lightning_axosparse.strategy.validation import validate_placement
 from tests.parity.cases import Net, Record, difference, loader, trainer, whole_state
 from tests.ranks import run_ranks
-from tests.strategy.test_bucketwise import parameters
+from tests.strategy.test_optimizers import parameters
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: SGD(p, 0.1),
@@ -188,7 +188,7 @@ class ByRow(SGD):
 def test_elementwise_optimizers_are_divided(kind: str) -> None:
     optimizer = OPTIMIZERS[kind](parameters())
     before = repr(optimizer.state_dict())
-    validate_divisible_optimizers(optimizer)
+    validate_placement(optimizer, "shard_optimizer")
     assert repr(optimizer.state_dict()) == before
 
 
@@ -203,7 +203,7 @@ def test_elementwise_optimizers_are_divided(kind: str) -> None:
 )
 def test_others_are_refused(optimizer: Optimizer, reason: str) -> None:
     with pytest.raises(MisconfigurationException, match=reason):
-        validate_divisible_optimizers(optimizer)
+        validate_placement(optimizer, "shard_optimizer")
 
 
 def test_refusals_come_before_the_run() -> None:

@@ -40,7 +40,7 @@ class OwnBackward(Net):
         loss.backward()
 
 
-@pytest.mark.parametrize("options", [{"weight_gradients": "deferred"}, {"schedule": "zb-h1"}])
+@pytest.mark.parametrize("options", [{"schedule": "deferred"}, {"schedule": "zb-h1"}])
 def test_a_module_that_overrides_backward_cannot_defer(options: dict[str, Any]) -> None:
     strategy = AxoSparseStrategy(g_inter=2, transport="loopback", **options)
     with pytest.raises(MisconfigurationException, match="OwnBackward overrides `backward`"):
@@ -68,10 +68,10 @@ def test_a_step_that_fetches_its_batches_is_refused_in_a_pipeline() -> None:
     ("options", "defers"),
     [
         ({}, False),
-        ({"weight_gradients": "deferred"}, True),
-        ({"weight_gradients": "cooldown"}, True),
-        ({"weight_gradients": "together"}, False),
-        ({"g_inter": 1, "weight_gradients": "deferred"}, True),
+        ({"schedule": "deferred"}, True),
+        ({"schedule": "cooldown"}, True),
+        ({"schedule": "together"}, False),
+        ({"g_inter": 1, "schedule": "deferred"}, True),
         ({"schedule": "1f1b"}, False),
         ({"schedule": "zb-h1"}, True),
     ],

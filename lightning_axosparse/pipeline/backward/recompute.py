@@ -42,10 +42,6 @@ class ActivationCheckpointing:
 
     With segments of the square root of a stage's layers, rounded up, as many inputs are kept as
     layers are recomputed at a time (Chen et al., 2016, arXiv 1604.06174), as in AxoNN.
-
-    Args:
-        every: layers a segment, at least one, or "sqrt".
-        device: device of the layers.
     """
 
     every: int | Literal["sqrt"]
@@ -88,11 +84,7 @@ class _Kept:
 
 
 class _GlobalState:
-    """The global state that a layer depends on: random generators, autocast, default dtype.
-
-    Args:
-        device: device of the layers.
-    """
+    """The global state that a layer depends on: random generators, autocast, default dtype."""
 
     def __init__(self, device: torch.device) -> None:
         self._generator = torch.get_rng_state()
@@ -179,15 +171,7 @@ class Segment:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Compute the next layer of the segment without keeping what autograd saves.
-
-        Args:
-            name: the layer's name, for messages.
-            layer: the layer.
-            compute: its forward pass.
-            args: what it is called with.
-            kwargs: what it is called with by name.
-        """
+        """Compute the next layer of the segment without keeping what autograd saves."""
         inputs = tree_map_only(Tensor, self._keep, (args, dict(kwargs)))
         state, remembered = _GlobalState(self._device), self._remember(layer)
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
@@ -31,11 +31,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_axosparse.pipeline.backward.weight_gradients import WeightGradientQueue
-from lightning_axosparse.pipeline.replaced_forward import ReplacedForward
+from lightning_axosparse.pipeline.backward.parameter_gradients import WeightGradientQueue
 from lightning_axosparse.sparse.module.sparse_module import SparseModule, kept_product
 from lightning_axosparse.sparse.ops.linear import KeptProduct
 from lightning_axosparse.sparse.store.scratch import scratch
+from lightning_axosparse.support.patched import replaced_forward
 from lightning_axosparse.support.torch_internals import (
     apply_untransformed,
     backward_transformed,
@@ -273,7 +273,8 @@ class SplitLayers:
         self.parameters: set[nn.Parameter] = set()
         """The parameters of all calls in this batch whose products are queued in backward."""
         self._module = module
-        self._layers: dict[nn.Module, ReplacedForward] = {}
+        self._layers: list[nn.Module] = []
+        self._undo = ExitStack()
         self._calls: dict[nn.Module, _Call] = {}
         self._destination: _Destination | None = None
 
@@ -286,12 +287,13 @@ class SplitLayers:
                 continue
             alone = all(owners[p] == 1 and not p.is_meta for p in layer.parameters(recurse=False))
             if alone and _has_its_operands(layer):
-                self._layers[layer] = ReplacedForward(layer, partial(self._forward, layer))
+                self._layers.append(layer)
+                replaced = replaced_forward(layer, partial(self._forward, layer))
+                self._undo.enter_context(replaced)
 
     def uninstall(self) -> None:
         """Give the layers their own ``forward`` back."""
-        for replaced in self._layers.values():
-            replaced.remove()
+        self._undo.close()
         self._layers.clear()
 
     @contextmanager

@@ -21,15 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from lightning_axosparse.pipeline.crossing.nodes import OF_EVERY_MODULE, PLAIN
-from lightning_axosparse.pipeline.crossing.placeholder import (
-    Placeholder,
-    Progress,
-    filled,
-    sendable,
-)
-from lightning_axosparse.pipeline.crossing.skip_tensors import DerivedValues
-from lightning_axosparse.pipeline.crossing.values import (
+from lightning_axosparse.pipeline.crossing.message import (
     Appended,
     Attribute,
     HookCall,
@@ -38,6 +30,15 @@ from lightning_axosparse.pipeline.crossing.values import (
     SideOutput,
     SidePlace,
 )
+from lightning_axosparse.pipeline.crossing.placeholder import (
+    OF_EVERY_MODULE,
+    PLAIN,
+    Placeholder,
+    Progress,
+    filled,
+    sendable,
+)
+from lightning_axosparse.pipeline.crossing.skip_tensors import DerivedValues
 from lightning_axosparse.support.torch_internals import (
     is_compiled,
     never_compiled,
@@ -68,12 +69,7 @@ class _State(NamedTuple):
 
 
 class WatchedLayer:
-    """A layer's modules, and the tensors among their attributes.
-
-    Args:
-        name: the layer's name, for messages.
-        layer: the layer.
-    """
+    """A layer's modules, and the tensors among their attributes."""
 
     def __init__(self, name: str, layer: nn.Module) -> None:
         self.name = name
@@ -152,11 +148,7 @@ class SideOutputs:
     """Lists that layers have appended to, and how long they were before."""
 
     def watch(self, own: range) -> None:
-        """Watch the hooks and attributes of the stage's layers from now on.
-
-        Args:
-            own: indices of the layers.
-        """
+        """Watch the hooks and attributes of the stage's layers from now on."""
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
             warnings.warn(
                 "Forward hooks of all modules (register_module_forward_hook) cannot be followed "

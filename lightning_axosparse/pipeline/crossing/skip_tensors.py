@@ -32,17 +32,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.crossing.nodes import attribute_tensors, nodes
-from lightning_axosparse.pipeline.crossing.placeholder import (
-    Placeholder,
-    Progress,
-    computed_from,
-    described,
-    filled,
-    sendable,
-    tensors_in,
-)
-from lightning_axosparse.pipeline.crossing.values import (
+from lightning_axosparse.pipeline.crossing.message import (
     Activation,
     Place,
     Reads,
@@ -50,14 +40,23 @@ from lightning_axosparse.pipeline.crossing.values import (
     SidePlace,
     Value,
 )
-from lightning_axosparse.pipeline.crossing.without_values import (
+from lightning_axosparse.pipeline.crossing.placeholder import (
     GRADIENT_HOOKS,
     Outcome,
+    Placeholder,
+    Progress,
     Unsent,
+    attribute_tensors,
+    computed_from,
+    described,
+    filled,
+    nodes,
+    sendable,
+    tensors_in,
     without_values,
 )
-from lightning_axosparse.pipeline.pausable_mode import PausableMode
 from lightning_axosparse.support.torch_internals import (
+    PausableMode,
     plain_torch_functions,
     tree_leaves,
     version_of,

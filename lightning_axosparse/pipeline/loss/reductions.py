@@ -33,8 +33,8 @@ from torch.nn.parameter import Parameter
 
 from lightning_axosparse.pipeline.crossing.placeholder import Placeholder
 from lightning_axosparse.pipeline.loss.combination import Call, Leaf, Term
-from lightning_axosparse.pipeline.pausable_mode import PausableMode
 from lightning_axosparse.sparse.store.weight import SparseWeight
+from lightning_axosparse.support.torch_internals import PausableMode
 
 _PACKAGE = __name__.partition(".")[0]
 

@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple
 import torch.distributed as dist
 
 from lightning_axosparse.distributed.process_groups import all_gather
-from lightning_axosparse.pipeline.batch.microbatch import MicroBatch, MicrobatchWeight
 from lightning_axosparse.pipeline.loss.combination import Leaf, Rule, Shape, Term, own_rule, shares
+from lightning_axosparse.pipeline.microbatch import MicroBatch, MicrobatchWeight
 
 MicrobatchLoss = Literal["auto", "mean", "sum"]
 
@@ -26,7 +26,7 @@ class LossRule(NamedTuple):
 
     Attributes:
         loss: as for :class:`LossWeights`.
-        weight: as for :func:`lightning_axosparse.pipeline.batch.microbatch.weigh_by`; None where
+        weight: as for :func:`lightning_axosparse.pipeline.microbatch.weigh_by`; None where
             there is no such rule.
     """
 

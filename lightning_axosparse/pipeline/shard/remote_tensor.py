@@ -3,15 +3,20 @@
 Hooks may ask all parameters of a module for something, such as a norm. Those of other stages have
 no values on this rank. What only arranges them works: shapes, copies, an average that stays where
 the parameter is. What needs a value raises one error, which says where the value is to be had.
+
+An optimizer steps this rank's parameters, while hooks see those of all stages in its groups: a sum
+over ``optimizer.param_groups`` is what a sum over ``module.parameters()`` is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_axosparse.support.torch_internals import (
     parsed_conversion,
@@ -187,3 +192,78 @@ def _known_norm(
     if order not in remote.norms:
         return None
     return torch.tensor(remote.norms[order], dtype=remote.dtype, device=remote.near)
+
+
+def own_param_groups(optimizer: Optimizer) -> AbstractContextManager[None]:
+    """Leave only this rank's parameters in an optimizer's groups, inside the context."""
+    return replaced_params(optimizer, lambda p: None if isinstance(p, RemoteTensor) else p)
+
+
+@contextmanager
+def replaced_params(
+    optimizer: Optimizer, replacement: Callable[[Tensor], Tensor | None]
+) -> Iterator[None]:
+    """Replace parameters in an optimizer's groups inside the context; by None to leave them out."""
+    whole = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        found = map(replacement, group["params"])
+        group["params"] = [each for each in found if each is not None]
+    try:
+        yield
+    finally:
+        for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+            group["params"] = parameters
+
+
+@contextmanager
+def following_parameters(module: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Give optimizers, after the context, what then has their parameters' names in a module."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    yield
+    parameters = dict(module.named_parameters())
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [parameters[names[p]] if p in names else p for p in group["params"]]
+
+
+def closure_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Call the closure that a step of an optimizer was given, if any, before the step.
+
+    Returns:
+        The keyword arguments for the step, of which a closure returns the same loss again.
+    """
+    closure = kwargs.pop("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        return kwargs
+    loss = closure()
+    return {**kwargs, "closure": lambda: loss}
+
+
+class OwnSteps:
+    """Lets an optimizer step this rank's parameters alone, until :meth:`remove`.
+
+    Hooks that run inside the closure of a step see all parameters.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._inside = ExitStack()
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._enter),
+            optimizer.register_step_post_hook(self._leave),
+        ]
+
+    def remove(self) -> None:
+        """Let the optimizer step all that is in its groups."""
+        self._leave()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _enter(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        kwargs = closure_called(args, kwargs)
+        self._inside.enter_context(own_param_groups(optimizer))
+        return (optimizer,), kwargs
+
+    def _leave(self, *_: Any) -> None:
+        self._inside.close()

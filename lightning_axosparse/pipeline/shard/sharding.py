@@ -2,22 +2,29 @@
 
 A parameter of a layer is kept by the layer's stage, one outside the layers by every stage, and one
 that several layers share by each of their stages. A tensor that is not kept is replaced by a
-``RemoteTensor``, so that names, shapes and ``state_dict`` keys do not change.
+``RemoteTensor``, so that names, shapes and ``state_dict`` keys do not change, and its gradient by
+one that has norms, but no values.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.shard.remote_tensor import RemoteTensor
+from lightning_axosparse.distributed.process_groups import all_sum
+from lightning_axosparse.pipeline.shard.remote_tensor import NORMS, RemoteTensor
 from lightning_axosparse.sparse.module.parameters import layouts
-from lightning_axosparse.support.torch_internals import move_gradient_hooks, swap_values
+from lightning_axosparse.support.torch_internals import (
+    move_gradient_hooks,
+    plain_torch_functions,
+    swap_values,
+)
 
 
 class ReshardedTensor(NamedTuple):
@@ -37,14 +44,7 @@ class ReshardedTensor(NamedTuple):
 
 
 class Sharding:
-    """Which stages keep which tensors of a module.
-
-    Args:
-        module: the user's module, whole.
-        layers: names of the layers, as in ``module.named_modules()``.
-        parts: the layer indices of each stage.
-        device: where the tensors are used that are kept.
-    """
+    """Which stages keep which tensors of a module."""
 
     def __init__(
         self,
@@ -141,10 +141,6 @@ class Sharding:
         Values are not moved: tensors that this rank keeps from now on are in the module, still
         empty; those that it kept and no longer does are out of it, with their values.
 
-        Args:
-            parts: the layer indices of each new stage.
-            local: the new stages of this rank.
-
         Returns:
             Every tensor of the module, in the same order on all ranks.
         """
@@ -183,12 +179,7 @@ class Sharding:
         return holders
 
     def _replace_all(self, local: Collection[int], metas: dict[Tensor, Tensor]) -> list[Tensor]:
-        """Replace what the ``local`` stages do not keep, and return it.
-
-        Args:
-            local: the stages of this rank.
-            metas: meta tensors to reuse.
-        """
+        """Replace what the ``local`` stages do not keep, and return it."""
         self._local = local
         sparse = layouts(self.module)
         shapes: dict[Tensor, torch.Size] = {
@@ -238,3 +229,60 @@ def free(tensor: Tensor) -> None:
         swap_values(tensor, empty)
     tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     tensor.grad = None
+
+
+class RemoteGradients:
+    """The gradients of parameters that other stages of this pipeline keep.
+
+    Without them a sum over all parameters would leave these out without a word, as they have no
+    gradient here.
+    """
+
+    def __init__(
+        self, sharding: Sharding, inter_group: Callable[[], dist.ProcessGroup | None]
+    ) -> None:
+        self._sharding, self._inter_group = sharding, inter_group
+        self._gradients: dict[str, tuple[RemoteTensor, RemoteTensor]] = {}
+
+    def follow(self) -> None:
+        """Take in which parameters other stages keep now, and their shapes."""
+        self._gradients = {
+            name: (parameter, _gradient_of(parameter))
+            for name, parameter in self._sharding.module.named_parameters()
+            if isinstance(parameter, RemoteTensor)
+        }
+
+    def present(self) -> None:
+        """After a backward pass: there may be gradients, of which nothing is known."""
+        self.forget_norms()
+        # In every step: a `RemoteTensor` takes fifty times as long for each attribute.
+        with plain_torch_functions():
+            for parameter, gradient in self._gradients.values():
+                parameter.grad = gradient if parameter.requires_grad else None
+
+    def measure(self) -> None:
+        """Let all stages know which gradients there are, with their norms; collective."""
+        names = list(self._sharding.holders)
+        counted, held = self._sharding.counted(), self._sharding.held()
+        measured = torch.zeros(len(names), 1 + len(NORMS), dtype=torch.float64)
+        for row, name in zip(measured, names, strict=True):
+            gradient = held[name].grad if name in counted else None
+            if gradient is not None:
+                row[0] = 1
+                row[1:] = torch.stack([gradient.detach().norm(order) for order in NORMS])
+        all_sum(measured, self._inter_group())
+        for name, (exists, *norms) in zip(names, measured.tolist(), strict=True):
+            if name in self._gradients:
+                parameter, gradient = self._gradients[name]
+                parameter.grad = gradient if exists else None
+                gradient.norms.update(zip(NORMS, norms, strict=True))
+
+    def forget_norms(self) -> None:
+        """Take in that gradients change."""
+        for _, gradient in self._gradients.values():
+            gradient.norms.clear()
+
+
+def _gradient_of(parameter: RemoteTensor) -> RemoteTensor:
+    meta: Tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return RemoteTensor.of(meta, parameter.origin, parameter.near)

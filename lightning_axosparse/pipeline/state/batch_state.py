@@ -21,7 +21,7 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.batch.microbatch import MicroBatch
+from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.state.advice import not_alike, not_sent
 from lightning_axosparse.pipeline.state.module_state import (
     Place,

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_axosparse.pipeline.batch.layout import Key
+from lightning_axosparse.pipeline.batch_layout import Key
 from lightning_axosparse.pipeline.norms import Norm
 from lightning_axosparse.pipeline.state.values import (
     MISSING,

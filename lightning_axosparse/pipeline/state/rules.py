@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_axosparse.pipeline.batch.layout import Key
+from lightning_axosparse.pipeline.batch_layout import Key
 from lightning_axosparse.pipeline.state.values import (
     MISSING,
     entries,

@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 
-from lightning_axosparse.pipeline.batch.layout import Key, children, rebuilt
+from lightning_axosparse.pipeline.batch_layout import Key, children, rebuilt
 
 
 class Missing(Enum):

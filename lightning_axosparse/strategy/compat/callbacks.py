@@ -1,7 +1,8 @@
-"""Makes Lightning's own callbacks right on the ranks of a pipeline."""
+"""Makes Lightning's own callbacks and loggers right on the ranks of a pipeline."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -9,6 +10,7 @@ from itertools import product
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
@@ -17,14 +19,17 @@ from lightning.pytorch.callbacks import (
     ThroughputMonitor,
     WeightAveraging,
 )
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.call import _call_teardown_hook
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
+from typing_extensions import override
 
-from lightning_axosparse.strategy.compat.hooks import callbacks_of
+from lightning_axosparse.strategy.compat.internals import callbacks_of
 from lightning_axosparse.support.patched import patched
 
 
@@ -64,10 +69,6 @@ def count_replicas(trainer: pl.Trainer, replicas: int) -> None:
 
     Their samples per second are then those of the job, and "device" is a replica: what it computes
     of the FLOPs that its stages could.
-
-    Args:
-        trainer: the Trainer, whose ``setup`` hooks were called.
-        replicas: the data-parallel size.
     """
     for callback in callbacks_of(trainer):
         if isinstance(callback, ThroughputMonitor):
@@ -121,3 +122,50 @@ def weight_averages(trainer: pl.Trainer) -> list[nn.Module]:
         for average in averages
         if average is not None
     ]
+
+
+class _SilentLogger(DummyLogger):
+    """Takes everything and writes nothing; its folder is that of another logger."""
+
+    def __init__(self, logger: Logger) -> None:
+        super().__init__()
+        has_log_dir = isinstance(logger, (TensorBoardLogger, CSVLogger))  # as `Trainer.log_dir`
+        self._folder = logger.log_dir if has_log_dir else logger.save_dir
+
+    @property
+    @override
+    def save_dir(self) -> str | None:
+        return self._folder
+
+
+@contextmanager
+def loggers_silenced(trainer: pl.Trainer) -> Iterator[None]:
+    """Let ``self.logger`` take everything and write nothing inside the context.
+
+    ``trainer.log_dir``, which a step may ask for, is what this rank has, without a broadcast: where
+    the step fails on one stage, the next one would not take part in it.
+    """
+    silent = [_SilentLogger(logger) for logger in trainer.loggers]
+    own = patched(trainer.strategy, "broadcast", lambda value, src=0: value)
+    with patched(trainer, "_loggers", silent), own:
+        yield
+
+
+@contextmanager
+def sync_advice_silenced() -> Iterator[None]:
+    """Silence Lightning's advice to use ``sync_dist=True``, where there is one data-parallel rank.
+
+    Lightning takes the stages of a pipeline, which log the same values, for replicas.
+    """
+    before = list(warnings.filters)
+    warnings.filterwarnings(
+        "ignore",
+        message=r"It is recommended to use `self\.log\(.*sync_dist=True",
+        category=PossibleUserWarning,
+    )
+    ours = [entry for entry in warnings.filters if entry not in before]
+    try:
+        yield
+    finally:
+        # Not `catch_warnings`, which would drop the filters that the user's hooks have added.
+        warnings.filters[:] = [entry for entry in warnings.filters if entry not in ours]  # type: ignore[index]

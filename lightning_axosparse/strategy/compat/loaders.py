@@ -26,8 +26,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from lightning_axosparse.pipeline.shard.call_order import Example
-from lightning_axosparse.strategy.compat.hooks import overrides
+from lightning_axosparse.pipeline.shard.partition import Example
+from lightning_axosparse.strategy.compat.internals import overrides
 
 _log = logging.getLogger(__name__)
 
@@ -149,11 +149,6 @@ def sample_batches(trainer: pl.Trainer, origin: Source, counts: Sequence[int]) -
 
     No loader is iterated and no worker started. The random states of torch, numpy and Python are
     restored, as are the generators and attributes of datasets and collate functions.
-
-    Args:
-        trainer: the running Trainer.
-        origin: where the batches come from.
-        counts: numbers of samples.
 
     Returns:
         A batch for each count; None where the datasets cannot be indexed, or raise.
@@ -312,10 +307,6 @@ def process_dataloader(dataloader: object, data_rank: int) -> object:
     ``worker_init_fn``. As with Lightning, nothing happens without
     ``seed_everything(workers=True)``.
 
-    Args:
-        dataloader: any iterable that Lightning takes, with its sampler already in place.
-        data_rank: the data-parallel rank.
-
     Returns:
         The same loader.
     """
@@ -331,10 +322,6 @@ def broadcast_seed(group: dist.ProcessGroup | None, source: int) -> None:
     as steps leave the state alone, all stages draw the same numbers, and sample what one process
     would. The order differs from one process, from the second epoch on, only where the layers of
     that process draw from the same state, as dropout on the CPU does.
-
-    Args:
-        group: the ranks that are given the same batches; None for this rank alone.
-        source: global rank whose state the others get.
     """
     if group is None:
         return

@@ -24,7 +24,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_axosparse.strategy.compat.loops import loops_of, progress_of
+from lightning_axosparse.strategy.compat.lockstep import loops_of, progress_of
 from lightning_axosparse.strategy.launcher.pickling import fingerprint, survives
 from lightning_axosparse.support.torch_internals import swap_values
 from lightning_axosparse.support.troubleshooting import see

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_axosparse.distributed.mpi.environment import check_can_start
-from lightning_axosparse.strategy.compat.signals import restore_handlers_in_teardown
+from lightning_axosparse.strategy.compat.lockstep import restore_handlers_in_teardown
 from lightning_axosparse.strategy.launcher import mpiexec
 from lightning_axosparse.strategy.launcher.call import (
     Call,

@@ -25,8 +25,7 @@ from lightning_axosparse.distributed.mpi.environment import describe_rank, world
 from lightning_axosparse.distributed.mpi.mpich import unlink_segments
 from lightning_axosparse.distributed.rank_status import mark_finished, publish
 from lightning_axosparse.strategy.compat.callbacks import run_until_tuned
-from lightning_axosparse.strategy.compat.exceptions import save_together
-from lightning_axosparse.strategy.compat.signals import cause_of
+from lightning_axosparse.strategy.compat.lockstep import cause_of, save_together
 from lightning_axosparse.strategy.launcher.call import (
     Call,
     CallFolder,

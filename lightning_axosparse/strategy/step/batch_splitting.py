@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_axosparse.distributed.process_groups import ProcessGroups
-from lightning_axosparse.pipeline.batch.layout import (
+from lightning_axosparse.pipeline.batch_layout import (
     ASK,
     BatchLayout,
     Path,
@@ -24,7 +24,7 @@ from lightning_axosparse.pipeline.batch.layout import (
     observed,
     spelled,
 )
-from lightning_axosparse.pipeline.batch.microbatch import (
+from lightning_axosparse.pipeline.microbatch import (
     MicroBatch,
     even_parts,
     one_size,

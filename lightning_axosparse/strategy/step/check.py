@@ -19,14 +19,14 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_axosparse.distributed.process_groups import all_gather
-from lightning_axosparse.pipeline.backward.gradient_hooks import GradientHooks
-from lightning_axosparse.pipeline.batch.microbatch import MicroBatch
+from lightning_axosparse.pipeline.backward.parameter_gradients import GradientHooks
 from lightning_axosparse.pipeline.dry_run import Rehearsal
 from lightning_axosparse.pipeline.loss.weights import LossRule
+from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.stage_step import Batch
 from lightning_axosparse.pipeline.state.batch_state import Changing
 from lightning_axosparse.pipeline.state.check import StageChanges, StateCheck, agree
-from lightning_axosparse.strategy.compat.logging.loggers import loggers_silenced
+from lightning_axosparse.strategy.compat.callbacks import loggers_silenced
 from lightning_axosparse.strategy.step.comparison import Comparison, Finding, Seen, StepRules
 from lightning_axosparse.strategy.step.open_pipeline import OpenPipeline
 from lightning_axosparse.support.troubleshooting import see

@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_axosparse.pipeline.batch.microbatch import MicroBatch
 from lightning_axosparse.pipeline.dry_run import DryRun
 from lightning_axosparse.pipeline.loss.combination import (
     Rule,
@@ -19,8 +18,9 @@ from lightning_axosparse.pipeline.loss.combination import (
     found_rules,
 )
 from lightning_axosparse.pipeline.loss.weights import LossRule, LossWeights
+from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.state.batch_state import Changing
-from lightning_axosparse.strategy.compat.logging.logging import (
+from lightning_axosparse.strategy.compat.logging import (
     LogCall,
     LogKey,
     combined_calls,
@@ -179,8 +179,8 @@ class Comparison:
                 f"The loss of {self.name} is {what} on its {len(self.parts)} micro-batches. It is "
                 "not a mean or a sum over samples: it compares samples with each other, or takes a "
                 "statistic or a count of the batch in a way that does not combine. "
-                "AxoSparseStrategy(microbatches=1) is exact; microbatch_loss= and "
-                "microbatch_weight= say how losses combine; check_first_batch=False compares "
+                "AxoSparseStrategy(microbatches=1) is exact; microbatch_weight= says how "
+                "losses combine; check_first_batch=False compares "
                 "nothing." + see("losses"),
                 best.is_equal_loss,
             )

@@ -9,22 +9,20 @@ from functools import partial
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_axosparse.distributed.process_groups import all_gather
+from lightning_axosparse.pipeline.choice import InFlightLimit, ScheduleRule
 from lightning_axosparse.pipeline.engine import Pipeline
 from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
-from lightning_axosparse.pipeline.order.choice import ScheduleRule
-from lightning_axosparse.pipeline.order.in_flight import InFlightLimit
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.state.batch_state import BatchState
-from lightning_axosparse.strategy.compat.logging.loggers import sync_advice_silenced
-from lightning_axosparse.strategy.compat.logging.logging import MicrobatchLog
-from lightning_axosparse.strategy.compat.logging.metrics import PipelinedMetrics
-from lightning_axosparse.strategy.compat.logging.printing import MicrobatchPrint
-from lightning_axosparse.strategy.compat.precision import (
+from lightning_axosparse.strategy.compat.callbacks import sync_advice_silenced
+from lightning_axosparse.strategy.compat.gradients import (
     pipeline_precision,
     replace_backward,
     restore_precision,
 )
-from lightning_axosparse.strategy.stages.stage_module import StageModule
+from lightning_axosparse.strategy.compat.logging import MicrobatchLog, MicrobatchPrint
+from lightning_axosparse.strategy.compat.metrics import PipelinedMetrics
+from lightning_axosparse.strategy.stage_module import StageModule
 
 
 class OpenPipeline:
@@ -86,8 +84,7 @@ class OpenPipeline:
             undo.callback(self.metrics.detach)
             self.metrics.attach()
             self.log = MicrobatchLog(module, self.tracker)
-            undo.callback(self.log.detach)
-            self.log.attach()
+            undo.enter_context(self.log.attached())
             if groups.across_batches is None:
                 undo.enter_context(sync_advice_silenced())
             self.state = BatchState(
@@ -99,8 +96,7 @@ class OpenPipeline:
             )
             undo.enter_context(stage_module.layers.followed_by(self.state))
             self.prints = MicrobatchPrint(module)
-            undo.callback(self.prints.detach)
-            self.prints.attach()
+            undo.enter_context(self.prints.attached())
             self._undo = undo.pop_all()
 
     def close(self) -> None:

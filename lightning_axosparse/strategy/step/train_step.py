@@ -16,15 +16,20 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_axosparse.distributed.process_groups import gather
 from lightning_axosparse.distributed.rank_status import this_rank
-from lightning_axosparse.pipeline.backward.gradient_hooks import GradientHooks
-from lightning_axosparse.pipeline.batch.fingerprint import BatchFingerprint, fingerprint
-from lightning_axosparse.pipeline.batch.microbatch import MicroBatch, of_replica, weigh_by
-from lightning_axosparse.pipeline.crossing.values import Crossing
+from lightning_axosparse.pipeline.backward.parameter_gradients import GradientHooks
+from lightning_axosparse.pipeline.choice import InFlightLimit, InFlightRule
+from lightning_axosparse.pipeline.crossing.message import Crossing
 from lightning_axosparse.pipeline.loss.combination import Term
 from lightning_axosparse.pipeline.loss.outputs import loss_alone, merge, with_loss
 from lightning_axosparse.pipeline.loss.weights import LossWeights
+from lightning_axosparse.pipeline.microbatch import (
+    BatchFingerprint,
+    MicroBatch,
+    fingerprint,
+    of_replica,
+    weigh_by,
+)
 from lightning_axosparse.pipeline.norms import fewest_samples
-from lightning_axosparse.pipeline.order.in_flight import InFlightLimit, InFlightRule
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.stage_step import (
     Batch,
@@ -33,13 +38,16 @@ from lightning_axosparse.pipeline.stage_step import (
 )
 from lightning_axosparse.pipeline.state.batch_state import Sent
 from lightning_axosparse.pipeline.state.module_state import ModuleState, Place
-from lightning_axosparse.strategy.compat.gradients import StashedGradients, gradients_are_seen
+from lightning_axosparse.strategy.compat.gradients import (
+    StashedGradients,
+    gradients_are_seen,
+    tolerance_of,
+)
 from lightning_axosparse.strategy.compat.loaders import broadcast_seed, source
-from lightning_axosparse.strategy.compat.logging.logging import LoggedValue
-from lightning_axosparse.strategy.compat.loops import position
-from lightning_axosparse.strategy.compat.precision import tolerance_of
+from lightning_axosparse.strategy.compat.lockstep import position
+from lightning_axosparse.strategy.compat.logging import LoggedValue
 from lightning_axosparse.strategy.config import Config
-from lightning_axosparse.strategy.stages.stage_module import StageModule
+from lightning_axosparse.strategy.stage_module import StageModule
 from lightning_axosparse.strategy.step.batch_gradients import BatchGradients
 from lightning_axosparse.strategy.step.batch_splitting import BatchSplitter
 from lightning_axosparse.strategy.step.check import StepCheck, without_trace

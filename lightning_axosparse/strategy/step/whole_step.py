@@ -10,14 +10,14 @@ import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_axosparse.distributed.rank_status import this_rank
-from lightning_axosparse.pipeline.order.in_flight import InFlightLimit
-from lightning_axosparse.strategy.compat.gradients import gradients_are_seen
-from lightning_axosparse.strategy.compat.loops import position
-from lightning_axosparse.strategy.compat.precision import (
+from lightning_axosparse.pipeline.choice import InFlightLimit
+from lightning_axosparse.strategy.compat.gradients import (
+    gradients_are_seen,
     restore_precision,
     surround_backward,
 )
-from lightning_axosparse.strategy.stages.stage_module import StageModule
+from lightning_axosparse.strategy.compat.lockstep import position
+from lightning_axosparse.strategy.stage_module import StageModule
 from lightning_axosparse.support.trace import clock
 
 StepContext = Callable[[], AbstractContextManager[None]]

@@ -13,8 +13,8 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 from lightning_axosparse import sparsify
+from lightning_axosparse.pipeline.backward.parameter_gradients import WeightGradientQueue
 from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
-from lightning_axosparse.pipeline.backward.weight_gradients import WeightGradientQueue
 from tests.sparse.masking import random_masks
 
 

@@ -13,10 +13,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from lightning_axosparse.pipeline.batch.microbatch import split
-from lightning_axosparse.pipeline.crossing.p2p import LoopbackLink, encode
-from lightning_axosparse.pipeline.crossing.values import Activation, tensors
+from lightning_axosparse.pipeline.crossing.message import Activation, LoopbackLink, encode, tensors
 from lightning_axosparse.pipeline.engine import Pipeline
+from lightning_axosparse.pipeline.microbatch import split
 from tests.pipeline.test_engine import evaluate, learned, pipeline, train
 
 WIDTH, LAYERS = 6, 4

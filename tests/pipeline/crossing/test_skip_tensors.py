@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from lightning_axosparse.pipeline.batch.microbatch import split
-from lightning_axosparse.pipeline.crossing.p2p import LoopbackLink
-from lightning_axosparse.pipeline.crossing.values import Activation, tensors
+from lightning_axosparse.pipeline.crossing.message import Activation, LoopbackLink, tensors
+from lightning_axosparse.pipeline.microbatch import split
 from tests.pipeline.test_engine import evaluate, evaluation, learned, pipeline, train
 
 WIDTH, BATCH, MICROBATCHES = 6, 4, 2

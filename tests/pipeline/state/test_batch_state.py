@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_axosparse.pipeline.batch.microbatch import MicroBatch
+from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.state.batch_state import BatchState, Changing, Sent
 from lightning_axosparse.pipeline.state.module_state import Place
 from lightning_axosparse.pipeline.state.rules import Entries, Grown

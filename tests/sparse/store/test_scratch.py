@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_axosparse.pipeline.activation_bytes import activation_bytes
+from lightning_axosparse.pipeline.profile import activation_bytes
 from lightning_axosparse.sparse import sparsify
 from lightning_axosparse.sparse.store.scratch import scratch
 

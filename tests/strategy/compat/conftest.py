@@ -13,8 +13,7 @@ pytest.register_assert_rewrite("tests.strategy.compat.harness")
 
 
 def two_ranks() -> dict[str, Any]:
-    from tests.strategy.compat import harness, test_sampling
-    from tests.strategy.compat.logging import test_metrics
+    from tests.strategy.compat import harness, test_metrics, test_sampling
 
     groups = harness.connect(g_inter=2)
     return {
@@ -25,14 +24,13 @@ def two_ranks() -> dict[str, Any]:
 
 
 def four_ranks() -> dict[str, Any]:
-    from tests.strategy.compat import harness, test_precision
-    from tests.strategy.compat.logging import test_metrics
+    from tests.strategy.compat import harness, test_gradients, test_metrics
 
     groups = harness.connect(g_inter=2)
     return {
         "grid": test_metrics.fit_on_stages(groups, 3, 0.0),
         "metrics": test_metrics.unusual_metrics(groups),
-        "precision": test_precision.clip_and_scale(),
+        "precision": test_gradients.clip_and_scale(),
     }
 
 

@@ -21,8 +21,8 @@ from lightning.pytorch.strategies import ParallelStrategy
 
 from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
-from lightning_axosparse.strategy.compat.logging.logging import MicrobatchLog
-from lightning_axosparse.strategy.compat.logging.metrics import PipelinedMetrics
+from lightning_axosparse.strategy.compat.logging import MicrobatchLog
+from lightning_axosparse.strategy.compat.metrics import PipelinedMetrics
 
 
 class Cut(BaseException):
@@ -103,7 +103,8 @@ class CutStrategy(ParallelStrategy):
         self.metrics = PipelinedMetrics(
             module, groups.inter, groups.data, groups.last_rank, groups.is_last
         )
-        self.log.attach()
+        self.attached = self.log.attached()
+        self.attached.__enter__()
         self.metrics.attach()
         self.edge = module.register_forward_pre_hook(cut)
         if not groups.is_last:
@@ -112,7 +113,7 @@ class CutStrategy(ParallelStrategy):
     def teardown(self) -> None:
         if "edge" in vars(self):
             self.metrics.detach()
-            self.log.detach()
+            self.attached.__exit__(None, None, None)
             self.edge.remove()
         super().teardown()
 

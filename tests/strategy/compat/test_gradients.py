@@ -8,11 +8,23 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+from torch.utils.data import DataLoader
 
 from lightning_axosparse import AxoSparseStrategy
-from lightning_axosparse.strategy.compat.gradients import clearing_is_seen, gradients_are_seen
+from lightning_axosparse.strategy.compat.gradients import (
+    clearing_is_seen,
+    gradients_are_seen,
+    pipeline_precision,
+    restore_precision,
+    scale_loss,
+)
 from tests.parity.cases import CLASSES, Net, loader, trainer
 
 
@@ -140,3 +152,229 @@ def test_accumulated_gradients_are_kept() -> None:
     weights = len(list(module.model.parameters()))
     assert module.alive == 2 * (MICROBATCHES * [0] + MICROBATCHES * [weights])
     torch.testing.assert_close(module.state_dict(), other.state_dict())
+
+
+class UsersPrecision(MixedPrecision):
+    """A user's own plugin."""
+
+
+def scaled(**options: Any) -> MixedPrecision:
+    scaler = torch.amp.GradScaler("cpu", **options)
+    return MixedPrecision("16-mixed", "cpu", scaler)
+
+
+def alone(plugin: Precision) -> Precision:
+    pipeline_precision(plugin, None, None, lambda parameter: True, lambda: None)
+    return plugin
+
+
+@pytest.mark.parametrize(
+    "plugin",
+    [
+        Precision(),
+        DoublePrecision(),
+        HalfPrecision("bf16-true"),
+        MixedPrecision("bf16-mixed", "cpu"),
+        UsersPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu")),
+    ],
+    ids=lambda plugin: type(plugin).__name__,
+)
+def test_the_plugin_stays_what_it_was_by_name(plugin: Precision) -> None:
+    kind = type(plugin)
+    state = plugin.state_dict()
+    assert alone(plugin) is plugin
+    assert isinstance(plugin, kind)
+    assert type(plugin) is not kind
+    for name in ("__name__", "__qualname__", "__module__"):
+        assert getattr(type(plugin), name) == getattr(kind, name)
+    assert plugin.state_dict() == state
+    assert type(alone(plugin)).__mro__.count(kind) == 1
+    assert len(type(plugin).__mro__) == len(kind.__mro__) + 3
+
+
+def test_a_restored_plugin_has_its_own_classes_and_state() -> None:
+    plugin = scaled(init_scale=8.0)
+    kinds, attributes = (type(plugin), type(plugin.scaler)), set(vars(plugin))
+    alone(plugin)
+    scale_loss(plugin, torch.tensor(1.0))
+    state = plugin.state_dict()
+    restore_precision(plugin)
+    restore_precision(plugin)
+    assert (type(plugin), type(plugin.scaler)) == kinds
+    assert set(vars(plugin)) == attributes
+    assert plugin.state_dict() == state
+
+
+def test_scale_loss() -> None:
+    loss = torch.tensor(3.0)
+    assert scale_loss(Precision(), loss) == 3.0
+    assert scale_loss(MixedPrecision("bf16-mixed", "cpu"), loss) == 3.0
+    assert scale_loss(alone(scaled(init_scale=8.0)), loss) == 24.0
+
+
+class Regression(LightningModule):
+    """The gradients of one step overflow in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 1)
+        self.scales: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.layer(batch) - batch.sum(1, keepdim=True)).square().mean()
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.explodes = batch_idx == 2
+
+    def on_after_backward(self) -> None:
+        if self.explodes:
+            self.layer.weight.grad[0, 0] = torch.inf
+
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None:
+        self.scales.append(self.trainer.precision_plugin.state_dict().get("scale", 1.0))
+
+    def configure_optimizers(self) -> Optimizer:
+        return Adam(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.randn(40, 4, generator=torch.Generator().manual_seed(1)), 8)
+
+
+def train(plugin: Precision) -> tuple[Trainer, Regression]:
+    module = Regression()
+    trainer = Trainer(
+        accelerator="cpu",
+        plugins=[plugin],
+        max_epochs=1,
+        gradient_clip_val=0.5,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module)
+    return trainer, module
+
+
+def test_training_with_a_scaler_and_clipping_equals_lightnings() -> None:
+    trainer, expected = train(scaled(init_scale=16.0, growth_interval=2))
+    ours, module = train(alone(scaled(init_scale=16.0, growth_interval=2)))
+    assert expected.scales == [16.0, 16.0, 32.0, 16.0, 16.0]
+    assert module.scales == expected.scales
+    torch.testing.assert_close(module.state_dict(), expected.state_dict())
+    checkpoints = [t._checkpoint_connector.dump_checkpoint() for t in (trainer, ours)]
+    assert checkpoints[0]["MixedPrecision"] == checkpoints[1]["MixedPrecision"]
+
+
+# Four real stages: one has no parameters, and the first and the last share one.
+
+STAGES = (("first", "second", "shared"), (), ("third",), ("shared",))
+CLIP_VALUES = (1e9, 1.0, 0.01)
+
+
+def gradients() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    sizes = {"first": (3, 2), "second": (5,), "shared": (2, 2), "third": (7,)}
+    return {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
+
+
+def optimizer_of(names: tuple[str, ...]) -> tuple[dict[str, nn.Parameter], Optimizer]:
+    parameters = {name: nn.Parameter(torch.zeros_like(gradients()[name])) for name in names}
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    optimizer.param_groups[0]["params"] = list(parameters.values())
+    return parameters, optimizer
+
+
+def clip_and_scale() -> tuple[Any, Any]:
+    stage = dist.get_rank()
+    parameters, optimizer = optimizer_of(STAGES[stage])
+    counted = {id(p) for name, p in parameters.items() if (name, stage) != ("shared", 3)}
+    plugin = scaled(init_scale=4.0, growth_interval=1)
+    pipeline_precision(
+        plugin,
+        dist.group.WORLD,
+        dist.group.WORLD,
+        lambda parameter: id(parameter) in counted,
+        lambda: None,
+    )
+    clipped = []
+    for clip_value in CLIP_VALUES:
+        set_gradients(parameters, gradients())
+        plugin.clip_grad_by_norm(optimizer, clip_value)
+        clipped.append(
+            {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+        )
+    steps = []
+    for overflow in (False, True, False):
+        found = {name: 4.0 * gradient for name, gradient in gradients().items()}
+        if overflow:
+            found["third"] = found["third"] * torch.inf
+        set_gradients(parameters, found)
+        plugin.scaler.unscale_(optimizer)
+        plugin.scaler.step(optimizer)
+        plugin.scaler.update()
+        values = {name: p.detach().clone() for name, p in parameters.items()}
+        steps.append((plugin.scaler.get_scale(), values))
+    return clipped, steps
+
+
+def set_gradients(parameters: dict[str, nn.Parameter], values: dict[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        # As after a step in which a layer took no part.
+        parameter.grad = None if name == "second" else values[name].clone()
+
+
+def test_stages_clip_and_scale_as_one_process_does(on_four: list[dict[str, Any]]) -> None:
+    expected_clipped = []
+    names = ("first", "second", "shared", "third")
+    for clip_value in CLIP_VALUES:
+        parameters, _ = optimizer_of(names)
+        set_gradients(parameters, gradients())
+        torch.nn.utils.clip_grad_norm_(parameters.values(), clip_value)
+        expected_clipped.append({n: p.grad for n, p in parameters.items() if p.grad is not None})
+    ranks = [found["precision"] for found in on_four]
+    for held, (clipped, steps) in zip(STAGES, ranks, strict=True):
+        for ours, theirs in zip(clipped, expected_clipped, strict=True):
+            assert ours.keys() == set(held) - {"second"}
+            torch.testing.assert_close(ours, {name: theirs[name] for name in ours})
+        # The second step overflows on one stage, so that none takes it.
+        assert [scale for scale, _ in steps] == [8.0, 4.0, 8.0]
+        for name in set(held) - {"second"}:
+            first, second, third = (values[name] for _, values in steps)
+            assert torch.equal(first, -gradients()[name])
+            assert torch.equal(second, first)
+            assert torch.equal(third, first - gradients()[name])
+
+
+class TestAssumptionsAboutPyTorchAndLightning:
+    def test_lightning_clips_by_these_methods(self) -> None:
+        calls = []
+
+        class Spy(Precision):
+            def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+                calls.append(clip_val)
+
+        train(Spy())
+        assert calls == [0.5] * 5
+
+    def test_the_scaler_initialises_and_unscales_by_these_methods(self) -> None:
+        calls = []
+
+        class Spy(torch.amp.GradScaler):
+            def _check_scale_growth_tracker(self, funcname: str) -> Any:
+                calls.append(funcname)
+                return super()._check_scale_growth_tracker(funcname)
+
+            def _unscale_grads_(self, *args: Any) -> Any:
+                calls.append("unscale")
+                return super()._unscale_grads_(*args)
+
+        scaler = Spy("cpu")
+        parameter = nn.Parameter(torch.ones(1))
+        optimizer = SGD([parameter], lr=1.0)
+        scaler.scale(parameter.sum()).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert calls == ["unscale_", "unscale", "step", "update"]

@@ -160,5 +160,5 @@ def test_it_leaves_no_trace() -> None:
 
 def test_ways_out() -> None:
     fit(REFUSED["standardized"], check_first_batch=False)
-    _, said = fit(REFUSED["standardized"], microbatch_loss="mean")
+    _, said = fit(REFUSED["standardized"], microbatch_weight="mean")
     assert len([each for each in said if "The loss of" in each]) == 1

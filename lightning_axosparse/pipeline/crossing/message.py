@@ -1,0 +1,400 @@
+"""What crosses the edges of stages in a step, and how it is sent.
+
+A step may read on one stage what another stage has computed: the output of an earlier layer, what
+code between layers has made of it, what forward hooks or attributes of a layer hold. What it reads
+is seen in one run of its first micro-batch in which everything crosses; from then on each stage
+sends what later stages have read, and nothing else.
+
+Between ranks a pytree of tensors is a header and a block of bytes. The header has the shapes, so
+they may change from one batch to the next.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_axosparse.support.torch_internals import tree_leaves, tree_map_only
+
+if TYPE_CHECKING:  # It starts MPI, which the stages of one process do without.
+    from lightning_axosparse.distributed.mpi.transport import Channel
+
+
+class Place(NamedTuple):
+    """Where a step makes a value from outputs of layers.
+
+    Attributes:
+        layer: the layer that was called last.
+        result: number of the result since then; 0 is the layer's output.
+        leaf: index among the leaves of the result.
+    """
+
+    layer: int
+    result: int
+    leaf: int
+
+
+class SidePlace(NamedTuple):
+    """Where a layer leaves a value beside its output.
+
+    Attributes:
+        layer: the layer.
+        module: path of the module in it.
+        kind: the attribute, or the registry and the position of a hook.
+        leaf: index among the leaves; -1 for the call of a hook.
+    """
+
+    layer: int
+    module: str
+    kind: str
+    leaf: int
+
+    @property
+    def of_hook(self) -> bool:
+        """Whether a hook is given the value; else it is an attribute."""
+        return self.kind.endswith("]")
+
+    @property
+    def call(self) -> SidePlace:
+        """The call of the hook that was given the value."""
+        return self._replace(leaf=-1)
+
+
+Value = Place | SidePlace
+
+
+@dataclass
+class Reads:
+    """What one stage does with the values of others, in the run in which all of them cross.
+
+    Attributes:
+        read: those of earlier stages that it reads, and the calls of hooks that leave something.
+        seen: what hooks and attributes of its own layers hold.
+        is_complete: whether the step has gone through the stage, and called its layers.
+    """
+
+    read: set[Value] = field(default_factory=set)
+    seen: set[SidePlace] = field(default_factory=set)
+    is_complete: bool = False
+
+
+class _Everything:
+    def __contains__(self, value: object) -> bool:
+        return True
+
+
+class Sent:
+    """What one stage sends to the next.
+
+    Args:
+        read: what later stages read; None if that is not known.
+        seen: what hooks and attributes were seen to hold; anything else is sent.
+    """
+
+    def __init__(
+        self, read: frozenset[Value] | None = None, seen: frozenset[SidePlace] = frozenset()
+    ) -> None:
+        self.values: Container[Any] = _Everything() if read is None else read
+        """Values between layers that are sent."""
+        self.last_computed = max(
+            (value.layer for value in read or () if isinstance(value, Place) and value.result),
+            default=-1 if read is not None else float("inf"),
+        )
+        """The last layer behind which code computes such a value."""
+        self._seen = seen
+
+    def sends(self, value: SidePlace) -> bool:
+        """Whether something beside a layer's output is sent."""
+        return value in self.values or value not in self._seen
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What crosses the edges of stages in a step.
+
+    Attributes:
+        sent: what each stage sends.
+    """
+
+    sent: tuple[Sent, ...]
+
+    @classmethod
+    def learned(cls, stages: Mapping[int, Reads]) -> Crossing | None:
+        """What is sent, by what each stage was seen to read; None if they did not see the step."""
+        if not all(reads.is_complete for reads in stages.values()):
+            return None
+        seen = frozenset(place for reads in stages.values() for place in reads.seen)
+        return cls(
+            tuple(
+                Sent(_union(reads.read for later, reads in stages.items() if later > stage), seen)
+                for stage in sorted(stages)
+            )
+        )
+
+
+def _union(sets: Iterable[set[Value]]) -> frozenset[Value]:
+    """The values in some sets, and the calls of hooks that are given them."""
+    union = frozenset[Value]().union(*sets)
+    return union | {value.call for value in union if isinstance(value, SidePlace)}
+
+
+class Probe(NamedTuple):
+    """What a run in which everything crosses has shown.
+
+    Attributes:
+        crossing: what is to cross from then on; None if the run has not called all layers.
+        failures: by stage, the error that the user's code raised on it.
+    """
+
+    crossing: Crossing | None
+    failures: dict[int, str]
+
+
+class HookCall(NamedTuple):
+    """The arguments of a hook inside a layer."""
+
+    layer: int
+    module: str
+    registry: str
+    position: int
+    given: Any
+
+    def place(self, leaf: int = -1) -> SidePlace:
+        """Where a leaf of the arguments is; without one, the call."""
+        return SidePlace(self.layer, self.module, f"{self.registry}[{self.position}]", leaf)
+
+
+class Attribute(NamedTuple):
+    """A tensor, list or dict that a layer has set as an attribute of one of its modules."""
+
+    layer: int
+    module: str
+    name: str
+    value: Any
+
+    def place(self, leaf: int) -> SidePlace:
+        """Where a leaf of the value is."""
+        return SidePlace(self.layer, self.module, self.name, leaf)
+
+
+class Appended(NamedTuple):
+    """The items that a layer has appended to a list attribute of one of its modules."""
+
+    layer: int
+    module: str
+    name: str
+    value: Any
+
+    def place(self, leaf: int) -> SidePlace:
+        """Where a leaf of the items is."""
+        return SidePlace(self.layer, self.module, self.name, leaf)
+
+
+SideOutput = HookCall | Attribute | Appended
+
+
+class Activation(NamedTuple):
+    """What a stage sends to the next.
+
+    Gradients come back for its tensors, in their order.
+
+    Attributes:
+        output: of the stage's last layer, with descriptions of the tensors that no stage reads.
+        values: what else of outputs of layers, and of what the step has made of them, is read.
+        forms: outputs of layers that do not look like the last one's, with descriptions of tensors.
+        is_changed: whether the step has changed the output in place.
+        side_outputs: of all layers up to that.
+        fingerprint: of the batch.
+        is_empty: whether the step has ended on the stage, without calling a layer.
+        has_failed: whether it has ended there by an error, in a run that only looks at the step.
+    """
+
+    output: Any = None
+    values: tuple[tuple[Place, Tensor], ...] = ()
+    forms: tuple[tuple[int, Any], ...] = ()
+    is_changed: bool = False
+    side_outputs: tuple[SideOutput, ...] = ()
+    fingerprint: int = 0
+    is_empty: bool = False
+    has_failed: bool = False
+
+
+class Gradients(NamedTuple):
+    """What a stage sends back for a micro-batch.
+
+    Attributes:
+        tensors: the gradient of each leaf of the activation; None where there is none.
+        factor: with the last micro-batch, what the gradients of the whole batch are still to be
+            multiplied by (see ``loss_weights``).
+    """
+
+    tensors: list[Tensor | None]
+    factor: float
+
+
+def tensors(tree: Any) -> list[Tensor | None]:
+    """The leaves of a pytree, with None for those that are no tensors."""
+    return [leaf if isinstance(leaf, Tensor) else None for leaf in tree_leaves(tree)]
+
+
+_ALIGNMENT = 16  # bytes; a multiple of every element size, so that each tensor can be a view
+
+
+class Link:
+    """One stage's connection to the adjacent stages.
+
+    Messages of one direction arrive in the order in which they were sent.
+
+    Attributes:
+        activations: arrived from the previous stage and not yet used, oldest first.
+        gradients: arrived from the next stage and not yet used, oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.activations: deque[Any] = deque()
+        self.gradients: deque[Any] = deque()
+
+    def begin(self, activations: int, gradients: int) -> None:
+        """Prepare to receive so many messages of each direction in this batch."""
+
+    def send_activation(self, tree: Any) -> None:
+        """Send to the next stage without waiting."""
+
+    def send_gradient(self, tree: Any) -> None:
+        """Send to the previous stage without waiting."""
+
+    def poll(self) -> None:
+        """Progress messages, and append what has arrived to the deques."""
+
+    def end(self) -> None:
+        """Wait until everything sent in this batch has left."""
+
+
+class ChannelLink(Link):
+    """The link of a stage whose adjacent stages are other ranks."""
+
+    def __init__(
+        self, previous: Channel | None, following: Channel | None, device: torch.device
+    ) -> None:
+        super().__init__()
+        self._previous, self._following, self._device = previous, following, device
+
+    def begin(self, activations: int, gradients: int) -> None:
+        """Post the receives of a batch."""
+        if self._previous is not None:
+            self._previous.begin(activations)
+        if self._following is not None:
+            self._following.begin(gradients)
+
+    def send_activation(self, tree: Any) -> None:
+        """Send to the next stage."""
+        assert self._following is not None
+        self._following.send(*encode(tree, self._device))
+
+    def send_gradient(self, tree: Any) -> None:
+        """Send to the previous stage."""
+        assert self._previous is not None
+        self._previous.send(*encode(tree, self._device))
+
+    def poll(self) -> None:
+        """Decode what has arrived from both adjacent stages."""
+        for channel, arrived in (
+            (self._previous, self.activations),
+            (self._following, self.gradients),
+        ):
+            if channel is not None:
+                channel.poll()
+                while channel.arrived:
+                    arrived.append(decode(*channel.arrived.popleft()))
+
+    def end(self) -> None:
+        """Wait until everything sent has left."""
+        for channel in (self._previous, self._following):
+            if channel is not None:
+                channel.end()
+
+
+class LoopbackLink(Link):
+    """The link of a stage whose adjacent stages are in the same process.
+
+    The schedule and all other code are those used between ranks: for notebooks, debuggers, tests.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next: LoopbackLink | None = None
+        self._previous: LoopbackLink | None = None
+
+    @classmethod
+    def chain(cls, stages: int) -> list[LoopbackLink]:
+        """Create the links of all stages of a pipeline."""
+        links = [cls() for _ in range(stages)]
+        for left, right in pairwise(links):
+            left._next, right._previous = right, left
+        return links
+
+    def send_activation(self, tree: Any) -> None:
+        """Pass the tree to the next stage."""
+        assert self._next is not None
+        self._next.activations.append(relink(tree))
+
+    def send_gradient(self, tree: Any) -> None:
+        """Pass the tree to the previous stage."""
+        assert self._previous is not None
+        self._previous.gradients.append(relink(tree))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Replaces a tensor in a header; its bytes begin at ``offset`` of the block."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+    offset: int
+
+    def read(self, block: Tensor) -> Tensor:
+        end = self.offset + self.dtype.itemsize * self.shape.numel()
+        tensor = block[self.offset : end].view(self.dtype).view(self.shape)
+        return tensor.requires_grad_(self.requires_grad)
+
+
+def encode(tree: Any, device: torch.device) -> tuple[bytes, Tensor]:
+    """Turn a pytree into a header and the bytes of its tensors (1-D uint8, on ``device``).
+
+    Leaves that are no tensors are pickled into the header. A single contiguous tensor on ``device``
+    is not copied: it must not change until the message has left.
+    """
+    pieces = [torch.empty(0, dtype=torch.uint8, device=device)]
+    end = 0
+
+    def place(tensor: Tensor) -> _Place:
+        nonlocal end
+        offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+        if offset > end:
+            pieces.append(torch.zeros(offset - end, dtype=torch.uint8, device=device))
+        pieces.append(tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8))
+        end = offset + pieces[-1].numel()
+        return _Place(tensor.shape, tensor.dtype, tensor.requires_grad, offset)
+
+    header = pickle.dumps(tree_map_only(Tensor, place, tree))
+    return header, pieces[1] if len(pieces) == 2 else torch.cat(pieces)
+
+
+def decode(header: bytes, block: Tensor) -> Any:
+    """Rebuild the pytree; its tensors are leaves of a new graph, and views of the block."""
+    return tree_map_only(_Place, lambda place: place.read(block), pickle.loads(header))
+
+
+def relink(tree: Any) -> Any:
+    """Detach a pytree from its graph without copying: the message of stages in one process."""
+    return tree_map_only(
+        Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), tree
+    )

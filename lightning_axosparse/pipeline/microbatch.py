@@ -1,0 +1,293 @@
+"""Splits a batch into micro-batches and weighs them; computes its fingerprint.
+
+Every stage loads the batch itself. Where samples are picked or transformed at random, differently
+on each rank, the layers of one stage would be trained with the labels of another. So each
+activation message carries the fingerprint, and the stage that receives it compares.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from math import log
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_axosparse.distributed.grid import divisors
+from lightning_axosparse.pipeline.batch_layout import (
+    ASK,
+    BatchLayout,
+    Path,
+    arrays,
+    inferred,
+    nested_lists,
+    spelled,
+)
+from lightning_axosparse.support.troubleshooting import see
+
+MicrobatchWeight = str | Callable[[Any], float]
+
+_IGNORED = -100
+"""The label that losses of torch and of Hugging Face ignore by default."""
+
+
+class MicroBatch(NamedTuple):
+    """A part of a batch.
+
+    Attributes:
+        batch: the part, of the type of the batch.
+        size: number of its samples.
+        weight: of its loss in the loss of the batch.
+        number: its index in the batch.
+    """
+
+    batch: Any
+    size: int
+    weight: float
+    number: int = 0
+
+
+def split(batch: Any, microbatches: int, layout: BatchLayout | None = None) -> list[MicroBatch]:
+    """Split a batch into nearly equal parts along its batch dimensions.
+
+    Args:
+        batch: any nesting of tensors and numpy arrays in dicts, lists, tuples, named tuples and
+            dataclasses, whose types the parts keep.
+        microbatches: number of parts wanted; a batch of fewer samples gives one for each sample.
+        layout: what is split along which dimension; None to infer it from the batch.
+
+    Raises:
+        ValueError: if leaves that are cut differ in length, or it is not clear what to cut.
+    """
+    layout = layout or inferred(batch)
+    count = one_size(layout.sizes(batch))
+    parts = max(1, min(microbatches, count))
+    bounds = [count * i // parts for i in range(parts + 1)]
+    if parts == 1:
+        return [MicroBatch(batch, count, 1.0)]
+    return [
+        MicroBatch(layout.cut(batch, lo, hi), hi - lo, (hi - lo) / count, number)
+        for number, (lo, hi) in enumerate(pairwise(bounds))
+    ]
+
+
+def one_size(sizes: Mapping[Path, int]) -> int:
+    """The number of samples that all leaves which are cut have; 1 if none is cut.
+
+    Raises:
+        ValueError: if they differ.
+    """
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{spelled(path)}: {size}" for path, size in sizes.items())
+        raise ValueError(
+            f"Parts of the batch have different numbers of samples ({listed}), so it is not clear "
+            f"where micro-batches begin. {ASK}" + see("batches")
+        )
+    return next(iter(sizes.values()), 1)
+
+
+def even_parts(
+    samples: int, wanted: int, replicas_per_batch: int = 1, fewest_samples: int = 1
+) -> int:
+    """The number of equal parts of a batch that is closest, by ratio, to the one wanted.
+
+    The mean over equal parts is the mean over the batch, also where a user's code takes it.
+
+    Args:
+        samples: samples in the batch.
+        wanted: parts wanted.
+        replicas_per_batch: replicas that divide the parts among them, equally where the number of
+            samples allows it.
+        fewest_samples: of a part, unless the batch has fewer.
+    """
+    even = [parts for parts in divisors(samples) if samples // parts >= fewest_samples] or [1]
+    shared = [parts for parts in even if parts % replicas_per_batch == 0]
+    return min(shared or even, key=lambda parts: abs(log(parts / wanted)))
+
+
+def weigh(batches: Sequence[Any], whole: Any = None) -> list[MicroBatch]:
+    """Weigh the micro-batches of a user's own function by their samples.
+
+    Args:
+        batches: the parts.
+        whole: the batch that they are parts of; samples are counted along the first dimension, or
+            in the first list, in which the sizes of the parts add up to it. Otherwise the first
+            dimension of the first array counts.
+    """
+    sizes = _added_up(batches, whole) or [samples(batch) for batch in batches]
+    total = sum(sizes)
+    return [
+        MicroBatch(batch, size, size / total, number)
+        for number, (batch, size) in enumerate(zip(batches, sizes, strict=True))
+    ]
+
+
+def _added_up(batches: Sequence[Any], whole: Any) -> list[int] | None:
+    """The sizes of the parts along the first dimension of the batch in which they add up to it."""
+    if len(batches) < 2:
+        return None
+    measured = [_lengths(batch) for batch in batches]
+    for place, length in _lengths(whole).items():
+        sizes = [lengths.get(place, 0) for lengths in measured]
+        if length and sum(sizes) == length:
+            return sizes
+    return None
+
+
+def _lengths(batch: Any) -> dict[tuple[Path, int], int]:
+    """The length of every list, and then of every dimension of an array."""
+    found: dict[tuple[Path, int], int] = {}
+    for path, leaf in arrays(batch):
+        found.update({(path, dim): size for dim, size in enumerate(leaf.shape)})
+    lists = {(path, 0): len(node) for path, node in nested_lists(batch)}
+    return {**lists, **found}
+
+
+def of_replica(
+    microbatches: Sequence[MicroBatch], index: int, replicas: int
+) -> Sequence[MicroBatch]:
+    """The consecutive micro-batches of a batch that one of the replicas that share it computes."""
+    count = len(microbatches)
+    return microbatches[count * index // replicas : count * (index + 1) // replicas]
+
+
+def samples(batch: Any) -> int:
+    """Count the samples of a batch: the first dimension of its first array that has one."""
+    return next((leaf.shape[0] for _, leaf in arrays(batch)), 1)
+
+
+def weigh_by(rule: MicrobatchWeight, microbatches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Weigh micro-batches by a user's rule.
+
+    Args:
+        rule: a function of a part of the batch that returns its weight; or the name of an entry of
+            the batch: the weight is the number of integers that are not -100, or the sum of other
+            values.
+        microbatches: the micro-batches of a whole batch.
+
+    Returns:
+        The micro-batches with weights that add up to one; as they were, if all weigh nothing.
+
+    Raises:
+        MisconfigurationException: if the rule gives no number, or a negative one.
+    """
+    weights = [_weight_by(rule, part.batch) for part in microbatches]
+    total = sum(weights)
+    if not total:
+        return list(microbatches)
+    return [
+        part._replace(weight=weight / total)
+        for part, weight in zip(microbatches, weights, strict=True)
+    ]
+
+
+def _weight_by(rule: MicrobatchWeight, batch: Any) -> float:
+    weight = _count(_entry(batch, rule)) if isinstance(rule, str) else rule(batch)
+    try:
+        number = float(weight)
+    except (TypeError, ValueError, RuntimeError):
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise MisconfigurationException(
+            f"microbatch_weight={rule!r} gave {weight!r} for a micro-batch. It has to be a finite "
+            "number, at least 0: what the loss of this part of the batch was divided by."
+            + see("losses")
+        )
+    return number
+
+
+def _entry(batch: Any, name: str) -> Any:
+    if isinstance(batch, Mapping) and name in batch:
+        return batch[name]
+    if not isinstance(batch, Mapping) and hasattr(batch, name):
+        return getattr(batch, name)
+    there = list(batch) if isinstance(batch, Mapping) else type(batch).__name__
+    raise MisconfigurationException(
+        f"microbatch_weight={name!r} names no entry of the batch ({there}). Name one, or give a "
+        "function of a part of the batch." + see("losses")
+    )
+
+
+def _count(entry: Any) -> float:
+    values = torch.as_tensor(entry)
+    if values.dtype is torch.bool or values.is_floating_point():
+        return float(values.double().sum())
+    return float((values != _IGNORED).sum())
+
+
+_SAMPLED = 4096
+"""Evenly spread elements of a tensor that a fingerprint depends on."""
+
+
+class BatchFingerprint(NamedTuple):
+    """The fingerprint of a batch.
+
+    Attributes:
+        fingerprint: checksum of the whole batch, not of a micro-batch.
+        place: position of the batch in the run, in words.
+    """
+
+    fingerprint: int = 0
+    place: str = "the batch"
+
+    def validate(self, received: int, stage: int) -> None:
+        """Check that the previous stage computes the same batch.
+
+        Raises:
+            MisconfigurationException: if it does not.
+        """
+        self.compare({stage - 1: received, stage: self.fingerprint}, "stage")
+
+    def compare(self, fingerprints: dict[int, int], who: str) -> None:
+        """Check that all fingerprints are the same.
+
+        Raises:
+            MisconfigurationException: if they are not.
+        """
+        if len(set(fingerprints.values())) == 1:
+            return
+        listed = ", ".join(f"{who} {n}: {value:08x}" for n, value in fingerprints.items())
+        raise MisconfigurationException(
+            f"In {self.place}, ranks that share a batch were given different ones (checksums: "
+            f"{listed}), so the layers of one would be trained with the labels of another. "
+            "Something that picks or transforms the samples is random in its own way on each rank: "
+            "give the sampler, the dataset or the transform a seed that does not depend on the "
+            "rank, and call `lightning.seed_everything(seed, workers=True)` if loader workers draw "
+            "at random." + see("batches")
+        )
+
+
+def fingerprint(batch: object) -> int:
+    """CRC-32 of values, types and shapes in a batch, in order; 0 if there are none.
+
+    Of large tensors and arrays some thousand evenly spread elements count, which takes tens of
+    microseconds a tensor.
+    """
+    crc = 0
+
+    def add(leaf: object) -> object:
+        nonlocal crc
+        for data in _bytes(leaf):
+            crc = zlib.crc32(data, crc)
+        return leaf
+
+    apply_to_collection(batch, (Tensor, np.ndarray, int, float, complex, str, bytes), add)
+    return crc
+
+
+def _bytes(leaf: Any) -> Iterator[bytes]:
+    if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_meta:
+        yield f"{leaf.dtype}{tuple(leaf.shape)}".encode()
+        spread = leaf.detach().reshape(-1)[:: max(1, leaf.numel() // _SAMPLED)]
+        yield spread.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    elif isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+        yield f"{leaf.dtype}{leaf.shape}".encode()
+        yield leaf.reshape(-1)[:: max(1, leaf.size // _SAMPLED)].tobytes()
+    elif not isinstance(leaf, (Tensor, np.ndarray)):
+        yield repr(leaf).encode()

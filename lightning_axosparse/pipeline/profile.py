@@ -1,0 +1,286 @@
+"""Measures passes: the memory that a forward pass keeps or takes, and the time of each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_axosparse.pipeline.shard.partition import Partition
+from lightning_axosparse.support.torch_internals import (
+    OperatorMode,
+    storage_id,
+    tree_leaves,
+    tree_map_only,
+)
+from lightning_axosparse.support.troubleshooting import see
+
+
+@contextmanager
+def activation_bytes(device: torch.device, received: Any) -> Iterator[Callable[[], int]]:
+    """Measure a forward pass; call what is yielded after it for the bytes that it keeps.
+
+    What the pass received counts, as it is kept as long; parameters, buffers and their views do
+    not. Results do not change. On CPU, what the kernels of a compiled layer keep is not measured.
+
+    Args:
+        device: where the pass computes.
+        received: a pytree of tensors that are kept as long as what the pass keeps.
+    """
+    arrived = sum(storage.nbytes() for storage in _storages(received).values())
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        yield lambda: arrived + torch.cuda.memory_allocated(device) - before
+        return
+    with _NewStorages() as new:
+        yield lambda: arrived + new.bytes_alive()
+
+
+@contextmanager
+def peak_bytes(device: torch.device) -> Iterator[Callable[[], int]]:
+    """Measure the most bytes allocated at a time; call what is yielded after it for them."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        yield lambda: torch.cuda.max_memory_allocated(device) - before
+        return
+    with _Peak() as new:
+        yield lambda: new.peak
+
+
+class _NewStorages(OperatorMode):
+    """Records the storages that operators allocate inside the context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._given: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        for key, storage in _storages((args, kwargs)).items():
+            if key not in self._made:
+                self._given[key] = StorageWeakRef(storage)
+        output = func(*args, **(kwargs or {}))
+        for key, storage in _storages(output).items():
+            if key not in self._given:
+                self._made[key] = StorageWeakRef(storage), storage.nbytes()
+        return output
+
+    def bytes_alive(self) -> int:
+        """Bytes of the storages that still exist."""
+        return sum(size for storage, size in self._made.values() if not storage.expired())
+
+
+class _Peak(_NewStorages):
+    """Records the most bytes that such storages have at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        output = super().__torch_dispatch__(func, types, args, kwargs)
+        self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._made.values()))
+        return output
+
+
+def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
+    """The storages of a pytree's tensors; a wrapper such as a sparse weight has no storage."""
+    storages = (leaf.untyped_storage() for leaf in tree_leaves(tree) if _has_storage(leaf))
+    return {storage_id(storage): storage for storage in storages}
+
+
+def _has_storage(leaf: Any) -> bool:
+    return (
+        isinstance(leaf, Tensor)
+        and leaf.layout == torch.strided
+        and not leaf.is_meta
+        and type(leaf).__torch_dispatch__ is Tensor.__torch_dispatch__
+    )
+
+
+_REPEATS = 5
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class LayerProfile(NamedTuple):
+    """The measurements of one layer.
+
+    Attributes:
+        seconds: of one forward and backward pass.
+        activation_bytes: what it keeps from forward for backward, besides its inputs.
+        output_bytes: of what it returns.
+    """
+
+    seconds: float
+    activation_bytes: int
+    output_bytes: int
+
+
+def validate_example_input(module: LightningModule) -> None:
+    """Check that a module has an input on which its layers can be timed.
+
+    Raises:
+        MisconfigurationException: if it has no ``example_input_array``.
+    """
+    if module.example_input_array is None:
+        raise MisconfigurationException(
+            f"balance='time' runs {type(module).__name__} on its example_input_array, which is "
+            "None. Set it in __init__ to what `forward` takes, of a micro-batch's size, or use "
+            "balance='parameters'." + see("layers")
+        )
+
+
+def profile_example(
+    module: LightningModule, partition: Partition, precision: Precision, device: torch.device
+) -> list[LayerProfile]:
+    """Measure the layers on the module's ``example_input_array``.
+
+    Returns:
+        The measurements of each layer.
+
+    Raises:
+        MisconfigurationException: if the example does not reach every layer.
+    """
+    example = precision.convert_input(module.example_input_array)
+
+    def forward() -> None:
+        if isinstance(example, Mapping):
+            module(**example)
+        else:
+            module(*(example if isinstance(example, tuple) else (example,)))
+
+    layers = dict(zip(partition.names, partition.layers, strict=True))
+    return profile_layers(layers, forward, precision.forward_context, device)
+
+
+def profile_layers(
+    layers: Mapping[str, nn.Module],
+    forward: Callable[[], Any],
+    context: Callable[[], AbstractContextManager[Any]],
+    device: torch.device,
+) -> list[LayerProfile]:
+    """Measure each layer; the fastest of a few passes counts, as other processes may slow some.
+
+    Weights, buffers and random generators are left as they were. No more than one layer is on
+    ``device`` at a time.
+
+    Returns:
+        The measurements of each layer.
+
+    Raises:
+        MisconfigurationException: if ``forward`` does not call a layer.
+    """
+    buffers = [(b, b.clone()) for layer in layers.values() for b in layer.buffers()]
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            with context(), torch.no_grad():
+                inputs = _inputs(layers, forward)
+            profiles = []
+            for name, layer in layers.items():
+                try:
+                    layer.to(device)
+                    given = tree_map_only(Tensor, lambda t: t.to(device), inputs[name])
+                    sizes = _sizes(layer, given, context, device)
+                    seconds = min(_pass(layer, given, context, device) for _ in range(_REPEATS))
+                    profiles.append(LayerProfile(seconds, *sizes))
+                finally:
+                    layer.to("cpu")
+    finally:
+        for buffer, value in buffers:
+            buffer.data.copy_(value)
+    return profiles
+
+
+def _inputs(layers: Mapping[str, nn.Module], forward: Callable[[], Any]) -> dict[str, Inputs]:
+    inputs: dict[str, Inputs] = {}
+
+    def note(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            inputs[name] = args, kwargs
+
+        return hook
+
+    with ExitStack() as stack:
+        for name, layer in layers.items():
+            handle = layer.register_forward_pre_hook(note(name), with_kwargs=True)
+            stack.callback(handle.remove)
+        forward()
+    missing = [name for name in layers if name not in inputs]
+    if missing:
+        raise MisconfigurationException(
+            f"balance='time' and g_inter='auto' run the module on its example_input_array, but "
+            f"that did not call layer {missing[0]!r}. Let `forward` call every layer, or use "
+            "balance='parameters' and a number for g_inter." + see("layers")
+        )
+    return inputs
+
+
+def _sizes(
+    layer: nn.Module,
+    inputs: Inputs,
+    context: Callable[[], AbstractContextManager[Any]],
+    device: torch.device,
+) -> tuple[int, int]:
+    """The bytes that a forward pass keeps, and those of its output; also warms up."""
+    args, kwargs = tree_map_only(Tensor, _leaf, inputs)
+    with context(), torch.enable_grad(), activation_bytes(device, None) as kept:
+        output = layer(*args, **kwargs)
+        size = kept()
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    return size, sum(leaf.numel() * leaf.itemsize for leaf in leaves)
+
+
+def _pass(
+    layer: nn.Module,
+    inputs: Inputs,
+    context: Callable[[], AbstractContextManager[Any]],
+    device: torch.device,
+) -> float:
+    args, kwargs = tree_map_only(Tensor, _leaf, inputs)
+    began = _now(device)
+    with context(), torch.enable_grad():
+        output = layer(*args, **kwargs)
+    _differentiate(tree_leaves(output), tree_leaves((args, kwargs)), layer)
+    return _now(device) - began
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point())
+
+
+def _differentiate(outputs: Sequence[Any], inputs: Sequence[Any], layer: nn.Module) -> None:
+    ends = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
+    starts = [t for t in [*inputs, *layer.parameters()] if isinstance(t, Tensor)]
+    wanted = [tensor for tensor in starts if tensor.requires_grad]
+    if ends and wanted:
+        ones = [torch.ones_like(tensor) for tensor in ends]
+        torch.autograd.grad(ends, wanted, ones, allow_unused=True)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return perf_counter()

@@ -1,0 +1,157 @@
+"""Wraps Lightning's private API that several modules ask: hooks, devices, collectives, files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+from zipfile import is_zipfile
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.distributed import (
+    ReduceOp,
+    _all_gather_ddp_if_available,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.core import saving
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_path
+from lightning_axosparse.support.archive import load_mapped
+from lightning_axosparse.support.corrupt_file import reading
+from lightning_axosparse.support.patched import patched
+from lightning_axosparse.support.torch_internals import tree_leaves
+
+_KNOWN = ("lightning.", "lightning_axosparse.")
+_C = TypeVar("_C", bound="RankLocalCallback")
+
+
+class RankLocalCallback(Callback):
+    """A callback of the strategy, which refers to what one rank has for one run."""
+
+    def __deepcopy__(self: _C, memo: dict[int, Any]) -> _C:
+        # Users copy the Trainer's callbacks, but process groups cannot be copied.
+        return self
+
+    @contextmanager
+    def added_to(self, trainer: Trainer) -> Iterator[None]:
+        """Add this callback to the Trainer's inside the context."""
+        # First, since the hooks of the others may contain collectives, or read what this one knows.
+        callbacks_of(trainer).insert(0, self)
+        try:
+            yield
+        finally:
+            if self in callbacks_of(trainer):  # A hook may have replaced the list.
+                callbacks_of(trainer).remove(self)
+
+
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    """The Trainer's own list of its callbacks, an attribute that it sets without declaring it."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks
+
+
+def trainer_of(module: LightningModule) -> Trainer | None:
+    """The Trainer to which a module is attached; None in the process that only starts the ranks."""
+    return module._trainer
+
+
+def overrides(owner: object | None, *hooks: str) -> bool:
+    """Whether a LightningModule, LightningDataModule or callback overrides one of these hooks."""
+    return any(is_overridden(hook, owner) for hook in hooks)
+
+
+def checkpoint_hooks(trainer: Trainer, hook: str) -> bool:
+    """Whether the user has written this hook, in the module or in a callback."""
+    users = [each for each in callbacks_of(trainer) if not type(each).__module__.startswith(_KNOWN)]
+    return any(overrides(each, hook) for each in (trainer.lightning_module, *users))
+
+
+def move_module(module: LightningModule, device: torch.device) -> None:
+    """Move every tensor but those on the meta device, which stand for other stages' tensors.
+
+    ``LightningModule.to`` raises for meta tensors; like it, this sets ``module.device``.
+    """
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor if tensor.is_meta else tensor.to(device)
+
+    module._apply(move)
+    _update_properties(module, device=device)
+
+
+def move_optimizers(optimizers: Iterable[Optimizer], device: torch.device) -> None:
+    """Move the state of optimizers to a device."""
+    _optimizers_to_device(optimizers, device)
+
+
+def all_gather(tensor: Tensor, group: dist.ProcessGroup, sync_grads: bool) -> Tensor:
+    """Stack the tensors of all ranks of a group, shape ``(ranks, *tensor.shape)``."""
+    return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
+
+
+def reduce(tensor: Tensor, group: dist.ProcessGroup, reduce_op: ReduceOp | str | None) -> Tensor:
+    """Reduce a tensor over a group, in place."""
+    return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+
+_ON_CPU = (None, "cpu", torch.device("cpu"), saving._default_map_location)
+
+
+@contextmanager
+def files_mapped() -> Iterator[Callable[[Tensor], bool]]:
+    """Let ``load_from_checkpoint`` map local files inside the context.
+
+    Yields:
+        Whether a tensor was mapped in the context, so nothing else refers to its memory.
+    """
+    read, mapped = saving.pl_load, WeakIdKeyDictionary()
+
+    def load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        local = local_path(path) if isinstance(path, str | Path) else None
+        if local is None or map_location not in _ON_CPU or not is_zipfile(local):
+            return read(path, map_location, weights_only)
+        with reading(local):
+            checkpoint = load_mapped(local, weights_only)
+        tensors = (leaf for leaf in tree_leaves(checkpoint) if isinstance(leaf, Tensor))
+        mapped.update(dict.fromkeys(tensors))
+        return checkpoint
+
+    with patched(saving, "pl_load", load):
+        yield mapped.__contains__
+
+
+def with_atomic_files(given: CheckpointIO | None) -> CheckpointIO:
+    """The user's plugin, or one that writes a file whole or not at all.
+
+    Args:
+        given: the user's; None for none. A wrapper such as ``AsyncCheckpointIO`` gets an
+            ``AtomicCheckpointIO`` to wrap; it ignores that if it wraps the user's.
+    """
+    if given is None:
+        return AtomicCheckpointIO()
+    if isinstance(given, _WrappingCheckpointIO):
+        given.checkpoint_io = AtomicCheckpointIO()
+    return given
+
+
+def reading_files(io: CheckpointIO) -> AtomicCheckpointIO | None:
+    """The plugin that reads local files, itself or wrapped; None for one of the user's."""
+    read_by = io.checkpoint_io if isinstance(io, _WrappingCheckpointIO) else io
+    return read_by if isinstance(read_by, AtomicCheckpointIO) else None
+
+
+def writes_in_background(io: CheckpointIO) -> bool:
+    """Whether checkpoints are written while training goes on."""
+    return isinstance(io, AsyncCheckpointIO)

@@ -1,0 +1,324 @@
+"""Keeps all ranks at the same place of Lightning's loops, also where one fails or gets a signal.
+
+A rank at another position, or with another number of batches, would take part in the wrong
+collective or leave the others waiting. The comparison has a process group of its own, so that it is
+never matched with another collective. It runs before the first and after the last batch of a loop,
+never in between.
+
+Lightning's handlers of signals call collectives wherever a rank happens to be, which is a deadlock
+where ranks wait for one another. Here a handler notes the signal; the ranks act on it before the
+next batch. Where all ranks fail at the same point, callbacks save before the job ends.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from math import inf
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.loops.progress import _BaseProgress
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_axosparse.distributed.mpi.environment import all_arrive
+from lightning_axosparse.distributed.process_groups import ProcessGroups, all_gather
+from lightning_axosparse.distributed.rank_status import blocked, this_rank
+from lightning_axosparse.strategy.compat.internals import RankLocalCallback, callbacks_of, overrides
+from lightning_axosparse.support.troubleshooting import see
+
+
+def loops_of(trainer: Trainer) -> dict[str, Any]:
+    """The loops of a Trainer and the loops inside them, by their attribute paths."""
+    return _loops_in(vars(trainer), "trainer")
+
+
+def _loops_in(attributes: Mapping[str, Any], path: str) -> dict[str, Any]:
+    loops = {}
+    for name, value in attributes.items():
+        if isinstance(value, _Loop):
+            loops[f"{path}.{name}"] = value
+            loops |= _loops_in(vars(value), f"{path}.{name}")
+    return loops
+
+
+def progress_of(owner: Any) -> dict[str, Any]:
+    """The attributes of a loop that say how far it is; none for any other object."""
+    if not isinstance(owner, _Loop):
+        return {}
+    kinds = bool | int | float | str | Enum | _BaseProgress
+    return {name: value for name, value in vars(owner).items() if isinstance(value, kinds)}
+
+
+_LOOPS = {
+    RunningStage.TRAINING: "training",
+    RunningStage.SANITY_CHECKING: "sanity check",
+    RunningStage.VALIDATING: "validation",
+    RunningStage.TESTING: "test",
+    RunningStage.PREDICTING: "predict",
+}
+
+
+def position(trainer: pl.Trainer) -> tuple[str, int, int]:
+    """The running loop, the index of the epoch, and of the batch that was drawn last."""
+    stage = trainer.state.stage
+    assert stage is not None
+    if stage == RunningStage.TRAINING:
+        return _LOOPS[stage], trainer.current_epoch, trainer.fit_loop.batch_idx
+    loop: Any = trainer._active_loop
+    return _LOOPS[stage], trainer.current_epoch, loop.batch_progress.current.ready - 1
+
+
+@dataclass(frozen=True)
+class LoopPosition:
+    """Where a rank is in Lightning's loops.
+
+    Attributes:
+        who: the rank, in words.
+        data_rank: its data-parallel rank: ranks with the same number are given the same batches.
+        occasion: which loop begins or ends, in words.
+        loop: the loop that begins or ends.
+        batches: number of batches that the loop had; None where it has only begun.
+        lengths: number of batches of each of its loaders, ``inf`` where unknown.
+        stops: whether ``trainer.should_stop`` is set.
+    """
+
+    who: str
+    data_rank: int
+    occasion: str
+    loop: str
+    batches: int | None
+    lengths: tuple[float, ...]
+    stops: bool
+
+    def __str__(self) -> str:
+        words = f"{self.who}: {self.occasion}"
+        if self.batches is not None:
+            words += f" after {self.batches} batches"
+        if self.lengths:
+            numbers = ", ".join("unknown" if n == float("inf") else f"{n:g}" for n in self.lengths)
+            words += f", loader length {numbers}"
+        return words + (", trainer.should_stop is set" if self.stops else "")
+
+
+def validate_positions(ranks: Sequence[LoopPosition]) -> None:
+    """Check that all ranks are at the same position and have the same number of batches.
+
+    Replicas may evaluate different numbers of batches, as in Lightning's own ``ddp``.
+
+    Raises:
+        MisconfigurationException: on every rank, with the position of each.
+    """
+    listed = "".join(f"\n- {rank}" for rank in ranks)
+    if len({rank.occasion for rank in ranks}) > 1:
+        raise MisconfigurationException(
+            "The ranks are at different positions: a loop has ended on some of them only. Let "
+            "`trainer.should_stop`, `on_train_batch_start` and all else that ends or starts a loop "
+            f"decide the same on every rank (`trainer.strategy.broadcast` shares a value):{listed}"
+            + see("batches")
+        )
+    if ranks[0].loop != "training":
+        data_ranks = {rank.data_rank for rank in ranks}
+        alike = [
+            [rank for rank in ranks if rank.data_rank == data_rank] for data_rank in data_ranks
+        ]
+    else:
+        alike = [list(ranks)]
+    for group in alike:
+        if len({(rank.batches, rank.lengths) for rank in group}) > 1:
+            raise MisconfigurationException(
+                f"The ranks have unequal numbers of {ranks[0].loop} batches. Give every stage the "
+                "same loader and every replica a loader of the same length (a DistributedSampler "
+                "does; `limit_train_batches=` cuts what has no length), and end an epoch on all "
+                f"ranks or none:{listed}" + see("batches")
+            )
+
+
+class LoopCheck(RankLocalCallback):
+    """Compares the positions of all ranks where a loop begins and where it ends."""
+
+    def __init__(self, groups: ProcessGroups) -> None:
+        self._groups = groups
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Compare the lengths of the training loaders."""
+        self._begin(trainer, [trainer.num_training_batches])
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Compare how many batches the loop had."""
+        self._end(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Compare whether training is over."""
+        self._compare(trainer, "training ends", None, ())
+
+    def on_validation_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Compare the lengths of the validation loaders."""
+        sanity = trainer.sanity_checking
+        self._begin(trainer, trainer.num_sanity_val_batches if sanity else trainer.num_val_batches)
+
+    def on_test_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Compare the lengths of the test loaders."""
+        self._begin(trainer, trainer.num_test_batches)
+
+    def on_predict_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Compare the lengths of the predict loaders."""
+        self._begin(trainer, trainer.num_predict_batches)
+
+    on_validation_epoch_end = on_train_epoch_end
+    on_test_epoch_end = on_train_epoch_end
+    on_predict_epoch_end = on_train_epoch_end
+
+    def _begin(self, trainer: pl.Trainer, lengths: Sequence[float]) -> None:
+        loop, epoch, _ = position(trainer)
+        self._compare(trainer, f"{loop} of epoch {epoch} begins", None, lengths)
+
+    def _end(self, trainer: pl.Trainer) -> None:
+        loop, epoch, _ = position(trainer)
+        batches = this_rank().end_loop(loop, epoch)
+        self._compare(trainer, f"{loop} of epoch {epoch} ends", batches, ())
+
+    def _compare(
+        self,
+        trainer: pl.Trainer,
+        occasion: str,
+        batches: int | None,
+        lengths: Sequence[float],
+    ) -> None:
+        this_rank().ended, this_rank().stops = True, trainer.should_stop
+        loop, _, _ = position(trainer)
+        own = LoopPosition(
+            this_rank().who,
+            this_rank().data_rank,
+            occasion,
+            loop,
+            batches,
+            tuple(lengths),
+            trainer.should_stop,
+        )
+        validate_positions(all_gather(own, self._groups.loop_ends))
+
+
+_SEE = see("failing-and-waiting-ranks")
+
+
+def restore_handlers_in_teardown(trainer: Trainer) -> None:
+    """Let the Trainer's teardown set the handlers of signals that there are now.
+
+    On Ctrl-C Lightning ignores further ones, and puts back what it has saved when the loops began;
+    where they run on other processes, it has saved nothing.
+    """
+    connector = trainer._signal_connector
+    connector._original_handlers = connector._get_current_signal_handlers()
+
+
+@contextmanager
+def acting_together(trainer: Trainer) -> Iterator[None]:
+    """Inside the context, act on a signal on all ranks before the same batch.
+
+    SIGTERM at any rank ends the run as on one process: callbacks may save. The signal by which
+    Slurm announces the end of the job (``SLURMEnvironment(auto_requeue=True)``) saves a checkpoint
+    and requeues the job. Where the ranks do not come to a next batch soon, the watchdog ends the
+    job on SIGTERM.
+
+    Args:
+        trainer: of a job of several ranks, before it registers its handlers.
+    """
+    from lightning_axosparse.distributed.mpi.watchdog import watchdog
+
+    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    requeue = connector._slurm_sigusr_handler_fn
+    requeued = False
+
+    def note(signum: int, _: Any) -> None:
+        this_rank().signal = signum
+
+    def act() -> None:
+        nonlocal requeued
+        received = watchdog().received() if trainer.global_rank == 0 else None
+        noted = torch.tensor([received.signal, received.rank] if received else [0, 0])
+        dist.broadcast(noted, src=0)
+        signum, rank = noted.tolist()
+        if signum == signal.SIGTERM:
+            this_rank().leaves = connector.received_sigterm = True
+            raise SIGTERMException(f"Rank {rank} received SIGTERM." + _SEE)
+        if signum and not requeued:
+            requeued = True
+            requeue(signum, None)  # type: ignore[arg-type]
+
+    replaced = (
+        (connector, "_sigterm_notifier_fn", note),
+        (connector, "_slurm_sigusr_handler_fn", note),
+        (loop, "_broadcast_sigterm_tensor", act),
+    )
+    for owner, name, function in replaced:
+        vars(owner)[name] = function
+    try:
+        with watchdog().wakeup.by_signals():
+            yield
+    finally:
+        for owner, name, _ in replaced:
+            del vars(owner)[name]
+
+
+def cause_of(exception: BaseException) -> BaseException:
+    """What has ended this rank: the SIGTERM that it received before, or else ``exception``.
+
+    Batch systems send SIGTERM to the workers of its loaders, too, and their end is an exception.
+    """
+    if this_rank().signal != signal.SIGTERM or isinstance(exception, SIGTERMException):
+        return exception
+    received = SIGTERMException(f"Rank {this_rank().rank} received SIGTERM." + _SEE)
+    received.__cause__ = exception
+    return received
+
+
+_PATIENCE = 5.0
+"""Seconds for which a rank that has failed waits for the others, if a callback may save."""
+
+
+class JobEnd(RankLocalCallback):
+    """Ends the job, before another callback waits for ranks that have not failed."""
+
+    def on_exception(self, trainer: pl.Trainer, module: Any, exception: BaseException) -> None:
+        """Let callbacks save if that is possible, and end the job."""
+        try:
+            save_together(trainer, exception)
+        except Exception as error:  # Its context is the one that was raised before.
+            exception = error
+        trainer.strategy.on_exception(exception)
+
+
+def save_together(trainer: pl.Trainer, exception: BaseException) -> None:
+    """Call ``on_exception`` of the user's callbacks, if all ranks have failed at the same point.
+
+    Where a rank alone fails, the others are within a batch: there is no state of the whole model to
+    save, and a callback that asked the others for theirs would wait for ever. Where all fail in the
+    same hook or for the same batch, as they do for most errors outside of the step, there is one.
+    """
+    callbacks = [each for each in callbacks_of(trainer) if _acts_on_exceptions(each)]
+    position = (trainer.global_step, trainer.current_epoch, trainer.fit_loop.batch_idx)
+    if not callbacks or not all_arrive(position, _PATIENCE):
+        return
+    this_rank().leaves = True
+    for callback in callbacks:
+        callback.on_exception(trainer, trainer.lightning_module, exception)
+    with blocked("all ranks to save what the exception leaves"):
+        all_arrive(position, inf)  # With no integers, MPI need not wait for anyone.
+
+
+def _acts_on_exceptions(callback: Callback) -> bool:
+    if isinstance(callback, ModelCheckpoint):
+        return bool(callback.save_on_exception)
+    is_others = not isinstance(callback, (RankLocalCallback, ProgressBar))
+    return is_others and overrides(callback, "on_exception")

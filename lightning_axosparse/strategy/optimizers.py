@@ -1,0 +1,441 @@
+"""Steps optimizers: at scaled rates, and bucket by bucket in host memory or each replica its share.
+
+With ``offload_optimizer`` the device keeps parameters and gradients. In a step their values and
+gradients are copied to the host bucket by bucket, the user's own optimizer steps them there, and
+the values are copied back while the next bucket is stepped. AxoNN (Singh & Bhatele, IPDPS 2022)
+copies the state to the device instead and steps there, which takes 16 bytes of device memory for
+each element of a bucket; this takes none.
+
+With ``shard_optimizer`` each of N replicas keeps the state of one N-th of the elements of every
+parameter but the smallest, steps that share of each bucket, and gets the others' values by an
+all-gather while the next bucket is stepped. Gradients are all-reduced as without it, so that
+clipping, hooks and loggers see what they see on one process. The method is ZeRO stage 1 of
+Rajbhandari et al., SC 2020. A weight that is stored sparse is the vector of its kept values,
+divided as any other.
+
+As in AxoNN, the all-reduces that have not ended with the backward pass run while buckets whose
+gradients are reduced are stepped, those of the last layers first; but not where clipping, loss
+scaling or a hook reads all gradients before.
+
+On a CUDA device the copies go through pinned memory, which has not been run on one yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_axosparse.pipeline.shard.remote_tensor import (
+    RemoteTensor,
+    closure_called,
+    replaced_params,
+)
+from lightning_axosparse.sparse.module.optimizer_state import MASTER, master_values
+from lightning_axosparse.sparse.store.materialize import master_dtype
+from lightning_axosparse.support.patched import patched
+
+
+@contextmanager
+def scaled_rates(optimizer: Optimizer, factor: float) -> Iterator[None]:
+    """Multiply the learning rates of all parameter groups inside the context.
+
+    Schedulers, which may compute a rate from the one before, see the rates as they are outside. A
+    rate that is set inside the context stays as it was set.
+    """
+    groups = [group for group in optimizer.param_groups if "lr" in group]
+    own = [group["lr"] for group in groups]
+    scaled = own if factor == 1 else [rate * factor for rate in own]
+    for group, rate in zip(groups, scaled, strict=True):
+        group["lr"] = rate
+    try:
+        yield
+    finally:
+        for group, before, rate in zip(groups, own, scaled, strict=True):
+            if group["lr"] is rate:
+                group["lr"] = before
+
+
+HOST = torch.device("cpu")
+BUCKET = 4_000_000
+"""Elements that are stepped at a time."""
+_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+
+
+class Placement:
+    """Where an optimizer's state is, and is stepped: where the parameters are."""
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """A tensor, to be stepped, in this place."""
+        return tensor
+
+    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which parameters of that dtype are stepped."""
+        return dtype
+
+    def like(self, parameter: Tensor) -> Tensor:
+        """A number on the device and of the dtype of a parameter's state."""
+        number = torch.zeros((), dtype=self.dtype(parameter.dtype), device=parameter.device)
+        return self.take(number)
+
+    def await_copies(self, parameters: Sequence[Tensor]) -> None:
+        """Wait until what was taken is there."""
+
+
+class HostMemory(Placement):
+    """Host memory, where parameters of less than 32 bits have float32 master weights."""
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor; from a CUDA device it comes later, to pinned memory."""
+        return tensor.to(HOST, non_blocking=True, copy=True)
+
+    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of master weights."""
+        return master_dtype(dtype)
+
+    def await_copies(self, parameters: Sequence[Tensor]) -> None:
+        """Wait until what was taken is there."""
+        for device in {parameter.device for parameter in parameters if parameter.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+
+
+State = dict[str, Any]
+"""What an optimizer keeps of one parameter."""
+
+_ALIGNED = 64
+"""Parts begin at multiples of so many elements, so that torch's vectorized loops, which compute the
+rest behind the last full vectors otherwise, compute each element as in the whole parameter."""
+
+
+class OptimizerShards:
+    """This replica's part of an optimizer's state.
+
+    Args:
+        optimizer: the optimizer, whose parameters are the same on all replicas.
+        group: the replicas of this stage; a function, as moving to shorter pipelines changes them.
+    """
+
+    def __init__(self, optimizer: Optimizer, group: Callable[[], dist.ProcessGroup | None]) -> None:
+        self._optimizer, self._find_group = optimizer, group
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The replicas of this stage; None if there is one."""
+        return self._find_group()
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """The elements of a tensor that this replica steps, flat: a view if it is contiguous."""
+        group = self.group
+        if group is None or not self._divides(tensor.shape):
+            return tensor
+        pieces = _pieces(tensor.reshape(-1), group)
+        return pieces[dist.get_rank(group)]
+
+    def _divides(self, shape: torch.Size) -> bool:
+        """Whether each replica keeps a part of a tensor of that shape, and not all of it."""
+        return self.group is not None and shape.numel() >= self.group.size() * _ALIGNED
+
+    def own_state(self, state: State, shape: torch.Size) -> State:
+        """The part that this replica keeps of the state of a parameter of that shape."""
+        if not self._divides(shape):
+            return state
+        return {
+            key: self.part(value).clone()
+            if isinstance(value, Tensor) and value.shape == shape
+            else value
+            for key, value in state.items()
+        }
+
+    def gather_values(
+        self, parameters: Sequence[nn.Parameter], stepped: Sequence[Tensor]
+    ) -> Callable[[], None]:
+        """Start to give the replicas each other's values of parameters; collective over them.
+
+        Args:
+            parameters: the parameters.
+            stepped: this replica's part of each, with the new values.
+
+        Returns:
+            A function that waits until the parameters have the new values.
+        """
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for index, parameter in enumerate(parameters):
+            if self._divides(parameter.shape):
+                by_dtype.setdefault(parameter.dtype, []).append(index)
+            else:
+                parameter.copy_(stepped[index])
+        started = [
+            self._start_gather(
+                [parameters[i].detach() for i in indices], [stepped[i] for i in indices]
+            )
+            for indices in by_dtype.values()
+        ]
+
+        def finish() -> None:
+            for each in started:
+                each()
+
+        return finish
+
+    def _start_gather(
+        self, tensors: Sequence[Tensor], parts: Sequence[Tensor]
+    ) -> Callable[[], None]:
+        """Start to fill tensors of one dtype with all replicas' parts of them."""
+        group = self.group
+        assert group is not None
+        size, first = group.size(), tensors[0]
+        longest = [_longest(tensor, group) for tensor in tensors]
+        mine = first.new_zeros(sum(longest))
+        for room, part in zip(mine.split(longest), parts, strict=True):
+            room[: part.numel()].copy_(part)
+        whole = mine.new_empty(size * mine.numel())
+        work = dist.all_gather_single(whole, mine, group=group, async_op=True)
+
+        def finish() -> None:
+            work.wait()
+            blocks = whole.view(size, -1).split(longest, dim=1)
+            for tensor, block in zip(tensors, blocks, strict=True):
+                _fill(tensor, block, group)
+
+        return finish
+
+    @contextmanager
+    def whole_state(self, parameters: Sequence[nn.Parameter] | None = None) -> Iterator[None]:
+        """Give each replica all of the state inside the context; collective over the replicas.
+
+        Args:
+            parameters: those whose state is wanted, which may change their shape inside; None takes
+                those of the optimizer, which may be others at the end of the context.
+        """
+        self.make_whole(parameters)
+        yield
+        for parameter, state in self._states(parameters):
+            state.update(self.own_state(state, parameter.shape))
+
+    def make_whole(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Give each replica all of the state; collective over the replicas."""
+        for parameter, state in self._states(parameters):
+            state.update(self.whole(parameter, state))
+
+    def drop(self) -> None:
+        """Forget the state, of which no replica has all."""
+        self._optimizer.state.clear()
+
+    def whole(self, parameter: Tensor, state: Mapping[str, Any]) -> State:
+        """The whole state of a parameter, of which this is a part; collective over replicas."""
+        whole, part = dict(state), self.part(parameter.detach())
+        for key, value in state.items() if self._divides(parameter.shape) else ():
+            if isinstance(value, Tensor) and value.shape == part.shape:
+                whole[key] = value.new_empty(parameter.shape)
+                self._start_gather([whole[key]], [value])()
+        return whole
+
+    def divided(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state dict of the optimizer with this replica's part of it alone."""
+        indexed = (p for group in self._optimizer.param_groups for p in group["params"])
+        shapes = dict(enumerate(parameter.shape for parameter in indexed))
+        return {
+            **state,
+            "state": {
+                index: self.own_state(entry, shapes[index])
+                for index, entry in state["state"].items()
+            },
+        }
+
+    def _states(
+        self, parameters: Iterable[nn.Parameter] | None
+    ) -> Iterator[tuple[nn.Parameter, State]]:
+        """Parameters of this rank with their state, if there is some; None takes all."""
+        if parameters is None:
+            groups = self._optimizer.param_groups
+            every = (parameter for group in groups for parameter in group["params"])
+            parameters = [each for each in every if not isinstance(each, RemoteTensor)]
+        for parameter in parameters:
+            if parameter in self._optimizer.state:
+                yield parameter, self._optimizer.state[parameter]
+
+
+def _longest(tensor: Tensor, group: dist.ProcessGroup) -> int:
+    """How many elements the first replicas have of a tensor; the last ones may have fewer."""
+    blocks = -(-tensor.numel() // (group.size() * _ALIGNED))
+    return blocks * _ALIGNED
+
+
+def _pieces(flat: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """The parts of a flat tensor, one for each replica."""
+    longest, size = _longest(flat, group), group.size()
+    starts = [min(flat.numel(), longest * rank) for rank in range(size + 1)]
+    return [flat[start:end] for start, end in pairwise(starts)]
+
+
+@torch.no_grad()
+def _fill(tensor: Tensor, block: Tensor, group: dist.ProcessGroup) -> None:
+    """Fill a tensor with the parts of all replicas, which are the rows of ``block``."""
+    flat = tensor.reshape(-1)  # a copy if it is not contiguous
+    for piece, row in zip(_pieces(flat, group), block, strict=True):
+        piece.copy_(row[: piece.numel()])
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.copy_(flat.view(tensor.shape))
+
+
+class BucketwiseOptimizer:
+    """Steps an optimizer bucket by bucket, and keeps its state where it is stepped.
+
+    The optimizer stays the same object with the same parameters: they are the keys of its state,
+    and clipping, loss scaling and hooks see them and their gradients on the device. The numbers are
+    the same to the bit as those of the same optimizer in that place without buckets. In host memory
+    the float32 master weights of a parameter of less than 32 bits are stepped, and the device gets
+    their rounded values.
+
+    Args:
+        optimizer: the user's, configured.
+        place: where the state is.
+        shards: which part of the state this replica keeps; None for all.
+        await_gradients: waits until the gradients of the parameters it is given are reduced.
+        bucket: elements that are stepped at a time; a larger parameter is a bucket of its own.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        place: Placement,
+        shards: OptimizerShards | None = None,
+        await_gradients: Callable[[Sequence[nn.Parameter]], None] = lambda _: None,
+        bucket: int = BUCKET,
+    ) -> None:
+        self._optimizer, self._place, self._shards = optimizer, place, shards
+        self._await, self._bucket = await_gradients, bucket
+        self._gradients: dict[nn.Parameter, Tensor] = {}
+        if optimizer.state:  # Adagrad's constructor makes it.
+            self.load_state_dict(optimizer.state_dict())
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._step),
+            optimizer.register_step_post_hook(self._show_gradients),
+        ]
+
+    def remove(self) -> None:
+        """Let the optimizer step its parameters as a whole again."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the whole state, of which this replica keeps its part, in its place."""
+        likes: dict[Tensor, Tensor] = {
+            parameter: self._place.like(parameter) for parameter in self._parameters()
+        }
+        divided = dict(state) if self._shards is None else self._shards.divided(state)
+        with _substituted(self._optimizer, likes):
+            self._optimizer.load_state_dict(divided)
+
+    def _step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Step all buckets, and leave the optimizer's own step, which follows, nothing to do."""
+        kwargs = closure_called(args, kwargs)
+        finish = _nothing
+        with torch.no_grad():
+            for parameters in self._buckets():
+                following = self._step_bucket(optimizer, parameters)
+                finish()
+                finish = following
+            finish()
+        self._await(list(self._parameters()))
+        self._hide_gradients()
+        return (optimizer,), kwargs
+
+    def _step_bucket(
+        self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]
+    ) -> Callable[[], None]:
+        """Step some parameters; return what waits until they have their new values."""
+        values = [self._taken(parameter.detach()) for parameter in parameters]
+        gradients = [self._taken(p.grad) for p in parameters if p.grad is not None]
+        self._place.await_copies(parameters)
+        masters: dict[Tensor, Tensor] = {}
+        for parameter, value, gradient in zip(parameters, values, gradients, strict=True):
+            kept = optimizer.state[parameter].pop(MASTER, None)
+            master = nn.Parameter(master_values(value, kept, self._place.dtype(value.dtype)))
+            master.grad = gradient.to(master.dtype)
+            masters[parameter] = master
+        # Hooks belong to the whole step, not to a bucket's.
+        before, after = (patched(optimizer, name, {}) for name in _HOOKS)
+        with _substituted(optimizer, masters), before, after:
+            type(optimizer).step(optimizer)
+        for parameter, value in zip(parameters, values, strict=True):
+            master_value = masters[parameter].detach()
+            if master_value.dtype != parameter.dtype:
+                optimizer.state[parameter][MASTER] = master_value
+                value.copy_(master_value)
+        if self._shards is not None:
+            return self._shards.gather_values(parameters, values)
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.copy_(value, non_blocking=True)
+        return _nothing
+
+    def _taken(self, tensor: Tensor) -> Tensor:
+        """What this replica steps of a tensor, in the place of the state."""
+        return self._place.take(tensor if self._shards is None else self._shards.part(tensor))
+
+    def _buckets(self) -> Iterator[list[nn.Parameter]]:
+        """The buckets, each once its gradients are reduced; those of the last layers are first."""
+        trained = [parameter for parameter in self._parameters() if parameter.grad is not None]
+        for parameters in bucketed(reversed(trained), self._bucket):
+            self._await(parameters)
+            # Only now it is known which gradients no rank has.
+            yield [parameter for parameter in parameters if parameter.grad is not None]
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for group in self._optimizer.param_groups:
+            yield from group["params"]
+
+    def _hide_gradients(self) -> None:
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                self._gradients[parameter] = parameter.grad
+                parameter.grad = None
+
+    def _show_gradients(self, *_: Any) -> None:
+        for parameter, gradient in self._gradients.items():
+            parameter.grad = gradient
+        self._gradients = {}
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""
+
+
+@contextmanager
+def _substituted(optimizer: Optimizer, substitutes: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Give an optimizer some tensors, with the state, in place of its parameters; no others."""
+    for parameter, substitute in substitutes.items():
+        _move_state(optimizer, parameter, substitute)
+    try:
+        with replaced_params(optimizer, substitutes.get):
+            yield
+    finally:
+        for parameter, substitute in substitutes.items():
+            _move_state(optimizer, substitute, parameter)
+
+
+def _move_state(optimizer: Optimizer, owner: Tensor, to: Tensor) -> None:
+    state = optimizer.state.pop(owner, None)
+    if state:
+        optimizer.state[to] = state
+
+
+def bucketed(parameters: Iterable[nn.Parameter], size: int) -> list[list[nn.Parameter]]:
+    """Split parameters in order into buckets of at most ``size`` elements, or one parameter."""
+    buckets: list[list[nn.Parameter]] = []
+    room = 0
+    for parameter in parameters:
+        if not buckets or parameter.numel() > room:
+            buckets.append([])
+            room = size
+        buckets[-1].append(parameter)
+        room -= parameter.numel()
+    return buckets

@@ -1,0 +1,198 @@
+"""Finds the grid, which layers each stage computes, and which tensors it keeps, before a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+
+from lightning_axosparse.distributed.mpi.environment import from_first_rank
+from lightning_axosparse.pipeline.profile import profile_example, validate_example_input
+from lightning_axosparse.pipeline.shard.partition import (
+    UNPARTITIONED,
+    Partition,
+    called_in_order,
+    order_of_example,
+    partition_layers,
+)
+from lightning_axosparse.pipeline.shard.sharding import Sharding
+from lightning_axosparse.planning.cost import DENSE, default_cluster, layer_costs
+from lightning_axosparse.planning.search import GridComparison, Workload, compare_grids
+from lightning_axosparse.pruning.ticket import Ticket
+from lightning_axosparse.sparse import sparsify
+from lightning_axosparse.sparse.module.optimizer_state import dense_shapes
+from lightning_axosparse.strategy.compat.internals import overrides, trainer_of
+from lightning_axosparse.strategy.compat.loaders import first_step
+from lightning_axosparse.strategy.config import Config
+from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
+from lightning_axosparse.strategy.sharded_module import (
+    allocate,
+    is_left_sharded,
+    load_values,
+    summoned,
+)
+from lightning_axosparse.strategy.validation import validate_regrid_module
+from lightning_axosparse.support.memory import free_bytes
+
+
+def choose_grid(config: Config, ranks: MPIStrategy, module: LightningModule) -> GridComparison:
+    """Choose the grid before ranks start; where they run already, the first rank chooses for all.
+
+    Raises:
+        MisconfigurationException: if there is no container, or no grid that fits.
+    """
+
+    def decide() -> GridComparison:
+        partition = partition_layers(module, config.pipeline, None, stages=1)
+        devices = len(ranks.parallel_devices or ())
+        device = ranks.root_device
+        free = free_bytes(device, ranks.ranks_on_device)
+        cluster = default_cluster(device.type, devices * ranks.num_nodes, devices, free)
+        profiles = None
+        if module.example_input_array is None:
+            cluster = cluster.with_free_transfers()
+        else:
+            profiles = profile_example(module, partition, ranks.precision_plugin, device)
+        costs = layer_costs(module, partition.layers, profiles)
+        recompute = config.recompute is not None
+        balance: Literal["time", "parameters"] = (
+            "time" if config.balance == "time" else "parameters"
+        )
+        workload = Workload(
+            costs,
+            cluster,
+            0,
+            DENSE,
+            recompute=recompute,
+            balance=balance,
+            shard_optimizer=config.shard_optimizer,
+        )
+        return compare_grids(workload, config.microbatches, config.in_flight)
+
+    return from_first_rank(decide)
+
+
+@runtime_checkable
+class PrunesByTicket(Protocol):
+    """A callback that prunes the weights by a ticket when fit starts, if it has one then."""
+
+    prunes_at_start: Literal[True]
+    ticket: Ticket | None
+
+
+class Partitioner:
+    """Partitions the layers of a module over the stages of a grid."""
+
+    def __init__(self, config: Config, ranks: MPIStrategy, module: LightningModule) -> None:
+        self.module, self._config, self._ranks = module, config, ranks
+
+    @property
+    def stages(self) -> range:
+        """The stages of this rank."""
+        stage = self._ranks.grid.stage
+        is_alone = self._config.transport == "loopback"
+        return range(self._config.stages) if is_alone else range(stage, stage + 1)
+
+    @property
+    def are_divided(self) -> bool:
+        """Whether other ranks have stages of their own."""
+        return len(self.stages) < self._config.stages
+
+    @property
+    def are_measured(self) -> bool:
+        """Whether the stages are known only when all layers have run."""
+        return self._config.stages > 1 and self._config.balance == "time"
+
+    def partition(self) -> Partition:
+        """Partition the module's layers, by parameters; where batches show the order, collective.
+
+        Raises:
+            MisconfigurationException: for a module that cannot be partitioned as wanted.
+        """
+        config, module = self._config, self.module
+        partition = UNPARTITIONED
+        if config.stages > 1 or config.recompute is not None:
+            sizes = None if isinstance(config.balance, str) else config.balance
+            # Of layers on other ranks only the dense shapes are known.
+            in_part = is_left_sharded(module) or self._adopted is not None
+            with dense_shapes(module) if in_part else nullcontext():
+                partition = partition_layers(
+                    module, config.pipeline, sizes, config.stages, self._call_order
+                )
+        if self.are_measured:
+            validate_example_input(module)
+        if config.regrid is not None:
+            validate_regrid_module(module)
+        return partition
+
+    def balanced(self, partition: Partition) -> Partition:
+        """Partition again by the times that the first rank measures, if ``balance="time"``."""
+        if self._config.stages == 1:
+            return partition
+        if self.are_measured:
+            seconds: list[float] = []
+            with summoned(self.module, self._ranks.is_global_zero):
+                if self._ranks.is_global_zero:
+                    arguments = partition, self._ranks.precision_plugin, self._ranks.root_device
+                    layers = profile_example(self.module, *arguments)
+                    seconds = [layer.seconds for layer in layers]
+            partition = partition.by_time(self._ranks.broadcast(seconds))
+        rank_zero_info(str(partition))
+        return partition
+
+    def split(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The tensors that this rank keeps, and those that other ranks' stages alone have."""
+        partition = self.partition()
+        return Sharding(self.module, partition.names, partition.parts).split(self.stages)
+
+    def load(self, state: Mapping[str, Any], strict: bool) -> None:
+        """Load what this rank is going to keep of a whole module's state."""
+        kept, others = self.split()
+        allocate(kept.values())
+        load_values(self.module, state, strict, () if self.are_measured else others.values())
+
+    def make_sparse(self, make: Callable[[Tensor], None]) -> None:
+        """Store sparse, each as soon as it is made, what an adopted ticket prunes of this stage."""
+        ticket = self._adopted
+        if ticket is None:
+            return
+        kept, _ = self.split()
+        for name, mask in ticket.part(kept).items():
+            if mask.shape == kept[name].shape and self._keeps_dtype(kept[name].dtype):
+                make(kept[name])
+                sparsify(self.module, {name: mask})
+
+    @property
+    def _adopted(self) -> Ticket | None:
+        """The ticket that a callback has before the layers are made in ``configure_model``."""
+        trainer = trainer_of(self.module)
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            return None
+        if not overrides(self.module, "configure_model"):
+            return None
+        callbacks = vars(trainer)["callbacks"]
+        pruning = (each for each in callbacks if isinstance(each, PrunesByTicket))
+        return next((each.ticket for each in pruning if each.ticket is not None), None)
+
+    def _keeps_dtype(self, dtype: torch.dtype) -> bool:
+        """Whether the precision leaves parameters of this dtype as they are."""
+        probe = nn.ParameterList([torch.empty(0, dtype=dtype)])
+        converted = self._ranks.precision_plugin.convert_module(probe)
+        return next(converted.parameters()).dtype == dtype
+
+    def _call_order(self, module: nn.Module, layers: Mapping[str, str]) -> list[str]:
+        """The order in which the module's example or else a first step calls layers; collective."""
+        order, trainer = order_of_example(module, layers), trainer_of(self.module)
+        if order or trainer is None:
+            return order
+        step = first_step(trainer)
+        if step is not None:
+            step = step._replace(context=self._ranks.precision_plugin.forward_context)
+            order = called_in_order(module, layers, step)
+        return self._ranks.broadcast(order)

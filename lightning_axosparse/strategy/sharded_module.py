@@ -1,0 +1,320 @@
+"""Makes and loads only the layers of this rank, and leaves a module sharded after a run.
+
+No rank allocates all of a module. Each keeps the tensors of its layers, as they are stored; those
+of other layers are on the meta device, so that names and shapes do not change. After a run a tensor
+is sent straight from a rank that has it to one that needs it, one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import chain
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.hooks import RemovableHandle
+
+from lightning_axosparse.distributed.process_groups import all_gather
+from lightning_axosparse.pipeline.shard.sharding import free
+from lightning_axosparse.sparse.module.parameter_state import forget, pack, unpack
+from lightning_axosparse.sparse.module.parameters import Owner, owners
+from lightning_axosparse.support.deferred_init import DeferredInit
+from lightning_axosparse.support.torch_internals import swap_values
+from lightning_axosparse.support.troubleshooting import see
+
+_left: WeakKeyDictionary[nn.Module, tuple[RemovableHandle, ...]] = WeakKeyDictionary()
+"""The modules that a run has left sharded, with the hooks that keep a part from being used."""
+
+
+def leave_sharded(module: nn.Module, freed: Mapping[Tensor, Tensor]) -> None:
+    """Let a module be known as sharded, until a run takes it again.
+
+    Args:
+        module: the module.
+        freed: its tensors that this rank does not keep, each with a meta tensor of its shape.
+    """
+    for tensor, meta in freed.items():
+        _to_meta(tensor, meta.shape)
+    take(module)
+    _refuse(module)
+
+
+def is_left_sharded(module: nn.Module) -> bool:
+    """Whether a run has left this module sharded: the same on all ranks."""
+    return module in _left
+
+
+def take(module: nn.Module) -> None:
+    """Let a module no longer be known as sharded."""
+    for hook in _left.pop(module, ()):
+        hook.remove()
+
+
+def bring(module: nn.Module, wanted: Collection[str]) -> list[str]:
+    """Give this rank the tensors of a sharded module that it wants; collective over the job.
+
+    A parameter arrives as it is stored: where it is sparse, so it is here.
+
+    Returns:
+        The names of those that this rank did not have.
+    """
+    tensors = dict(chain(module.named_parameters(), module.named_buffers()))
+    missing = [name for name in tensors if name in wanted and tensors[name].is_meta]
+    held = {name for name, tensor in tensors.items() if not tensor.is_meta}
+    everyone = all_gather((held, frozenset(missing)), dist.group.WORLD)
+    owned, rank = owners(module), dist.get_rank()
+    for name, tensor in tensors.items():
+        holders = [other for other, (theirs, _) in enumerate(everyone) if name in theirs]
+        asking = [other for other, (_, theirs) in enumerate(everyone) if name in theirs]
+        if not holders:
+            continue
+        if rank == holders[0] and asking:
+            packed = _packed(tensor, owned.get(name, []))
+            for other in asking:
+                dist.send_object_list([packed], dst=other)
+        elif rank in asking:
+            received: list[Any] = [None]
+            dist.recv_object_list(received, src=holders[0])
+            _fill(tensor, received[0], owned.get(name, []))
+    return missing
+
+
+@contextmanager
+def summoned(module: nn.Module, on_this_rank: bool) -> Iterator[None]:
+    """Have all of a module inside the context; where it is left sharded, collective over the job.
+
+    Args:
+        module: the module.
+        on_this_rank: whether this rank gets all of it; the others only send.
+    """
+    if not is_left_sharded(module):
+        yield
+        return
+    tensors = dict(chain(module.named_parameters(), module.named_buffers()))
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    brought = bring(module, tensors if on_this_rank else ())
+    try:
+        with in_parts(module) if on_this_rank else nullcontext():
+            yield
+    finally:
+        owned = owners(module)
+        for name in brought:
+            tensor = tensors[name]
+            if isinstance(tensor, nn.Parameter):
+                forget(tensor, owned[name], [])
+            free(tensor)
+            _to_meta(tensor, shapes[name])
+
+
+@contextmanager
+def in_parts(module: nn.Module) -> Iterator[None]:
+    """Let ``state_dict`` of a module that is left sharded return what is there, in the context."""
+    left = is_left_sharded(module)
+    take(module)
+    try:
+        yield
+    finally:
+        if left:
+            _refuse(module)
+
+
+def _packed(tensor: Tensor, owned: Sequence[Owner]) -> Any:
+    return pack(tensor, owned, []) if isinstance(tensor, nn.Parameter) else tensor.cpu()
+
+
+def _fill(tensor: Tensor, received: Any, owned: Sequence[Owner]) -> None:
+    free(tensor)
+    if isinstance(tensor, nn.Parameter):
+        unpack(received, tensor, owned, [], torch.device("cpu"))
+    else:
+        tensor.set_(received)
+
+
+def _to_meta(tensor: Tensor, shape: torch.Size) -> None:
+    if not tensor.is_meta:
+        meta = torch.empty(shape, dtype=tensor.dtype, device="meta")
+        swap_values(tensor, meta.requires_grad_(tensor.requires_grad))
+
+
+def _refuse(module: nn.Module) -> None:
+    _left[module] = (
+        module.register_state_dict_pre_hook(_refuse_state_dict),
+        module.register_forward_pre_hook(_refuse_forward, prepend=True),
+    )
+
+
+def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> Any:
+    raise RuntimeError(_refusal(f"{type(module).__name__}.state_dict()"))
+
+
+def _refuse_forward(module: nn.Module, args: Any) -> Any:
+    raise RuntimeError(_refusal(type(module).__name__))
+
+
+def _refusal(called: str) -> str:
+    return (
+        f"{called} was called after the run had ended, when each rank "
+        "has only the weights of its own layers. On all ranks, enter `with "
+        "trainer.strategy.summon_full_params():`, inside of which the first rank has all of them; "
+        "or call `trainer.save_checkpoint`. Where the call has started the ranks itself, the "
+        "module is whole when `fit` has returned." + see("values-between-layers")
+    )
+
+
+_META = torch.device("meta")
+
+
+@contextmanager
+def made_without(
+    unwanted: Callable[[], Iterable[Tensor]],
+    make_first: Callable[[Callable[[Tensor], None]], None] | None = None,
+) -> Iterator[None]:
+    """Make the tensors of the context at its end, except those that ``unwanted`` returns then.
+
+    They have the values, to the bit, that they would have if all were made at once. The others stay
+    on the meta device.
+
+    Args:
+        unwanted: returns the others.
+        make_first: is given a function that makes one tensor; for those that are to become smaller
+            before the next one is made.
+    """
+    with DeferredInit() as deferred:
+        yield
+    if make_first is not None:
+        make_first(deferred.make)
+    deferred.make_except(unwanted())
+
+
+@contextmanager
+def parameters_on_meta(may_share: Callable[[Tensor], bool]) -> Iterator[None]:
+    """Move each parameter to the meta device when a module of the context gets it.
+
+    A state dict that is loaded in the context gives parameters their values and memory.
+
+    Raises:
+        MisconfigurationException: if the context moves a module whose parameters a state dict, as
+            one loaded with ``strict=False``, has given no values.
+    """
+    loading: dict[nn.Module, RemovableHandle] = {}
+    take = partial(_take_values, may_share)
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        if module not in loading:
+            loading[module] = module.register_load_state_dict_pre_hook(take)
+        if parameter is None or parameter.is_meta:
+            return parameter
+        return nn.Parameter(parameter.detach().to(_META), parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(on_meta)
+    try:
+        yield
+    except NotImplementedError as error:
+        empty = [
+            f"{type(module).__name__}.{name} of shape {tuple(parameter.shape)}"
+            for module in loading
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.is_meta
+        ]
+        if not empty or "meta tensor" not in str(error):
+            raise
+        raise _without_values(empty) from error
+    finally:
+        hook.remove()
+        for handle in loading.values():
+            handle.remove()
+
+
+def _without_values(empty: Sequence[str]) -> MisconfigurationException:
+    return MisconfigurationException(
+        f"The module has no values for {empty[0]} and {len(empty) - 1} more of its parameters, "
+        "which are on the meta device: `trainer.init_module(empty_init=True)` gives them none, and "
+        "no checkpoint has. Load a checkpoint of the whole module, or leave out `empty_init`."
+        + see("layers")
+    )
+
+
+def _take_values(
+    may_share: Callable[[Tensor], bool],
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    *_: Any,
+) -> None:
+    """Before a module's own parameters are loaded: give those without memory theirs."""
+    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        value = state.get(prefix + name)
+        if not isinstance(value, Tensor) or value.is_meta:
+            continue
+        alike = (value.shape, value.dtype) == (parameter.shape, parameter.dtype)
+        if not parameter.is_meta:
+            is_shared = alike and value.data_ptr() == parameter.data_ptr()
+        elif is_shared := alike and may_share(value):
+            swap_values(parameter, value.detach().requires_grad_(parameter.requires_grad))
+        else:
+            allocate([parameter])
+        if is_shared:
+            state[prefix + name] = parameter  # which torch does not copy onto itself
+
+
+def allocate(tensors: Iterable[Tensor]) -> None:
+    """Give those of the tensors that are on the meta device memory on CPU, uninitialised."""
+    for tensor in tensors:
+        if tensor.is_meta:
+            empty = torch.empty_like(tensor, device="cpu", requires_grad=tensor.requires_grad)
+            swap_values(tensor, empty)
+
+
+def values_held(
+    state: Mapping[str, Any], module: nn.Module, others: Iterable[Tensor] = ()
+) -> dict[str, Any]:
+    """Return a state dict that loads the same names into ``module``, but reads only what it holds.
+
+    Values for tensors on the meta device are left out of it: they are meta tensors there, too.
+    """
+    kept_as_they_are = {id(tensor) for tensor in others}
+
+    def held(value: Any, present: Any) -> Any:
+        if not (isinstance(value, Tensor) and isinstance(present, Tensor)):
+            return value
+        if present.is_meta:
+            return torch.empty_like(value, device=_META)
+        return present if id(present) in kept_as_they_are else value
+
+    tensors = module.state_dict(keep_vars=True)
+    return {name: held(value, tensors.get(name)) for name, value in state.items()}
+
+
+def load_values(
+    module: nn.Module,
+    state: Mapping[str, Any],
+    strict: bool,
+    others: Iterable[Tensor] = (),
+) -> None:
+    """Load what a module holds of a state."""
+    with in_parts(module):
+        held = values_held(state, module, others)
+    module.load_state_dict(held, strict=strict)
+
+
+def validate_values(tensors: Iterable[tuple[str, Tensor]], stage: int) -> None:
+    """Check that the tensors of a stage have values.
+
+    Raises:
+        MisconfigurationException: naming those that are on the meta device.
+    """
+    empty = [name for name, tensor in tensors if tensor.is_meta]
+    if empty:
+        raise MisconfigurationException(
+            f"Stage {stage} has no values for {empty[0]!r} and {len(empty) - 1} more of its "
+            "tensors, which are on the meta device. If the module was made under "
+            "`trainer.init_module(empty_init=True)`, call `load_from_checkpoint` inside of it, "
+            "give `ckpt_path=`, or leave out `empty_init`." + see("layers")
+        )

@@ -1,0 +1,346 @@
+"""Keeps the part of a module that belongs to the stages of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_axosparse.distributed.gradient_reducer import GradientReducer, ReductionGroup
+from lightning_axosparse.distributed.process_groups import ProcessGroups
+from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpointing
+from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
+from lightning_axosparse.pipeline.crossing.message import ChannelLink, Link, LoopbackLink
+from lightning_axosparse.pipeline.norms import DeferredNorms
+from lightning_axosparse.pipeline.shard.partition import Partition
+from lightning_axosparse.pipeline.shard.remote_tensor import OwnSteps, following_parameters
+from lightning_axosparse.pipeline.shard.sharding import RemoteGradients, Sharding, free
+from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
+from lightning_axosparse.sparse import densify
+from lightning_axosparse.sparse.module.parameter_state import forget
+from lightning_axosparse.sparse.module.parameters import owners, sparse_parameters
+from lightning_axosparse.sparse.store.scratch import scratch
+from lightning_axosparse.strategy.compat.internals import move_module
+from lightning_axosparse.strategy.config import Config
+from lightning_axosparse.strategy.sharded_module import (
+    bring,
+    is_left_sharded,
+    leave_sharded,
+    take,
+    validate_values,
+)
+from lightning_axosparse.strategy.validation import validate_parameters_known
+
+
+class StageModule:
+    """A module of which this rank keeps the tensors of its stages.
+
+    The module is whole until :meth:`shard`, and again after :meth:`unshard`. Creating this object
+    is collective over the job.
+
+    Attributes:
+        grid: the grid of ranks.
+        partition: which layers each stage computes.
+        sharding: which tensors each stage keeps.
+        layers: the partitioned layers.
+        split: the layers whose weight gradients may be made apart from backward passes.
+        norms: the BatchNorms that update their running statistics once a batch, if they do.
+        reducer: sums gradients over the ranks that keep the same parameters; None in a job of one.
+        remote_gradients: the gradients of parameters of other stages.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        module: LightningModule,
+        partition: Partition,
+        groups: ProcessGroups,
+        stages: range,
+        device: torch.device,
+    ) -> None:
+        self.module, self.stages, self.device = module, stages, device
+        self.partition = partition
+        self.groups, self.grid = groups, groups.grid
+        self.sharding = Sharding(module, partition.names, partition.parts, device)
+        self._recompute: ActivationCheckpointing | None = None
+        if config.recompute is not None:
+            self._recompute = ActivationCheckpointing(config.recompute, device)
+        self._splits_backward = config.schedules(module, device).splits_backward
+        self.split = SplitLayers(module)
+        self._defers_norms = config.defers_norms
+        self.norms: DeferredNorms | None = None
+        self._example_input = module.example_input_array
+        self._freed: dict[Tensor, Tensor] = {}
+        self._optimizers: Sequence[Optimizer] = ()
+        self._own_steps: list[OwnSteps] = []
+        self.reducer: GradientReducer | None = None
+        self._reduces = True
+        groups.create_shared(self._shared_by_stages())
+        self.layers = self._pipelined_layers(partition)
+        self.remote_gradients = RemoteGradients(self.sharding, lambda: self.groups.inter)
+
+    @property
+    def last_stage(self) -> int:
+        """Index of the last stage of the pipeline."""
+        return len(self.layers.parts) - 1
+
+    @property
+    def runs_last_stage(self) -> bool:
+        """Whether this rank runs the last stage, which alone runs a step to its end."""
+        return self.last_stage in self.stages
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank runs all stages."""
+        return len(self.stages) > self.last_stage
+
+    def shard(self, optimizers: Sequence[Optimizer]) -> None:
+        """Drop the tensors of other stages from the module and its optimizers; collective.
+
+        What is kept moves to the device, with the values that the first replica has. Where the last
+        run has left the module sharded, other ranks send it.
+        """
+        names = self.sharding.names
+        if is_left_sharded(self.module):
+            bring(self.module, self.sharding.split(self.stages)[0])
+            take(self.module)
+        validate_values(self.sharding.split(self.stages)[0].items(), self.grid.stage)
+        self._optimizers = optimizers
+        if not self.is_whole:
+            validate_parameters_known(optimizers, names)
+        owned = owners(self.module)
+        with following_parameters(self.module, optimizers):
+            self.sharding.shard(self.stages)
+        held = self.sharding.held()
+        for parameter, name in names.items():
+            if name not in held:
+                forget(parameter, owned[name], optimizers)
+        move_module(self.module, self.device)
+        self._broadcast_weights()
+        self._attach()
+
+    @contextmanager
+    def reshard(self, partition: Partition, groups: ProcessGroups) -> Iterator[None]:
+        """Keep the tensors of this rank's stage in another grid; collective over the job.
+
+        The context has to repartition :attr:`sharding` and to move the tensors between ranks.
+        """
+        self._detach()
+        with following_parameters(self.module, self._optimizers):
+            yield
+        self.groups, self.grid = groups, groups.grid
+        self.stages, self.partition = range(self.grid.stage, self.grid.stage + 1), partition
+        groups.create_shared(self._shared_by_stages())
+        self.layers = self._pipelined_layers(partition)
+        self._attach()
+
+    def unshard(self) -> None:
+        """Undo all of :meth:`shard`, where this rank has all stages; the module becomes dense."""
+        self._detach()
+        densify(self.module, self._optimizers[0] if self._optimizers else None)
+        scratch.clear()
+        self.module.cpu()
+
+    def end_run(self) -> None:
+        """Undo all of :meth:`shard` but that tensors of other stages are freed."""
+        self._detach()
+        with following_parameters(self.module, self._optimizers):
+            self._freed = self.sharding.put_back()
+        scratch.clear()
+        self.share_outer_buffers(self.module)
+
+    @torch.no_grad()
+    def share_outer_buffers(self, module: nn.Module) -> None:
+        """Give every stage the last one's buffers outside the layers; collective over stages."""
+        outer = {n: b for n, b in module.named_buffers() if self.sharding.stage_of(n) is None}
+        for stage, source in enumerate(self.grid.pipeline(self.grid.replica)):
+            own = {n: b for n, b in outer.items() if self.sharding.source_of(n) == stage}
+            if own:
+                for name, value in self.groups.broadcast_along_pipeline(own, stage).items():
+                    if self.grid.rank != source:
+                        outer[name].set_(value)  # type: ignore[call-overload]
+
+    @torch.no_grad()
+    def broadcast_buffers(self) -> None:
+        """Give every replica the first one's buffers; collective over the replicas of a stage."""
+        if self.groups.data is not None:
+            for buffer in self.module.buffers():
+                if not buffer.is_meta and buffer.numel():
+                    dist.broadcast(buffer, src=self.grid.stage, group=self.groups.data)
+
+    def leave_sharded(self) -> None:
+        """Leave the tensors of other stages on the meta device, after :meth:`end_run`."""
+        leave_sharded(self.module, self._freed)
+        self._freed = {}
+
+    def release(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what the caller gets of this rank, by name and dense, and free it, after a run."""
+        take(self.module)
+        owned, sparse = owners(self.module), sparse_parameters(self.module)
+        first = self.grid.replica == 0
+        for name, parameter in self.sharding.held().items():
+            if first and min(self.sharding.holders_of(name)) in self.stages:
+                dense = sparse[name].dense() if name in sparse else parameter.detach()
+                yield name, dense
+                del dense
+            forget(parameter, owned[name], self._optimizers)
+            free(parameter)
+        for name, buffer in self.module.named_buffers():
+            if first and self.sharding.source_of(name) in self.stages:
+                yield name, buffer
+
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each parameter of the whole model with its gradient; collective over a pipeline."""
+        held = self.sharding.held()
+        for name, stages in self.sharding.holders.items():
+            own, stage = held.get(name), min(stages)
+            values = own if own is None else (own.detach().cpu(), _on_cpu(own.grad))
+            values = self.groups.broadcast_along_pipeline(values, stage)
+            if own is not None:
+                yield name, own
+                continue
+            assert values is not None
+            parameter, gradient = values
+            parameter = parameter.to(self.device)
+            parameter.grad = gradient if gradient is None else gradient.to(self.device)
+            yield name, parameter
+
+    @property
+    def step_reducer(self) -> GradientReducer | None:
+        """The reducer of the running step; None where its gradients stay on this rank."""
+        return self.reducer if self._reduces else None
+
+    @contextmanager
+    def gradients_kept_local(self) -> Iterator[None]:
+        """Omit the all-reduce inside the context."""
+        self._reduces = False
+        try:
+            yield
+        finally:
+            self._reduces = True
+
+    def await_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Wait until the gradients of these parameters are reduced."""
+        if self.reducer is not None:
+            self.reducer.wait_for(parameters)
+
+    def links(self, window: int) -> dict[int, Link]:
+        """Connect the stages of this rank to their neighbours; collective over the job.
+
+        Args:
+            window: most messages on their way between two stages.
+        """
+        if len(self.stages) > 1 or self.last_stage == 0:
+            return dict(enumerate(LoopbackLink.chain(self.last_stage + 1)))
+        # Importing it starts MPI, which one rank does without.
+        from lightning_axosparse.distributed.mpi.connect import connect_stages
+        from lightning_axosparse.distributed.mpi.transport import PinnedStaging, Staging
+
+        stage, grid = self.grid.stage, self.grid
+        staging = PinnedStaging(self.device) if self.device.type == "cuda" else Staging()
+        previous, following = connect_stages(stage, grid.g_inter, grid.replica, window, staging)
+        return {stage: ChannelLink(previous, following, self.device)}
+
+    def _pipelined_layers(self, partition: Partition) -> PipelinedLayers:
+        return PipelinedLayers(
+            partition.names,
+            partition.layers,
+            partition.parts,
+            self._recompute,
+            self.module,
+        )
+
+    def group_names(self, optimizer: Optimizer) -> list[list[str]]:
+        """The parameter names of each parameter group of an optimizer, over all stages."""
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        return [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+
+    def _attach(self) -> None:
+        """Let the layers compute as stages, and the gradients be reduced."""
+        if self._splits_backward:
+            self.split.install()
+        if self._defers_norms:
+            layers = self.layers
+            self.norms = DeferredNorms(
+                self.module, layers.names, lambda: layers.running_stage, self.stages[-1]
+            )
+            self.norms.install()
+        self.layers.install(self.stages)
+        # Lightning's model summary would send it through layers of other stages.
+        if not self.is_whole:
+            self.module.example_input_array = None
+        self.remote_gradients.follow()
+        if not self.is_whole:
+            self._own_steps = [OwnSteps(optimizer) for optimizer in self._optimizers]
+        if self.grid.world_size > 1:
+            self.reducer = GradientReducer(self._reduction_groups(), self.grid.data_size)
+
+    def _detach(self) -> None:
+        """Undo :meth:`_attach`."""
+        if self.reducer is not None:
+            self.reducer.remove()
+            self.reducer = None
+        for steps in self._own_steps:
+            steps.remove()
+        self._own_steps = []
+        self.layers.uninstall()
+        if self.norms is not None:
+            self.norms.uninstall()
+        self.split.uninstall()
+        self.module.example_input_array = self._example_input
+
+    def _shared_by_stages(self) -> set[frozenset[int]]:
+        """The sets of stages that keep the same parameters."""
+        if self.grid.g_inter == 1:
+            return set()
+        return set(self.sharding.holders.values())
+
+    def _reduction_groups(self) -> list[ReductionGroup]:
+        """The kept parameters by the ranks that keep them, in the same order on all ranks."""
+        by_stages: dict[frozenset[int], list[nn.Parameter]] = {}
+        for name, parameter in self.sharding.held().items():
+            by_stages.setdefault(self._holders(name), []).append(parameter)
+        reduced = []
+        for stages in sorted(by_stages, key=sorted):
+            group = self.groups.holding(stages)
+            if group is not None:
+                reduced.append(ReductionGroup(group, by_stages[stages]))
+        return reduced
+
+    def sharing_batch(self, parameters: Collection[nn.Parameter]) -> dict[nn.Parameter, Any]:
+        """The ranks that have each a part of a batch's gradient of these parameters of this rank.
+
+        Returns:
+            By parameter, in the same order on all ranks, the process group; None for this rank.
+        """
+        held = self.sharding.held() if parameters else {}
+        return {
+            parameter: self.groups.holding_batch(self._holders(name))
+            for name, parameter in held.items()
+            if parameter in parameters
+        }
+
+    def _holders(self, name: str) -> frozenset[int]:
+        """The stages that keep a parameter, counted as the grid counts them."""
+        stages = self.sharding.holders_of(name)
+        return stages if self.grid.g_inter > 1 else frozenset([0])
+
+    def _broadcast_weights(self) -> None:
+        """Give every replica the first one's parameters and buffers."""
+        for name, parameter in self.sharding.held().items():
+            stages = self._holders(name)
+            group = self.groups.holding(stages)
+            if group is not None:
+                source = self.grid.ranks_holding(stages)[0]
+                dist.broadcast(parameter.data, src=source, group=group)
+        self.broadcast_buffers()
+
+
+def _on_cpu(tensor: Tensor | None) -> Tensor | None:
+    return tensor if tensor is None else tensor.cpu()

@@ -1,1 +1,0 @@
-"""The part of a module that a rank makes, keeps and leaves."""

@@ -1,0 +1,302 @@
+"""The fastest schedule is found by trials, and is the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from time import sleep
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_axosparse.pipeline import choice as limits
+from lightning_axosparse.pipeline import choice as schedule_choice
+from lightning_axosparse.pipeline.choice import (
+    MemoryInFlightLimit,
+    ScheduleChoice,
+    ScheduleRule,
+    Trials,
+)
+from lightning_axosparse.pipeline.schedule import (
+    BubbleFilling,
+    CooldownFilling,
+    MessageDriven,
+    OneForwardOneBackward,
+    Schedule,
+    ZeroBubbleH1,
+)
+from lightning_axosparse.sparse.module.parameters import layouts
+from tests.parity.cases import Net, Record, difference, fit, trainer
+from tests.ranks import run_ranks
+
+TRIALS = 24
+WAYS = {"together": MessageDriven, "cooldown": CooldownFilling, "deferred": BubbleFilling}
+IN_TURN = [BubbleFilling, CooldownFilling, MessageDriven]
+
+
+class Clock:
+    """Passes take as long as their schedule is said to."""
+
+    def __init__(self, together: float, cooldown: float, deferred: float) -> None:
+        self.now = 0.0
+        self._seconds = dict(zip(WAYS.values(), (together, cooldown, deferred), strict=True))
+
+    def run(self, schedule: type[Schedule]) -> None:
+        self.now += self._seconds[schedule]
+
+
+def run(choice: ScheduleChoice, clock: Clock, monkeypatch: Any) -> Any:
+    """Run batches; yields their schedules."""
+    monkeypatch.setattr(schedule_choice, "perf_counter", lambda: clock.now)
+    while True:
+        schedule = choice.begin_batch()
+        with choice.timed():
+            clock.run(schedule)
+        yield schedule
+
+
+def alone(trials: Trials) -> list[Trials]:
+    return [trials]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fastest"),
+    [
+        ((1.0, 1.0, 0.9), BubbleFilling),
+        ((1.0, 0.8, 0.9), CooldownFilling),
+        ((0.9, 1.0, 1.0), MessageDriven),
+        ((1.0, 1.0, 1.0), MessageDriven),
+    ],
+)
+def test_the_fastest_one_is_kept(seconds: Any, fastest: Any, monkeypatch: Any) -> None:
+    choice = ScheduleChoice(WAYS, alone)
+    schedules = list(islice(run(choice, Clock(*seconds), monkeypatch), 40))
+    assert schedules[:TRIALS] == IN_TURN * (TRIALS // 3)
+    assert set(schedules[TRIALS:]) == {fastest}
+
+
+def test_the_slowest_rank_decides_for_all(monkeypatch: Any) -> None:
+    slow = Trials((3.0, 4.0, 4.0), reordered=False)
+    gathered = []
+
+    def gather(trials: Trials) -> list[Trials]:
+        gathered.append(trials)
+        return [trials, slow]
+
+    choice = ScheduleChoice(WAYS, gather)
+    *_, last = islice(run(choice, Clock(2.0, 1.5, 1.0), monkeypatch), 40)
+    assert last is MessageDriven
+    assert gathered == [((2.0, 1.5, 1.0), False)]
+
+
+def test_a_rank_that_sums_in_another_order_decides_for_all(monkeypatch: Any) -> None:
+    reordered = Trials((1.0, 0.5, 0.5), reordered=True)
+    choice = ScheduleChoice(WAYS, lambda mine: [mine, reordered])
+    *_, last = islice(run(choice, Clock(1.0, 0.7, 0.5), monkeypatch), 40)
+    assert last is MessageDriven
+
+
+def test_reordering_is_told_to_the_other_ranks(monkeypatch: Any) -> None:
+    gathered = []
+    choice = ScheduleChoice(WAYS, lambda mine: gathered.append(mine) or [mine])
+    running = run(choice, Clock(1.0, 0.7, 0.5), monkeypatch)
+    next(running)
+    choice.found_reordered_sums()
+    *_, last = islice(running, 40)
+    assert gathered[0].reordered
+    assert last is MessageDriven
+
+
+def test_it_is_measured_again_when_passes_have_changed(monkeypatch: Any) -> None:
+    choice = ScheduleChoice(WAYS, alone)
+    *_, before = islice(run(choice, Clock(1.0, 0.7, 0.5), monkeypatch), 40)
+    choice.measure_again()
+    schedules = list(islice(run(choice, Clock(1.0, 2.0, 2.0), monkeypatch), 40))
+    assert before is BubbleFilling
+    assert schedules[:3] == IN_TURN
+    assert schedules[-1] is MessageDriven
+
+
+@pytest.mark.parametrize(
+    ("schedule", "may_defer", "stages", "expected"),
+    [
+        ("deferred", False, 1, BubbleFilling),
+        ("cooldown", False, 4, CooldownFilling),
+        ("together", True, 4, MessageDriven),
+        ("message-driven", False, 4, MessageDriven),
+        ("message-driven", True, 1, MessageDriven),
+        ("1f1b", True, 4, OneForwardOneBackward),
+        ("zb-h1", True, 4, ZeroBubbleH1),
+    ],
+)
+def test_what_is_given_or_cannot_be_deferred_is_not_tried(
+    schedule: str, may_defer: bool, stages: int, expected: Any
+) -> None:
+    rule = ScheduleRule(schedule, may_defer)
+    groups: Any = SimpleNamespace(world=None)  # asked by none of them
+    choice = rule.choice(stages, groups)
+    chosen = []
+    for _ in range(TRIALS + 2):
+        chosen.append(choice.begin_batch())
+        with choice.timed():
+            pass
+    assert set(chosen) == {expected}
+
+
+CPU = torch.device("cpu")
+KEPT = 400
+
+
+def limit(free: int, others: list[Any] | None = None, stages: int = 4) -> MemoryInFlightLimit:
+    state = {"steps": 0, "free": free}
+    made = MemoryInFlightLimit(
+        stages,
+        lambda: state["free"],
+        CPU,
+        lambda: state["steps"],
+        lambda room: [room, *(others or [])],
+    )
+    made.state = state  # type: ignore[attr-defined]
+    return made
+
+
+def batch(made: MemoryInFlightLimit, stages: int = 1, steps: int = 1) -> int:
+    """Run a batch in which every stage keeps ``KEPT`` bytes; the limit that it ran at."""
+    made.begin_batch()
+    for stage in range(stages):
+        kept = []
+        for _ in range(3):
+            with made.measured(stage, None):
+                kept.append(torch.empty(KEPT // 4))
+    made.state["steps"] += steps  # type: ignore[attr-defined]
+    return made.value
+
+
+@pytest.mark.parametrize(
+    ("free", "expected"),
+    [(0, 4), (4 * KEPT, 4), (6 * KEPT - 1, 5), (6 * KEPT, 6), (8 * KEPT, 8), (99 * KEPT, 8)],
+)
+def test_the_second_batch_runs_at_what_fits(free: int, expected: int) -> None:
+    made = limit(free)
+    assert [batch(made) for _ in range(3)] == [4, expected, expected]
+    assert made.largest == 8
+
+
+def test_all_stages_of_a_process_share_its_memory() -> None:
+    made = limit(12 * KEPT)
+    assert [batch(made, stages=2) for _ in range(2)] == [4, 6]
+
+
+def test_the_rank_with_the_least_room_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr(limits, "rank_zero_info", logged.append)
+    made = limit(99 * KEPT, [limits.Capacity(5, 2_000_000, 10_000_000)])
+    assert [batch(made) for _ in range(3)] == [4, 5, 5]
+    assert logged == [
+        "At most 5 micro-batches in flight (of 4 to 8): rank 1 keeps 2.0 MB of each and may take "
+        "10 MB more."
+    ]
+
+
+def test_the_optimizer_takes_its_memory_first() -> None:
+    made = limit(99 * KEPT)
+    assert [batch(made, steps=0) for _ in range(3)] == [4, 4, 4]
+    batch(made)
+    assert batch(made) == 8
+
+
+def test_it_is_measured_again_where_memory_was_freed() -> None:
+    made = limit(0)
+    assert [batch(made) for _ in range(2)] == [4, 4]
+    made.state["free"] = 99 * KEPT  # type: ignore[attr-defined]
+    assert batch(made) == 4
+    made.measure_again()
+    assert [batch(made) for _ in range(2)] == [4, 8]
+
+
+@pytest.mark.parametrize(("pending", "expected"), [(KEPT // 2, 8), (2 * KEPT, 6)])
+def test_a_micro_batch_counts_as_what_it_keeps_until_its_weight_gradients(
+    pending: int, expected: int
+) -> None:
+    made = limit(12 * KEPT)
+    batch(made)
+    made.measured_pending(0, pending)
+    assert made.kept == max(KEPT, pending)
+    assert batch(made) == expected
+
+
+class Prune(L.Callback):
+    """Prunes at the second epoch, and notes the limit and the peak of every batch."""
+
+    def __init__(self) -> None:
+        self.noted: list[tuple[int, int]] = []
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 1:
+            held = trainer.strategy.held_parameters()
+            trainer.strategy.sparsify({n: p > -0.05 for n, p in held.items() if p.dim() > 1})
+            trainer.strategy.use_freed_memory()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        strategy = trainer.strategy
+        self.noted.append((strategy.in_flight, max(strategy.peak_in_flight.values())))
+
+
+class SlowEnd(Net):
+    """The last stage lags, so that the first one fills up to its limit."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        sleep(0.005)
+        return loss
+
+
+def train(
+    free: Callable[[bool], float], ranks: int, **options: Any
+) -> tuple[Record, list[tuple[int, int]]]:
+    """Train with what ``free`` says is free before, and after, the pruning."""
+    from lightning_axosparse import AxoSparseStrategy
+    from lightning_axosparse.strategy import states
+
+    L.seed_everything(0, verbose=False)
+    module, prune = SlowEnd(), Prune()
+    states.free_bytes = lambda device, replicas_per_batch: int(free(bool(layouts(module))))
+    grid = AxoSparseStrategy(g_inter=2, microbatches=8, **options)
+    return fit(trainer(grid, ranks, callbacks=[prune], max_epochs=2), module), prune.noted
+
+
+CASES: dict[str, tuple[Callable[[bool], float], dict[str, Any], list[int]]] = {
+    "no memory": (lambda pruned: 0, {}, [2, 2, 2, 2]),
+    "plenty": (lambda pruned: 1e12, {}, [2, 4, 4, 4]),
+    "freed by pruning": (lambda pruned: 1e12 if pruned else 0, {}, [2, 2, 2, 4]),
+    "asked for": (lambda pruned: 0, {"in_flight": 7}, [7, 7, 7, 7]),
+}
+NOTED = [0, 1, 6, 7]  # the first two batches of each epoch
+
+
+def train_cases(names: list[str], ranks: int, **options: Any) -> dict[str, Any]:
+    return {name: train(CASES[name][0], ranks, **CASES[name][1], **options) for name in names}
+
+
+@pytest.mark.parametrize("transport", ["mpi", "loopback"])
+def test_peaks_follow_memory_and_numbers_do_not(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if transport == "mpi":
+        results = run_ranks(2, train_cases, list(CASES), 2)
+    else:
+        from lightning_axosparse.strategy import states
+
+        monkeypatch.setattr(states, "free_bytes", states.free_bytes)
+        results = [train_cases(["no memory", "freed by pruning"], 1, transport="loopback")]
+    first = results[0]
+    for runs in results:
+        for name, (record, noted) in runs.items():
+            expected = CASES[name][2]
+            assert [noted[number][0] for number in NOTED] == expected
+            assert difference(record, first["no memory"][0]) == 0
+    for name, (_, noted) in first.items():
+        assert [noted[number][1] for number in NOTED] == CASES[name][2]
