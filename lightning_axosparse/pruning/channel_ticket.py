@@ -48,10 +48,10 @@ _PER_CHANNEL = ("weight", "bias", "running_mean", "running_var")
 
 
 def keep_inputs(layer: nn.Module, kept: Tensor, optimizers: Iterable[Optimizer]) -> None:
-    """Remove inputs of a layer, its optimizer state with them.
+    """Remove inputs of a weighted layer, which may be on the meta device, and of their state.
 
     Args:
-        layer: of a type in :data:`WEIGHTED`; it may be on the meta device.
+        layer: of a type in ``WEIGHTED``.
         kept: bool, True for each input that stays.
         optimizers: those that may hold its parameters.
     """
@@ -96,31 +96,20 @@ def _keep(
     tensor: Tensor | None = getattr(layer, name)
     if tensor is None:
         return
-    index = kept.nonzero()[:, 0]
+    shape, index = tensor.shape, kept.nonzero()[:, 0]
+
+    def selected(value: Any) -> Any:
+        """The entries that stay of a tensor like this one; anything else as it is."""
+        alike = isinstance(value, Tensor) and value.shape == shape
+        return value.index_select(dimension, index.to(value.device)) if alike else value
+
     if not isinstance(tensor, nn.Parameter):
-        tensor.set_(_selected(tensor, dimension, index))  # type: ignore[call-overload]
+        tensor.set_(selected(tensor))
         return
     for optimizer in optimizers:
-        if tensor in optimizer.state:
-            state = optimizer.state[tensor]
-            state.update(_selected_state(state, tensor.shape, dimension, index))
-    gradient = None if tensor.grad is None else _selected(tensor.grad, dimension, index)
-    set_values(tensor, _selected(tensor.detach(), dimension, index), gradient)
-
-
-def _selected(tensor: Tensor, dimension: int, index: Tensor) -> Tensor:
-    return tensor.index_select(dimension, index.to(tensor.device))
-
-
-def _selected_state(
-    state: Mapping[str, Any], shape: torch.Size, dimension: int, index: Tensor
-) -> dict[str, Any]:
-    return {
-        key: _selected(value, dimension, index)
-        if isinstance(value, Tensor) and value.shape == shape
-        else value
-        for key, value in state.items()
-    }
+        for key, value in optimizer.state.get(tensor, {}).items():
+            optimizer.state[tensor][key] = selected(value)
+    set_values(tensor, selected(tensor.detach()), selected(tensor.grad))
 
 
 RATIO = number("a number in (0, 1)", lambda ratio: 0 < ratio < 1)
@@ -219,7 +208,7 @@ class ChannelTicket(TicketFile):
             ValueError: if no channels can be removed, or a scale is NaN.
         """
         channels = find_channels(module, network)
-        scales = {name: _weight(module.get_submodule(name)) for name in channels.scales}
+        scales = {name: module.get_parameter(f"{name}.weight") for name in channels.scales}
         return cls(channel_masks(scales, pruning_ratio, floor), channels, pruning_ratio)
 
     @checked(
@@ -266,12 +255,6 @@ class ChannelTicket(TicketFile):
         """Return, for each BatchNorm, its channels before and after."""
         return {name: (mask.numel(), int(mask.sum())) for name, mask in self.masks.items()}
 
-    @property
-    def sparsity(self) -> float:
-        """The fraction of channels pruned, of those that could have been."""
-        counts = self.layer_channels().values()
-        return 1 - sum(kept for _, kept in counts) / sum(every for every, _ in counts)
-
     def _pending(self, module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the masks of the outputs and of the inputs of layers that are still to shrink."""
         layers = dict(module.named_modules())
@@ -300,10 +283,10 @@ class ChannelTicket(TicketFile):
         )
 
     def __repr__(self) -> str:
-        counts = self.layer_channels().values()
+        kept, every = self.counts
         return (
-            f"ChannelTicket({len(self.masks)} layers, {sum(kept for _, kept in counts)} of "
-            f"{sum(every for every, _ in counts)} channels kept, step={self.step})"
+            f"ChannelTicket({len(self.masks)} layers, {kept} of {every} channels kept, "
+            f"step={self.step})"
         )
 
 
@@ -325,9 +308,3 @@ def _pending(
             f"{size(layer)}: it was drawn from another model." + see("channels")
         )
     return size(layer) == mask.numel() != kept
-
-
-def _weight(layer: nn.Module) -> Tensor:
-    weight = layer.weight
-    assert isinstance(weight, Tensor)
-    return weight

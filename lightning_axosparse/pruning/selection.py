@@ -175,13 +175,7 @@ def highest(
 def kept_of(
     masks: Mapping[str, Tensor], names: Iterable[str], group: ProcessGroup | None = None
 ) -> dict[str, int]:
-    """Count what each weight of all ranks keeps.
-
-    Args:
-        masks: name -> mask of the weights that this rank counts.
-        names: of the weights of all ranks, in the same order on each.
-        group: as for :func:`highest`.
-    """
+    """Count what the weights of these names keep, on whichever rank of ``group`` they are."""
     ordered = list(names)
     counts = torch.tensor([int(masks[n].sum()) if n in masks else 0 for n in ordered])
     return dict(zip(ordered, all_sum(counts, group).tolist(), strict=True))
@@ -191,11 +185,7 @@ class _Keys(Mapping[str, Tensor]):
     """The scores of the weights of one share on this rank, as integers of the same order.
 
     The highest entries of each weight, as many as the share's floor, have the largest integer.
-
-    Args:
-        scores: name -> scores of the weights of this rank.
-        share: weights that are ranked together.
-        double: whether the integers have 64 bits, not 32.
+    With ``double`` the integers have 64 bits, not 32.
     """
 
     def __init__(self, scores: Mapping[str, Tensor], share: Share, double: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -69,6 +69,22 @@ class TicketFile:
         """The masks as they are stored."""
         assert isinstance(self.masks, MaskBits)
         return self.masks
+
+    def layer_sparsity(self) -> dict[str, float]:
+        """Return the fraction pruned under each name."""
+        return {name: 1 - float(mask.float().mean()) for name, mask in self.masks.items()}
+
+    @property
+    def sparsity(self) -> float:
+        """The fraction pruned, over all names."""
+        kept, entries = self.counts
+        return 1 - kept / max(1, entries)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """What is kept, and what there was."""
+        kept = sum(int(mask.sum()) for mask in self.masks.values())
+        return kept, sum(shape.numel() for shape in self.packed.shapes.values())
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain containers and uint8 tensors, for ``torch.load(weights_only=True)``."""
@@ -211,8 +227,8 @@ class Ticket(TicketFile):
                 "pruned? If it is stored sparse, take the ticket that it was pruned by."
                 + see("tickets")
             )
-        entries = sum(mask.numel() for mask in masks.values())
-        return cls(masks, 1 - sum(int(mask.sum()) for mask in masks.values()) / entries)
+        ticket = cls(masks, 0.0)
+        return replace(ticket, pruning_ratio=ticket.sparsity)
 
     @classmethod
     def magnitude(
@@ -299,20 +315,10 @@ class Ticket(TicketFile):
         """Return the masks of those ``names`` that are pruned."""
         return self.packed.only(names)
 
-    def layer_sparsity(self) -> dict[str, float]:
-        """Return the fraction of entries pruned in each parameter."""
-        return {name: 1 - float(mask.float().mean()) for name, mask in self.masks.items()}
-
-    @property
-    def sparsity(self) -> float:
-        """The fraction of entries pruned, over all pruned parameters."""
-        kept = sum(int(mask.sum()) for mask in self.masks.values())
-        return 1 - kept / max(1, sum(shape.numel() for shape in self.shapes.values()))
-
     def __repr__(self) -> str:
         return (
             f"Ticket({len(self.masks)} parameters, {self.sparsity:.1%} of "
-            f"{sum(shape.numel() for shape in self.shapes.values())} entries pruned, "
+            f"{self.counts[1]} entries pruned, "
             f"score={self.score!r}, scope={self.scope!r}, entries={self.entries!r}, "
             f"step={self.step})"
         )

@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
@@ -273,24 +273,21 @@ def _logged(trainer: L.Trainer, name: str | None) -> float | None:
 
 
 def _draw(ticket: Ticket | ChannelTicket, work: Mapping[Period, Work]) -> TicketDraw:
-    if isinstance(ticket, ChannelTicket):
-        channels = ticket.layer_channels()
-        draw = TicketDraw(ticket.pruning_ratio, {}, 1 - ticket.sparsity, channels=channels)
-    else:
-        draw = TicketDraw(ticket.pruning_ratio, ticket.layer_sparsity(), 1 - ticket.sparsity)
-    return replace(draw, step=ticket.step) if "dense" in work else draw
+    return TicketDraw(
+        ticket.pruning_ratio,
+        sparsity=ticket.layer_sparsity() if isinstance(ticket, Ticket) else {},
+        density=1 - ticket.sparsity,
+        step=ticket.step if "dense" in work else None,
+        channels={} if isinstance(ticket, Ticket) else ticket.layer_channels(),
+    )
 
 
 def _log_storage(trainer: L.Trainer, state_bytes: int) -> None:
     """Log the bytes of the model state over all ranks, and what each pruned layer keeps."""
     metrics: dict[str, float] = {"state_bytes": sum(_everywhere(state_bytes))}
     search = search_of(trainer)
-    ticket = None if search is None else search.ticket
-    if isinstance(ticket, ChannelTicket):
-        channels = ticket.layer_channels().items()
-        metrics |= {f"density/{name}": kept / every for name, (every, kept) in channels}
-    elif ticket is not None:
-        pruned = ticket.layer_sparsity().items()
+    if search is not None and search.ticket is not None:
+        pruned = search.ticket.layer_sparsity().items()
         metrics |= {f"density/{name}": 1 - fraction for name, fraction in pruned}
     _log(trainer, metrics)
 
