@@ -9,10 +9,9 @@ from math import inf
 from pathlib import Path
 from typing import Any, get_args
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
+from lightning_axosparse.callbacks.report.tables import Section, terminal
 from lightning_axosparse.callbacks.timeline import Placed, RecordedStep, gantt
 from lightning_axosparse.pipeline.schedule import WeightGradients
 from lightning_axosparse.planning.cost import DENSE, SPARSE, Cluster, Transformer
@@ -50,34 +49,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.exit(1, f"Pruning ratio {ratio:g}: {error}\n")
         best.append((ratio, plans[0]))
         name = "x".join(map(str, options.shape)) if options.shape else options.model
-        Console().print(table(plans, f"{name}, {_weights(ratio)}"))
+        Console().print(terminal([table(plans, f"{name}, {_weights(ratio)}")]))
     if options.gantt is not None:
         plot(best, options.gantt)
 
 
-def table(plans: Sequence[Plan], title: str) -> Table:
-    """Return a table of rich with one row per plan."""
-    rich_table = Table(
-        title=title,
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        collapse_padding=True,
-        pad_edge=False,
-    )
-    for column in (
-        "stages x\nreplicas",
-        "micro-\nbatches\nx samples",
-        "in\nflight",
-        "de-\nferred",
-        "GB a\ndevice",
-        "bubble",
-        "mes-\nsages\ns",
-        "all-\nreduce\ns",
-        "step\ns",
-    ):
-        rich_table.add_column(column, justify="right", no_wrap=True)
-    for plan in plans:
-        rich_table.add_row(
+_COLUMNS = (
+    *("stages x\nreplicas", "micro-\nbatches\nx samples", "in\nflight", "de-\nferred"),
+    *("GB a\ndevice", "bubble", "mes-\nsages\ns", "all-\nreduce\ns", "step\ns"),
+)
+
+
+def table(plans: Sequence[Plan], title: str) -> Section:
+    """Return a table with one row per plan."""
+    rows = [
+        (
             f"{plan.choice.g_inter} x {plan.g_data}",
             f"{plan.microbatches} x {plan.choice.microbatch}",
             str(plan.choice.in_flight),
@@ -88,7 +74,9 @@ def table(plans: Sequence[Plan], title: str) -> Table:
             f"{plan.all_reduce_seconds:.3g}",
             f"{plan.simulation.makespan:.4g}",
         )
-    return rich_table
+        for plan in plans
+    ]
+    return Section(title, _COLUMNS, rows)
 
 
 def plot(plans: Sequence[tuple[float, Plan]], file: Path) -> None:

@@ -21,6 +21,7 @@ from lightning_axosparse.pruning.channels import (
     layer_inputs,
     layer_outputs,
 )
+from lightning_axosparse.pruning.selection import Share, highest
 from lightning_axosparse.pruning.ticket import TicketFile
 from lightning_axosparse.sparse.module.convert import renew_reducers
 from lightning_axosparse.sparse.module.elementwise import trial_copy
@@ -134,24 +135,18 @@ def channel_masks(
     Raises:
         ValueError: if a scale is NaN.
     """
-    sizes = {name: scale.detach().abs().double().cpu() for name, scale in scales.items()}
-    for name, size in sizes.items():
-        if size.isnan().any():
-            raise ValueError(
-                f"Scales of '{name}' are NaN, so its channels cannot be ranked. If training has "
-                "diverged, look at the learning rate or the precision." + see("channels")
-            )
-    ranked = []
-    for size in sizes.values():
+    scores: dict[str, Tensor] = {}
+    for name, scale in scales.items():
+        size = scale.detach().abs().double().cpu()
         least = max(1, math.ceil(floor * (1 - pruning_ratio) * len(size)))
-        ranked.append(size.clone())
-        ranked[-1][size.argsort(stable=True)[len(size) - least :]] = math.inf
-    flat = torch.cat(ranked)
-    pruned = min(round(pruning_ratio * len(flat)), int(flat.isfinite().sum()))
-    kept = torch.ones(len(flat), dtype=torch.bool)
-    kept[flat.argsort(stable=True)[:pruned]] = False
-    parts = kept.split([len(size) for size in ranked])
-    return {name: part.clone() for name, part in zip(sizes, parts, strict=True)}
+        if not size.isnan().any():
+            size[size.argsort(stable=True)[len(size) - least :]] = math.inf
+        scores[name] = size
+    sizes = {name: score.shape for name, score in scores.items()}
+    entries = sum(size.numel() for size in sizes.values())
+    safe = sum(int(score.isinf().sum()) for score in scores.values())
+    kept = max(entries - round(pruning_ratio * entries), safe)
+    return highest(scores, [Share(sizes, kept)])
 
 
 @dataclass(frozen=True, repr=False)

@@ -137,7 +137,7 @@ def test_the_largest_scales_stay_above_the_floors(
 
 
 def test_scales_that_are_nan_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"Scales of 'b' are NaN"):
+    with pytest.raises(ValueError, match="Scores are NaN in b"):
         channel_masks({"a": torch.ones(2), "b": torch.tensor([1.0, torch.nan])}, 0.5, 0.0)
 
 
