@@ -86,11 +86,6 @@ class Job:
         return str(named or ("ticket" if self.config.pruning.callback else "dense"))
 
     @property
-    def variant(self) -> str:
-        """Which of the variants of its arm it is, of which the best counts."""
-        return str(OmegaConf.select(self.config, "arm.variant") or "")
-
-    @property
     def ratio(self) -> float | None:
         """The pruning ratio that it stands for; None if it is the same for all ratios."""
         if OmegaConf.select(self.config, "arm.name"):

@@ -59,13 +59,11 @@ class Point:
     Attributes:
         label: the arm, and other overrides in which the jobs of the sweep differ.
         ratio: None if the arm is the same at all ratios.
-        variant: the one of the arm's variants that is best in validation.
         jobs: its finished jobs, in the order of their seeds.
     """
 
     label: str
     ratio: float | None
-    variant: str
     jobs: Sequence[Job]
 
     def values(self, number: Number) -> list[float]:
@@ -86,20 +84,17 @@ class Point:
 
 
 def points(jobs: Sequence[Job]) -> list[Point]:
-    """Group finished jobs by arm and ratio; of an arm's variants the best in validation counts."""
+    """Group finished jobs by arm and ratio."""
     others = varying(jobs)
-    groups: dict[tuple[str, float | None], dict[str, list[Job]]] = {}
+    groups: dict[tuple[str, float | None], list[Job]] = {}
     for job in jobs:
         if job.result is not None:
             label = ", ".join([job.arm, *(f"{k}={v}" for k, v in chosen(job, others).items())])
-            groups.setdefault((label, job.ratio), {}).setdefault(job.variant, []).append(job)
-    found = []
-    for (label, ratio), variants in groups.items():
-        candidates = [
-            Point(label, ratio, variant, sorted(group, key=lambda job: job.seed))
-            for variant, group in variants.items()
-        ]
-        found.append(min(candidates, key=_quality))
+            groups.setdefault((label, job.ratio), []).append(job)
+    found = [
+        Point(label, ratio, sorted(group, key=lambda job: job.seed))
+        for (label, ratio), group in groups.items()
+    ]
     return sorted(found, key=lambda point: (point.label, point.ratio or 0))
 
 
@@ -124,12 +119,6 @@ def chosen(job: Job, keys: Sequence[str]) -> dict[str, str]:
 def _overrides(job: Job) -> dict[str, str]:
     pairs = (override.partition("=") for override in job.overrides)
     return {key.lstrip("+"): value for key, _, value in pairs}
-
-
-def _quality(point: Point) -> tuple[int, float]:
-    """The more seeds the better, then the lower the better."""
-    values = point.values(lambda result: result.validation_perplexity)
-    return -len(values), mean(values) if values else 0.0
 
 
 # Tables
@@ -160,14 +149,13 @@ def _summary(found: Sequence[Point]) -> Section:
             (
                 point.label,
                 "" if point.ratio is None else f"{point.ratio:g}",
-                point.variant,
                 str(len(point.jobs)),
                 _spread(point, TEST),
                 "" if against is None else f"{against:+.1%}",
                 *(_spread(point, measure) for measure in others),
             )
         )
-    columns = ["arm", "pruned", "best in validation", "seeds", TEST.name, "against dense"]
+    columns = ["arm", "pruned", "seeds", TEST.name, "against dense"]
     columns += [measure.name for measure in others]
     return Section("Mean over seeds (least to most)", columns, rows)
 
@@ -208,7 +196,6 @@ def _row(job: Job, others: Sequence[str]) -> dict[str, object]:
         "job": job.folder.name,
         "status": job.status,
         "arm": job.arm,
-        "variant": job.variant,
         "ratio": job.ratio,
         "seed": job.seed,
         **dict.fromkeys(others, ""),

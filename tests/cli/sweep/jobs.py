@@ -20,7 +20,6 @@ def write_job(
     arm: str,
     ratio: float | None,
     seed: int = 0,
-    variant: str | None = None,
     finished: bool = True,
     error: str | None = None,
     ticket: bool = False,
@@ -31,7 +30,7 @@ def write_job(
     (folder / ".hydra").mkdir(parents=True)
     config = {
         "seed": seed,
-        "arm": {"name": arm, "ratio": ratio, "variant": variant},
+        "arm": {"name": arm, "ratio": ratio},
         "pruning": {"ratio": 0.8, "callback": None},
     }
     tasks = [f"arm={arm}", f"pruning.ratio={ratio}", f"seed={seed}", *overrides]

@@ -17,9 +17,7 @@ def jobs(tmp_path):
             write_job(
                 tmp_path / f"ticket-{ratio}-{seed}", "ticket", ratio, seed, test_loss=1 + ratio
             )
-    for variant, loss in (("deep", 2.0), ("shallow", 1.5)):
-        name = f"small-{variant}"
-        write_job(tmp_path / name, "small", 0.8, 0, variant, validation_loss=loss, test_loss=9.0)
+    write_job(tmp_path / "small", "small", 0.8, 0, test_loss=9.0)
     write_job(tmp_path / "failed", "ticket", 0.8, 2, error="Sorry")
     return jobs_in(tmp_path)
 
@@ -31,11 +29,6 @@ def test_a_point_has_the_finished_jobs_of_an_arm_at_a_ratio(jobs):
     assert found["ticket", 0.8].values(TEST.number) == pytest.approx([math.exp(1.8)] * 2)
     assert found["ticket", 0.8].values(STATE.number) == [32.0, 32.0]
     assert found["ticket", 0.8].values(STEP.number) == pytest.approx([100.0, 100.0])
-
-
-def test_the_variant_that_is_best_in_validation_counts(jobs):
-    [small] = [point for point in points(jobs) if point.label == "small"]
-    assert small.variant == "shallow"
 
 
 def test_a_comparison_is_between_runs_of_the_same_seed(jobs):
