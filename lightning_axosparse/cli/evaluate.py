@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,11 @@ from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.checkpoint.load import load_sparse
 from lightning_axosparse.checkpoint.safetensors import SafetensorsState
 from lightning_axosparse.cli.train import (
-    REFUSALS,
     configuration,
-    message,
     prepare,
-    printable,
+    refusing,
     validate_trainer,
+    write_sample,
 )
 from lightning_axosparse.support.arguments import (
     INDEX,
@@ -164,33 +162,21 @@ def show(config: DictConfig, metrics: Mapping[str, float], model: Any) -> None:
     console = Console()
     rows = [(name, f"{value:.6g}") for name, value in metrics.items()]
     console.print(terminal([Section(str(config.checkpoint), ("metric", "value"), rows)]))
-    sample = config.sample
-    if sample.length and callable(generate := getattr(model, "generate", None)):
-        for prompt in sample.prompts:
-            console.rule(f"After {prompt!r}")
-            text = generate(prompt, sample.length, sample.temperature, seed=config.seed)
-            console.print(printable(text), markup=False, highlight=False)
-        console.rule()
+    for prompt in config.sample.prompts:
+        write_sample(console, config, model, prompt, f"After {prompt!r}")
     console.print(f"Metrics: {Path(config.folder) / METRICS}", soft_wrap=True)
 
 
 def main() -> None:
-    """Run the command; an invalid value ends it with one line.
-
-    With HYDRA_FULL_ERROR=1 the error is raised.
-    """
+    """Run the command."""
     prepare("axosparse-eval")
     _main()
 
 
 @hydra.main(version_base="1.3", config_path=str(configuration()), config_name="eval")
 def _main(config: DictConfig) -> None:
-    try:
+    with refusing("axosparse-eval"):
         evaluate(config)
-    except REFUSALS as error:
-        if os.environ.get("HYDRA_FULL_ERROR"):
-            raise
-        raise SystemExit(f"axosparse-eval: {message(error)}") from error
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ import math
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -164,13 +166,20 @@ def show(
         if isinstance(report, TrainingReport) and report.facts is not None:
             RunResult.of(report.facts, settings).save(Path(config.folder) / RESULT)
             console.print(terminal(sections(report.facts)))
-    if config.sample.length and callable(generate := getattr(model, "generate", None)):
-        sample = config.sample
-        console.rule("The model writes")
-        text = generate(sample.prompt, sample.length, sample.temperature, seed=config.seed)
+    write_sample(console, config, model, config.sample.prompt, "The model writes")
+    console.print(f"Report, pictures, checkpoints: {config.folder}", soft_wrap=True)
+
+
+def write_sample(
+    console: Console, config: DictConfig, model: L.LightningModule, prompt: str, title: str
+) -> None:
+    """Print what a model writes after a prompt, if it writes and a sample is asked for."""
+    sample = config.sample
+    if sample.length and callable(generate := getattr(model, "generate", None)):
+        console.rule(title)
+        text = generate(prompt, sample.length, sample.temperature, seed=config.seed)
         console.print(printable(text), markup=False, highlight=False)
         console.rule()
-    console.print(f"Report, pictures, checkpoints: {config.folder}", soft_wrap=True)
 
 
 def printable(text: str) -> str:
@@ -179,10 +188,7 @@ def printable(text: str) -> str:
 
 
 def main() -> None:
-    """Run the command; an invalid value ends it with one line.
-
-    With HYDRA_FULL_ERROR=1 the error is raised.
-    """
+    """Run the command."""
     prepare("axosparse-train")
     _main()
 
@@ -210,13 +216,19 @@ def prepare(command: str) -> None:
 def _main(config: DictConfig) -> float | None:
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         return _job_of_sweep(config)
+    with refusing("axosparse-train"), recorded(Path(config.folder), message):
+        return train(config)
+
+
+@contextmanager
+def refusing(command: str) -> Iterator[None]:
+    """End a command with one line for an invalid value; HYDRA_FULL_ERROR=1 raises the error."""
     try:
-        with recorded(Path(config.folder), message):
-            return train(config)
+        yield
     except REFUSALS as error:
         if os.environ.get("HYDRA_FULL_ERROR"):
             raise
-        raise SystemExit(f"axosparse-train: {message(error)}") from error
+        raise SystemExit(f"{command}: {message(error)}") from error
 
 
 def find_modules_here() -> None:
