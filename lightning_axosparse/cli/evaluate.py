@@ -55,9 +55,6 @@ _KINDS = {
 def evaluate(config: DictConfig) -> dict[str, float]:
     """Run the loops on the saved weights; save and print the metrics, and print samples of text.
 
-    Args:
-        config: as in ``conf/eval.yaml``.
-
     Returns:
         What the loops logged, which is in ``metrics.json``, too.
 

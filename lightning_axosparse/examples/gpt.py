@@ -52,12 +52,8 @@ class KeyValueCache:
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Append the keys and values of the next tokens, and return those of all tokens.
 
-        Args:
-            keys: shape (batch, heads, time, size); ``time`` is 1 unless the cache is empty.
-            values: the same shape.
-
-        Returns:
-            Views of the cache, (batch, heads, ``length``, size); valid until it is gone.
+        Both have the shape (batch, heads, time, size), with a ``time`` of 1 unless the cache is
+        empty. Returned are views of the cache.
 
         Raises:
             ValueError: if the tokens do not fit, or several follow earlier ones at once: each of
@@ -320,24 +316,11 @@ class GPT(L.LightningModule):
     def generate_tokens(
         self, tokens: Tensor, n: int, temperature: float = 0.8, seed: int | None = None
     ) -> Tensor:
-        """Continue a batch of sequences by ``n`` tokens each.
+        """Continue sequences, int64 (batch, time), by ``n`` tokens each; as for :meth:`generate`.
 
         Keys and values of earlier tokens are kept, so each token is computed once, as long as all
         fit into the context. Beyond it the context slides: every token gets another position at
         every step, and nothing that was computed before holds.
-
-        Args:
-            tokens: int64 (batch, time), sequences to start from, not empty; on the model's device.
-            n: number of tokens to add.
-            temperature: 0 takes the likeliest token each time, 1 samples from the model's
-                distribution.
-            seed: makes sampling repeatable.
-
-        Returns:
-            The sequences and their continuations: int64 (batch, time + n).
-
-        Raises:
-            ValueError: if an argument is out of range.
         """
         generator = torch.Generator()
         if seed is None:
@@ -381,13 +364,7 @@ class GPT(L.LightningModule):
 
 
 def sample(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
-    """Choose a token for each sequence: (batch, vocabulary) -> int64 (batch, 1), on CPU.
-
-    Args:
-        logits: of the next tokens, on any device.
-        temperature: 0 takes the likeliest token, 1 samples from the model's distribution.
-        generator: draws the samples; on CPU.
-    """
+    """Choose a token for each sequence: (batch, vocabulary) -> int64 (batch, 1), on CPU."""
     logits = logits.float().cpu()
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)

@@ -275,7 +275,7 @@ def default_cluster(kind: str, devices: int, devices_per_node: int, memory: floa
         kind: "cpu" or "cuda".
         devices: number of ranks.
         devices_per_node: ranks per node.
-        memory: bytes of memory available to a rank.
+        memory: bytes available to a rank.
     """
     if kind == "cuda":
         memory_bandwidth, node, network = 1.5e12, Wire(1e-5, 2e11), Wire(1e-5, 2.5e10)

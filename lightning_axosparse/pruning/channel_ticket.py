@@ -124,13 +124,12 @@ def channel_masks(
 
     Args:
         scales: name of a BatchNorm -> its weight, shape (channels,).
-        pruning_ratio: fraction of all channels to prune.
-        floor: each layer keeps at least this fraction of what it would keep if all kept the same
-            fraction, and never less than one channel.
+        pruning_ratio: as for ``EarlyBirdChannels``.
+        floor: likewise.
 
     Returns:
-        name -> bool tensor (on CPU), True for each channel that stays; equal scales are pruned in
-        the order of the layers.
+        name -> bool tensor (on CPU), True for each channel that stays; of equal scales the first
+        are pruned first.
 
     Raises:
         ValueError: if a scale is NaN.

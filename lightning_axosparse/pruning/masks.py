@@ -173,18 +173,11 @@ class MaskWindow:
         stages: ProcessGroup | None,
         replicas: ProcessGroup | None,
     ) -> float | None:
-        """Take in new masks; collective. The oldest leave a full window.
+        """Take in new masks, and return their largest distance to the others of the window.
 
-        All replicas get the distance of the first: their weights may differ in the last bit.
-
-        Args:
-            masks: the masks of the parameters of this rank.
-            counted: the names of those that this rank counts, of all that a pipeline has.
-            stages: the ranks whose stages make up the model; None if this rank has all of it.
-            replicas: the ranks with the same stage; None if there are no others.
-
-        Returns:
-            The largest distance to the other masks of the window; None if there are none.
+        Collective; the oldest masks leave a full window, and the first have no distance. All
+        replicas get that of the first: their weights may differ in the last bit. ``counted`` and
+        ``stages`` are as for :func:`mask_distance`; ``replicas`` are the ranks of the same stage.
         """
         others = list(self._masks)[1 - self.size :]
         found = [mask_distance(self._distance, masks, other, counted, stages) for other in others]
@@ -198,12 +191,7 @@ class MaskWindow:
     def gather_state(
         self, counted: Collection[str], stages: ProcessGroup | None
     ) -> list[dict[str, Any]]:
-        """Return the masks of all stages on the first one, an empty list on others; collective.
-
-        Args:
-            counted: as for :meth:`add`.
-            stages: as for :meth:`add`.
-        """
+        """Return the masks of all stages on the first one, an empty list on others; collective."""
         own = [masks.only(name for name in masks if name in counted) for masks in self._masks]
         parts = gather(own, stages)
         return [MaskBits.merged(masks).state_dict() for masks in zip(*parts, strict=True)]

@@ -79,16 +79,12 @@ class MaskRule:
 
     Attributes:
         ratio: fraction of the entries of all pruned weights to prune, in [0, 1).
-        score: "magnitude", "saliency", or a function of a weight and its optimizer state
-            (:mod:`lightning_axosparse.pruning.scores`); "auto": saliency where the optimizer has a
-            second moment of all pruned weights, else magnitude.
-        entries: which entries of each weight are kept, of as many as its scores are worth. "score":
-            those of highest score; "magnitude": the largest; "random": any, the same ones each time
-            for a weight of one name; or those for which a function, as for ``score``, is highest.
+        score: as for ``EarlyBirdTicket``, as are the following
+            (:mod:`lightning_axosparse.pruning.scores`).
+        entries: which entries of each weight are kept, of as many as its scores are worth.
         scope: how the weights share what is kept
             (:func:`lightning_axosparse.pruning.selection.shares`).
-        floor: where several weights are ranked together, each keeps at least this fraction, in
-            [0, 1], of what it would keep if all kept the same fraction.
+        floor: the least that a weight keeps, as a fraction of what it would keep if all kept alike.
         prune: which parameters are pruned (:func:`lightning_axosparse.pruning.prunable.prunable`).
     """
 

@@ -322,12 +322,6 @@ def log_pictures(loggers: Iterable[Any], folder: Path, names: Sequence[str], ste
 
     They are loggers with ``log_image``, such as Weights & Biases, and those with an
     ``experiment.add_image``, such as TensorBoard.
-
-    Args:
-        loggers: the trainer's.
-        folder: where the pictures are.
-        names: of their files.
-        step: the optimizer step that they are logged at.
     """
     from matplotlib.image import imread
 
