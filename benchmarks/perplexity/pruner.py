@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from benchmarks.perplexity.arms import Arm
 from benchmarks.perplexity.masked_weights import MaskedWeights
-from benchmarks.perplexity.regrowth import Growth, cosine_fraction, regrown
+from benchmarks.perplexity.regrowth import Growth, by_chance, cosine_fraction, regrown
 from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.pruning.masks import MaskBits
 from lightning_axosparse.pruning.rule import MaskRule, MaskSchedule, cubic_ratio
@@ -56,7 +57,6 @@ class Pruner:
         self._rule = MaskRule(
             arm.ratio,
             slow if arm.score == "slow" else arm.score,
-            arm.entries,  # type: ignore[arg-type]
             arm.scope,
             arm.floor,
         )
@@ -136,7 +136,13 @@ class Pruner:
         return (1 + (arm.factor - 1) * pruned) * warm
 
     def chosen(self, ratio: float) -> Masks:
-        """Return the masks that keep the entries of highest score."""
+        """Return the masks that keep the entries of highest score, or as many at random."""
+        masks = self._by_score(ratio)
+        if self.arm.entries == "random":
+            return {name: at_random(name, mask) for name, mask in masks.items()}
+        return masks
+
+    def _by_score(self, ratio: float) -> Masks:
         rule = replace(self._rule, ratio=ratio)
         masks = rule.masks(self._model, [self._optimizer])
         if self.arm.power == 1 or ratio == 0:
@@ -178,6 +184,14 @@ class Pruner:
 def slow(weight: Tensor, state: State) -> Tensor:
     """Return saliency by an average of squared gradients over more steps than AdamW's."""
     return weight.abs() * state.get("slow", state["exp_avg_sq"]).sqrt()
+
+
+def at_random(name: str, mask: Tensor) -> Tensor:
+    """Return a mask of as many random entries, the same ones for a weight of one name."""
+    order = by_chance(mask, {"seed": crc32(name.encode())}).flatten().argsort(descending=True)
+    kept = torch.zeros(mask.numel(), dtype=torch.bool)
+    kept[order[: int(mask.sum())]] = True
+    return kept.view(mask.shape)
 
 
 def levelled(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_axosparse.pruning.masks import MaskBits
-from lightning_axosparse.pruning.scores import Score, Scores, State, by_chance
+from lightning_axosparse.pruning.scores import Score, Scores, State
 from lightning_axosparse.pruning.selection import Share, highest
 
 Growth = Literal["random", "gradient"]
@@ -79,6 +79,12 @@ def _gradient(weight: Tensor, state: State) -> Tensor:
     """
     gradient = torch.zeros_like(weight) if state["gradient"] is None else state["gradient"]
     return torch.where(state["kept"], torch.inf, gradient.abs().nan_to_num(nan=0.0))
+
+
+def by_chance(weight: Tensor, state: State) -> Tensor:
+    """Return random numbers that ``state["seed"]`` fixes, the same on every device."""
+    generator = torch.Generator().manual_seed(state["seed"])
+    return torch.rand(weight.shape, generator=generator).to(weight.device)
 
 
 def _random(weight: Tensor, state: State) -> Tensor:

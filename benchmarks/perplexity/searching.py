@@ -3,8 +3,7 @@
     python -m benchmarks.perplexity.searching
 
 Prints the bytes of a window of masks, and how much the resident set grows at most while masks are
-computed, by score and choice of entries. The largest weight matters: scores are computed weight by
-weight.
+computed, by score. The largest weight matters: scores are computed weight by weight.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ import torch
 from benchmarks.memory.step import resident
 from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.pruning.masks import MaskBits
-from lightning_axosparse.pruning.rule import EntryChoice, MaskRule
+from lightning_axosparse.pruning.rule import MaskRule
 
 WINDOW = 5
 
 
-def measure(width: int, depth: int, score: str, entries: EntryChoice = "score") -> dict[str, int]:
+def measure(width: int, depth: int, score: str) -> dict[str, int]:
     """Fill a window of masks; bytes."""
     torch.manual_seed(0)
     model = GPT(width=width, depth=depth, heads=max(1, width // 64), vocabulary=10_000)
@@ -31,7 +30,7 @@ def measure(width: int, depth: int, score: str, entries: EntryChoice = "score") 
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    rule = MaskRule(0.8, score, entries, floor=0.05)
+    rule = MaskRule(0.8, score, floor=0.05)
     sizes = rule.sizes(model)
     base = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
@@ -53,20 +52,14 @@ def main() -> None:
     options = arguments.parse_args()
     torch.set_num_threads(1)
     measure(64, 1, "saliency")  # so that code and tables are loaded
-    columns = ["score", "entries", "weights", "the largest"]
+    columns = ["score", "weights", "the largest"]
     columns += ["window of 5 masks", "bits an entry", "most growth"]
-    print(f"| {' | '.join(columns)} |\n| --- | --- | --: | --: | --: | --: | --: |")
-    rules: tuple[tuple[str, EntryChoice], ...] = (
-        ("magnitude", "score"),
-        ("saliency", "score"),
-        ("saliency", "magnitude"),
-        ("saliency", "random"),
-    )
-    for score, entries in rules:
-        found = measure(options.width, options.depth, score, entries)
+    print(f"| {' | '.join(columns)} |\n| --- | --: | --: | --: | --: | --: |")
+    for score in ("magnitude", "saliency"):
+        found = measure(options.width, options.depth, score)
         sizes = [f"{found[key] / 1e6:.1f} MB" for key in ("weights", "largest", "window")]
         bits = 8 * found["window"] / WINDOW / found["entries"]
-        cells = [score, entries, *sizes, f"{bits:.2f}", f"{found['peak'] / 1e6:.1f} MB"]
+        cells = [score, *sizes, f"{bits:.2f}", f"{found['peak'] / 1e6:.1f} MB"]
         print(f"| {' | '.join(map(str, cells))} |")
 
 

@@ -24,7 +24,7 @@ from lightning_axosparse.callbacks.triggers import Moment, Progress, When, total
 from lightning_axosparse.distributed.process_groups import all_gather, broadcast_from_first
 from lightning_axosparse.pruning.masks import Distance, MaskBits
 from lightning_axosparse.pruning.prunable import Prune, few
-from lightning_axosparse.pruning.rule import EntryChoice, MaskRule, MaskSchedule, cubic_ratio
+from lightning_axosparse.pruning.rule import MaskRule, MaskSchedule, cubic_ratio
 from lightning_axosparse.pruning.scores import SCORES, Score
 from lightning_axosparse.pruning.selection import SCOPES, Scope
 from lightning_axosparse.pruning.ticket import Ticket
@@ -85,11 +85,6 @@ class EarlyBirdTicket(TicketSearch):
             saliency where the optimizer has a second moment, else magnitude. Or a function of a
             weight and its optimizer state that returns a tensor of the weight's shape; it is called
             several times and has to return the same.
-        entries: which entries of each weight are kept, of as many as its scores are worth. "score":
-            those of highest score; "magnitude": the largest; "random": any, the same ones for a
-            weight of one name in every run; or a function as for ``score``. However it is chosen,
-            the score decides how much each weight keeps
-            (:class:`lightning_axosparse.pruning.rule.MaskRule`).
         scope: "global": all weights are ranked together; "layer": the same ratio in every weight;
             "uniform-stage": the same ratio in every stage;
             or a mapping of patterns of names to the fractions that these weights keep, while the
@@ -153,7 +148,6 @@ class EarlyBirdTicket(TicketSearch):
         MisconfigurationException,
         pruning_ratio=number("a number in (0, 1)", lambda ratio: 0 < ratio < 1),
         score=one_of("auto", *SCORES) | FUNCTION,
-        entries=one_of("score", "magnitude", "random") | FUNCTION,
         scope=one_of(*SCOPES) | DENSITIES,
         floor=FRACTION,
         prune=PRUNED | FUNCTION | NONE,
@@ -166,7 +160,6 @@ class EarlyBirdTicket(TicketSearch):
         self,
         pruning_ratio: float = 0.8,
         score: Literal["auto", "magnitude", "saliency"] | Score = "auto",
-        entries: EntryChoice = "score",
         scope: Scope = "global",
         floor: float = 0.05,
         prune: Prune | None = None,
@@ -187,7 +180,6 @@ class EarlyBirdTicket(TicketSearch):
             self._rule = MaskRule(
                 pruning_ratio,
                 score,
-                entries,
                 dict(scope) if isinstance(scope, Mapping) else scope,
                 floor,
                 dict(prune) if isinstance(prune, Mapping) else prune,
@@ -377,7 +369,6 @@ class EarlyBirdTicket(TicketSearch):
             pruning_ratio=ratio,
             score=self._rule.score_name,
             scope=self._rule.scope if isinstance(self._rule.scope, str) else "given",
-            entries=self._rule.entries_name,
             step=trainer.global_step,
             distance=self.distance,
             distances=self.distances,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +17,9 @@ from lightning_axosparse.pruning.scores import (
     Score,
     Scores,
     State,
-    by_chance,
     has_second_moment,
 )
-from lightning_axosparse.pruning.selection import Scope, Share, Stages, highest, kept_of, shares
+from lightning_axosparse.pruning.selection import Scope, Share, Stages, highest, shares
 from lightning_axosparse.sparse.module.parameters import layouts
 from lightning_axosparse.support.troubleshooting import see
 
@@ -69,19 +66,14 @@ def cubic_ratio(ratio: float, progress: float) -> float:
     return float(ratio * (1 - (1 - progress) ** 3))
 
 
-EntryChoice = Literal["score", "magnitude", "random"] | Score
-"""By what the entries of a weight are chosen, once it is known how many it keeps."""
-
-
 @dataclass(frozen=True)
 class MaskRule:
-    """A rule for masks: scores say how many entries each weight keeps, and which ones.
+    """A rule for masks: the entries of highest score are kept.
 
     Attributes:
         ratio: fraction of the entries of all pruned weights to prune, in [0, 1).
         score: as for ``EarlyBirdTicket``, as are the following
             (:mod:`lightning_axosparse.pruning.scores`).
-        entries: which entries of each weight are kept, of as many as its scores are worth.
         scope: how the weights share what is kept
             (:func:`lightning_axosparse.pruning.selection.shares`).
         floor: the least that a weight keeps, as a fraction of what it would keep if all kept alike.
@@ -90,7 +82,6 @@ class MaskRule:
 
     ratio: float
     score: str | Score = "auto"
-    entries: EntryChoice = "score"
     scope: Scope = "global"
     floor: float = 0.0
     prune: Prune | None = None
@@ -186,16 +177,9 @@ class MaskRule:
         counted = {name: counted[name] for name in sizes if name in counted}
         read = state_of or partial(_state_in, optimizers)
 
-        def scores(chosen_by: str | Score) -> Scores:
-            if chosen_by == "random":
-                return Scores(by_chance, counted, _seed, stored)
-            score = SCORES[chosen_by] if isinstance(chosen_by, str) else chosen_by
-            return Scores(score, counted, lambda name: read(counted[name]), stored)
-
-        masks = highest(scores(rule.score), rule.shares(module, stages), group)
-        if rule.entries != "score":
-            alone = [Share({n: sizes[n]}, kept) for n, kept in kept_of(masks, sizes, group).items()]
-            masks = highest(scores(rule.entries), alone, group)
+        score = SCORES[rule.score] if isinstance(rule.score, str) else rule.score
+        scores = Scores(score, counted, lambda name: read(counted[name]), stored)
+        masks = highest(scores, rule.shares(module, stages), group)
         for name in masks.keys() & stored.keys():
             # Densities that fall are rounded, and may ask for one entry more than before.
             masks[name] &= stored[name].mask()
@@ -204,21 +188,9 @@ class MaskRule:
     @property
     def score_name(self) -> str:
         """The name of the score."""
-        return _name(self.score)
-
-    @property
-    def entries_name(self) -> str:
-        """The name of what the entries of a weight are chosen by."""
-        return _name(self.entries)
+        named = getattr(self.score, "__name__", type(self.score).__name__)
+        return self.score if isinstance(self.score, str) else named
 
 
 def _state_in(optimizers: Sequence[Optimizer], weight: Tensor) -> State:
     return next((o.state[weight] for o in optimizers if weight in o.state), {})
-
-
-def _seed(name: str) -> State:
-    return {"seed": crc32(name.encode())}
-
-
-def _name(score: str | Score) -> str:
-    return score if isinstance(score, str) else getattr(score, "__name__", type(score).__name__)

@@ -49,12 +49,6 @@ def saliency(weight: Tensor, state: State) -> Tensor:
     return weight.abs() * moment.to(weight.device, wide).sqrt()
 
 
-def by_chance(weight: Tensor, state: State) -> Tensor:
-    """Return random numbers that ``state["seed"]`` fixes, the same on every device."""
-    generator = torch.Generator().manual_seed(state["seed"])
-    return torch.rand(weight.shape, generator=generator).to(weight.device)
-
-
 SCORES: dict[str, Score] = {"magnitude": magnitude, "saliency": saliency}
 
 

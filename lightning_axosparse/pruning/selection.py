@@ -6,7 +6,7 @@ radix select finds the exact threshold from histograms that are summed over the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -170,15 +170,6 @@ def highest(
         masks.update(_of_share(_Keys(scores, share, double), group))
     shapes = {name: size for share in shares for name, size in share.sizes.items()}
     return {name: masks[name].view(shapes[name]) for name in scores}
-
-
-def kept_of(
-    masks: Mapping[str, Tensor], names: Iterable[str], group: ProcessGroup | None = None
-) -> dict[str, int]:
-    """Count what the weights of these names keep, on whichever rank of ``group`` they are."""
-    ordered = list(names)
-    counts = torch.tensor([int(masks[n].sum()) if n in masks else 0 for n in ordered])
-    return dict(zip(ordered, all_sum(counts, group).tolist(), strict=True))
 
 
 class _Keys(Mapping[str, Tensor]):

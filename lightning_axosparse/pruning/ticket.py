@@ -165,7 +165,6 @@ class Ticket(TicketFile):
             if the ticket was made by hand.
         scope: how the weights shared what is kept, as for ``EarlyBirdTicket``; "given" if densities
             were.
-        entries: by what the entries of each weight were chosen, as for ``EarlyBirdTicket``.
         step: number of optimizer steps before the draw; None if the ticket was made by hand.
         distance: how ``distances`` were measured: "relative", "overlap" or "hamming".
         distances: number of optimizer steps -> the largest distance of the masks after them to
@@ -176,13 +175,12 @@ class Ticket(TicketFile):
     """
 
     kind: ClassVar[str] = "ticket"
-    form: ClassVar[str] = "lightning_axosparse.Ticket/5"
+    form: ClassVar[str] = "lightning_axosparse.Ticket/6"
     kinds: ClassVar[Mapping[str, Kind]] = {
         "masks": MASKS,
         "pruning_ratio": FRACTION,
         "score": TEXT | NONE,
         "scope": one_of(*SCOPES, "given"),
-        "entries": TEXT,
         "step": INDEX | NONE,
         "distance": one_of("relative", "overlap", "hamming"),
         "distances": DISTANCES,
@@ -192,7 +190,6 @@ class Ticket(TicketFile):
     pruning_ratio: float
     score: str | None = None
     scope: str = "global"
-    entries: str = "score"
     step: int | None = None
     distance: str = "relative"
     distances: Mapping[int, float] = field(default_factory=dict)
@@ -269,7 +266,7 @@ class Ticket(TicketFile):
         for name, mask in self.masks.items():
             order = torch.randperm(mask.numel(), generator=generator)
             masks[name] = (order < int(mask.sum())).view(mask.shape)
-        return Ticket(masks, self.pruning_ratio, self.score, self.scope, "random")
+        return Ticket(masks, self.pruning_ratio, "random", self.scope)
 
     def overlap(self, other: Ticket) -> float:
         """Return the fraction of the kept entries that two tickets of one model have in common.
@@ -319,6 +316,5 @@ class Ticket(TicketFile):
         return (
             f"Ticket({len(self.masks)} parameters, {self.sparsity:.1%} of "
             f"{self.counts[1]} entries pruned, "
-            f"score={self.score!r}, scope={self.scope!r}, entries={self.entries!r}, "
-            f"step={self.step})"
+            f"score={self.score!r}, scope={self.scope!r}, step={self.step})"
         )

@@ -118,64 +118,13 @@ def test_nothing_to_prune_is_refused(model):
         MaskRule(0.5, prune={"*": False}).shares(model)
 
 
-def kept(masks):
-    return {name: int(mask.sum()) for name, mask in masks.items()}
-
-
-@pytest.fixture
-def square():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
-
-
-def least(weight, state):
-    return -weight.abs()
-
-
-@pytest.mark.parametrize("entries", ["magnitude", "random", least])
-def test_entries_are_chosen_of_as_many_as_the_score_gives_a_weight(square, entries):
-    square[0].weight.data *= 3
-    rule = MaskRule(0.5, "magnitude")
-    by_score = rule.masks(square)
-    masks = replace(rule, entries=entries).masks(square)
-    assert kept(masks) == kept(by_score)
-    assert kept(masks)["1.weight"] < kept(masks)["0.weight"]
-    same = all(torch.equal(masks[name], mask) for name, mask in by_score.items())
-    assert same == (entries == "magnitude")
-
-
-def test_the_least_entries_are_kept_of_a_weight_where_a_function_says_so(square):
-    masks = MaskRule(0.6, "magnitude", least, "layer").masks(square)
-    for index, mask in enumerate(masks.values()):
-        values = square[index].weight.detach().abs()
-        assert int(mask.sum()) == 160
-        assert values[mask].max() <= values[~mask].min()
-
-
-def test_random_entries_stay_the_same_while_weights_change(square):
-    rule = MaskRule(0.6, "magnitude", entries="random")
-    masks = rule.masks(square)
-    assert not torch.equal(masks["0.weight"], masks["1.weight"])
-    state = torch.get_rng_state()
-    square[0].weight.data = square[0].weight.data.flip(0, 1)
-    again = rule.masks(square)
-    assert all(torch.equal(again[name], mask) for name, mask in masks.items())
-    assert torch.equal(torch.get_rng_state(), state)
-    square[0].weight.data *= 1.2  # It keeps more, the other weight less.
-    other = rule.masks(square)
-    assert kept(other)["0.weight"] > kept(masks)["0.weight"]
-    assert not (masks["0.weight"] & ~other["0.weight"]).any()
-    assert not (other["1.weight"] & ~masks["1.weight"]).any()
-
-
-@pytest.mark.parametrize("entries", ["score", "magnitude", "random"])
 @pytest.mark.parametrize("score", ["saliency", "magnitude", lambda weight, state: -weight])
-def test_weights_that_are_stored_sparse_lose_what_is_left(model, score, entries):
+def test_weights_that_are_stored_sparse_lose_what_is_left(model, score):
     adam = trained(model, torch.optim.Adam)
     first = MaskRule(0.4, "magnitude").masks(model, [adam])
     masked = copy.deepcopy(model)
     sparsify(model, first, adam)
-    rule = MaskRule(0.8, score, entries, floor=0.1)
+    rule = MaskRule(0.8, score, floor=0.1)
     seen = []
     prune = replace(rule, prune=lambda name, weight: seen.append(weight.dim()) or weight.dim() > 1)
     masks = prune.masks(model, [adam])
@@ -184,7 +133,7 @@ def test_weights_that_are_stored_sparse_lose_what_is_left(model, score, entries)
     for name, mask in masks.items():
         assert mask.shape == masked.get_parameter(name).shape
         assert not (mask & ~first[name]).any()
-    if score == "magnitude" and entries == "score":
+    if score == "magnitude":
         with torch.no_grad():
             for name, mask in first.items():
                 masked.get_parameter(name).mul_(mask)

@@ -151,7 +151,6 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
         MisconfigurationException,
         {
             "pruning_ratio": [0, 0.0, 1, 1.0, *NO_FRACTION],
-            "entries": [None, True, 1, "saliency", "", []],
             "scope": [*NO_WORD, {"*": 2}, {"*": None}, {1: 0.5}],
             "distance": NO_WORD,
             "threshold": [0, *NO_FRACTION],
@@ -232,7 +231,6 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             "pruning_ratio": NO_FRACTION,
             "score": [True, 1, "", []],
             "scope": NO_WORD,
-            "entries": [None, True, 1, "", []],
             "step": NO_INDEX[:-2],
             "distance": NO_WORD,
             "distances": [None, 0.5, [0.5], {1: NAN}, {1.5: 0.5}, {-1: 0.5}, {1: "x"}, "x"],
