@@ -88,11 +88,7 @@ class TicketSearch(Callback, ABC):
         self.validate_fit(trainer)
 
     def validate_fit(self, trainer: Trainer) -> None:
-        """Validate strategy, module and callbacks; the launcher calls this before it starts ranks.
-
-        Raises:
-            MisconfigurationException: if something does not fit.
-        """
+        """Validate strategy, module and callbacks; the launcher calls this before ranks start."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
         name = type(self).__name__

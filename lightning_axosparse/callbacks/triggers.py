@@ -49,12 +49,7 @@ class Moment:
 
     @classmethod
     def of(cls, when: When, total: Callable[[], int]) -> Moment:
-        """Convert a value of kind ``WHEN``.
-
-        Args:
-            when: the value.
-            total: returns the optimizer steps of the whole run; called for shares only.
-        """
+        """Convert a value of kind ``WHEN``; ``total`` gives the steps of the run, for shares."""
         if isinstance(when, str):
             return cls(_epochs(when), "epochs")
         if isinstance(when, float):
@@ -73,11 +68,7 @@ class Moment:
 
 
 def total_steps(trainer: Trainer) -> int:
-    """Return the optimizer steps of the whole run.
-
-    Raises:
-        MisconfigurationException: if they cannot be known.
-    """
+    """Return the optimizer steps of the whole run, or say that they cannot be known."""
     steps = trainer.estimated_stepping_batches
     if not 0 < steps < math.inf:
         raise _endless()
@@ -105,11 +96,7 @@ def _scheduled_steps(trainer: Trainer, scheduler: GradientAccumulationScheduler)
 
 
 def validate_end(trainer: Trainer) -> None:
-    """Check, before the data is there, that the run has an end of which there are shares.
-
-    Raises:
-        MisconfigurationException: if it runs until it is stopped.
-    """
+    """Check, before the data is there, that the run has an end of which there are shares."""
     if trainer.max_epochs == -1 and trainer.max_steps == -1:
         raise _endless()
 

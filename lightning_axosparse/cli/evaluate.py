@@ -55,13 +55,7 @@ _KINDS = {
 def evaluate(config: DictConfig) -> dict[str, float]:
     """Run the loops on the saved weights; save and print the metrics, and print samples of text.
 
-    Returns:
-        What the loops logged, which is in ``metrics.json``, too.
-
-    Raises:
-        FileNotFoundError: if there is no such checkpoint.
-        ValueError: if a value is invalid, or the weights do not fit to the model.
-        InstantiationException: if a class rejects its arguments; its cause says why.
+    Returns what the loops logged, which is in ``metrics.json``, too.
     """
     check(ValueError, {name: OmegaConf.select(config, name) for name in _KINDS}, _KINDS)
     validate_trainer(config.trainer)
@@ -92,19 +86,11 @@ def evaluate(config: DictConfig) -> dict[str, float]:
 
 
 def restored(config: DictConfig, source: Path) -> tuple[L.LightningModule, Path | None]:
-    """Make the model of saved weights.
+    """Make the model of saved weights; return it, and the file that the Trainer has yet to load.
 
     The hyperparameters in a checkpoint replace the arguments in ``config``, which alone says what
     is called; a safetensors file has none, and its weights are loaded at once, the pruned ones into
     sparse storage.
-
-    Returns:
-        The model, and what the Trainer has to load yet; None if nothing.
-
-    Raises:
-        CorruptFileError: if the file is not as it was written.
-        ValueError: if it is no checkpoint, or its hyperparameters are no plain data, or not those
-            of the model.
     """
     if source.suffix == ".safetensors":
         model: L.LightningModule = instantiate(config)

@@ -60,11 +60,7 @@ _log = logging.getLogger(__name__)
 
 
 def per_replica(batch: int, ranks: int, stages: int) -> int:
-    """Return the samples of a replica, of a batch over all replicas.
-
-    Raises:
-        ValueError: if they are not the same for all replicas.
-    """
+    """Return the samples of a replica, of a batch over all replicas."""
     replicas = ranks // stages
     if batch % replicas:
         raise ValueError(
@@ -95,12 +91,8 @@ def configuration() -> Path:
 def train(config: DictConfig) -> float | None:
     """Fit and test the model, save its final numbers, print the report and a sample of text.
 
-    Returns:
-        The last validation loss, the objective of a sweep; None without validation.
-
-    Raises:
-        ValueError: if a value is invalid; raised before any rank starts.
-        InstantiationException: if a class rejects its arguments, likewise; its cause says why.
+    Returns the last validation loss, the objective of a sweep. Values are validated before any rank
+    starts.
     """
     check(ValueError, {name: OmegaConf.select(config, name) for name in _KINDS}, _KINDS)
     validate_trainer(config.trainer)
@@ -131,14 +123,7 @@ def _wanted(config: DictConfig, callback: str) -> bool:
 
 
 def validate_trainer(options: DictConfig) -> None:
-    """Validate the types of numbers and bools in the Trainer's arguments, of which it checks few.
-
-    Args:
-        options: arguments of ``lightning.Trainer``.
-
-    Raises:
-        ValueError: if an argument has the wrong type; the message names it.
-    """
+    """Validate the types of numbers and bools of the Trainer's arguments; it checks few."""
     for name, hint in get_type_hints(L.Trainer.__init__).items():
         plain = _plain_types(hint)
         value: Any = options.get(name)
@@ -194,11 +179,7 @@ def main() -> None:
 
 
 def prepare(command: str) -> None:
-    """Say the version, if that is all that is asked for; let ranks be as quiet as this process.
-
-    Args:
-        command: its name.
-    """
+    """Say the version, if that is all that is asked for; let ranks be as quiet as this process."""
     if sys.argv[1:] == ["--version"]:  # Hydra would say its own.
         print(command, version("lightning-axosparse"))
         sys.exit()

@@ -210,11 +210,7 @@ class TextDataModule(SplitDataModule):
 
 
 def text_files(path: str | os.PathLike[str] | None) -> list[Path]:
-    """Return the files that ``path`` matches, sorted; for None the standard library's sources.
-
-    Raises:
-        MisconfigurationException: if no file matches.
-    """
+    """Return the files that ``path`` matches, sorted; for None the standard library's sources."""
     named = Path(standard_library() if path is None else path).expanduser()
     if path is None:
         files = []
@@ -293,13 +289,9 @@ class ImageDataModule(SplitDataModule):
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """Return the digits of scikit-learn, in an order without meaning.
+    """Return the digits of scikit-learn, in an order without meaning, and their classes.
 
-    Returns:
-        Float32 (images, 1, 8, 8) in [-1, 1], and their classes, int64 (images,).
-
-    Raises:
-        MisconfigurationException: if scikit-learn is not installed.
+    These are float32 (images, 1, 8, 8) in [-1, 1] and int64 (images,).
     """
     try:
         from sklearn.datasets import load_digits

@@ -29,14 +29,8 @@ from lightning_axosparse.support.troubleshooting import see
 class KeyValueCache:
     """The keys and values that one attention layer has computed for a batch of sequences.
 
-    Its memory is taken once, at the first tokens, in their dtype and on their device.
-
-    Args:
-        capacity: largest number of tokens in a sequence.
-
-    Attributes:
-        capacity: as above.
-        length: number of tokens of each sequence so far.
+    Its memory is taken once, at the first tokens, in their dtype and on their device; it has room
+    for ``capacity`` tokens a sequence, and holds ``length``.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -53,11 +47,7 @@ class KeyValueCache:
         """Append the keys and values of the next tokens, and return those of all tokens.
 
         Both have the shape (batch, heads, time, size), with a ``time`` of 1 unless the cache is
-        empty. Returned are views of the cache.
-
-        Raises:
-            ValueError: if the tokens do not fit, or several follow earlier ones at once: each of
-                them may see another part of the cache.
+        empty: each of several tokens may see another part of it. Returned are views of the cache.
         """
         start, end = self.length, self.length + keys.shape[2]
         if end > self.capacity or (start and end > start + 1):

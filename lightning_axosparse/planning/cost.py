@@ -244,11 +244,8 @@ def layer_costs(
 ) -> LayerCosts:
     """Return the costs of a module's layers; a sample is the batch they were profiled on.
 
-    Args:
-        module: the module that contains the layers.
-        layers: the layers.
-        profiles: the measured time and memory of each layer; None if not measured: then a layer's
-            work is its number of parameters, and activations and messages take no memory.
+    Without profiles a layer's work is its number of parameters, and activations and messages take
+    no memory.
     """
     weights = count_parameters(layers)
     if profiles is None:
@@ -271,11 +268,7 @@ def layer_costs(
 def default_cluster(kind: str, devices: int, devices_per_node: int, memory: float) -> Cluster:
     """Return a cluster with bandwidths of ordinary hardware, whose work is measured in seconds.
 
-    Args:
-        kind: "cpu" or "cuda".
-        devices: number of ranks.
-        devices_per_node: ranks per node.
-        memory: bytes available to a rank.
+    ``kind`` is "cpu" or "cuda", ``memory`` the bytes available to a rank.
     """
     if kind == "cuda":
         memory_bandwidth, node, network = 1.5e12, Wire(1e-5, 2e11), Wire(1e-5, 2.5e10)

@@ -49,14 +49,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to run a workload.
-
-    Attributes:
-        g_inter: stages.
-        microbatch: samples of a micro-batch.
-        in_flight: the in-flight limit.
-        weight_gradients: when weight gradients are made.
-    """
+    """One way to run a workload, with ``microbatch`` samples in a micro-batch."""
 
     g_inter: int
     microbatch: int
@@ -68,14 +61,8 @@ class Choice:
 class Plan:
     """A choice and its simulated step.
 
-    Attributes:
-        choice: the choice.
-        g_data: replicas.
-        microbatches: micro-batches per batch and replica.
-        memory: peak bytes of the device that needs most.
-        message_seconds: seconds that the slowest link is busy, both directions added.
-        all_reduce_seconds: seconds of the longest data-parallel all-reduce.
-        simulation: the simulated step.
+    ``memory`` are the peak bytes of the device that needs most, ``message_seconds`` the seconds
+    that the slowest link is busy, both directions added.
     """
 
     choice: Choice
@@ -88,14 +75,9 @@ class Plan:
 
 
 def search(workload: Workload, best: int = 10) -> list[Plan]:
-    """Return the fastest plans of a workload, fastest first.
+    """Return the fastest plans of a workload, at most ``best``, fastest first.
 
-    Args:
-        workload: the model and the cluster.
-        best: the largest number of plans to return.
-
-    Raises:
-        ValueError: if nothing fits into memory; the message says what the smallest choice needs.
+    A ValueError says what the smallest choice needs if nothing fits into memory.
     """
     estimates = [_StepEstimate(workload, choice) for choice in _choices(workload)]
     if not estimates:
@@ -122,11 +104,7 @@ def search(workload: Workload, best: int = 10) -> list[Plan]:
 
 
 def evaluate(workload: Workload, choice: Choice) -> Plan:
-    """Simulate one choice, whether it fits into memory or not.
-
-    Raises:
-        ValueError: if the batch cannot be split evenly into replicas and micro-batches.
-    """
+    """Simulate one choice, whether it fits into memory or not."""
     if workload.batch * choice.g_inter % (workload.cluster.devices * choice.microbatch):
         raise ValueError(
             f"A batch of {workload.batch} samples is not a whole number of micro-batches of "
@@ -265,12 +243,9 @@ _SIMULATED = 64
 
 @dataclass(frozen=True)
 class GridComparison:
-    """The compared grids.
+    """The compared grids: one plan for each number of stages, in ``fitting`` the fastest first.
 
-    Attributes:
-        fitting: one plan for each number of stages that fits into memory, the fastest first.
-        too_large: one plan for each number of stages that does not.
-        available: bytes of memory available to a rank.
+    ``available`` are the bytes of memory of a rank.
     """
 
     fitting: list[Plan]
@@ -312,16 +287,10 @@ def compare_grids(
 ) -> GridComparison:
     """Compare all grids of a workload's devices by the time per sample.
 
-    Args:
-        workload: the layers and the cluster; its ``batch`` is ignored, and one sample stands for
-            one micro-batch of a pipeline.
-        microbatches: per batch and replica; None for the default. With one stage the default is
-            one micro-batch of as many samples as a pipeline would have micro-batches.
-        in_flight: the in-flight limit; None for the larger of ``2 * g_inter`` and ``g_inter`` that
-            fits.
-
-    Raises:
-        MisconfigurationException: if no grid fits into memory.
+    The workload's ``batch`` is ignored: one sample stands for one micro-batch of a pipeline. With
+    one stage the default is one micro-batch of as many samples as a pipeline would have
+    micro-batches. The in-flight limit None is the larger of ``2 * g_inter`` and ``g_inter`` that
+    fits.
     """
     fitting: list[Plan] = []
     too_large: list[Plan] = []

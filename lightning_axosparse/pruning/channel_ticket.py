@@ -49,12 +49,9 @@ _PER_CHANNEL = ("weight", "bias", "running_mean", "running_var")
 
 
 def keep_inputs(layer: nn.Module, kept: Tensor, optimizers: Iterable[Optimizer]) -> None:
-    """Remove inputs of a weighted layer, which may be on the meta device, and of their state.
+    """Remove inputs of a weighted layer, which may be on the meta device, with optimizer state.
 
-    Args:
-        layer: of a type in ``WEIGHTED``.
-        kept: bool, True for each input that stays.
-        optimizers: those that may hold its parameters.
+    ``kept`` is a bool tensor, True for each input that stays.
     """
     places = WEIGHTED[type(layer)]
     _keep(layer, "weight", places.input_dimension, kept, optimizers)
@@ -62,7 +59,7 @@ def keep_inputs(layer: nn.Module, kept: Tensor, optimizers: Iterable[Optimizer])
 
 
 def keep_outputs(layer: nn.Module, kept: Tensor, optimizers: Iterable[Optimizer]) -> None:
-    """Remove outputs of a weighted layer, or channels of a BatchNorm; arguments as above."""
+    """Remove outputs of a weighted layer, or channels of a BatchNorm, likewise."""
     if type(layer) in BATCH_NORMS:
         for name in _PER_CHANNEL:
             _keep(layer, name, 0, kept, optimizers)
@@ -75,12 +72,9 @@ def keep_outputs(layer: nn.Module, kept: Tensor, optimizers: Iterable[Optimizer]
 
 
 def validate_channelwise_optimizer(optimizer: Optimizer) -> None:
-    """Check that an optimizer's state has one entry for each entry of a weight.
+    """Check that an optimizer's state has one entry for each entry of a weight, unlike Adafactor's.
 
     A copy of the optimizer takes a trial step; the optimizer itself does not change.
-
-    Raises:
-        ValueError: naming the entry of the state, as for Adafactor.
     """
     for group in optimizer.param_groups:
         weight = nn.Parameter(torch.ones(3, 2, 2, 2))
@@ -122,17 +116,8 @@ def channel_masks(
 ) -> dict[str, Tensor]:
     """Keep the channels with the largest scales, over all layers (network slimming).
 
-    Args:
-        scales: name of a BatchNorm -> its weight, shape (channels,).
-        pruning_ratio: as for ``EarlyBirdChannels``.
-        floor: likewise.
-
-    Returns:
-        name -> bool tensor (on CPU), True for each channel that stays; of equal scales the first
-        are pruned first.
-
-    Raises:
-        ValueError: if a scale is NaN.
+    ``scales`` are the weights of BatchNorms, (channels,), by name; ratio and floor are those of
+    ``EarlyBirdChannels``. Of equal scales the first are pruned first. The masks are on CPU.
     """
     scores: dict[str, Tensor] = {}
     for name, scale in scales.items():

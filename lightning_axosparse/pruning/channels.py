@@ -132,15 +132,11 @@ class Channels:
         return "\n".join(lines)
 
     def kept_outputs(self, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return layer -> bool tensor, True for each output that stays.
-
-        Args:
-            masks: name of a BatchNorm -> bool tensor, True for each channel that stays.
-        """
+        """Return layer -> bool tensor, True for each output that stays by these masks."""
         return {layer: masks[scale] for layer, scale in self.outputs.items()}
 
     def kept_inputs(self, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return layer -> bool tensor, True for each input that stays; arguments as above."""
+        """Return layer -> bool tensor, True for each input that stays, likewise."""
         return {
             layer: torch.cat([_entries(segment, masks) for segment in segments])
             for layer, segments in self.inputs.items()
@@ -194,11 +190,7 @@ _UNTRACEABLE = TypeError, ValueError, RuntimeError, AttributeError, LookupError,
 
 
 class _Tracer(fx.Tracer):
-    """Traces into modules of the user, but for those that cannot be traced.
-
-    Args:
-        known: id of a module -> whether it can be traced; filled.
-    """
+    """Traces into modules of the user, but for those that cannot be traced."""
 
     def __init__(self, known: dict[int, bool]) -> None:
         super().__init__()
@@ -291,12 +283,7 @@ class _BatchSize:
 
 
 class _Reader:
-    """Follows channels through a traced graph.
-
-    Args:
-        part: the traced module.
-        prefix: what precedes the names of its layers.
-    """
+    """Follows channels through a traced graph."""
 
     def __init__(self, part: nn.Module, prefix: str) -> None:
         self._modules, self._prefix = dict(part.named_modules()), prefix

@@ -23,14 +23,7 @@ from lightning_axosparse.support.corrupt_file import CorruptFileError, stored_sh
 
 
 class MaskBits(Mapping[str, Tensor]):
-    """A mapping of names to bool tensors (on CPU), each unpacked when it is read.
-
-    Args:
-        masks: name -> bool tensor, on any device.
-
-    Raises:
-        ValueError: if a mask is not a dense bool tensor, or is on the meta device.
-    """
+    """A mapping of names to bool tensors (on CPU), each unpacked when it is read."""
 
     def __init__(self, masks: Mapping[str, Tensor]) -> None:
         for name, mask in masks.items():
@@ -84,11 +77,7 @@ class MaskBits(Mapping[str, Tensor]):
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> MaskBits:
-        """Return the masks that :meth:`state_dict` described.
-
-        Raises:
-            CorruptFileError: if the state is not as it was written.
-        """
+        """Return the masks that :meth:`state_dict` described."""
         masks = cls({})
         masks._bits = dict(state["bits"])
         masks.shapes = {
@@ -151,9 +140,7 @@ def mask_distance(
 class MaskWindow:
     """The newest masks of the parameters of this rank, at one bit an entry.
 
-    Args:
-        size: how many masks must agree, at least 2.
-        distance: how masks are compared (:func:`mask_distance`).
+    A window has settled when ``size`` masks, at least 2, agree by a :func:`mask_distance`.
     """
 
     def __init__(self, size: int, distance: Distance) -> None:

@@ -26,15 +26,9 @@ from lightning_axosparse.support.troubleshooting import see
 
 @dataclass(frozen=True)
 class MaskSchedule:
-    """The optimizer steps after which weights are pruned: ``begin``, and every so many more.
+    """The optimizer steps after which weights are pruned: ``begin``, and ``every`` so many more.
 
-    Attributes:
-        begin: optimizer steps before the ratio begins to rise.
-        every: optimizer steps from one pruning to the next.
-        end: optimizer steps before the draw.
-
-    Raises:
-        ValueError: if it ends before it begins.
+    ``end`` are those before the draw.
     """
 
     begin: int
@@ -87,11 +81,7 @@ class MaskRule:
     prune: Prune | None = None
 
     def on_the_way(self, ratio: float) -> MaskRule:
-        """Return the rule while the pruning ratio rises to its own; given densities fall with it.
-
-        Args:
-            ratio: what has been reached, at most its own.
-        """
+        """Return the rule at a lower ratio on the way to its own; given densities fall with it."""
         scope, way = self.scope, ratio / self.ratio
         if isinstance(scope, Mapping):
             scope = {name: 1 - way * (1 - density) for name, density in scope.items()}
@@ -102,15 +92,7 @@ class MaskRule:
         return prunable(module, self.prune)
 
     def shares(self, module: nn.Module, stages: Stages | None = None) -> list[Share]:
-        """Return which weights are ranked together, and how many of their entries are kept.
-
-        Args:
-            module: the whole model.
-            stages: name -> the pipeline stages that hold each weight; None: there is one stage.
-
-        Raises:
-            ValueError: if the rule does not fit the model, or contradicts itself.
-        """
+        """Return which weights are ranked together, and how many of their entries are kept."""
         sizes = self.sizes(module)
         if not sizes:
             raise ValueError(
@@ -119,11 +101,7 @@ class MaskRule:
         return shares(sizes, self.ratio, self.scope, self.floor, stages)
 
     def resolved(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> MaskRule:
-        """Return the rule with "auto" replaced by the score that it stands for.
-
-        Raises:
-            ValueError: if the score needs a second moment that the optimizer does not have.
-        """
+        """Return the rule with "auto" replaced by the score that it stands for."""
         if self.score not in ("auto", "saliency"):
             return self
         without = [type(o).__name__ for o in optimizers if not has_second_moment(o)]
@@ -167,10 +145,6 @@ class MaskRule:
 
         Returns:
             name -> bool tensor of the weight's shape, True where an entry is kept.
-
-        Raises:
-            ValueError: on every rank, if the rule does not fit the model, or a score is NaN or
-                cannot be computed.
         """
         rule, sizes, stored = self.resolved(module, optimizers), self.sizes(module), layouts(module)
         counted = dict(module.named_parameters()) if weights is None else weights

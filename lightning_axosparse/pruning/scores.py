@@ -35,9 +35,6 @@ def saliency(weight: Tensor, state: State) -> Tensor:
 
     Its square estimates how much the loss grows when the entry becomes zero, with a diagonal Fisher
     matrix for the Hessian (Optimal Brain Damage; LeCun, Denker & Solla, NeurIPS 1989).
-
-    Raises:
-        ValueError: if the state has no second moment.
     """
     moment = _second_moment(weight, state)
     if moment is None:
@@ -55,13 +52,8 @@ SCORES: dict[str, Score] = {"magnitude": magnitude, "saliency": saliency}
 class Scores(Mapping[str, Tensor]):
     """The scores of weights by name, each computed whenever it is read: no copy is kept.
 
-    Entries that are pruned already have the lowest score of all.
-
-    Args:
-        score: computes them; the same each time it is called with the same tensors.
-        weights: name -> weight, or the kept values of one that is stored sparse.
-        state_of: returns the optimizer state of a weight by its name.
-        layouts: name -> the kept entries of each weight that is stored sparse.
+    Weights that are stored sparse are given as their kept values, and ``layouts`` says where these
+    are: entries that are pruned already have the lowest score of all.
     """
 
     def __init__(
@@ -75,11 +67,7 @@ class Scores(Mapping[str, Tensor]):
         self._layouts = layouts
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return the scores of a weight, without a graph.
-
-        Raises:
-            ValueError: if there are none, or none for each entry.
-        """
+        """Return the scores of a weight, without a graph."""
         weight, state = self._weights[name].detach(), self._state_of(name)
         layout = self._layouts.get(name)
         if layout is not None:

@@ -32,10 +32,7 @@ Stages = Mapping[str, Collection[int]]
 class Share:
     """Weights whose entries are ranked together.
 
-    Attributes:
-        sizes: name -> shape of each weight.
-        kept: how many of all these entries are kept.
-        floor: the least density of a weight.
+    ``kept`` of all their entries are kept, and of each weight at least the fraction ``floor``.
     """
 
     sizes: Mapping[str, Size]
@@ -148,21 +145,10 @@ def highest(
     """Compute the masks that keep the entries of highest score, as one process would.
 
     Of entries with equal scores the first in module order are pruned first, so each share keeps
-    exactly as many entries as it says.
-
-    Args:
-        scores: name -> scores of the weights that this rank counts, of the weights' shapes. Each
-            weight is counted by exactly one rank of ``group``. They are read several times.
-        shares: which weights are ranked together, and how many of their entries are kept; the same
-            on all ranks.
-        group: the ranks whose stages make up the model; None if this rank has the whole model.
-
-    Returns:
-        name -> bool tensor, True where an entry is kept, for each weight in ``scores``.
-
-    Raises:
-        ValueError: on every rank, if a score is NaN or cannot be computed (the message names the
-            weight).
+    exactly as many entries as it says. ``scores`` are those of the weights that this rank counts,
+    and are read several times; each weight is counted by exactly one rank of ``group``, and the
+    shares are the same on all. A score that is NaN or cannot be computed is a ValueError on every
+    rank, which names the weight.
     """
     double = _validate(scores, group)
     masks: dict[str, Tensor] = {}

@@ -22,15 +22,10 @@ TimePart = Literal["compute", "waiting", "all-reduce", "optimizer", "densify, co
 class Work:
     """Time and memory of one rank in one period of the training.
 
-    Attributes:
-        steps: batches trained on.
-        seconds: wall time of these batches.
-        activities: seconds of each activity in these batches.
-        state: bytes of the model state at the end of the period's last epoch, or after its first
-            batch if no epoch ends in it: "weights", "indices", "gradients" and "optimizer".
-        reduced_bytes: bytes of gradients in the all-reduce of one optimizer step.
-        in_flight: the highest in-flight limit of the period; 0 without a pipeline.
-        peak_in_flight: stage -> most micro-batches in flight at any time of the period.
+    ``steps`` are batches, and ``seconds`` their wall time. ``state`` are the bytes of the model
+    state at the end of the period's last epoch, or after its first batch if no epoch ends in it:
+    "weights", "indices", "gradients" and "optimizer". ``peak_in_flight`` has for each stage the
+    most micro-batches in flight at any time; ``in_flight`` is the highest limit.
     """
 
     steps: int = 0
@@ -44,13 +39,7 @@ class Work:
     def add(
         self, seconds: float, spent: Mapping[Activity, float], in_flight: Mapping[int, int]
     ) -> None:
-        """Count one more batch.
-
-        Args:
-            seconds: its wall time.
-            spent: the seconds of each activity in it.
-            in_flight: stage -> most micro-batches in flight in it.
-        """
+        """Count one more batch: its seconds, those of each activity, and what stages held."""
         self.steps += 1
         self.seconds += seconds
         for activity, time in spent.items():
@@ -91,16 +80,10 @@ _ACTIVITIES: tuple[Activity, ...] = (
 
 @dataclass
 class RankFacts:
-    """One rank's place in the grid, and what it has measured.
+    """One rank's place in the grid at the end of the run, and what it has measured.
 
-    Attributes:
-        rank: its number.
-        stage: at the end of the run.
-        replica: likewise.
-        work: in each period.
-        losses: of each batch.
-        tokens: those of its batches in training while it was of the first stage; 0 if the batches
-            have no text.
+    ``losses`` are those of each batch, ``tokens`` those of its batches of text in training while it
+    was of the first stage.
     """
 
     rank: int
@@ -129,13 +112,8 @@ class ValidationLoss:
 class TicketDraw:
     """The pruning by a ticket, and when the ticket was drawn.
 
-    Attributes:
-        pruning_ratio: fraction of all entries that was to be pruned.
-        sparsity: name -> fraction pruned of each weight.
-        density: fraction kept of all of them together.
-        step: number of optimizer steps after which it was drawn; None if it was there from the
-            start.
-        channels: name -> channels of each layer before and after, where channels were pruned.
+    ``step`` is None if it was there from the start; ``channels`` has the channels of each layer
+    before and after, where channels were pruned.
     """
 
     pruning_ratio: float
@@ -149,18 +127,9 @@ class TicketDraw:
 class RunFacts:
     """All facts of a run.
 
-    Attributes:
-        ranks: what each rank measured, in rank order.
-        steps: optimizer steps at the end of each batch, in the order of ``losses``.
-        validations: the validation losses, in order of time.
-        distances: number of optimizer steps -> the mask distance after them.
-        threshold: the distance below which a ticket may be drawn.
-        draw: the pruning; None if no ticket was drawn.
-        test_loss: None if the run was not tested.
-        test_accuracy: None as well if the model does not classify.
-        regrid: the change to shorter pipelines, if there was one.
-        parameters: number of the model's parameters, before pruning.
-        about: what has run, and on what: command, model, grid, seed, versions, date.
+    ``steps`` are the optimizer steps at the end of each batch, ``distances`` the mask distances
+    after so many steps, ``parameters`` those before pruning. ``about`` says what has run, and on
+    what.
     """
 
     ranks: list[RankFacts]
@@ -224,12 +193,7 @@ class RunFacts:
 
 
 def quality(loss: float, accuracy: float | None = None) -> dict[str, float]:
-    """Return a mean loss in the units in which models are compared.
-
-    Args:
-        loss: of a language model in nats per byte.
-        accuracy: of a model that classifies; None for a language model.
-    """
+    """Return a mean loss in the units in which models are compared; that of text is in nats."""
     if accuracy is not None:
         return {"loss": loss, "accuracy": accuracy}
     return {"loss": loss, "perplexity": perplexity(loss), "bits_per_byte": loss / math.log(2)}
@@ -242,24 +206,11 @@ def perplexity(loss: float) -> float:
 
 @dataclass(frozen=True)
 class RunResult:
-    """The final numbers of a run.
+    """The final numbers of a run, and the settings that it was made of.
 
-    Attributes:
-        settings: what the run was made of, as plain values.
-        steps: optimizer steps.
-        stages, replicas: the grid.
-        parameters: number of the model's parameters, before pruning.
-        train_loss: of the last batch, the mean over the replicas, in nats per byte.
-        dense_validation_loss: of the last validation before the draw, in nats per byte.
-        validation_loss: of the last validation; None without validation.
-        test_loss: None if the run was not tested.
-        validation_accuracy, test_accuracy: likewise; None as well if the model does not classify.
-        draw_step: number of optimizer steps after which the ticket was drawn; None without a draw.
-        density: fraction kept of all pruned weights; 1 if nothing was pruned.
-        densities: fraction kept of each pruned weight.
-        state_bytes: the model state of each rank, with dense and with sparse weights.
-        reduced_bytes: what each rank all-reduces in a step, likewise.
-        step_seconds: the mean step of each rank, likewise.
+    Losses are in nats per byte; that of training is the last batch's, the mean over the replicas.
+    What has no data is None, such as an accuracy of a model that does not classify. The last three
+    numbers are those of each rank, with dense and with sparse weights.
     """
 
     steps: int

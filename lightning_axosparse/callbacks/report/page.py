@@ -32,13 +32,7 @@ _PIXELS = 64
 def html(
     facts: RunFacts, figures: Mapping[str, Figure], ticket: Ticket | ChannelTicket | None
 ) -> str:
-    """Return the page of a run.
-
-    Args:
-        facts: of the run.
-        figures: the plots of the run, by name.
-        ticket: whose masks are shown.
-    """
+    """Return the page of a run with its plots, by name, and the masks of its ticket."""
     blocks = [table(about(facts)), *(figure(name, plot) for name, plot in figures.items())]
     blocks += map(table, sections(facts))
     if isinstance(ticket, Ticket):
@@ -85,12 +79,7 @@ figcaption { font-size: 13px } figure.masks img { image-rendering: pixelated; wi
 
 
 def page(title: str, blocks: Sequence[str]) -> str:
-    """Return a whole page.
-
-    Args:
-        title: in words.
-        blocks: HTML, in order.
-    """
+    """Return a whole page of blocks of HTML."""
     phone = '<meta name="viewport" content="width=device-width">'
     head = f'<meta charset="utf-8">{phone}<title>{escape(title)}</title><style>{_STYLE}</style>'
     body = [f"<h1>{escape(title)}</h1>", *blocks]

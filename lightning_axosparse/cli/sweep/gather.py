@@ -18,11 +18,7 @@ from lightning_axosparse.cli.sweep.points import curves, points, sections, write
 
 
 def gather(folder: Path) -> list[Job]:
-    """Write ``sweep.csv``, ``sweep.html`` and pictures; return the jobs.
-
-    Args:
-        folder: of the sweep, with a folder for each job.
-    """
+    """Write ``sweep.csv``, ``sweep.html`` and pictures to a sweep's folder; return its jobs."""
     # matplotlib takes long to import.
     from lightning_axosparse.callbacks.report.page import figure, page, save_plots, table
 

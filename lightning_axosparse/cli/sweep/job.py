@@ -29,15 +29,9 @@ Status = Literal["finished", "failed", "not finished"]
 
 @dataclass(frozen=True)
 class Job:
-    """One run of ``axosparse-train``, in a sweep or alone.
+    """One run of ``axosparse-train``, in a sweep or alone: its folder, and what is read there.
 
-    Attributes:
-        folder: where it writes.
-        config: its configuration, interpolations included.
-        overrides: those of its command line.
-        hydra_overrides: likewise, those of Hydra itself.
-        result: None if it has not finished.
-        error: its message if it failed.
+    ``config`` has its interpolations; ``error`` is the message if it failed.
     """
 
     folder: Path
@@ -49,11 +43,7 @@ class Job:
 
     @classmethod
     def read(cls, folder: Path) -> Job:
-        """Read a job's folder.
-
-        Raises:
-            FileNotFoundError: if no run has begun there.
-        """
+        """Read a job's folder; FileNotFoundError if no run has begun there."""
         hydra = OmegaConf.load(folder / ".hydra" / "hydra.yaml").hydra.overrides
         config = OmegaConf.load(folder / ".hydra" / "config.yaml")
         assert isinstance(config, DictConfig)
@@ -141,11 +131,7 @@ def settings_of(config: DictConfig) -> dict[str, Any]:
 
 
 def finished_before(config: DictConfig) -> RunResult | None:
-    """Return the result that an earlier call left of this job; None if there is none.
-
-    Raises:
-        ValueError: if it is of other settings.
-    """
+    """Return the result that an earlier call left of this job, if any, and of no other one."""
     path = Path(config.folder) / RESULT
     if not path.exists():
         return None
@@ -192,14 +178,9 @@ def _natural(text: str) -> list[tuple[int, str]]:
 
 
 def random_ticket(folder: str, seed: int) -> Ticket:
-    """Return a random ticket with the layer densities of the one that a job drew, for an arm.
+    """Return a random ticket with the layer densities of the one that a job drew in ``folder``.
 
-    Args:
-        folder: of that job.
-        seed: makes it repeatable.
-
-    Raises:
-        ValueError: if it has not run, failed, or drew no ticket; says what to run.
+    Otherwise the error says what to run.
     """
     path = Path(folder).resolve()
     try:

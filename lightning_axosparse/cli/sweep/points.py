@@ -54,12 +54,10 @@ _CURVES = {
 
 @dataclass(frozen=True)
 class Point:
-    """The finished jobs of one arm at one ratio, which differ in their seeds.
+    """The finished jobs of one arm at one ratio, in the order of their seeds.
 
-    Attributes:
-        label: the arm, and other overrides in which the jobs of the sweep differ.
-        ratio: None if the arm is the same at all ratios.
-        jobs: its finished jobs, in the order of their seeds.
+    ``label`` names the arm, and other overrides in which the jobs of the sweep differ; ``ratio`` is
+    None if the arm is the same at all ratios.
     """
 
     label: str
