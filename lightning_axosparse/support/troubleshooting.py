@@ -38,6 +38,8 @@ Entry = Literal[
 ]
 """The headings of the page, as in links to them."""
 
+_CLI = {"hydra": "hydra-core", "matplotlib": "matplotlib", "rich": "rich"}
+
 
 def see(entry: Entry) -> str:
     """Return the last sentence of a message."""
@@ -64,9 +66,6 @@ def page() -> str:
         if label.strip() == "Documentation":
             return f"{address.strip().rstrip('/')}/troubleshooting/"
     return PAGE
-
-
-_CLI = {"hydra": "hydra-core", "matplotlib": "matplotlib", "rich": "rich"}
 
 
 def require_cli(user: str) -> None:

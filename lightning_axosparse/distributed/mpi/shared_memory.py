@@ -32,6 +32,8 @@ Memory = NDArray[np.uint8]
 
 _PAGE = mmap.PAGESIZE
 
+_HEADER_BYTES = 64  # the first says whether the slot is in use; the others align the block
+
 
 def memory_is_ordered() -> bool:
     """Whether another process sees a write to shared memory after all that came before it here."""
@@ -163,9 +165,6 @@ class BlockPool:
 def _new_block(nbytes: int) -> Tensor:
     own = arena()
     return torch.empty(nbytes, dtype=torch.uint8) if own is None else own.block(nbytes)
-
-
-_HEADER_BYTES = 64  # the first says whether the slot is in use; the others align the block
 
 
 class SlotAddress(NamedTuple):
