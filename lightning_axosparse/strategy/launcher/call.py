@@ -103,7 +103,6 @@ class MainModule:
 class Call:
     """One call, as each rank runs it."""
 
-    ranks: int
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
