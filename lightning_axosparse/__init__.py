@@ -1,10 +1,5 @@
 """Message-driven pipeline parallelism and early-bird sparse training for PyTorch Lightning."""
 
-# ruff: noqa: E402
-from lightning_axosparse.distributed.mpi.slurm import announce_unmanaged_tasks
-
-announce_unmanaged_tasks()  # before the imports that take long
-
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 

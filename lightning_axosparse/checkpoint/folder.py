@@ -36,6 +36,8 @@ _TABLE = "meta.pt"
 WRITTEN_AS = "lightning_axosparse.folder"
 """The entry of each file with the name under which its folder was written, and no other one."""
 
+_LOOK_SECONDS = 0.1
+
 
 def table(folder: Path) -> Path:
     """The file of a sharded checkpoint that has everything but the tensors."""
@@ -94,9 +96,6 @@ def _files(folder: Path) -> list[Path]:
 
 def _is_record(value: Any) -> bool:
     return isinstance(value, dict) and value.get("format") == _FORMAT
-
-
-_LOOK_SECONDS = 0.1
 
 
 class FolderWriter:

@@ -32,6 +32,9 @@ _SMALL = 1024
 
 _END = -1
 
+GroupNames = list[list[str]]
+"""Parameter names of each param group, in the order of ``configure_optimizers``."""
+
 
 @dataclass(frozen=True)
 class _Offer:
@@ -134,10 +137,6 @@ class StageTensors:
 
 def _made_if_small(tensor: DeferredTensor) -> Tensor:
     return tensor.made() if tensor.nbytes <= _SMALL else tensor
-
-
-GroupNames = list[list[str]]
-"""Parameter names of each param group, in the order of ``configure_optimizers``."""
 
 
 def gather_model_state(split: Sharding, stages: range, tensors: StageTensors) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 from lightning_axosparse.distributed.grid import Grid
@@ -22,6 +21,10 @@ from lightning_axosparse.distributed.grid import Grid
 _AWAITED_BYTES = 200  # of the description of what a rank waits for
 
 Pass = Literal["forward", "backward", "weight gradient"]
+
+_POLLS = 20
+_MIN_SLEEP, _MAX_SLEEP = 20e-6, 1e-3
+_SLEEP_FRACTION = 0.05
 
 
 class RanksStuckError(RuntimeError):
@@ -241,11 +244,6 @@ def read_status(path: str) -> RankStatus:
         os.close(file)
 
 
-_POLLS = 20
-_MIN_SLEEP, _MAX_SLEEP = 20e-6, 1e-3
-_SLEEP_FRACTION = 0.05
-
-
 class BackOff:
     """Polls 20 times without a pause, then sleeps between polls for 5 % of the time waited so far.
 
@@ -269,12 +267,7 @@ class BackOff:
     def __enter__(self) -> BackOff:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._recorded:
             this_rank().end_wait()
 

@@ -12,8 +12,7 @@ import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO, cast
-from zlib import crc32
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +25,10 @@ from lightning_axosparse.support.torch_internals import (
     tree_leaves,
     tree_map_only,
 )
+
+_BLOCK = 1 << 20
+_LARGE = ("state_dict", "optimizer_states")
+"""The entries of a checkpoint that have the tensors of the whole model."""
 
 
 class DeferredTensor(Tensor):
@@ -92,9 +95,6 @@ def each_once(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return once
 
 
-_BLOCK = 1 << 20
-
-
 def save(content: Any, path: str | os.PathLike[str]) -> None:
     """Write ``content`` as ``torch.save`` does, tensor by tensor; replace an older file at the end.
 
@@ -135,18 +135,8 @@ def check(path: str | os.PathLike[str]) -> None:
                 # Without one: written after torch.serialization.set_crc32_options(False).
                 if record.CRC:
                     with archive.open(record) as part:
-                        checksum(cast(BinaryIO, part))  # raises at the end if it differs
-
-
-def checksum(file: BinaryIO, before: int = 0, size: int | None = None) -> int:
-    """Return the CRC-32 of what follows in a file, which is read a block at a time.
-
-    ``before`` is the checksum of what precedes it.
-    """
-    left = float("inf") if size is None else size
-    while left > 0 and (block := file.read(int(min(_BLOCK, left)))):
-        before, left = crc32(block, before), left - len(block)
-    return before
+                        while part.read(_BLOCK):  # raises at the end if its checksum differs
+                            pass
 
 
 class _Pickler(pickle.Pickler):
@@ -157,10 +147,6 @@ class _Pickler(pickle.Pickler):
 
 
 _PICKLE = SimpleNamespace(__name__="pickle", Pickler=_Pickler)
-
-
-_LARGE = ("state_dict", "optimizer_states")
-"""The entries of a checkpoint that have the tensors of the whole model."""
 
 
 def load_mapped(path: Path, weights_only: bool | None) -> Any:

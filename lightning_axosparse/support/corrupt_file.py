@@ -13,6 +13,9 @@ import torch
 from lightning_axosparse.support.arguments import shown
 from lightning_axosparse.support.troubleshooting import see, without_link
 
+_LARGEST = 2**63 - 1
+"""Bytes of a tensor, as torch counts them; the widest entry has 16."""
+
 
 class CorruptFileError(ValueError):
     """The content of a file is not what was written to it: it was truncated or changed.
@@ -63,10 +66,6 @@ def restoring(what: str) -> Iterator[None]:
     except (AttributeError, LookupError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise CorruptFileError(reason, f"The state of {what} in the checkpoint") from error
-
-
-_LARGEST = 2**63 - 1
-"""Bytes of a tensor, as torch counts them; the widest entry has 16."""
 
 
 def stored_shape(value: Any, what: str) -> torch.Size:

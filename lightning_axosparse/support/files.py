@@ -26,6 +26,12 @@ from lightning_axosparse.support.troubleshooting import see
 _DIGITS = 12
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
+_PREFIX = "axosparse-"
+LOCK = "lock"
+"""The file in a folder that its process keeps locked."""
+_LONGEST = 107 - len("/listener-12345678")
+"""Characters of a folder in which sockets are made, whose paths may have 107."""
+
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
@@ -162,14 +168,6 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(handle)
     finally:
         os.close(handle)
-
-
-_PREFIX = "axosparse-"
-LOCK = "lock"
-"""The file in a folder that its process keeps locked."""
-
-_LONGEST = 107 - len("/listener-12345678")
-"""Characters of a folder in which sockets are made, whose paths may have 107."""
 
 
 @contextmanager

@@ -35,6 +35,14 @@ _USABLE_FRACTION = 0.8
 """Of the free memory; the rest is for temporary tensors."""
 _UNLIMITED = 1 << 60  # without a limit, cgroup v1 has a number near 2^63
 
+SMALLEST = 2**16
+"""Bytes from which on a hole is worth the microseconds that the Python calls take."""
+_ALIGNMENT = 64
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of <malloc.h>
+_MAPPED = 4 << 20
+_KEPT = 64 << 20
+"""Free bytes at the end of the heap that glibc keeps for later blocks, at most."""
+
 
 def free_bytes(device: torch.device, ranks: int) -> int:
     """Bytes that one of several ranks with the same device or machine may still allocate.
@@ -97,11 +105,6 @@ def _numbers(file: Path) -> dict[str, int]:
     return {row[0]: int(row[1]) for row in rows if len(row) > 1}
 
 
-SMALLEST = 2**16
-"""Bytes from which on a hole is worth the microseconds that the Python calls take."""
-_ALIGNMENT = 64
-
-
 def zeros(shape: Sequence[int]) -> Tensor:
     """Return zeros of ``shape`` in float32 on CPU, aligned as torch's own tensors."""
     if not _is_worth_it(shape):
@@ -130,12 +133,6 @@ def _aligned(block: Any, shape: Sequence[int]) -> Tensor:
     # made it, where that is an autograd.Function.
     start = -block.__array_interface__["data"][0] % _ALIGNMENT // 4
     return torch.from_numpy(block[start : start + math.prod(shape)].reshape(*shape))
-
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of <malloc.h>
-_MAPPED = 4 << 20
-_KEPT = 64 << 20
-"""Free bytes at the end of the heap that glibc keeps for later blocks, at most."""
 
 
 def release_freed_memory() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 from functools import cache
 from importlib.util import find_spec
@@ -38,6 +39,8 @@ Entry = Literal[
 ]
 """The headings of the page, as in links to them."""
 
+_CLI = {"hydra": "hydra-core", "matplotlib": "matplotlib", "rich": "rich"}
+
 
 def see(entry: Entry) -> str:
     """Return the last sentence of a message."""
@@ -52,21 +55,15 @@ def without_link(error: BaseException) -> str:
 @cache
 def page() -> str:
     """Return the page's address in the published documentation, if that has one; else its path."""
-    # Imported here, because `distributed.mpi.slurm` has to speak before slow imports.
-    from importlib.metadata import PackageNotFoundError, metadata
-
     try:
-        links = metadata("lightning-axosparse").get_all("Project-URL") or []
-    except PackageNotFoundError:  # used from a checkout that is not installed
+        links = importlib.metadata.metadata("lightning-axosparse").get_all("Project-URL") or []
+    except importlib.metadata.PackageNotFoundError:  # used from a checkout that is not installed
         links = []
     for link in links:
         label, _, address = link.partition(",")
         if label.strip() == "Documentation":
             return f"{address.strip().rstrip('/')}/troubleshooting/"
     return PAGE
-
-
-_CLI = {"hydra": "hydra-core", "matplotlib": "matplotlib", "rich": "rich"}
 
 
 def require_cli(user: str) -> None:

@@ -1,4 +1,4 @@
-"""A file that cannot be written again is not lost."""
+"""A file that cannot be written again is not lost; no folder of a killed process stays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory is free, by files that stand in for those of the kernel."""
+"""How much memory is free, by files that stand in for those of the kernel; what is returned."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_axosparse import sparsify
-from lightning_axosparse.support import memory as available_memory
-from lightning_axosparse.support import memory as heap_memory
+from lightning_axosparse.support import memory
 from lightning_axosparse.support.memory import (
     SMALLEST,
     available_bytes,
@@ -84,7 +83,7 @@ def test_a_system_without_proc_has_all_its_memory(tmp_path: Path) -> None:
 
 
 def test_ranks_share_four_fifths(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(available_memory, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
     assert free_bytes(torch.device("cpu"), 4) == 200
 
 
@@ -99,7 +98,7 @@ SHAPES = [(), (3,), (5, 0), (SMALLEST // 4,), (7, 33, 211)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("make", [heap_memory.zeros, heap_memory.empty])
+@pytest.mark.parametrize("make", [memory.zeros, memory.empty])
 def test_a_tensor_is_as_torch_would_make_it(make, shape: tuple[int, ...]) -> None:
     tensor = make(shape)
     assert tensor.shape == shape
@@ -112,16 +111,16 @@ def test_a_tensor_is_as_torch_would_make_it(make, shape: tuple[int, ...]) -> Non
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_zeros_are_zero(shape: tuple[int, ...]) -> None:
-    before = heap_memory.zeros(shape).add_(1)
+    before = memory.zeros(shape).add_(1)
     del before
-    assert not heap_memory.zeros(shape).any()
+    assert not memory.zeros(shape).any()
 
 
 def test_the_memory_lives_as_long_as_the_tensor() -> None:
-    tensors = [heap_memory.zeros((SMALLEST,)).fill_(i) for i in range(8)]
+    tensors = [memory.zeros((SMALLEST,)).fill_(i) for i in range(8)]
     views = [tensor[-5:] for tensor in tensors]
     del tensors
-    others = [heap_memory.zeros((SMALLEST,)) for _ in range(8)]
+    others = [memory.zeros((SMALLEST,)) for _ in range(8)]
     assert [float(view.mean()) for view in views] == list(range(8))
     assert not any(other.any() for other in others)
 
@@ -130,7 +129,7 @@ def test_what_leaves_an_autograd_function_may_be_changed_in_place() -> None:
     class Copy(torch.autograd.Function):
         @staticmethod
         def forward(ctx, source: Tensor) -> Tensor:
-            return heap_memory.empty(source.shape).copy_(source)
+            return memory.empty(source.shape).copy_(source)
 
         @staticmethod
         def backward(ctx, gradient: Tensor) -> Tensor:
@@ -150,7 +149,7 @@ def test_a_mode_that_observes_operators_sees_what_is_allocated() -> None:
             return seen[-1]
 
     with Observer():
-        tensor = heap_memory.empty((SMALLEST,))
+        tensor = memory.empty((SMALLEST,))
     assert tensor.data_ptr() in {made.data_ptr() for made in seen}
 
 

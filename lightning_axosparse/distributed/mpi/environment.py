@@ -22,7 +22,6 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_axosparse.distributed.grid import Grid
-from lightning_axosparse.distributed.mpi import slurm
 from lightning_axosparse.distributed.mpi.mpich import check_room, unlink_segments
 from lightning_axosparse.support.troubleshooting import see
 
@@ -30,13 +29,16 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
+_TASKS = "SLURM_STEP_NUM_TASKS"  # only for the tasks of srun's step, unlike others of Slurm
+_MANAGERS = ("PMI_", "PMIX_", "PALS_", "OMPI_", "MV2_", "JSM_", "I_MPI_PMI")
+"""Prefixes of the variables that a process manager sets for the ranks it starts."""
 # Set for the ranks of a job by Open MPI, MPICH and its derivatives, MVAPICH, jsrun, and srun.
 _SIZE_VARIABLES = (
     "OMPI_COMM_WORLD_SIZE",
     "PMI_SIZE",
     "MV2_COMM_WORLD_SIZE",
     "JSM_NAMESPACE_SIZE",
-    slurm.TASKS,
+    _TASKS,
 )
 SECONDS_TO_PRINT = 0.3
 """For how long a rank that has said why it ends the job waits before: mpiexec drops what it has not
@@ -87,6 +89,16 @@ def torchrun_processes() -> int:
     return size if size > 1 else 0
 
 
+def unmanaged_tasks() -> int:
+    """Number of tasks of this Slurm step if no process manager connects them; else 0.
+
+    Only an MPI built for Slurm's old PMI-1 connects such tasks.
+    """
+    tasks = int(os.environ.get(_TASKS, "1"))
+    managed = any(name.startswith(_MANAGERS) for name in os.environ)
+    return 0 if managed or tasks == 1 else tasks
+
+
 def world_communicator() -> MPI.Intracomm:
     """The communicator of all ranks of the job; the first call initializes MPI."""
     from mpi4py import MPI
@@ -113,11 +125,12 @@ def check_connected() -> None:
     connected = MPI.COMM_WORLD.size
     if connected == job_size():
         return
-    if slurm.unmanaged_tasks():
+    if unmanaged_tasks():
         raise MisconfigurationException(
             f"srun started {job_size()} tasks, but MPI connects {connected} of them: the tasks "
-            f"know nothing of each other. To train on them together, {slurm.START_RANKS}"
-            + see("starting-ranks")
+            "know nothing of each other. To train on them together, start them with `srun "
+            "--mpi=pmi2 -K ...`; `srun --mpi=list` shows what this Slurm offers in the place of "
+            "pmi2, and `-K` ends all ranks when one fails." + see("starting-ranks")
         )
     raise MisconfigurationException(
         f"{job_size()} processes were started, but MPI connects {connected} of them. The "

@@ -32,6 +32,10 @@ _ONCE, _EACH = 9.5, 5.3
 _START_SECONDS = 600
 """No MPI takes so long to start."""
 
+_CONNECTION = "PMI_FD"
+"""The environment variable with the number of the file by which a rank is connected."""
+_FILES = 3  # standard output, standard error, and the connection
+
 
 def check_room(ranks: int, once: float = _ONCE, each: float = _EACH) -> None:
     """Check that ``/dev/shm`` has room for the ranks of a node, before MPICH starts.
@@ -79,12 +83,6 @@ def unlink_segments(world: MPI.Comm) -> None:
             path = line.split(maxsplit=5)[-1]
             if path.startswith(_PREFIX):
                 Path(path).unlink(missing_ok=True)
-
-
-_CONNECTION = "PMI_FD"
-"""The environment variable with the number of the file by which a rank is connected."""
-
-_FILES = 3  # standard output, standard error, and the connection
 
 
 def hold_files(near: Sequence[int]) -> list[int]:

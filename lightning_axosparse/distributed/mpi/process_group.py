@@ -32,6 +32,8 @@ from lightning_axosparse.distributed.mpi.work import (
 from lightning_axosparse.distributed.rank_status import blocked
 from lightning_axosparse.support.troubleshooting import see
 
+NAME = "mpi4py"
+
 
 def _nccl_for_cuda(method: Callable[..., MPIWork]) -> Any:
     """Run the operation by MPI; with CUDA tensors, the NCCL operation of the same name."""
@@ -213,13 +215,6 @@ class MPIProcessGroup(dist.ProcessGroup):
         return MPIWork(requests, [*tensors_in(outputs)], [*sources, *buffers], finish)
 
     @_nccl_for_cuda
-    def allgather_coalesced(
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
-    ) -> Any:
-        """The same as :meth:`allgather`."""
-        return self.allgather(outputs, inputs)
-
-    @_nccl_for_cuda
     def allgather_into_tensor_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> MPIWork:
@@ -324,9 +319,6 @@ def _describe_members(communicator: MPI.Intracomm) -> str:
     ranks = [str(rank) for rank in members.Translate_ranks(None, world)]
     members.Free()
     return "ranks " + ", ".join(ranks if len(ranks) <= 8 else [*ranks[:4], "...", *ranks[-2:]])
-
-
-NAME = "mpi4py"
 
 
 def init_process_group(device_type: str) -> None:

@@ -1,8 +1,14 @@
-"""Allocates CPU memory that the other ranks of the node can read and write.
+"""Allocates memory that the other ranks of a node can read and write, and passes blocks in it.
 
 An arena is an anonymous file (``memfd_create``) as long as the machine's memory; only the parts in
 use take memory. Every other rank maps it once, and finds a block in it by its offset: mapping each
 block would take longer than the all-reduce of its content.
+
+A block is passed in a slot: the sender copies it there and sends the slot's path. Nothing else has
+to make progress, whatever the two ranks compute meanwhile. The receiver uses the slot as the memory
+of a tensor, and the slot is free again when no tensor uses it. Each slot is an anonymous file: the
+receiver may use it longer than the sender keeps it, and no crash leaves it behind. It grows to the
+largest block it has carried.
 """
 
 from __future__ import annotations
@@ -31,6 +37,8 @@ if TYPE_CHECKING:
 Memory = NDArray[np.uint8]
 
 _PAGE = mmap.PAGESIZE
+
+_HEADER_BYTES = 64  # the first says whether the slot is in use; the others align the block
 
 
 def memory_is_ordered() -> bool:
@@ -163,9 +171,6 @@ class BlockPool:
 def _new_block(nbytes: int) -> Tensor:
     own = arena()
     return torch.empty(nbytes, dtype=torch.uint8) if own is None else own.block(nbytes)
-
-
-_HEADER_BYTES = 64  # the first says whether the slot is in use; the others align the block
 
 
 class SlotAddress(NamedTuple):

@@ -36,7 +36,6 @@ _CONVERTED_TO = {torch.bool: torch.uint8, torch.complex32: torch.complex64}
 _OPERATIONS = {
     ReduceOp.SUM: MPI.SUM,
     ReduceOp.AVG: MPI.SUM,
-    ReduceOp.PREMUL_SUM: MPI.SUM,
     ReduceOp.PRODUCT: MPI.PROD,
     ReduceOp.MAX: MPI.MAX,
     ReduceOp.MIN: MPI.MIN,
@@ -46,6 +45,8 @@ _OPERATIONS = {
 }
 # A bool is a byte, 0 or 1: the sum of 256 such bytes would be 0, which is false.
 _OPERATIONS_ON_BOOL = {**_OPERATIONS, ReduceOp.SUM: MPI.MAX, ReduceOp.PRODUCT: MPI.MIN}
+
+_BULK = 2**26  # bytes; between sleeping ranks MPI may transfer only some hundred MB a second
 
 
 class ReduceOperation:
@@ -58,12 +59,11 @@ class ReduceOperation:
 
     def __init__(self, reduce_op: Any, ranks: int) -> None:
         self._op = reduce_op.op
-        self._factor = reduce_op.__getstate__()[1] if self._op == ReduceOp.PREMUL_SUM else None
         self._ranks = ranks
 
     def operation(self, dtype: torch.dtype) -> MPI.Op:
         """The MPI operation for tensors of ``dtype``."""
-        if dtype == torch.bool and self._op in (ReduceOp.AVG, ReduceOp.PREMUL_SUM):
+        if dtype == torch.bool and self._op == ReduceOp.AVG:
             raise ValueError(
                 f"A bool tensor cannot be reduced by {self._op}; convert it first." + see("logging")
             )
@@ -74,8 +74,6 @@ class ReduceOperation:
         dtype = tensor.dtype
         if dtype not in _DATATYPES:
             dtype = _CONVERTED_TO.get(dtype, torch.float32)
-        if self._factor is not None:
-            tensor = tensor * self._factor
         return tensor.to(dtype).contiguous()
 
     def copy_back(self, staged: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
@@ -129,7 +127,7 @@ def split_back(staged: Tensor, targets: Sequence[Tensor]) -> None:
 
 
 def tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors in arbitrarily nested lists, in order."""
+    """The tensors in nested lists, in order; torch's pytree takes eight times as long."""
     for argument in arguments:
         if isinstance(argument, Tensor):
             yield argument
@@ -142,9 +140,6 @@ def detached(argument: Any) -> Any:
     if isinstance(argument, Tensor):
         return argument.detach()
     return [detached(each) for each in argument] if isinstance(argument, list) else argument
-
-
-_BULK = 2**26  # bytes; between sleeping ranks MPI may transfer only some hundred MB a second
 
 
 class ProgressEngine(Protocol):

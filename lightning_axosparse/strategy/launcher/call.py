@@ -25,6 +25,8 @@ from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_p
 from lightning_axosparse.strategy.launcher.changes import known_objects
 from lightning_axosparse.support.files import LOCK, temporary_folder
 
+_notes: Path | None = None
+
 
 @dataclass(frozen=True)
 class ProcessState:
@@ -101,7 +103,6 @@ class MainModule:
 class Call:
     """One call, as each rank runs it."""
 
-    ranks: int
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -195,9 +196,6 @@ class CallFolder:
         """The earliest failure, if any rank has reported one."""
         failures = [cloudpickle.loads(f.read_bytes()) for f in self.path.glob("failure-*")]
         return min(failures, key=lambda failure: failure.when, default=None)
-
-
-_notes: Path | None = None
 
 
 @dataclass(frozen=True)

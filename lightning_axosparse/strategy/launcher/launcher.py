@@ -101,7 +101,6 @@ class MPILauncher(_Launcher):
                     part.validate_fit(trainer)
             restore_handlers_in_teardown(trainer)
         call = Call(
-            self._processes,
             function,
             args,
             kwargs,

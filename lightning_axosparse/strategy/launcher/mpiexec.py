@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import IO, TextIO
 
 from lightning_axosparse.distributed.mpi.environment import find_mpiexec
@@ -63,6 +62,13 @@ _OPEN_MPI = {
 # All ranks are on this host: the listeners of UCX and libfabric need not be seen by others.
 _LOOPBACK = {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"} if sys.platform == "linux" else {}
 _GRACE_SECONDS = 5  # for mpiexec to end the ranks
+
+_CAN_MONITOR = all(hasattr(os, name) for name in ("pidfd_open", "eventfd"))
+_POLL_SECONDS = 0.05  # between two searches for ranks that have not started yet
+_CRASHES = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
+_WITHOUT_PROXY = (0, 255)
+"""Exit codes of mpiexec that has lost its proxy: if it was stopped then, and by itself."""
+_SEE = see("failing-and-waiting-ranks")
 
 
 class Output:
@@ -160,15 +166,6 @@ def _file_number(stream: TextIO) -> int:
     return subprocess.PIPE
 
 
-_CAN_MONITOR = all(hasattr(os, name) for name in ("pidfd_open", "eventfd"))
-_POLL_SECONDS = 0.05  # between two searches for ranks that have not started yet
-_CRASHES = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
-_WITHOUT_PROXY = (0, 255)
-"""Exit codes of mpiexec that has lost its proxy: if it was stopped then, and by itself."""
-
-_SEE = see("failing-and-waiting-ranks")
-
-
 @dataclass(frozen=True)
 class UnreportedEnd:
     """The end of a rank's process that the rank did not report.
@@ -207,12 +204,7 @@ class RankMonitor:
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if _CAN_MONITOR:
             self._over.set()
             os.eventfd_write(self._wake, 1)

@@ -21,7 +21,11 @@ from typing import Any, cast
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_axosparse.distributed.grid import Grid
-from lightning_axosparse.distributed.mpi.environment import describe_rank, world_communicator
+from lightning_axosparse.distributed.mpi.environment import (
+    check_connected,
+    describe_rank,
+    world_communicator,
+)
 from lightning_axosparse.distributed.mpi.mpich import unlink_segments
 from lightning_axosparse.distributed.rank_status import mark_finished, publish
 from lightning_axosparse.strategy.compat.callbacks import run_until_tuned
@@ -37,7 +41,6 @@ from lightning_axosparse.strategy.launcher.call import (
 from lightning_axosparse.strategy.launcher.changes import ReturnsShard, Snapshot, returned_by, write
 from lightning_axosparse.strategy.launcher.pickling import load, save
 from lightning_axosparse.support.files import keep_sockets_in
-from lightning_axosparse.support.troubleshooting import see
 
 _PR_SET_PDEATHSIG = 1
 
@@ -66,7 +69,7 @@ def main(folder: CallFolder) -> None:
         # In place of this module, whose names the caller's may have, too.
         sys.modules["__main__"] = ModuleType("__main__")
         call = cast(Call, load(folder.call))
-        _check_world(world.size, call.ranks)
+        check_connected()
         call.state.restore()
         call.main.restore()
         _run(call, folder, world.rank)
@@ -117,16 +120,6 @@ def _run(call: Call, folder: CallFolder, rank: int) -> None:
             CallResult(value, changes, ProcessState.of_this_process()),
             folder.result,
             snapshot.known,
-        )
-
-
-def _check_world(found: int, asked: int) -> None:
-    if found != asked:
-        raise RuntimeError(
-            f"mpiexec started {asked} processes, but MPI connects {found} of them: mpiexec and the "
-            "MPI library that mpi4py loads belong to different installations. Put the mpiexec of "
-            "that library first on PATH (`python -m mpi4py --mpi-library` shows the library)."
-            + see("starting-ranks")
         )
 
 

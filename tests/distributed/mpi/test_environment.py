@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.mpi import environment
 from lightning_axosparse.distributed.mpi.environment import (
@@ -188,3 +189,40 @@ def test_processes_of_torchrun_are_refused_with_the_lines_that_start_ranks(plain
         environment.check_connected()
     plain_process.setenv("PMI_SIZE", "2")
     assert job_size() == 2  # of ranks that such a process has started
+
+
+STEP = {"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", environment._TASKS: "4"}
+
+
+@pytest.fixture
+def variables(monkeypatch, request):
+    for name in list(os.environ):
+        if name.startswith(("SLURM", *environment._MANAGERS)):
+            monkeypatch.delenv(name)
+    for name, value in request.param.items():
+        monkeypatch.setenv(name, value)
+
+
+CASES = [
+    ({}, 0),
+    ({"SLURM_JOB_ID": "17", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, 0),  # a batch script
+    ({**STEP, environment._TASKS: "1"}, 0),
+    (STEP, 4),
+    ({**STEP, "PMI_RANK": "0", "PMI_FD": "11"}, 0),
+    ({**STEP, "PMIX_RANK": "0"}, 0),
+    ({**STEP, "I_MPI_PMI_LIBRARY": "libpmi.so"}, 0),
+]
+
+
+@pytest.mark.parametrize(("variables", "tasks"), CASES, indirect=["variables"])
+def test_tasks_of_slurm_are_managed_or_not(variables, tasks):
+    assert environment.unmanaged_tasks() == tasks
+
+
+@pytest.mark.parametrize("variables", [STEP], indirect=True)
+def test_the_strategy_raises(variables):
+    with pytest.raises(
+        MisconfigurationException,
+        match=r"srun started 4 tasks, but MPI connects 1.*`srun --mpi=pmi2 -K",
+    ):
+        AxoSparseStrategy()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_axosparse.distributed.mpi import mpich as mpich_segments
+from lightning_axosparse.distributed.mpi import mpich
 from lightning_axosparse.distributed.mpi.environment import find_mpiexec
 from lightning_axosparse.distributed.mpi.mpich import check_room, remove_leftovers
 
@@ -63,7 +63,7 @@ def test_ranks_of_mpiexec_say_so_before_the_system_kills_them() -> None:
 def test_segments_of_jobs_that_were_killed_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mpich_segments, "_FOLDER", tmp_path)
+    monkeypatch.setattr(mpich, "_FOLDER", tmp_path)
     names = ("mpich_shm_old_0", "mpich_shm_new_0", "psm_old")
     for name in names:
         (tmp_path / name).touch()

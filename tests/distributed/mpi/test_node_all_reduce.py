@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_axosparse.distributed.mpi import node_all_reduce as all_reduce
+from lightning_axosparse.distributed.mpi import node_all_reduce
 from lightning_axosparse.distributed.mpi.node_all_reduce import Member, NodeAllReduce
 from lightning_axosparse.distributed.mpi.shared_memory import arena
 from tests.ranks import run_ranks
@@ -44,8 +44,8 @@ def test_the_order_in_which_ranks_advance_does_not_matter(
     ranks: int, wanted: list[tuple[int, torch.dtype]], turns: list[int], ahead: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(all_reduce, "MAX_PENDING", ahead)
-        patch.setattr(all_reduce, "CHUNK", 16)
+        patch.setattr(node_all_reduce, "MAX_PENDING", ahead)
+        patch.setattr(node_all_reduce, "CHUNK", 16)
         nodes = group(ranks)
         tensors: list[list[Tensor]] = [[] for _ in nodes]
         works: list[list[Any]] = [[] for _ in nodes]
@@ -170,8 +170,10 @@ def on_ranks() -> dict[str, Any]:
     assert rows.unique().tolist() == [sum(range(ranks))]
     dist.destroy_process_group()
     if rank == 1:
-        all_reduce.arena = lambda: None
-    found["one has no memory to share"] = all_reduce.node_all_reduce(MPI.COMM_WORLD) is not None
+        node_all_reduce.arena = lambda: None
+    found["one has no memory to share"] = (
+        node_all_reduce.node_all_reduce(MPI.COMM_WORLD) is not None
+    )
     return found
 
 
