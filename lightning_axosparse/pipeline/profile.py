@@ -64,17 +64,11 @@ class _NewStorages(OperatorMode):
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
         self._given: dict[int, StorageWeakRef] = {}
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def observe(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         for key, storage in _storages((args, kwargs)).items():
             if key not in self._made:
                 self._given[key] = StorageWeakRef(storage)
-        output = func(*args, **(kwargs or {}))
+        output = func(*args, **kwargs)
         for key, storage in _storages(output).items():
             if key not in self._given:
                 self._made[key] = StorageWeakRef(storage), storage.nbytes()
@@ -92,14 +86,8 @@ class _Peak(_NewStorages):
         super().__init__()
         self.peak = 0
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        output = super().__torch_dispatch__(func, types, args, kwargs)
+    def observe(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        output = super().observe(func, args, kwargs)
         self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
         self.peak = max(self.peak, sum(size for _, size in self._made.values()))
         return output

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from lightning_axosparse.pipeline.crossing.message import (
-    Appended,
     Attribute,
     HookCall,
     Reads,
@@ -190,7 +189,7 @@ class SideOutputs:
                 continue
             if known is not None and isinstance(now.value, list):
                 items = list(now.items[known:])
-                self._note(Appended(*place, items), items)
+                self._note(Attribute(*place, items, is_appended=True), items)
                 self._note_list(now.value, items)
             elif any(isinstance(item, Tensor) for item in (now.value, *now.items)):
                 self._note(Attribute(*place, now.value), now.value)
@@ -229,13 +228,11 @@ class SideOutputs:
         if self.reads is not None and self.values.holds(call.place()):
             self.reads.read.add(call.place())
 
-    def _replay_attribute(
-        self, module: nn.Module, received: Attribute | Appended, path: str
-    ) -> None:
+    def _replay_attribute(self, module: nn.Module, received: Attribute, path: str) -> None:
         source = f"{f'{path}.{received.name}'!r}, which a layer sets,"
         value = self._filled(received.value, received.place, source)
         now = getattr(module, received.name, None)
-        if isinstance(received, Appended) and isinstance(now, list):
+        if received.is_appended and isinstance(now, list):
             now.extend(value)
             self._note_list(now, value)
         elif isinstance(value, dict) and isinstance(now, dict):
