@@ -225,7 +225,7 @@ class Gradients(NamedTuple):
     Attributes:
         tensors: the gradient of each leaf of the activation; None where there is none.
         factor: with the last micro-batch, what the gradients of the whole batch are still to be
-            multiplied by (see ``loss_weights``).
+            multiplied by (see ``loss.weights``).
     """
 
     tensors: list[Tensor | None]

@@ -4,7 +4,7 @@ Code behind the layers may read what a forward hook inside of a layer has collec
 collects router logits, attentions and hidden states this way), or an attribute that a layer has set
 (``layer.l_aux``). It runs on the last stage, where layers of earlier stages compute nothing. So the
 stage of a layer watches its hooks and attributes and sends what they hold with the activation, as
-far as a later stage reads it (``crossing``); each later stage calls the same hooks, and sets the
+far as a later stage reads it (``message``); each later stage calls the same hooks, and sets the
 same attributes, where the layer is called. Gradients return with those of the activation. Without
 such hooks and attributes nothing is sent. Hooks of a layer itself are code between layers.
 """

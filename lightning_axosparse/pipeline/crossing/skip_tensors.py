@@ -13,7 +13,7 @@ outputs of layers; as it is the same code, so are the numbers.
 So a residual stream, a skip connection and the states of an encoder cross the edges of stages, with
 their gradients, and a network that gives each layer's output to the next layer alone sends nothing
 else; then the results are not even numbered. What a stage reads is seen in a run in which
-everything is sent (``crossing``). A value has been read where a function that the stage computes
+everything is sent (``message``). A value has been read where a function that the stage computes
 takes it, a layer of the stage, or code that needs a number; where the step returns it; and where it
 can be reached from an attribute of the module after the step.
 
