@@ -30,10 +30,6 @@ def activation_bytes(device: torch.device, received: Any) -> Iterator[Callable[[
 
     What the pass received counts, as it is kept as long; parameters, buffers and their views do
     not. Results do not change. On CPU, what the kernels of a compiled layer keep is not measured.
-
-    Args:
-        device: where the pass computes.
-        received: a pytree of tensors that are kept as long as what the pass keeps.
     """
     arrived = sum(storage.nbytes() for storage in _storages(received).values())
     if device.type == "cuda":
@@ -128,11 +124,7 @@ class LayerProfile(NamedTuple):
 
 
 def validate_example_input(module: LightningModule) -> None:
-    """Check that a module has an input on which its layers can be timed.
-
-    Raises:
-        MisconfigurationException: if it has no ``example_input_array``.
-    """
+    """Check that a module has an input on which its layers can be timed."""
     if module.example_input_array is None:
         raise MisconfigurationException(
             f"balance='time' runs {type(module).__name__} on its example_input_array, which is "
@@ -148,9 +140,6 @@ def profile_example(
 
     Returns:
         The measurements of each layer.
-
-    Raises:
-        MisconfigurationException: if the example does not reach every layer.
     """
     example = precision.convert_input(module.example_input_array)
 
@@ -177,9 +166,6 @@ def profile_layers(
 
     Returns:
         The measurements of each layer.
-
-    Raises:
-        MisconfigurationException: if ``forward`` does not call a layer.
     """
     buffers = [(b, b.clone()) for layer in layers.values() for b in layer.buffers()]
     try:

@@ -181,11 +181,7 @@ class Visit:
         yield from self.progress.placeholders
 
     def validate_placeholders(self) -> None:
-        """Check that no placeholder for a value of an earlier stage has got a gradient.
-
-        Raises:
-            MisconfigurationException: if one has: it went round the torch functions.
-        """
+        """Check that no placeholder for a value of an earlier stage has got a gradient."""
         with plain_torch_functions():
             used = [each for each in self.progress.placeholders if each.grad is not None]
         self.progress.placeholders.clear()
@@ -307,9 +303,6 @@ class PipelinedLayers:
             visit: the micro-batch.
             output: what the step returned.
             may_call_none: whether a step may do without the layers, on all stages alike.
-
-        Raises:
-            MisconfigurationException: naming the first layer that was not called.
         """
         if self._running is not None:
             self._running.values.read(output)

@@ -122,14 +122,8 @@ class WatchedLayer:
 class SideOutputs:
     """The side outputs of one micro-batch on one stage.
 
-    Args:
-        layers: the layers.
-        received: what the previous stage sent.
-        values: knows what becomes of received tensors.
-        progress: of the stage with the step.
-        sent: what this stage sends; None on the last.
-        reads: filled with what the stage's layers leave, and the hooks whose calls leave something;
-            None where that is known.
+    ``sent`` is None on the last stage. ``reads`` is filled with what the stage's layers leave, and
+    the hooks whose calls leave something; it is None where that is known.
     """
 
     layers: Sequence[WatchedLayer]

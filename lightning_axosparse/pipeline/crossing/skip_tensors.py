@@ -100,14 +100,8 @@ class _Alias(torch.autograd.Function):
 class DerivedValues(PausableMode):
     """The values of one micro-batch on one stage; to be entered round its step if it follows them.
 
-    Args:
-        progress: of the stage with the step.
-        part: the layers of the stage.
-        received: what the previous stage sent.
-        sent: what this stage sends; None on the last.
-        buffers: names of the module's buffers, by ``id``.
-        names: of the layers, for messages.
-        reads: filled with what the stage reads; None where that is known.
+    ``sent`` is None on the last stage. ``buffers`` are names by ``id``. ``reads`` is filled with
+    what the stage reads; it is None where that is known.
     """
 
     def __init__(
@@ -232,12 +226,7 @@ class DerivedValues(PausableMode):
 
     @contextmanager
     def computing_layer(self, inputs: Any, is_compiled: bool) -> Iterator[None]:
-        """See inside the context, to which the mode was paused, what a layer of the stage reads.
-
-        Args:
-            inputs: what the layer is called with.
-            is_compiled: whether the mode would disturb its compilation.
-        """
+        """See inside the context, to which the mode was paused, what a layer of the stage reads."""
         self._read(self._sources(nodes(inputs)))
         if is_compiled:
             yield
