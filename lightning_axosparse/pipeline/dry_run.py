@@ -181,17 +181,12 @@ class RandomNumbers(OperatorMode):
         if not self._records and self._used != len(self._whole):
             self.problem = "how often it draws random numbers depends on the samples"
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def observe(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run an operator, and give a micro-batch the numbers of its samples if it draws some."""
         if not is_random(func):
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         before = self._states()
-        output = func(*args, **(kwargs or {}))
+        output = func(*args, **kwargs)
         made = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.numel()]
         # A fused function without dropout draws nothing.
         if all(map(torch.equal, before, self._states())):

@@ -146,18 +146,7 @@ def _startable(stages: Sequence[StageRun]) -> tuple[StageRun, Op] | None:
 
 
 class Pipeline:
-    """The stages of this process.
-
-    Args:
-        layers: the pipelined layers.
-        links: the link of each stage in this process: one stage, or all of them.
-        choice: chooses the class of the training schedule.
-        limit: most micro-batches that a stage may hold.
-        rng: random numbers of the pipeline.
-        tracker: follows the reductions in steps of the last stage.
-        split: the layers whose weight gradients a schedule may defer; installed if one does.
-        gather: returns the values of all processes of the pipeline.
-    """
+    """The stages of this process."""
 
     def __init__(
         self,

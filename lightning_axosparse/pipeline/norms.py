@@ -34,12 +34,7 @@ def fewest_samples(module: nn.Module) -> int:
 
 @contextmanager
 def statistics_explained(part: MicroBatch, microbatches: Sequence[MicroBatch]) -> Iterator[None]:
-    """Say in terms of micro-batches what torch says of statistics of one value.
-
-    Raises:
-        MisconfigurationException: for a norm that gets one value a channel, because the micro-batch
-            has one sample of several.
-    """
+    """Say in terms of micro-batches what torch says of statistics of one value."""
     try:
         yield
     # A compiled layer has errors of another type, which quote that of torch.
@@ -130,11 +125,7 @@ class DeferredNorms:
 
     @torch.no_grad()
     def update(self, data_group: dist.ProcessGroup | None) -> None:
-        """Update the running statistics by those of the batch; collective over the group.
-
-        Args:
-            data_group: the ranks that keep the same norms and compute other parts of the batch.
-        """
+        """Update the running statistics by those of the batch; collective over the group."""
         norms = {
             name: norm
             for name, norm in self._norms.items()

@@ -30,10 +30,6 @@ def activation_bytes(device: torch.device, received: Any) -> Iterator[Callable[[
 
     What the pass received counts, as it is kept as long; parameters, buffers and their views do
     not. Results do not change. On CPU, what the kernels of a compiled layer keep is not measured.
-
-    Args:
-        device: where the pass computes.
-        received: a pytree of tensors that are kept as long as what the pass keeps.
     """
     arrived = sum(storage.nbytes() for storage in _storages(received).values())
     if device.type == "cuda":
@@ -64,17 +60,11 @@ class _NewStorages(OperatorMode):
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
         self._given: dict[int, StorageWeakRef] = {}
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def observe(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         for key, storage in _storages((args, kwargs)).items():
             if key not in self._made:
                 self._given[key] = StorageWeakRef(storage)
-        output = func(*args, **(kwargs or {}))
+        output = func(*args, **kwargs)
         for key, storage in _storages(output).items():
             if key not in self._given:
                 self._made[key] = StorageWeakRef(storage), storage.nbytes()
@@ -92,14 +82,8 @@ class _Peak(_NewStorages):
         super().__init__()
         self.peak = 0
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        output = super().__torch_dispatch__(func, types, args, kwargs)
+    def observe(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        output = super().observe(func, args, kwargs)
         self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
         self.peak = max(self.peak, sum(size for _, size in self._made.values()))
         return output
@@ -140,11 +124,7 @@ class LayerProfile(NamedTuple):
 
 
 def validate_example_input(module: LightningModule) -> None:
-    """Check that a module has an input on which its layers can be timed.
-
-    Raises:
-        MisconfigurationException: if it has no ``example_input_array``.
-    """
+    """Check that a module has an input on which its layers can be timed."""
     if module.example_input_array is None:
         raise MisconfigurationException(
             f"balance='time' runs {type(module).__name__} on its example_input_array, which is "
@@ -160,9 +140,6 @@ def profile_example(
 
     Returns:
         The measurements of each layer.
-
-    Raises:
-        MisconfigurationException: if the example does not reach every layer.
     """
     example = precision.convert_input(module.example_input_array)
 
@@ -189,9 +166,6 @@ def profile_layers(
 
     Returns:
         The measurements of each layer.
-
-    Raises:
-        MisconfigurationException: if ``forward`` does not call a layer.
     """
     buffers = [(b, b.clone()) for layer in layers.values() for b in layer.buffers()]
     try:

@@ -7,8 +7,8 @@ Every stage runs the user's whole step on the whole module. Calling a layer does
     layer of a later stage       ends the step by raising ``StageEdge``
 
 So the code before the layers runs on every stage and the code behind them on the last one only.
-``derived_values`` sends along what the code between them has computed, ``side_outputs`` what hooks
-and attributes of earlier layers hold, as far as later stages read it (``crossing``).
+``skip_tensors`` sends along what the code between them has computed, ``side_outputs`` what hooks
+and attributes of earlier layers hold, as far as later stages read it (``message``).
 """
 
 from __future__ import annotations
@@ -44,7 +44,16 @@ from lightning_axosparse.support.troubleshooting import see
 
 
 class InnerBackward:
-    """The backward passes inside the step of one micro-batch on one stage."""
+    """Backward passes that a step runs itself, as adversarial training and gradient penalties do.
+
+    On a stage such a pass ends at what the stage has received: the layers before are on other
+    ranks. So it is refused where the gradient it asks for comes from there, too. Inside one layer,
+    before and behind the layers, and on one stage, it is right.
+
+    On one process Lightning clears the gradients that it leaves in parameters before the real
+    backward pass. Here that of another micro-batch may have come before, so they are dropped with
+    the step.
+    """
 
     def __init__(
         self,
@@ -172,11 +181,7 @@ class Visit:
         yield from self.progress.placeholders
 
     def validate_placeholders(self) -> None:
-        """Check that no placeholder for a value of an earlier stage has got a gradient.
-
-        Raises:
-            MisconfigurationException: if one has: it went round the torch functions.
-        """
+        """Check that no placeholder for a value of an earlier stage has got a gradient."""
         with plain_torch_functions():
             used = [each for each in self.progress.placeholders if each.grad is not None]
         self.progress.placeholders.clear()
@@ -298,9 +303,6 @@ class PipelinedLayers:
             visit: the micro-batch.
             output: what the step returned.
             may_call_none: whether a step may do without the layers, on all stages alike.
-
-        Raises:
-            MisconfigurationException: naming the first layer that was not called.
         """
         if self._running is not None:
             self._running.values.read(output)

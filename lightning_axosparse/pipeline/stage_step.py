@@ -98,16 +98,7 @@ class TrainingBatch(Batch):
 
 
 class StageStep:
-    """The forward passes of one stage through one batch.
-
-    Args:
-        stage: index of the stage.
-        batch: the batch and the user's step.
-        layers: the pipelined layers.
-        rng: random numbers of the pipeline.
-        tracker: follows the reductions in the step of the last stage, if there are several
-            micro-batches.
-    """
+    """The forward passes of one stage through one batch."""
 
     _may_call_no_layer = True
     _reads: Reads | None = None
@@ -137,10 +128,6 @@ class StageStep:
 
         Returns:
             The activation to send; on the last stage, what the step returned.
-
-        Raises:
-            MisconfigurationException: if the previous stage computes another batch, or the step
-                calls some layers and not all, or in training none.
         """
         batch, part = self._batch, self._batch.microbatches[microbatch]
         if received is not None:
@@ -222,17 +209,8 @@ class ProbingStep(StageStep):
 class TrainingStageStep(StageStep):
     """The forward and backward passes of one stage through one batch.
 
-    Args:
-        stage: as for :class:`StageStep`.
-        batch: the batch and the user's step.
-        layers: as for :class:`StageStep`.
-        rng: as for :class:`StageStep`.
-        tracker: as for :class:`StageStep`.
-        limit: the in-flight limit, which follows the memory that passes take.
-        split: the layers whose weight gradients may be deferred.
-        defers: returns whether those of a micro-batch are.
-        is_first_here: whether this is the first stage of this process, whose last backward pass
-            makes the gradients of the process final.
+    The last backward pass of a stage that ``is_first_here``, in this process, makes the gradients
+    of the process final.
     """
 
     _may_call_no_layer = False
@@ -342,11 +320,7 @@ def _with_loss(output: Any, loss: Scalar) -> Any:
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss in what a training step returned.
-
-    Raises:
-        MisconfigurationException: if there is none.
-    """
+    """The loss in what a training step returned."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         raise MisconfigurationException(

@@ -41,14 +41,6 @@ from lightning_axosparse.support.torch_internals import tree_map_only
 class StageCheckpoints:
     """The checkpoints of a module of which each rank has the tensors of its stages.
 
-    Args:
-        config: the strategy's arguments.
-        stage_module: the part of the module on this rank.
-        in_background: whether folders are written while training goes on.
-        metrics_shared: makes a context in which every rank has the metrics' states that count.
-        stepped: steps the optimizer bucket by bucket; None if it steps all at once.
-        shards: what this replica keeps of the optimizer's state; None for all of it.
-
     Attributes:
         folders: writes them where checkpoints are folders.
     """

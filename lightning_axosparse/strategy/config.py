@@ -22,11 +22,7 @@ from lightning_axosparse.support.troubleshooting import see
 
 @dataclass(frozen=True)
 class Config:
-    """The arguments of ``AxoSparseStrategy``, whose docstring explains them.
-
-    Raises:
-        MisconfigurationException: if arguments, each valid by itself, do not go together.
-    """
+    """The arguments of ``AxoSparseStrategy``, whose docstring explains them."""
 
     g_inter: int | Literal["auto"]
     microbatches: int | None

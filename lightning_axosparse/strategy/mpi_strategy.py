@@ -43,9 +43,6 @@ class MPIStrategy(ParallelStrategy):
         cluster_environment: what Lightning asks about the cluster, such as how Slurm requeues jobs;
             None asks MPI. The ranks are those of the MPI job in both cases.
         plugins: the other arguments of Lightning's strategies.
-
-    Raises:
-        MisconfigurationException: if this is one of several processes that MPI does not connect.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Steps optimizers: at scaled rates, and bucket by bucket in host memory or each replica its share.
+"""Steps an optimizer bucket by bucket: in host memory, or each replica its share, or both.
 
 With ``offload_optimizer`` the device keeps parameters and gradients. In a step their values and
 gradients are copied to the host bucket by bucket, the user's own optimizer steps them there, and
@@ -40,27 +40,6 @@ from lightning_axosparse.pipeline.shard.remote_tensor import (
 from lightning_axosparse.sparse.module.optimizer_state import MASTER, master_values
 from lightning_axosparse.sparse.store.materialize import master_dtype
 from lightning_axosparse.support.patched import patched
-
-
-@contextmanager
-def scaled_rates(optimizer: Optimizer, factor: float) -> Iterator[None]:
-    """Multiply the learning rates of all parameter groups inside the context.
-
-    Schedulers, which may compute a rate from the one before, see the rates as they are outside. A
-    rate that is set inside the context stays as it was set.
-    """
-    groups = [group for group in optimizer.param_groups if "lr" in group]
-    own = [group["lr"] for group in groups]
-    scaled = own if factor == 1 else [rate * factor for rate in own]
-    for group, rate in zip(groups, scaled, strict=True):
-        group["lr"] = rate
-    try:
-        yield
-    finally:
-        for group, before, rate in zip(groups, own, scaled, strict=True):
-            if group["lr"] is rate:
-                group["lr"] = before
-
 
 HOST = torch.device("cpu")
 BUCKET = 4_000_000

@@ -42,11 +42,7 @@ from lightning_axosparse.support.memory import free_bytes
 
 
 def choose_grid(config: Config, ranks: MPIStrategy, module: LightningModule) -> GridComparison:
-    """Choose the grid before ranks start; where they run already, the first rank chooses for all.
-
-    Raises:
-        MisconfigurationException: if there is no container, or no grid that fits.
-    """
+    """Choose the grid before ranks start, or let the first of those that run choose for all."""
 
     def decide() -> GridComparison:
         partition = partition_layers(module, config.pipeline, None, stages=1)
@@ -110,11 +106,7 @@ class Partitioner:
         return self._config.stages > 1 and self._config.balance == "time"
 
     def partition(self) -> Partition:
-        """Partition the module's layers, by parameters; where batches show the order, collective.
-
-        Raises:
-            MisconfigurationException: for a module that cannot be partitioned as wanted.
-        """
+        """Partition the layers, by parameters; collective where batches show their order."""
         config, module = self._config, self.module
         partition = UNPARTITIONED
         if config.stages > 1 or config.recompute is not None:

@@ -80,11 +80,7 @@ class PipelineStrategy(MPIStrategy):
     # Before any rank is started
 
     def validate_fit(self, trainer: pl.Trainer) -> None:
-        """Check that the module, its layers and the callbacks can run in a pipeline.
-
-        Raises:
-            MisconfigurationException: for a module or callback that cannot.
-        """
+        """Check that the module, its layers and the callbacks can run in a pipeline."""
         self._validate_run(trainer)
         # The ranks have loaders, whose batches show the order of the layers.
         with unless_made_later(self._module), suppress(UnknownOrderError):
@@ -139,11 +135,7 @@ class PipelineStrategy(MPIStrategy):
     # From setup to teardown
 
     def setup_environment(self) -> None:
-        """Connect this rank to the others, if the module is in a state in which callbacks copy it.
-
-        Raises:
-            MisconfigurationException: for averages of a module that a run has left sharded.
-        """
+        """Connect this rank to the others, if no callback copies what is left sharded."""
         if is_left_sharded(self._module):
             validate_copied_whole(self._module.trainer.callbacks)  # type: ignore[attr-defined]
         super().setup_environment()

@@ -198,10 +198,6 @@ def parameters_on_meta(may_share: Callable[[Tensor], bool]) -> Iterator[None]:
     """Move each parameter to the meta device when a module of the context gets it.
 
     A state dict that is loaded in the context gives parameters their values and memory.
-
-    Raises:
-        MisconfigurationException: if the context moves a module whose parameters a state dict, as
-            one loaded with ``strict=False``, has given no values.
     """
     loading: dict[nn.Module, RemovableHandle] = {}
     take = partial(_take_values, may_share)
@@ -305,11 +301,7 @@ def load_values(
 
 
 def validate_values(tensors: Iterable[tuple[str, Tensor]], stage: int) -> None:
-    """Check that the tensors of a stage have values.
-
-    Raises:
-        MisconfigurationException: naming those that are on the meta device.
-    """
+    """Check that the tensors of a stage have values."""
     empty = [name for name, tensor in tensors if tensor.is_meta]
     if empty:
         raise MisconfigurationException(

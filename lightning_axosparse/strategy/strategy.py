@@ -7,7 +7,10 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, NoReturn
 
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.microbatch import MicrobatchWeight
@@ -32,10 +35,21 @@ from lightning_axosparse.support.arguments import (
     NONE,
     TEXT,
     TIMEOUT,
+    check,
     checked,
+    instance_of,
     one_of,
 )
 from lightning_axosparse.support.troubleshooting import see
+
+PLUGINS = {
+    "accelerator": instance_of("a Lightning Accelerator", Accelerator) | NONE,
+    "parallel_devices": instance_of("a list of devices", list) | NONE,
+    "cluster_environment": instance_of("a ClusterEnvironment", ClusterEnvironment) | NONE,
+    "checkpoint_io": instance_of("a CheckpointIO", CheckpointIO) | NONE,
+    "precision_plugin": instance_of("a Precision plugin", Precision) | NONE,
+}
+"""The arguments of Lightning's strategies."""
 
 
 class AxoSparseStrategy(PipelineStrategy):
@@ -192,6 +206,9 @@ class AxoSparseStrategy(PipelineStrategy):
         restarts: int = 0,
         **plugins: Any,
     ) -> None:
+        for name in plugins.keys() - PLUGINS.keys():
+            raise TypeError(f"AxoSparseStrategy() has no argument {name!r}.")
+        check(MisconfigurationException, plugins, PLUGINS)
         config = Config(
             g_inter,
             microbatches,

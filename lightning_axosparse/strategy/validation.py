@@ -332,14 +332,7 @@ def validate_parameters_known(
 
 
 def validate_world_size(devices: int, num_nodes: int, job_size: int) -> None:
-    """Check that MPI has started as many ranks as the Trainer wants.
-
-    Args:
-        devices: ranks a node, as the Trainer understood ``devices``.
-        num_nodes: nodes, as given to the Trainer.
-        job_size: ranks in this MPI job; 1 in a plain process, where the strategy starts the ranks
-            itself, on this node.
-    """
+    """Check that MPI has started as many ranks as the Trainer wants."""
     if job_size == 1 and num_nodes > 1:
         raise MisconfigurationException(
             f"`Trainer(devices={devices}, num_nodes={num_nodes})` wants ranks on {num_nodes} nodes,"

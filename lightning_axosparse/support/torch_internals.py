@@ -43,6 +43,19 @@ class OperatorMode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return self.observe(func, args, kwargs or {})
+
+    def observe(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run an operator; a subclass sees it here."""
+        return func(*args, **kwargs)
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """True, as otherwise torch.compile would never compile what runs here first."""

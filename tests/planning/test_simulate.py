@@ -167,10 +167,10 @@ def test_no_stage_holds_more_than_its_limit(
     peaks = [peak_in_flight(simulation, stage) for stage in range(stages)]
     assert max(peaks) <= min(limit, microbatches)
     times = jittered(shape, seed)
-    for name in ("together", "zb-h1"):
+    for name in ("deferred", "zb-h1"):
         deferred = run(
             shape,
-            f"{name}, deferred",
+            name,
             limit,
             **times,
             wires=wire,

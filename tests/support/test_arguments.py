@@ -34,6 +34,7 @@ from lightning_axosparse.examples.data import ImageDataModule, TextDataModule
 from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.examples.vgg import VGG
 from lightning_axosparse.pruning.channels import Channels, Segment
+from lightning_axosparse.strategy.strategy import PLUGINS
 from lightning_axosparse.support.arguments import (
     COUNT,
     FRACTION,
@@ -144,6 +145,10 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             "offload_optimizer": NO_BOOL,
             "shard_optimizer": NO_BOOL,
             "regrid": ["some", *NO_COUNT],
+            "accelerator": NO_OBJECT,
+            "cluster_environment": NO_OBJECT,
+            "checkpoint_io": NO_OBJECT,
+            "precision_plugin": NO_OBJECT,
         },
     ),
     (
@@ -362,7 +367,11 @@ def test_every_public_name_is_among_them() -> None:
 )
 def test_every_argument_is_among_them(make: Any) -> None:
     arguments = next(arguments for each, _, arguments in INVALID if each is make)
-    annotations = {*make.__init__.__annotations__} - {"return", "parallel_devices"}
+    annotations = {*make.__init__.__annotations__} - {"return"}
+    if make is AxoSparseStrategy:
+        annotations = annotations - {"plugins"} | PLUGINS.keys() - {"parallel_devices"}
+        with pytest.raises(TypeError, match="no argument 'stages'"):
+            AxoSparseStrategy(stages=2)
     assert {*arguments} == annotations
 
 

@@ -172,32 +172,25 @@ class HookCall(NamedTuple):
 
 
 class Attribute(NamedTuple):
-    """A tensor, list or dict that a layer has set as an attribute of one of its modules."""
+    """A tensor, list or dict that a layer has set as an attribute of one of its modules.
+
+    Attributes:
+        value: it, or the items that the layer has appended to a list.
+        is_appended: whether it has.
+    """
 
     layer: int
     module: str
     name: str
     value: Any
+    is_appended: bool = False
 
     def place(self, leaf: int) -> SidePlace:
         """Where a leaf of the value is."""
         return SidePlace(self.layer, self.module, self.name, leaf)
 
 
-class Appended(NamedTuple):
-    """The items that a layer has appended to a list attribute of one of its modules."""
-
-    layer: int
-    module: str
-    name: str
-    value: Any
-
-    def place(self, leaf: int) -> SidePlace:
-        """Where a leaf of the items is."""
-        return SidePlace(self.layer, self.module, self.name, leaf)
-
-
-SideOutput = HookCall | Attribute | Appended
+SideOutput = HookCall | Attribute
 
 
 class Activation(NamedTuple):
@@ -232,7 +225,7 @@ class Gradients(NamedTuple):
     Attributes:
         tensors: the gradient of each leaf of the activation; None where there is none.
         factor: with the last micro-batch, what the gradients of the whole batch are still to be
-            multiplied by (see ``loss_weights``).
+            multiplied by (see ``loss.weights``).
     """
 
     tensors: list[Tensor | None]

@@ -4,7 +4,7 @@ Code behind the layers may read what a forward hook inside of a layer has collec
 collects router logits, attentions and hidden states this way), or an attribute that a layer has set
 (``layer.l_aux``). It runs on the last stage, where layers of earlier stages compute nothing. So the
 stage of a layer watches its hooks and attributes and sends what they hold with the activation, as
-far as a later stage reads it (``crossing``); each later stage calls the same hooks, and sets the
+far as a later stage reads it (``message``); each later stage calls the same hooks, and sets the
 same attributes, where the layer is called. Gradients return with those of the activation. Without
 such hooks and attributes nothing is sent. Hooks of a layer itself are code between layers.
 """
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from lightning_axosparse.pipeline.crossing.message import (
-    Appended,
     Attribute,
     HookCall,
     Reads,
@@ -123,14 +122,8 @@ class WatchedLayer:
 class SideOutputs:
     """The side outputs of one micro-batch on one stage.
 
-    Args:
-        layers: the layers.
-        received: what the previous stage sent.
-        values: knows what becomes of received tensors.
-        progress: of the stage with the step.
-        sent: what this stage sends; None on the last.
-        reads: filled with what the stage's layers leave, and the hooks whose calls leave something;
-            None where that is known.
+    ``sent`` is None on the last stage. ``reads`` is filled with what the stage's layers leave, and
+    the hooks whose calls leave something; it is None where that is known.
     """
 
     layers: Sequence[WatchedLayer]
@@ -190,7 +183,7 @@ class SideOutputs:
                 continue
             if known is not None and isinstance(now.value, list):
                 items = list(now.items[known:])
-                self._note(Appended(*place, items), items)
+                self._note(Attribute(*place, items, is_appended=True), items)
                 self._note_list(now.value, items)
             elif any(isinstance(item, Tensor) for item in (now.value, *now.items)):
                 self._note(Attribute(*place, now.value), now.value)
@@ -229,13 +222,11 @@ class SideOutputs:
         if self.reads is not None and self.values.holds(call.place()):
             self.reads.read.add(call.place())
 
-    def _replay_attribute(
-        self, module: nn.Module, received: Attribute | Appended, path: str
-    ) -> None:
+    def _replay_attribute(self, module: nn.Module, received: Attribute, path: str) -> None:
         source = f"{f'{path}.{received.name}'!r}, which a layer sets,"
         value = self._filled(received.value, received.place, source)
         now = getattr(module, received.name, None)
-        if isinstance(received, Appended) and isinstance(now, list):
+        if received.is_appended and isinstance(now, list):
             now.extend(value)
             self._note_list(now, value)
         elif isinstance(value, dict) and isinstance(now, dict):

@@ -13,7 +13,7 @@ outputs of layers; as it is the same code, so are the numbers.
 So a residual stream, a skip connection and the states of an encoder cross the edges of stages, with
 their gradients, and a network that gives each layer's output to the next layer alone sends nothing
 else; then the results are not even numbered. What a stage reads is seen in a run in which
-everything is sent (``crossing``). A value has been read where a function that the stage computes
+everything is sent (``message``). A value has been read where a function that the stage computes
 takes it, a layer of the stage, or code that needs a number; where the step returns it; and where it
 can be reached from an attribute of the module after the step.
 
@@ -100,14 +100,8 @@ class _Alias(torch.autograd.Function):
 class DerivedValues(PausableMode):
     """The values of one micro-batch on one stage; to be entered round its step if it follows them.
 
-    Args:
-        progress: of the stage with the step.
-        part: the layers of the stage.
-        received: what the previous stage sent.
-        sent: what this stage sends; None on the last.
-        buffers: names of the module's buffers, by ``id``.
-        names: of the layers, for messages.
-        reads: filled with what the stage reads; None where that is known.
+    ``sent`` is None on the last stage. ``buffers`` are names by ``id``. ``reads`` is filled with
+    what the stage reads; it is None where that is known.
     """
 
     def __init__(
@@ -232,12 +226,7 @@ class DerivedValues(PausableMode):
 
     @contextmanager
     def computing_layer(self, inputs: Any, is_compiled: bool) -> Iterator[None]:
-        """See inside the context, to which the mode was paused, what a layer of the stage reads.
-
-        Args:
-            inputs: what the layer is called with.
-            is_compiled: whether the mode would disturb its compilation.
-        """
+        """See inside the context, to which the mode was paused, what a layer of the stage reads."""
         self._read(self._sources(nodes(inputs)))
         if is_compiled:
             yield

@@ -164,25 +164,14 @@ def pipeline_precision(
 
 
 def replace_backward(plugin: Precision, give_gradients: Callable[[], None]) -> None:
-    """Let a precision plugin take over gradients that there are, instead of differentiating.
-
-    Args:
-        plugin: a plugin after :func:`pipeline_precision`; changed in place, until
-            :func:`restore_precision`.
-        give_gradients: gives parameters their gradients.
-    """
+    """Let a precision plugin take over gradients that there are, instead of differentiating."""
     _mix_in(plugin, _ReplacedBackward, _give_gradients=staticmethod(give_gradients))
 
 
 def surround_backward(
     plugin: Precision, context: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """Let a precision plugin run each backward pass in a context, as if it did so itself.
-
-    Args:
-        plugin: what Lightning or the user chose; changed in place, until :func:`restore_precision`.
-        context: makes the context.
-    """
+    """Let a precision plugin run each backward pass in a context, as if it did so itself."""
     restore_precision(plugin)
     _mix_in(plugin, _SurroundedBackward, _context=staticmethod(context))
 

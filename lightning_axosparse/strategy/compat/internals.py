@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 from zipfile import is_zipfile
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import (
-    ReduceOp,
     _all_gather_ddp_if_available,
     _sync_ddp_if_available,
 )
@@ -24,7 +22,6 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_path
@@ -35,6 +32,15 @@ from lightning_axosparse.support.torch_internals import tree_leaves
 
 _KNOWN = ("lightning.", "lightning_axosparse.")
 _C = TypeVar("_C", bound="RankLocalCallback")
+
+move_optimizers = _optimizers_to_device
+"""Moves the state of optimizers to a device."""
+
+all_gather = _all_gather_ddp_if_available
+"""Stacks the tensors of all ranks of a group, shape ``(ranks, *tensor.shape)``."""
+
+reduce = _sync_ddp_if_available
+"""Reduces a tensor over a group, in place."""
 
 
 class RankLocalCallback(Callback):
@@ -89,21 +95,6 @@ def move_module(module: LightningModule, device: torch.device) -> None:
 
     module._apply(move)
     _update_properties(module, device=device)
-
-
-def move_optimizers(optimizers: Iterable[Optimizer], device: torch.device) -> None:
-    """Move the state of optimizers to a device."""
-    _optimizers_to_device(optimizers, device)
-
-
-def all_gather(tensor: Tensor, group: dist.ProcessGroup, sync_grads: bool) -> Tensor:
-    """Stack the tensors of all ranks of a group, shape ``(ranks, *tensor.shape)``."""
-    return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
-
-
-def reduce(tensor: Tensor, group: dist.ProcessGroup, reduce_op: ReduceOp | str | None) -> Tensor:
-    """Reduce a tensor over a group, in place."""
-    return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
 
 _ON_CPU = (None, "cpu", torch.device("cpu"), saving._default_map_location)

@@ -115,9 +115,6 @@ def validate_positions(ranks: Sequence[LoopPosition]) -> None:
     """Check that all ranks are at the same position and have the same number of batches.
 
     Replicas may evaluate different numbers of batches, as in Lightning's own ``ddp``.
-
-    Raises:
-        MisconfigurationException: on every rank, with the position of each.
     """
     listed = "".join(f"\n- {rank}" for rank in ranks)
     if len({rank.occasion for rank in ranks}) > 1:
