@@ -63,6 +63,7 @@ WITHOUT_LINK = {
     ("strategy/launcher/launcher.py", "lost.error"): "",
     ("strategy/step/check.py", "MisconfigurationException(finding.text)"): "",
     ("strategy/step/train_step.py", "rank_zero_warn(warning)"): "",
+    ("support/messages.py", "rank_zero.rank_zero_warn(text"): "",
     ("support/archive.py", "error.__context__"): "",
 }
 """File and start of what is raised or warned of -> why it does not end with a link."""

@@ -12,7 +12,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_axosparse.distributed.process_groups import gather
 from lightning_axosparse.distributed.rank_status import this_rank
@@ -54,6 +53,7 @@ from lightning_axosparse.strategy.step.check import StepCheck, without_trace
 from lightning_axosparse.strategy.step.comparison import StepRules, signature_of
 from lightning_axosparse.strategy.step.open_pipeline import OpenPipeline
 from lightning_axosparse.strategy.step.whole_step import StepContext
+from lightning_axosparse.support.messages import rank_zero_warn
 
 _MOST_COMPARISONS = 8
 """Batches of a loader that are compared, where a step computes its values in ever new ways."""
