@@ -136,7 +136,11 @@ class ScheduleRule:
         """The choice for a pipeline of so many stages, on the grid of these groups."""
         names = [self.schedule]
         if self.schedule == "message-driven":
-            names = list(_WORDS) if self.may_defer and stages > 1 else ["together"]
+            names = (
+                ["together", "cooldown", "deferred"]
+                if self.may_defer and stages > 1
+                else ["together"]
+            )
         schedules = {name: SCHEDULES[name] for name in names}
         return ScheduleChoice(schedules, partial(all_gather, group=groups.world))
 
