@@ -99,7 +99,7 @@ def test_the_glossary_is_short() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         path, _, anchor = target.partition("#")
-        if re.match(r"\w+:", target):
+        if re.match(r"\w+:|\.\./\.\./actions/", target):  # of GitHub, which has that page
             continue
         linked = (page.parent / path).resolve() if path else page
         assert linked.exists(), target
