@@ -125,6 +125,12 @@ def test_every_benchmark_has_a_page() -> None:
     assert set(re.findall(r" benchmarks/(\w+)\.md$", navigation, re.MULTILINE)) == folders
 
 
+def test_every_notebook_has_a_page() -> None:
+    names = {path.stem for path in (REPOSITORY / "notebooks").glob("*.ipynb")}
+    navigation = (REPOSITORY / "mkdocs.yml").read_text()
+    assert set(re.findall(r" notebooks/(\w+)\.md$", navigation, re.MULTILINE)) == names
+
+
 def test_every_public_name_has_its_docstring_on_a_page() -> None:
     pages = "\n".join(page.read_text() for page in (REPOSITORY / "docs" / "api").glob("*.md"))
     shown = re.findall(r"^::: lightning_axosparse\.(\w+)$", pages, re.MULTILINE)
