@@ -89,7 +89,8 @@ def test_a_command_of_a_workflow_is_one(line: str) -> None:
 
 def test_a_release_has_the_version_of_the_package() -> None:
     assert PROJECT["version"] == lightning_axosparse.__version__
-    assert re.search(r"^## \[Unreleased\]", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)
+    changes = (REPOSITORY / "CHANGELOG.md").read_text()
+    assert re.search(rf"^## {re.escape(PROJECT['version'])}\b", changes, re.MULTILINE)
 
 
 @pytest.mark.parametrize("path", sorted((GITHUB / "ISSUE_TEMPLATE").glob("*.yml")), ids=str)

@@ -99,7 +99,7 @@ def test_the_glossary_is_short() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         path, _, anchor = target.partition("#")
-        if re.match(r"\w+:", target):
+        if re.match(r"\w+:|\.\./\.\./actions/", target):  # of GitHub, which has that page
             continue
         linked = (page.parent / path).resolve() if path else page
         assert linked.exists(), target
@@ -123,6 +123,12 @@ def test_every_benchmark_has_a_page() -> None:
     folders = {path.parent.name for path in (REPOSITORY / "benchmarks").glob("*/README.md")}
     navigation = (REPOSITORY / "mkdocs.yml").read_text()
     assert set(re.findall(r" benchmarks/(\w+)\.md$", navigation, re.MULTILINE)) == folders
+
+
+def test_every_notebook_has_a_page() -> None:
+    names = {path.stem for path in (REPOSITORY / "notebooks").glob("*.ipynb")}
+    navigation = (REPOSITORY / "mkdocs.yml").read_text()
+    assert set(re.findall(r" notebooks/(\w+)\.md$", navigation, re.MULTILINE)) == names
 
 
 def test_every_public_name_has_its_docstring_on_a_page() -> None:

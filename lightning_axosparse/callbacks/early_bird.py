@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_axosparse.callbacks.ticket_search import (
@@ -57,6 +56,7 @@ from lightning_axosparse.support.arguments import (
     number,
     one_of,
 )
+from lightning_axosparse.support.messages import rank_zero_info, rank_zero_warn
 from lightning_axosparse.support.troubleshooting import see
 
 _LITTLE = 0.02

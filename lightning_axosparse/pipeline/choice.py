@@ -11,18 +11,13 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_axosparse.distributed.process_groups import ProcessGroups, all_gather
 from lightning_axosparse.pipeline.profile import activation_bytes
 from lightning_axosparse.pipeline.schedule import SCHEDULES, Schedule, is_message_driven
+from lightning_axosparse.support.messages import rank_zero_info
 
 _WARM_UP, _TRIALS = 1, 7  # batches of each schedule
-_WORDS = {
-    "together": "in backward passes",
-    "cooldown": "where a stage waits at the end of a batch",
-    "deferred": "where a stage waits",
-}
 
 
 class Trials(NamedTuple):
@@ -97,20 +92,20 @@ class ScheduleChoice:
         ranks = self._gather(Trials(medians, self._reordered))
         if any(rank.reordered for rank in ranks):
             rank_zero_info(
-                "Weight gradients are made in backward passes: the step reads a weight besides "
-                "calling its layer, and deferral would change the order of its gradient's terms."
+                "schedule='together': the step reads a weight besides calling its layer, "
+                "so deferral would change the order of its gradient's terms."
             )
             return self._schedules[0]
         slowest = [max(each) for each in zip(*(rank.seconds for rank in ranks), strict=True)]
         best = slowest.index(min(slowest))
         others = ", ".join(
-            f"{seconds * 1e3:,.1f} ms {_WORDS[way]} ({way!r})"
-            for place, (seconds, way) in enumerate(zip(slowest, self._ways, strict=True))
-            if place != best
+            f"{way} {seconds * 1e3:,.0f}"
+            for seconds, way in zip(slowest, self._ways, strict=True)
+            if way != self._ways[best]
         )
         rank_zero_info(
-            f"Weight gradients are made {_WORDS[self._ways[best]]} ({self._ways[best]!r}): the "
-            f"passes of a batch take {slowest[best] * 1e3:,.1f} ms so, and {others}."
+            f"schedule={self._ways[best]!r} is fastest: {slowest[best] * 1e3:,.0f} ms a "
+            f"batch ({others})."
         )
         return self._schedules[best]
 
@@ -141,7 +136,11 @@ class ScheduleRule:
         """The choice for a pipeline of so many stages, on the grid of these groups."""
         names = [self.schedule]
         if self.schedule == "message-driven":
-            names = list(_WORDS) if self.may_defer and stages > 1 else ["together"]
+            names = (
+                ["together", "cooldown", "deferred"]
+                if self.may_defer and stages > 1
+                else ["together"]
+            )
         schedules = {name: SCHEDULES[name] for name in names}
         return ScheduleChoice(schedules, partial(all_gather, group=groups.world))
 
@@ -245,9 +244,8 @@ class MemoryInFlightLimit(InFlightLimit):
         tightest = min(capacities)
         self.value, self._chosen = tightest.micro_batches, True
         rank_zero_info(
-            f"At most {self.value} micro-batches in flight (of {self._least} to {self.largest}): "
-            f"rank {capacities.index(tightest)} keeps {tightest.kept / 1e6:,.1f} MB of each and "
-            f"may take {tightest.free / 1e6:,.0f} MB more."
+            f"At most {self.value} micro-batches in flight: rank {capacities.index(tightest)} uses "
+            f"{tightest.kept / 1e6:,.1f} MB per micro-batch; {tightest.free / 1e9:,.1f} GB free."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -10,7 +11,6 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import ReduceOp
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from lightning_axosparse.strategy.launcher.launcher import MPILauncher
 from lightning_axosparse.strategy.validation import validate_local_rank, validate_world_size
 from lightning_axosparse.support.files import keep_sockets_in
 from lightning_axosparse.support.memory import map_larger_blocks
+from lightning_axosparse.support.messages import rank_zero_warn
 from lightning_axosparse.support.troubleshooting import see
 
 T = TypeVar("T")
@@ -126,6 +127,8 @@ class MPIStrategy(ParallelStrategy):
     def set_world_ranks(self) -> None:
         """Set the rank that Lightning's rank-zero helpers compare with."""
         vars(rank_zero_only).update(rank=self.global_rank)
+        if not self.is_global_zero:  # The first rank warns of what Lightning uses.
+            warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.")
 
     def _configure_launcher(self) -> None:
         devices = len(self.parallel_devices or ())

@@ -9,7 +9,6 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_axosparse.distributed.mpi.environment import from_first_rank
@@ -39,6 +38,7 @@ from lightning_axosparse.strategy.sharded_module import (
 )
 from lightning_axosparse.strategy.validation import validate_regrid_module
 from lightning_axosparse.support.memory import free_bytes
+from lightning_axosparse.support.messages import rank_zero_info
 
 
 def choose_grid(config: Config, ranks: MPIStrategy, module: LightningModule) -> GridComparison:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, NoReturn
 
+import lightning as L
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
@@ -85,7 +88,8 @@ class AxoSparseStrategy(PipelineStrategy):
         balance: "parameters" partitions the layers so that the largest stage is as small as
             possible, "time" so that the slowest stage is as fast as possible, timing the layers on
             the module's ``example_input_array``, which should be like a micro-batch; a sequence
-            gives the number of layers of each stage.
+            gives the number of layers of each stage. Where "parameters" leaves a stage that
+            computes much longer than the others, the first batches say so.
         in_flight: most micro-batches that a stage may hold between forward and backward. None takes
             what memory allows after the first step, and again after a ticket was drawn: from
             ``g_inter``, which is what 1F1B holds, to ``2 * g_inter``, which hides jitter and
@@ -235,6 +239,13 @@ class AxoSparseStrategy(PipelineStrategy):
             **plugins,
         )
         self.schedule, self.transport = schedule, transport
+
+    def __repr__(self) -> str:
+        """What Lightning shows where it refuses the object: in Fabric, and in the other package."""
+        return (
+            f"{type(self).__name__}(g_inter={self.config.g_inter!r}), which is for "
+            "lightning.pytorch.Trainer: neither Fabric nor a Trainer of pytorch_lightning takes it"
+        )
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -393,3 +404,25 @@ def refuse_fabric(**_: Any) -> NoReturn:
         "strategies for one process: sparsify(model, masks, optimizer) before fabric.setup(...)."
         + see("starting-ranks")
     )
+
+
+def validate_package(trainer: object) -> None:
+    """Raise for a Trainer of the other package, which has the same classes.
+
+    Raises:
+        MisconfigurationException: if it is one.
+    """
+    if not isinstance(trainer, L.Trainer):
+        raise MisconfigurationException(
+            "pytorch_lightning and lightning have the same classes under two names, and an object "
+            "of one is none of the other. Write `import lightning.pytorch as pl` in place of "
+            "`import pytorch_lightning as pl`, for the module and the Trainer." + see("copies")
+        )
+
+
+def register_refusals(name: str) -> None:
+    """Refuse the name in Fabric, and in the other package if that is imported."""
+    STRATEGY_REGISTRY.register(name, refuse_fabric, override=True)
+    other = sys.modules.get("pytorch_lightning.strategies")
+    if other is not None:
+        other.StrategyRegistry.register(name, validate_package, override=True, trainer=None)

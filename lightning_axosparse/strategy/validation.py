@@ -21,7 +21,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
@@ -36,6 +35,7 @@ from lightning_axosparse.strategy.compat.internals import (
 )
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.optimizers import BucketwiseOptimizer, HostMemory
+from lightning_axosparse.support.messages import rank_zero_info
 from lightning_axosparse.support.troubleshooting import see, without_link
 
 # A run

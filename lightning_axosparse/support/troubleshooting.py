@@ -6,10 +6,11 @@ import importlib.metadata
 import re
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 
 PAGE = "docs/troubleshooting.md"
-"""In the repository."""
+"""In the repository, and in an installed package."""
 
 Entry = Literal[
     "failing-and-waiting-ranks",
@@ -49,12 +50,12 @@ def see(entry: Entry) -> str:
 
 def without_link(error: BaseException) -> str:
     """Return the message of an error as part of another, whose own link stands at its end."""
-    return re.sub(r"\.( See \S+#[a-z-]+\.)?$", "", str(error))
+    return re.sub(rf"\.( See {re.escape(page())}#[a-z-]+\.)?$", "", str(error))
 
 
 @cache
 def page() -> str:
-    """Return the page's address in the published documentation, if that has one; else its path."""
+    """Return the page's address, if the package's metadata name documentation; else its file."""
     try:
         links = importlib.metadata.metadata("lightning-axosparse").get_all("Project-URL") or []
     except importlib.metadata.PackageNotFoundError:  # used from a checkout that is not installed
@@ -63,7 +64,9 @@ def page() -> str:
         label, _, address = link.partition(",")
         if label.strip() == "Documentation":
             return f"{address.strip().rstrip('/')}/troubleshooting/"
-    return PAGE
+    package = Path(__file__).parents[1]
+    installed = package / PAGE
+    return str(installed if installed.exists() else package.parent / PAGE)
 
 
 def require_cli(user: str) -> None:

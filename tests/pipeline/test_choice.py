@@ -196,8 +196,7 @@ def test_the_rank_with_the_least_room_decides(monkeypatch: pytest.MonkeyPatch) -
     made = limit(99 * KEPT, [limits.Capacity(5, 2_000_000, 10_000_000)])
     assert [batch(made) for _ in range(3)] == [4, 5, 5]
     assert logged == [
-        "At most 5 micro-batches in flight (of 4 to 8): rank 1 keeps 2.0 MB of each and may take "
-        "10 MB more."
+        "At most 5 micro-batches in flight: rank 1 uses 2.0 MB per micro-batch; 0.0 GB free."
     ]
 
 

@@ -5,10 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numba
 import pytest
 import torch
 
-from lightning_axosparse.sparse.kernels import reference
+from lightning_axosparse.sparse.kernels import jit, reference
 from lightning_axosparse.sparse.store.formats import layout_of
 from lightning_axosparse.support.trace import clock
 
@@ -62,3 +63,24 @@ def test_fused_kernels_compile_for_a_gpu(operation, dtype):
     source = triton.compiler.ASTSource(kernel, signature=signature, constexprs={"CHUNK": 1024})
     target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
     assert triton.compile(source, target=target).asm["cubin"]
+
+
+def test_compilation_is_said_once_and_what_is_loaded_is_not(monkeypatch):
+    said = []
+    monkeypatch.setattr(jit, "rank_zero_info", said.append)
+
+    @numba.njit
+    def one(x):
+        return x + 1
+
+    @numba.njit
+    def two(x):
+        return one(x) + 1
+
+    with jit.compilation_said():
+        assert two(1) == 3
+        assert two(1.0) == 3.0
+    assert said == ["Compiling loops for sparse weights: only the first time on a machine."]
+    with jit.compilation_said():
+        assert two(1) == 3  # compiled before
+    assert len(said) == 1

@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 
-from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
+from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, RankFailedError
 from tests.parity.cases import BATCHES, CLASSES, FEATURES, Net, difference, fit, loader, trainer
 from tests.ranks import PATIENCE, run_ranks
 
@@ -106,6 +106,25 @@ def test_modules_that_do_not_fit_are_refused_before_any_rank_starts(
     run = trainer(AxoSparseStrategy(**strategy), strategy["g_inter"], callbacks=callbacks)
     with pytest.raises(MisconfigurationException, match=words):
         run.fit(module(), loader(1))
+
+
+class WithoutContainer(Net):
+    """Its layers are attributes, and not in the order of their calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.model
+        self.head, self.stem = nn.Linear(FEATURES, CLASSES), nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stem(x))
+
+
+@pytest.mark.slow
+def test_ranks_name_the_modules_that_a_batch_calls(warm_ranks: None) -> None:
+    run = trainer(AxoSparseStrategy(g_inter=2), 2, callbacks=[])
+    with pytest.raises(RankFailedError, match=r"pipeline=\['stem', 'head'\]"):
+        run.fit(WithoutContainer(), loader(1))
 
 
 def test_the_batches_show_which_container_is_called() -> None:

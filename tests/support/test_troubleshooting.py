@@ -26,7 +26,8 @@ from lightning_axosparse.support.troubleshooting import (
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "lightning_axosparse"
-TEXT = (REPOSITORY / PAGE).read_text()
+FILE = str(REPOSITORY / PAGE)
+TEXT = Path(FILE).read_text()
 NO_ENTRIES = {"what-is-refused", "known-limits"}
 MODULES = {
     str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")
@@ -63,6 +64,7 @@ WITHOUT_LINK = {
     ("strategy/launcher/launcher.py", "lost.error"): "",
     ("strategy/step/check.py", "MisconfigurationException(finding.text)"): "",
     ("strategy/step/train_step.py", "rank_zero_warn(warning)"): "",
+    ("support/messages.py", "rank_zero.rank_zero_warn(text"): "",
     ("support/archive.py", "error.__context__"): "",
 }
 """File and start of what is raised or warned of -> why it does not end with a link."""
@@ -167,10 +169,10 @@ def test_the_page_quotes_messages_that_there_are() -> None:
 @pytest.mark.parametrize(
     ("links", "address"),
     [
-        ([], PAGE),
-        (["Source, https://host/source"], PAGE),
+        ([], FILE),
+        (["Source, https://host/source"], FILE),
         (["Documentation, https://host/docs/"], "https://host/docs/troubleshooting/"),
-        (None, PAGE),
+        (None, FILE),
     ],
 )
 def test_a_link_is_an_address_where_the_documentation_has_one(

@@ -14,12 +14,12 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-from lightning.pytorch.utilities import rank_zero_info
 from mpi4py import MPI
 
 from lightning_axosparse.distributed.mpi.shared_memory import shares_memory
 from lightning_axosparse.distributed.mpi.transport import Channel, ProgressThread, Staging
 from lightning_axosparse.distributed.rank_status import BackOff, blocked
+from lightning_axosparse.support.messages import rank_zero_info
 
 _PROBE_SECONDS = 0.02  # during which the sender of the probe makes no call of MPI
 

@@ -11,11 +11,11 @@ from ipaddress import ip_address
 
 import psutil
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from mpi4py import MPI
 from torch.distributed import FileStore, HashStore, Store, TCPStore
 
 from lightning_axosparse.distributed.mpi.environment import placement
+from lightning_axosparse.support.messages import rank_zero_warn
 from lightning_axosparse.support.troubleshooting import see
 
 _LOOPBACK = "127.0.0.1"

@@ -156,7 +156,7 @@ class Partition(NamedTuple):
 
 
 class UnknownOrderError(MisconfigurationException):
-    """There are several containers of layers, and the order of their calls is not known."""
+    """The order in which a step calls several containers, or modules, is not known."""
 
 
 UNPARTITIONED = Partition([], [], [range(0)], [], "parameters")
@@ -204,14 +204,15 @@ def find_layers(
         The layers by name, in order.
 
     Raises:
-        UnknownOrderError: if several containers are candidates, in an order that is not known.
+        UnknownOrderError: if there are several candidates, or none but several modules, in an order
+            that is not known.
         MisconfigurationException: if a path names nothing, if there is no candidate, if a layer
             stands there twice, or if there are fewer layers than stages.
     """
     given = [pipeline] if isinstance(pipeline, str) else pipeline
     paths = list(_candidates(module) if given is None else given)
     if not paths:
-        raise MisconfigurationException(_no_candidate(module, call_order) + see("layers"))
+        raise _no_candidate(module, call_order)
     found = [(name, path, layer) for path in paths for name, layer in _layers_at(module, path)]
     if isinstance(pipeline, str) and [name for name, _, _ in found] == paths:
         raise MisconfigurationException(
@@ -290,17 +291,20 @@ def _listed(candidates: dict[str, nn.Module]) -> str:
     return ", ".join(rows) or "none"
 
 
-def _no_candidate(module: nn.Module, call_order: CallOrder) -> str:
+def _no_candidate(module: nn.Module, call_order: CallOrder) -> MisconfigurationException:
     children = _children_with_parameters(module)
     order = call_order(module, {name: name for name in children}) if len(children) > 1 else []
+    # Ranks find the order by their loaders, where it is not known before they start.
+    kind = UnknownOrderError if len(children) > 1 and not order else MisconfigurationException
     remedy = (
         f"Name its modules in the order in which a step calls them: pipeline={order}"
         if order
         else "Put the layers of the network into one"
     )
-    return (
+    return kind(
         "No nn.Sequential or nn.ModuleList with at least two layers that hold parameters was "
         f"found, so there is nothing to partition into stages. {remedy}, or use g_inter=1."
+        + see("layers")
     )
 
 

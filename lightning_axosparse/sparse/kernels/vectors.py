@@ -27,7 +27,7 @@ AT_ONCE = 32
 """Kept entries of which :func:`store_columns` writes the columns."""
 
 
-class Vector(types.Type):  # type: ignore[misc]
+class Vector(types.Type):
     """The type of a vector of ``lanes`` float32 numbers."""
 
     def __init__(self, lanes: int) -> None:
@@ -41,7 +41,7 @@ class Vector(types.Type):  # type: ignore[misc]
 
 
 @register_model(Vector)
-class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+class _VectorModel(models.PrimitiveModel):
     def __init__(self, manager: Any, vector: Vector) -> None:
         super().__init__(manager, vector, vector.ir)
 

@@ -251,10 +251,15 @@ def load_loops_of(module: nn.Module) -> None:
     The compiler, which reads them, is not needed again then.
     """
     needed = {load for entry in sparse_parameters(module).values() for load in _loops_of(entry)}
-    for load in needed:
-        load()
-    if needed:
-        release_library("libllvmlite")
+    if not needed:
+        return
+    # numba takes a second to import, and only who multiplies on kept values needs it.
+    from lightning_axosparse.sparse.kernels.jit import compilation_said
+
+    with compilation_said():
+        for load in needed:
+            load()
+    release_library("libllvmlite")
 
 
 def _loops_of(entry: OwnedParameter) -> Iterator[Callable[[], None]]:

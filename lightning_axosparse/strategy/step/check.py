@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
@@ -29,6 +28,7 @@ from lightning_axosparse.pipeline.state.check import StageChanges, StateCheck, a
 from lightning_axosparse.strategy.compat.callbacks import loggers_silenced
 from lightning_axosparse.strategy.step.comparison import Comparison, Finding, Seen, StepRules
 from lightning_axosparse.strategy.step.open_pipeline import OpenPipeline
+from lightning_axosparse.support.messages import rank_zero_info, rank_zero_warn
 from lightning_axosparse.support.troubleshooting import see
 
 

@@ -12,7 +12,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_axosparse.distributed.process_groups import gather
 from lightning_axosparse.distributed.rank_status import this_rank
@@ -53,7 +52,9 @@ from lightning_axosparse.strategy.step.batch_splitting import BatchSplitter
 from lightning_axosparse.strategy.step.check import StepCheck, without_trace
 from lightning_axosparse.strategy.step.comparison import StepRules, signature_of
 from lightning_axosparse.strategy.step.open_pipeline import OpenPipeline
+from lightning_axosparse.strategy.step.stage_times import StageTimes
 from lightning_axosparse.strategy.step.whole_step import StepContext
+from lightning_axosparse.support.messages import rank_zero_warn
 
 _MOST_COMPARISONS = 8
 """Batches of a loader that are compared, where a step computes its values in ever new ways."""
@@ -99,6 +100,7 @@ class StepRunner:
         self._waits = not steps_in_parts or gradients_are_seen(trainer)
         _agree_on_seed(stage_module)
         self._rng = PipelineRNG(torch.initial_seed(), config.stages, device)
+        self._tells_times = config.balance == "parameters"
         self._open = self._opened(stage_module)
 
     def open(self, stage_module: StageModule) -> None:
@@ -112,6 +114,9 @@ class StepRunner:
         self._open = self._opened(stage_module)
 
     def _opened(self, stage_module: StageModule) -> OpenPipeline:
+        # On a GPU, the clock sees when passes are launched.
+        is_timed = self._tells_times and stage_module.device.type == "cpu"
+        self._times = StageTimes(stage_module.groups.inter if is_timed else None)
         limit = self._in_flight.limit(stage_module.last_stage + 1, stage_module.groups)
         return OpenPipeline(
             stage_module, limit, self._schedules, self._precision, self._rng, self._give_gradients
@@ -183,7 +188,7 @@ class StepRunner:
                     gradients.begin_last(weights.factor() if last_stage else 1.0)
                 run.state.begin_batch(rules.state, training.microbatches)
                 with run.metrics.batch(len(microbatches)), hooks.set_aside():
-                    with self._splitter.explained(args, batch):
+                    with self._splitter.explained(args, batch), self._times.batch():
                         last = run.pipeline.train(training)
                 if hooks.parameters:
                     with self._rng.after_passes(stage_module.stages[-1]):

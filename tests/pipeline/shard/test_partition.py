@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.shard.partition import (
     Partition,
+    UnknownOrderError,
     balance,
     count_parameters,
     find_layers,
@@ -218,7 +219,7 @@ def test_the_refusal_of_a_module_without_a_container_names_what_works() -> None:
     assert list(find_layers(WithoutContainer(), order, 2)) == order
     unknown = WithoutContainer()
     del unknown.example_input_array
-    with pytest.raises(MisconfigurationException, match="Put the layers of the network into one"):
+    with pytest.raises(UnknownOrderError, match="Put the layers of the network into one"):
         find_layers(unknown, None, 2)
 
 
