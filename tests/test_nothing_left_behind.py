@@ -83,6 +83,7 @@ def snapshot() -> dict[str, Any]:
         "settings of torch": (
             torch.get_default_dtype(),
             torch.get_float32_matmul_precision(),
+            bool(torch.backends.mkldnn.enabled),
             torch.are_deterministic_algorithms_enabled(),
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),

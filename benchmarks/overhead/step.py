@@ -3,9 +3,9 @@
     python -m benchmarks.overhead.step
 
 Tokens are in sequences of 512 at most. With ``--threads 2`` times are those of the clock. Shares
-are of the faster dense block: torch's own products, or those of oneDNN called by hand. Prints a
-Markdown table. ``--precision bf16-mixed`` runs under autocast, ``--compute`` chooses the pruned
-block's products.
+are of the faster dense block: with torch's own products, or with those of oneDNN. The pruned ones
+take oneDNN's where a run does. Prints a Markdown table. ``--precision bf16-mixed`` runs under
+autocast, ``--compute`` chooses the pruned block's products.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ import argparse
 import copy
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.overhead.interleaved import median_seconds
-from benchmarks.overhead.onednn import by_onednn
 from lightning_axosparse import sparsify
 from lightning_axosparse.examples.gpt import Block
 from lightning_axosparse.sparse.backend import COMPUTES, Compute
+from lightning_axosparse.support.dense_products import by_onednn, onednn_is_faster
 
 SEQUENCE = 512
 
@@ -33,6 +35,11 @@ def pruned(block: nn.Module, ratio: float, compute: Compute) -> nn.Module:
     masks = {name: torch.rand(shape) > ratio for name, shape in shapes.items()}
     sparsify(block, masks, compute=compute)
     return block
+
+
+def run_in(products: Callable[[], AbstractContextManager[None]], run: Callable[[], None]) -> None:
+    with products():
+        run()
 
 
 def forward_backward(block: nn.Module, inputs: Tensor, mixed: bool) -> Callable[[], None]:
@@ -60,14 +67,19 @@ def whole_step(block: nn.Module, inputs: Tensor, mixed: bool) -> Callable[[], No
 def rows(width: int, tokens: int, options: argparse.Namespace) -> Iterator[str]:
     torch.manual_seed(0)
     dense = Block(width, heads=max(1, width // 64), dropout=0.0)
-    blocks = {"torch": dense, "oneDNN": by_onednn(dense)}
+    chosen = by_onednn if onednn_is_faster(p.shape for p in dense.parameters()) else nullcontext
+    blocks = {"torch": dense, "oneDNN": copy.deepcopy(dense)}
+    products = {"torch": nullcontext, "oneDNN": by_onednn}
     for ratio in options.ratios:
         blocks[f"{ratio:.0%}"] = pruned(dense, ratio, options.compute)
     length = min(tokens, SEQUENCE)
     mixed = options.precision == "bf16-mixed"
     inputs = torch.randn(tokens // length, length, width, requires_grad=True)
     for name, kind in (("forward + backward", forward_backward), ("AdamW step", whole_step)):
-        runners = {key: kind(block, inputs, mixed) for key, block in blocks.items()}
+        runners = {
+            key: partial(run_in, products.get(key, chosen), kind(block, inputs, mixed))
+            for key, block in blocks.items()
+        }
         clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
         seconds = median_seconds(runners, options.trials, clock)
         fastest = min(seconds["torch"], seconds["oneDNN"])

@@ -3,7 +3,8 @@
     mpiexec -n 2 python -m benchmarks.pipeline.peers
 
 All run the same transformer blocks and micro-batches in the same job, also torch's zero-bubble
-schedules and, where it is installed, DeepSpeed's engine. Before any timing, gradients are compared
+schedules and, where it is installed, DeepSpeed's engine. The engine runs products by oneDNN where
+the strategy does, unless ``--own-products`` is given. Before any timing, gradients are compared
 with those of one process; those of the engine and of torch's 1F1B to the bit. Every row of the
 engine also has the step that is simulated from the times of the stages' passes without waiting.
 Prints Markdown rows.
@@ -16,7 +17,7 @@ import copy
 import os
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from statistics import median
 from typing import Any
 
@@ -48,8 +49,10 @@ from lightning_axosparse.pipeline.schedule import (
     CooldownFilling,
     Schedule,
 )
+from lightning_axosparse.support.dense_products import by_onednn, onednn_is_faster
 
 WIDTH, HEADS, BLOCKS, MICROBATCHES = 256, 8, 8, 8
+Products = Callable[[], AbstractContextManager[None]]
 
 
 BASELINE = "torch 1F1B, gloo"
@@ -120,8 +123,16 @@ class Passes:
 class Ours:
     """One stage in the message-driven engine, or in a static order of it."""
 
-    def __init__(self, layers: nn.Module, schedule: type[Schedule], limit: int, link: Link) -> None:
+    def __init__(
+        self,
+        layers: nn.Module,
+        schedule: type[Schedule],
+        limit: int,
+        link: Link,
+        products: Products,
+    ) -> None:
         self._layers, self._schedule, self._limit, self._link = layers, schedule, limit, link
+        self._products = products
         self._split = SplitLayers(layers)
         if schedule.defers_weight_gradients:
             self._split.install()
@@ -138,7 +149,7 @@ class Ours:
             targets if stage == stages - 1 else None,
             decides.defers,
         )
-        with self._split.batch():
+        with self._products(), self._split.batch():
             engine.run([StageRun(stage, stages, decides, self._link, passes)])
 
 
@@ -188,6 +199,7 @@ def main() -> None:
     arguments.add_argument("--trials", type=int, default=15)
     arguments.add_argument("--tokens", type=int, default=128, help="of a sample")
     arguments.add_argument("--samples", type=int, default=1, help="of a micro-batch")
+    arguments.add_argument("--own-products", action="store_true", help="torch's, in the engine too")
     arguments.add_argument("--apart", action="store_true", help="messages as between nodes")
     options = arguments.parse_args()
     torch.set_num_threads(1)
@@ -221,15 +233,25 @@ def main() -> None:
     if IS_INSTALLED:
         peer = DeepSpeed(blocks, MICROBATCHES, options.samples, loss_of)
         deepspeed["DeepSpeed, gloo"] = peer
-    ours = {name: Ours(copy.deepcopy(mine), *choice, link) for name, choice in choices.items()}
+    faster = onednn_is_faster(parameter.shape for parameter in mine.parameters())
+    products: Products = by_onednn if faster and not options.own_products else nullcontext
+    ours = {
+        name: Ours(copy.deepcopy(mine), *choice, link, products) for name, choice in choices.items()
+    }
     steps = theirs | deepspeed | ours
 
-    for part_x, part_y in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
-        (loss_of(nn.Sequential(*blocks)(part_x), part_y) / MICROBATCHES).backward()
+    def one_process() -> None:
+        nn.ModuleList(blocks).zero_grad()
+        for part_x, part_y in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
+            (loss_of(nn.Sequential(*blocks)(part_x), part_y) / MICROBATCHES).backward()
+
     for step in steps.values():
         step(x, y)
+    with products():
+        one_process()
     for step in ours.values():
         validate(step._layers, mine, exactly=True)
+    one_process()
     for name, step in theirs.items():
         reference = nn.ModuleList(blocks[place] for place in own_places(PEERS[name]))
         validate(step.blocks, reference, exactly=name == BASELINE)
@@ -240,7 +262,7 @@ def main() -> None:
         return lambda trial: step(x, y)
 
     ready = ReadyLink(x[: options.samples])
-    lone = Ours(copy.deepcopy(mine), *choices["message-driven, deferred"], ready)
+    lone = Ours(copy.deepcopy(mine), *choices["message-driven, deferred"], ready, products)
     alone = Alone(lambda: lone(x, y), MICROBATCHES)
     runners = {name: runner(step) for name, step in steps.items()}
     seconds = trials(runners | {"alone": alone}, options.trials)

@@ -23,6 +23,7 @@ from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.pipeline.shard.partition import UnknownOrderError
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.sparse.module.optimizer_state import dense_shapes
+from lightning_axosparse.sparse.module.parameters import owned_parameters
 from lightning_axosparse.strategy.checkpoints import load_whole_optimizer
 from lightning_axosparse.strategy.compat.internals import files_mapped, reading_files, trainer_of
 from lightning_axosparse.strategy.config import Config
@@ -47,6 +48,7 @@ from lightning_axosparse.strategy.validation import (
     validate_run,
 )
 from lightning_axosparse.support.corrupt_file import restoring
+from lightning_axosparse.support.dense_products import by_onednn, onednn_is_faster
 from lightning_axosparse.support.messages import rank_zero_info, rank_zero_warn
 from lightning_axosparse.support.trace import clock, now
 from lightning_axosparse.support.troubleshooting import see
@@ -148,6 +150,7 @@ class PipelineStrategy(MPIStrategy):
         self._validate_run(trainer)
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self._module)
+        self._choose_products()
         layers, optimizers = self._layers, list[Optimizer]()
         partition = layers.partition()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -162,6 +165,17 @@ class PipelineStrategy(MPIStrategy):
         stage_module.shard(optimizers)
         self._undo.callback(self._end_run, stage_module)
         self._state = Running(self.config, self, stage_module, optimizers, self._undo)
+
+    def _choose_products(self) -> None:
+        """Run large dense products by oneDNN until teardown, if that is faster on all ranks."""
+        shapes = (parameter.shape for parameter in owned_parameters(self._module))
+        faster = self.root_device.type == "cpu" and onednn_is_faster(shapes)
+        if self.reduce_boolean_decision(faster):
+            rank_zero_info(
+                "Large float32 products of matrices run by oneDNN, which takes less time than MKL "
+                "on this processor. With torch.backends.mkldnn.enabled = False they run by MKL."
+            )
+            self._undo.enter_context(by_onednn())
 
     def _configure_optimizers(self, trainer: pl.Trainer) -> None:
         """Call ``configure_optimizers``, to which sparse weights show their dense shape."""

@@ -219,6 +219,13 @@ def swap_values(tensor: Tensor, other: Tensor) -> None:
     torch._C._swap_tensor_impl(tensor, other)
 
 
+def onednn_product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``left @ right + bias`` of float32 matrices on a CPU with any strides, by oneDNN."""
+    run = torch.ops.mkldnn._linear_pointwise.default
+    product: Tensor = run(left, right.t(), bias, "none", [], "")
+    return product
+
+
 def is_random(operator: Any) -> bool:
     """Return whether ``operator`` draws random numbers."""
     return torch.Tag.nondeterministic_seeded in operator.tags

@@ -39,6 +39,7 @@ class ProcessState:
     deterministic: bool
     deterministic_warns: bool
     cudnn_benchmark: bool
+    onednn: bool
     matmul_precision: str
     default_dtype: torch.dtype
     argv: list[str]
@@ -55,6 +56,7 @@ class ProcessState:
             deterministic=torch.are_deterministic_algorithms_enabled(),
             deterministic_warns=torch.is_deterministic_algorithms_warn_only_enabled(),
             cudnn_benchmark=torch.backends.cudnn.benchmark,
+            onednn=bool(torch.backends.mkldnn.enabled),
             matmul_precision=torch.get_float32_matmul_precision(),
             default_dtype=torch.get_default_dtype(),
             argv=sys.argv,
@@ -69,6 +71,7 @@ class ProcessState:
             torch.cuda.set_rng_state_all(self.cuda_random)
         torch.use_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warns)
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
+        torch.backends.mkldnn.set_flags(self.onednn, _fp32_precision=None)
         torch.set_float32_matmul_precision(self.matmul_precision)
         torch.set_default_dtype(self.default_dtype)
         sys.argv = self.argv

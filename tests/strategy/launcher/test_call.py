@@ -15,10 +15,11 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_axosparse.distributed.mpi.environment import placement
-from lightning_axosparse.strategy.launcher.call import CallFolder, MainModule
+from lightning_axosparse.strategy.launcher.call import CallFolder, MainModule, ProcessState
 from lightning_axosparse.strategy.launcher.launcher import MPILauncher
 from lightning_axosparse.support.files import remove_orphans
 
@@ -39,6 +40,19 @@ def test_processes_that_a_rank_spawns_import_the_module_of_the_caller(main, impo
     assert MainModule.of_this_process() == main
     preparation = spawn.get_preparation_data("a worker of a DataLoader")
     assert {k: v for k, v in preparation.items() if "init_main" in k} == imported
+
+
+def test_ranks_run_by_onednn_only_if_the_caller_does(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.backends.mkldnn, "enabled", False)
+        of_caller = ProcessState.of_this_process()
+    enabled, precision = torch.backends.mkldnn.enabled, torch.get_float32_matmul_precision()
+    try:
+        of_caller.restore()
+        assert not torch.backends.mkldnn.enabled
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.backends.mkldnn.enabled = enabled
 
 
 def hold(folder: Path, connection: Any) -> None:

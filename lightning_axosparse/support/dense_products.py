@@ -1,0 +1,144 @@
+"""Runs large float32 products of matrices by oneDNN, on the processors on which it is faster.
+
+torch takes MKL for them, which needs about twice as long as oneDNN on processors of AMD, and no
+setting changes that. Replaced are the CPU kernels of ``mm`` and ``addmm``, which compute linear
+layers, their gradients and the panels of sparse weights, whatever calls them. The choice goes by
+the shapes of a product alone, so it is the same in all passes, schedules and runs.
+``benchmarks/overhead/dense_products.py`` compares the two.
+"""
+
+from __future__ import annotations
+
+import platform
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from lightning_axosparse.support.torch_internals import onednn_product
+
+MIN_MULTIPLICATIONS = 2**22
+"""Smaller products gain nothing, as a call of oneDNN takes longer than one of MKL."""
+
+MIN_ROWS = 8
+"""With fewer rows, most of the time is that of reading the other matrix."""
+
+MIN_WEIGHT = 2**14
+"""Smaller weights have few such products, and every product that is not takes 1.5 us longer."""
+
+
+_Kernel = Callable[..., Tensor]
+
+
+def onednn_is_faster(shapes: Iterable[torch.Size]) -> bool:
+    """Return whether a module's large products should run by oneDNN on this processor.
+
+    ``torch.backends.mkldnn.enabled = False`` says no.
+
+    Args:
+        shapes: those of the whole module's parameters.
+    """
+    onednn = torch.backends.mkldnn
+    if not (onednn.is_available() and onednn.enabled and _made_by_amd()):
+        return False
+    return any(len(shape) > 1 and shape.numel() >= MIN_WEIGHT for shape in shapes)
+
+
+@contextmanager
+def by_onednn() -> Iterator[None]:
+    """Run the large float32 products of this process by oneDNN inside the context."""
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+        for name, kernel in _KERNELS.items():
+            own = torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed
+            library.impl(name, partial(kernel, own), "CPU", with_keyset=True)
+    try:
+        yield
+    finally:
+        del library  # which gives torch its own kernels back
+
+
+def _made_by_amd() -> bool:
+    named: Any = torch.cpu.get_capabilities().get("cpu_name", "")
+    return platform.machine().lower() in ("x86_64", "amd64") and "AMD" in str(named)
+
+
+def _product(left: Tensor, right: Tensor, added: Tensor | None = None) -> Tensor | None:
+    """Multiply by oneDNN; None where torch's kernel is to run, which also raises all errors."""
+    large = (
+        left.dim() == right.dim() == 2
+        and left.numel() * right.shape[1] >= MIN_MULTIPLICATIONS
+        and left.shape[0] >= MIN_ROWS
+        and left.dtype is right.dtype is torch.float32
+        and left.shape[1] == right.shape[0]
+    )
+    if not large:
+        return None
+    if added is None:
+        return onednn_product(left, right)
+    if added.dtype is not torch.float32:
+        return None
+    if added.shape == right.shape[1:]:
+        return onednn_product(left, right, added.contiguous())
+    if added.shape == (left.shape[0], right.shape[1]):
+        return onednn_product(left, right).add_(added)
+    return None
+
+
+def _mm(own: _Kernel, keys: Any, left: Tensor, right: Tensor) -> Tensor:
+    product = _product(left, right)
+    return own(keys, left, right) if product is None else product
+
+
+def _addmm(
+    own: _Kernel, keys: Any, added: Tensor, left: Tensor, right: Tensor, **scales: Any
+) -> Tensor:
+    product = None if scales else _product(left, right, added)
+    return own(keys, added, left, right, **scales) if product is None else product
+
+
+def _mm_out(own: _Kernel, keys: Any, left: Tensor, right: Tensor, *, out: Tensor) -> Tensor:
+    product = _product(left, right)
+    return out.copy_(product) if _fits(product, out) else own(keys, left, right, out=out)
+
+
+def _addmm_out(
+    own: _Kernel,
+    keys: Any,
+    added: Tensor,
+    left: Tensor,
+    right: Tensor,
+    *,
+    out: Tensor,
+    **scales: Any,
+) -> Tensor:
+    product = None if scales else _product(left, right, added)
+    if _fits(product, out):
+        return out.copy_(product)
+    return own(keys, added, left, right, out=out, **scales)
+
+
+def _addmm_in_place(
+    own: _Kernel, keys: Any, added: Tensor, left: Tensor, right: Tensor, **scales: Any
+) -> Tensor:
+    product = None if scales else _product(left, right)
+    return added.add_(product) if _fits(product, added) else own(keys, added, left, right, **scales)
+
+
+def _fits(product: Tensor | None, out: Tensor) -> TypeGuard[Tensor]:
+    return product is not None and out.shape == product.shape and out.dtype is product.dtype
+
+
+_KERNELS: Mapping[str, _Kernel] = {
+    "mm": _mm,
+    "addmm": _addmm,
+    "mm.out": _mm_out,
+    "addmm.out": _addmm_out,
+    "addmm_": _addmm_in_place,
+}
+"""What replaces the kernels of torch: operator -> function of torch's own and its arguments."""
