@@ -42,7 +42,7 @@ SLOW = (
     "faults/test_restarts.py",
     "faults/test_slurm.py",
     "faults/test_waits.py",
-    "mpi/start/test_mpich_segments.py",
+    "mpi/test_mpich.py",
     "parity/test_batches.py",
     "parity/test_beyond_peers.py",
     "parity/test_buffers.py",
