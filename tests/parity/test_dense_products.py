@@ -64,8 +64,8 @@ def train(strategy: Any, ranks: int = 1) -> tuple[Record, int]:
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "together": {"weight_gradients": "together"},
-    "deferred": {"weight_gradients": "deferred"},
+    "together": {"schedule": "together"},
+    "deferred": {"schedule": "deferred"},
     "1f1b": {"schedule": "1f1b"},
     "recomputed": {"recompute": 1},
 }
