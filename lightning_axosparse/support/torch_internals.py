@@ -17,6 +17,8 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
+from lightning_axosparse.support.patched import patched
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -204,6 +206,23 @@ def swap_values(tensor: Tensor, other: Tensor) -> None:
         RuntimeError: if an autograd graph refers to one of them.
     """
     torch._C._swap_tensor_impl(tensor, other)
+
+
+@contextmanager
+def subclasses_noted(note: Callable[[Tensor], None]) -> Iterator[None]:
+    """Call ``note`` with each parameter, or tensor of another subclass, made inside the context.
+
+    They are made of tensors without any operator that a ``TorchDispatchMode`` could observe.
+    """
+    make = torch.Tensor._make_subclass
+
+    def noted(*args: Any, **kwargs: Any) -> Tensor:
+        made: Tensor = make(*args, **kwargs)
+        note(made)
+        return made
+
+    with patched(torch.Tensor, "_make_subclass", staticmethod(noted)):
+        yield
 
 
 def is_random(operator: Any) -> bool:
