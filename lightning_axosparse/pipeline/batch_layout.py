@@ -65,7 +65,9 @@ class BatchLayout:
     def _cut(self, node: Any, path: Path, part: slice) -> Any:
         if path in self.dims:
             if is_array(node):
-                return node[(slice(None),) * self.dims[path] + (part,)]
+                cut = node[(slice(None),) * self.dims[path] + (part,)]
+                # A step that writes to it does not change what others have taken from the batch.
+                return cut.data if isinstance(cut, Tensor) and not cut.requires_grad else cut
             return _like(node, node[part])
         entries = {} if _is_plain(node) else children(node)
         cut = {key: self._cut(child, (*path, key.text), part) for key, child in entries.items()}
@@ -130,6 +132,16 @@ def rebuilt(node: Any, entries: Mapping[Key, Any]) -> Any:
         # Also where the dataclass is frozen.
         object.__setattr__(other, key.value, value)
     return other
+
+
+def copied(node: Any) -> Any:
+    """A copy of a batch, whose tensors, arrays and containers a step may change."""
+    if isinstance(node, Tensor):
+        return node.detach().clone().requires_grad_(node.requires_grad)
+    if isinstance(node, np.ndarray):
+        return node.copy()
+    entries = {} if _is_plain(node) else children(node)
+    return rebuilt(node, {key: copied(each) for key, each in entries.items()}) if entries else node
 
 
 def arrays(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -168,16 +168,26 @@ class RandomNumbers(OperatorMode):
         self._whole: list[Tensor] = []
         self._used, self._bounds = 0, (0, 0, 0)
         self._records = True
+        self._given: dict[torch.Generator, Tensor] = {}
+        """The states that generators of the user's had before."""
 
     @contextmanager
     def of_samples(self, first: int, end: int, samples: int) -> Iterator[None]:
-        """Draw the numbers of some of the batch's samples inside the context."""
+        """Draw the numbers of some of the batch's samples inside the context.
+
+        After it, generators that the code has named are in the states in which they were.
+        """
         self._records, self._used = end - first == samples, 0
         self._bounds = first, end, samples
         if self._records:
             self._whole = []
-        with self:
-            yield
+        try:
+            with self:
+                yield
+        finally:
+            for generator, state in self._given.items():
+                generator.set_state(state)
+            self._given = {}
         if not self._records and self._used != len(self._whole):
             self.problem = "how often it draws random numbers depends on the samples"
 
@@ -185,11 +195,15 @@ class RandomNumbers(OperatorMode):
         """Run an operator, and give a micro-batch the numbers of its samples if it draws some."""
         if not is_random(func):
             return func(*args, **kwargs)
-        before = self._states()
+        leaves = tree_leaves((args, kwargs))
+        given = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
+        for generator in given:
+            self._given.setdefault(generator, generator.get_state())
+        before = self._states(given)
         output = func(*args, **kwargs)
         made = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.numel()]
         # A fused function without dropout draws nothing.
-        if all(map(torch.equal, before, self._states())):
+        if all(map(torch.equal, before, self._states(given))):
             return output
         # One that keeps its numbers for the backward pass has more results than it returns.
         if len(made) == 1 and not writes_beside(func):
@@ -198,8 +212,9 @@ class RandomNumbers(OperatorMode):
             self.problem = f"{_name(func)} draws random numbers for itself"
         return output
 
-    def _states(self) -> list[Tensor]:
-        states = [torch.get_rng_state()]
+    @staticmethod
+    def _states(given: Sequence[torch.Generator]) -> list[Tensor]:
+        states = [torch.get_rng_state(), *(generator.get_state() for generator in given)]
         return [*states, torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else states
 
     def _drawn(self, func: Any, tensor: Tensor) -> None:

@@ -214,7 +214,8 @@ class Pipeline:
         Collective over the pipeline. Gradients are not computed, but the graph is made, as what a
         step does may depend on it. Nothing but random generators is restored.
         """
-        whole = replace(batch, microbatches=batch.microbatches[:1], crossing=None)
+        parts = batch.microbatches[:1]
+        whole = replace(batch, microbatches=parts, crossing=None, is_shared=True)
         shared = whole, self._layers, self._rng, self._tracker
         steps = {stage: ProbingStep(stage, *shared) for stage in self._links}
         with self._layers.followed_by(Recomputed()), self._rng.generators_restored():

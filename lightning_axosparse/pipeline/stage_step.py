@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.backward.parameter_gradients import WeightGradientQueue
 from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
+from lightning_axosparse.pipeline.batch_layout import copied
 from lightning_axosparse.pipeline.choice import InFlightLimit
 from lightning_axosparse.pipeline.crossing.message import (
     Activation,
@@ -70,6 +71,7 @@ class Batch:
         prints: makes the context that records what the step prints.
         weights_given: whether the user has given the weights of the micro-batches.
         crossing: what crosses the edges of stages; None where that is not known: everything.
+        is_shared: whether other runs of the step get the same micro-batches on this rank.
     """
 
     step: Callable[..., Any]
@@ -82,6 +84,7 @@ class Batch:
     prints: Callable[[], AbstractContextManager[Any]] = nullcontext
     weights_given: bool = False
     crossing: Crossing | None = None
+    is_shared: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,11 +150,12 @@ class StageStep:
         log = batch.log(part.size, part.weight if batch.weights_given else None)
         explained = statistics_explained(part, batch.microbatches)
         self._rng.seed_outside_layers(part.number)
+        given = copied(part.batch) if batch.is_shared else part.batch
         with self._forward_context(microbatch, received):
             try:
                 with explained, batch.prints(), tracked, self._layers.visit(visit):
                     with log, batch.precision():
-                        output = batch.step(part.batch, *batch.args, **batch.kwargs)
+                        output = batch.step(given, *batch.args, **batch.kwargs)
                     self._layers.end_step(visit, output, self._may_call_no_layer)
                     if not self._is_last:  # What it logged counts on the last stage alone.
                         raise StageEdge(_NOTHING._replace(is_empty=True))

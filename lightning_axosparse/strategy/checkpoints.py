@@ -27,7 +27,7 @@ from lightning_axosparse.checkpoint.gather import (
 from lightning_axosparse.sparse.module.optimizer_state import restore_masters
 from lightning_axosparse.sparse.module.parameters import sparse_parameters
 from lightning_axosparse.strategy.compat.callbacks import weight_averages
-from lightning_axosparse.strategy.compat.internals import checkpoint_hooks, move_optimizers
+from lightning_axosparse.strategy.compat.internals import has_hook, move_optimizers
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.launcher.call import note_checkpoint
 from lightning_axosparse.strategy.optimizers import BucketwiseOptimizer, OptimizerShards
@@ -146,7 +146,7 @@ class StageCheckpoints:
 
     @property
     def _is_read_by_hooks(self) -> bool:
-        return bool(checkpoint_hooks(self._stage_module.module.trainer, "on_save_checkpoint"))
+        return bool(has_hook(self._stage_module.module.trainer, "on_save_checkpoint"))
 
     def _for_hooks(self, state: dict[str, Any]) -> dict[str, Any]:
         """A part of a checkpoint, whole on the first rank if a hook of the user reads it."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -29,6 +31,21 @@ from lightning_axosparse.support.messages import rank_zero_warn
 from lightning_axosparse.support.troubleshooting import see
 
 T = TypeVar("T")
+
+
+class _Replicas(environment.MPIJobEnvironment):
+    """The job as a step has to see it: all stages of a replica run the step as one rank."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+
+    def world_size(self) -> int:
+        """Number of data-parallel ranks."""
+        return self._grid.data_size
+
+    def global_rank(self) -> int:
+        """This rank's data-parallel rank."""
+        return self._grid.data_rank
 
 
 class MPIStrategy(ParallelStrategy):
@@ -123,6 +140,29 @@ class MPIStrategy(ParallelStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The data-parallel size and rank, for a ``DistributedSampler``."""
         return {"num_replicas": self.grid.data_size, "rank": self.grid.data_rank}
+
+    def step_context(
+        self, precision: Callable[[], AbstractContextManager[None]]
+    ) -> Callable[[], AbstractContextManager[None]]:
+        """Makes the context of a step: that of ``precision``, with one rank for each replica.
+
+        A step that divides by ``trainer.world_size``, or logs if ``trainer.is_global_zero``, then
+        does so as on one process.
+        """
+        return partial(self._in_job, _Replicas(self.grid), precision)
+
+    @contextmanager
+    def _in_job(
+        self,
+        job: environment.MPIJobEnvironment,
+        precision: Callable[[], AbstractContextManager[None]],
+    ) -> Iterator[None]:
+        before, self._job = self._job, job
+        try:
+            with precision():
+                yield
+        finally:
+            self._job = before
 
     def set_world_ranks(self) -> None:
         """Set the rank that Lightning's rank-zero helpers compare with."""
@@ -219,7 +259,8 @@ class MPIStrategy(ParallelStrategy):
         With one replica it returns the tensor itself, as on one process. Replicas that share their
         batches count as one, because they log the same values.
         """
-        group = group or self._logged
+        if group is None or group is dist.group.WORLD:  # `LightningModule.all_gather` names it.
+            group = self._logged
         return tensor if group is None else all_gather(tensor, group, sync_grads)
 
     def reduce(

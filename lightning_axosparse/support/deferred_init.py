@@ -9,10 +9,9 @@ whatever code initialises the tensors, and whichever of them are made.
 
 from __future__ import annotations
 
-import gc
-import warnings
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -29,6 +28,7 @@ from lightning_axosparse.support.torch_internals import (
     mutated_arguments,
     name_of,
     storage_id,
+    subclasses_noted,
     swap_values,
     takes,
     tree_leaves,
@@ -125,12 +125,14 @@ class DeferredInit(TorchDispatchMode):
         self._storages: list[torch.UntypedStorage] = []
         self._log: list[_Operation] = []
         self._writers: defaultdict[int, list[int]] = defaultdict(list)
+        self._tensors: list[weakref.ref[Tensor]] = []
         self._disguise = _Disguise(self)
         self._disguised = ExitStack()
 
     def __enter__(self) -> DeferredInit:
         super().__enter__()  # type: ignore[no-untyped-call]
         self._disguised.enter_context(self._disguise)
+        self._disguised.enter_context(subclasses_noted(self.keep_track))
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -163,17 +165,31 @@ class DeferredInit(TorchDispatchMode):
             RuntimeError: if a tensor has a gradient hook, which would be lost.
         """
         left_out = {id(tensor) for tensor in unwanted}
-        found = [tensor for tensor in _all_tensors() if id(tensor) not in left_out]
-        wanted = [tensor for tensor in found if self.device_of(tensor) is not None]
+        found = {id(tensor): tensor for tensor in self._existing() if id(tensor) not in left_out}
+        wanted = [tensor for tensor in found.values() if self.device_of(tensor) is not None]
         places = [_Place.of(tensor) for tensor in wanted]
         storages = self._replay({place.storage for place in places})
         for tensor, place in zip(wanted, places, strict=True):
             _give_values(tensor, place.view(storages[place.storage]))
 
+    def keep_track(self, tensor: Any) -> None:
+        """Note a tensor that there is from now on, for as long as it is."""
+        if isinstance(tensor, Tensor):
+            self._tensors.append(weakref.ref(tensor))
+
+    def _existing(self) -> Iterator[Tensor]:
+        """The tensors made in the context that code still holds; some of them several times."""
+        return (tensor for each in self._tensors if (tensor := each()) is not None)
+
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        result = self._dispatched(operator, args, kwargs or {})
+        for leaf in tree_leaves(result):
+            self.keep_track(leaf)
+        return result
+
+    def _dispatched(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         devices = [device for device in map(self.device_of, tensors) if device is not None]
         to_meta = takes(operator, "device") and _is_meta(kwargs.get("device"))
@@ -360,9 +376,11 @@ class _Disguise(TorchFunctionMode):
             args = (args[0], _as_index(args[1]), *(_as_value(v, args[0]) for v in args[2:]))
         self.asked_for_meta = any(map(_is_meta, (*args, *kwargs.values())))
         try:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
         finally:
             self.asked_for_meta = False
+        self._deferred.keep_track(result)  # `tensor.data` calls no operator.
+        return result
 
 
 _ASKS_DEVICE: dict[Any, Callable[[torch.device], Any]] = {
@@ -422,12 +440,6 @@ def _generator(args: Any, kwargs: Any, device: torch.device) -> torch.Generator:
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]
     return torch.default_generator
-
-
-def _all_tensors() -> list[Tensor]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Some objects warn when their type is asked for.
-        return [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
 
 
 def _is_place(value: Any) -> bool:

@@ -17,6 +17,8 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
+from lightning_axosparse.support.patched import patched
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -224,6 +226,23 @@ def onednn_product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> T
     run = torch.ops.mkldnn._linear_pointwise.default
     product: Tensor = run(left, right.t(), bias, "none", [], "")
     return product
+
+
+@contextmanager
+def subclasses_noted(note: Callable[[Tensor], None]) -> Iterator[None]:
+    """Call ``note`` with each parameter, or tensor of another subclass, made inside the context.
+
+    They are made of tensors without any operator that a ``TorchDispatchMode`` could observe.
+    """
+    make = torch.Tensor._make_subclass
+
+    def noted(*args: Any, **kwargs: Any) -> Tensor:
+        made: Tensor = make(*args, **kwargs)
+        note(made)
+        return made
+
+    with patched(torch.Tensor, "_make_subclass", staticmethod(noted)):
+        yield
 
 
 def is_random(operator: Any) -> bool:

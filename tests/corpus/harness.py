@@ -216,6 +216,7 @@ def observe(which: Entry, strategy: Any = "auto", devices: int = 1) -> Observati
         **which.trainer,
     }
     options["callbacks"] = [*_made(options.get("callbacks", [])), _Recorder(seen)]
+    options["logger"] = _made(options["logger"] or [])
     make = which.loaders or type(module).loader
     loaders = [make(1)]
     if _overrides(module, "validation_step"):
@@ -230,6 +231,9 @@ def observe(which: Entry, strategy: Any = "auto", devices: int = 1) -> Observati
             with strategy.summon_full_params(rank0_only=False) if whole else nullcontext():
                 seen.weights = {k: v.detach().clone() for k, v in module.state_dict().items()}
             seen.attributes = _attributes(module)
+            if _overrides(module, "predict_step"):
+                predicted = run.predict(module, make(3))
+                seen.attributes.update(_leaves("predict_step", predicted))
         except Exception as error:
             if strategy == "auto":
                 raise
@@ -240,9 +244,9 @@ def observe(which: Entry, strategy: Any = "auto", devices: int = 1) -> Observati
     return seen
 
 
-def _made(callbacks: Any) -> list[Callback]:
-    """Callbacks of a Trainer, of which the entries name the classes."""
-    return [one() for one in callbacks]
+def _made(classes: Any) -> list[Any]:
+    """Callbacks and loggers of a Trainer, of which the entries name the classes."""
+    return [one() for one in classes]
 
 
 def _overrides(module: L.LightningModule, hook: str) -> bool:

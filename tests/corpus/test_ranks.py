@@ -24,10 +24,21 @@ from tests.ranks import run_ranks
 PATIENCE = 20.0
 """Seconds for which a rank that has refused a step waits for the other to do so, too."""
 
+OF_RANKS = (
+    "LogsOnTheFirstRank",
+    "WritesToTheLoggerItself",
+    "divides_by_the_world",
+    "gathers_from_all_ranks",
+    "scales_the_batch_in_place",
+    "takes_the_labels_out_of_the_batch",
+)
+"""Steps that could be right by loopback alone."""
+
 TENTH = {
     name: which
     for package in ("hostile", "ordinary")
-    for name, which in list(entries(package).items())[4::10]
+    for number, (name, which) in enumerate(entries(package).items())
+    if number % 10 == 4 or name in OF_RANKS
 }
 
 

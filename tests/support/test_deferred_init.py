@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -184,6 +187,33 @@ def test_a_view_of_a_made_tensor_is_a_view_of_it_still() -> None:
     deferred.make_except([])
     whole.fill_(7)
     assert part.tolist() == [7, 7]
+
+
+def held_in_many_ways() -> Any:
+    """Tensors that no module has as a parameter or a buffer."""
+    layer, alias = nn.Linear(3, 2), nn.Linear(2, 2)
+    weights = torch.rand(3)
+    return {
+        "alias": alias.weight.data,
+        "closure": lambda: weights,
+        "partial": partial(nn.functional.cross_entropy, weight=torch.rand(4)),
+        "parameter": [nn.Parameter(torch.rand(2))],
+        "copies": (copy.copy(layer.weight), copy.deepcopy(layer)),
+        "object": SimpleNamespace(table=torch.rand(2, 2).T[1]),
+        "detached": layer.weight.detach(),
+        "buffer": nn.Buffer(torch.rand(2)),
+        "layer": layer,
+    }
+
+
+@pytest.mark.parametrize("build", [layers, tensors, held_in_many_ways])
+def test_no_tensor_that_there_is_stays_without_values(build: Callable[[], Any]) -> None:
+    deferred = DeferredInit()
+    held, _ = made(build, deferred)
+    deferred.make_except([])
+    there = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    assert held
+    assert not [tuple(each.shape) for each in there if deferred.device_of(each) is not None]
 
 
 def test_code_sees_the_device_on_which_a_tensor_will_be() -> None:

@@ -282,7 +282,7 @@ def _ratio(gradients: Sequence[Tensor], others: Sequence[Tensor]) -> float:
 
 def _is_of_nothing(term: Term) -> bool:
     """Whether a term was computed from sums over no entries, as of padding."""
-    leaves = list(_leaves(term))
+    leaves = _leaves(term)
     kinds = {leaf.kind for leaf in leaves if not leaf.is_empty}
     return any(leaf.is_empty for leaf in leaves) and kinds.isdisjoint({"sum", "mean"})
 
@@ -368,21 +368,23 @@ def _weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor
     return torch.stack(terms).sum(0).to(dtype)
 
 
-def are_proportional(terms: Sequence[Term], sizes: Sequence[float]) -> list[bool]:
-    """Whether denominators are proportional to samples, for each mean in terms."""
-    counts = ([leaf.count for leaf in _leaves(term) if leaf.kind == "mean"] for term in terms)
-    return [
-        len({count / size for count, size in zip(column, sizes, strict=True)}) == 1
-        for column in zip(*counts, strict=False)
-    ]
+def columns(terms: Sequence[Term]) -> list[tuple[Leaf, ...]]:
+    """The numbers that terms were computed from, those in one place together."""
+    return list(zip(*map(_leaves, terms), strict=False))
 
 
-def _leaves(term: Any) -> Iterator[Leaf]:
+def are_proportional(numbers: Sequence[Leaf], sizes: Sequence[float]) -> bool:
+    """Whether the denominators of means are proportional to samples."""
+    return len({leaf.count / size for leaf, size in zip(numbers, sizes, strict=True)}) == 1
+
+
+def _leaves(term: Any) -> list[Leaf]:
     """The numbers that a term, or nested arguments of a call, was computed from."""
     if isinstance(term, Leaf):
-        yield term
-    elif isinstance(term, Call):
-        yield from _leaves((term.args, term.kwargs))
-    elif type(term) in (list, tuple, dict):
-        for each in term.values() if type(term) is dict else term:
-            yield from _leaves(each)
+        return [term]
+    found: list[Leaf] = []
+    parts = (term.args, term.kwargs) if isinstance(term, Call) else term
+    if type(parts) in (list, tuple, dict):
+        for each in parts.values() if type(parts) is dict else parts:
+            found += _leaves(each)
+    return found

@@ -97,9 +97,10 @@ class ReductionTracker(PausableMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if self._is_paused or Placeholder in types or torch.compiler.is_compiling():
+        is_passive = self._is_paused or Placeholder in types or torch.compiler.is_compiling()
+        if is_passive or _is_ours(sys._getframe(1)):
             return func(*args, **kwargs)
-        if func.__name__ != "__get__" and not _is_ours(sys._getframe(1)):
+        if func.__name__ != "__get__":
             self._program = hash((self._program, func))
         terms = None
         if self._terms:
@@ -260,9 +261,11 @@ class ReductionTracker(PausableMode):
         return (1 if is_second and self._samples > 1 else 0) in reduced
 
 
-def _is_ours(caller: FrameType) -> bool:
-    """Whether code of this package has called a function, which may do so now and then."""
-    return str(caller.f_globals.get("__name__")).startswith(_PACKAGE)
+def _is_ours(caller: FrameType | None) -> bool:
+    """Whether code of this package has called a function, besides other modes that hand it on."""
+    while caller is not None and caller.f_code.co_name == "__torch_function__":
+        caller = caller.f_back
+    return caller is not None and str(caller.f_globals.get("__name__")).startswith(_PACKAGE)
 
 
 def at_least_one(count: float) -> float:

@@ -125,30 +125,50 @@ def weight_averages(trainer: pl.Trainer) -> list[nn.Module]:
 
 
 class _SilentLogger(DummyLogger):
-    """Takes everything and writes nothing; its folder is that of another logger."""
+    """Takes everything and writes nothing; its folder is that of another logger.
 
-    def __init__(self, logger: Logger) -> None:
+    Args:
+        logger: the other one.
+        written: filled with what was asked of this one that another would have written.
+    """
+
+    def __init__(self, logger: Logger, written: set[str]) -> None:
         super().__init__()
         has_log_dir = isinstance(logger, (TensorBoardLogger, CSVLogger))  # as `Trainer.log_dir`
         self._folder = logger.log_dir if has_log_dir else logger.save_dir
+        self._written = written
 
     @property
     @override
     def save_dir(self) -> str | None:
         return self._folder
 
+    @property
+    @override
+    def experiment(self) -> Any:
+        self._written.add("experiment")
+        return super().experiment
+
+    @override
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        self._written.add("log_metrics")
+
 
 @contextmanager
-def loggers_silenced(trainer: pl.Trainer) -> Iterator[None]:
+def loggers_silenced(trainer: pl.Trainer) -> Iterator[set[str]]:
     """Let ``self.logger`` take everything and write nothing inside the context.
 
     ``trainer.log_dir``, which a step may ask for, is what this rank has, without a broadcast: where
     the step fails on one stage, the next one would not take part in it.
+
+    Yields:
+        Filled with the attributes of loggers that code in the context has written with.
     """
-    silent = [_SilentLogger(logger) for logger in trainer.loggers]
+    written: set[str] = set()
+    silent = [_SilentLogger(logger, written) for logger in trainer.loggers]
     own = patched(trainer.strategy, "broadcast", lambda value, src=0: value)
     with patched(trainer, "_loggers", silent), own:
-        yield
+        yield written
 
 
 @contextmanager

@@ -78,10 +78,16 @@ def overrides(owner: object | None, *hooks: str) -> bool:
     return any(is_overridden(hook, owner) for hook in hooks)
 
 
-def checkpoint_hooks(trainer: Trainer, hook: str) -> bool:
+def has_hook(trainer: Trainer, hook: str) -> bool:
     """Whether the user has written this hook, in the module or in a callback."""
     users = [each for each in callbacks_of(trainer) if not type(each).__module__.startswith(_KNOWN)]
     return any(overrides(each, hook) for each in (trainer.lightning_module, *users))
+
+
+def outputs_are_read(trainer: Trainer, step: str) -> bool:
+    """Whether anybody is given what a step of this name returns besides the loss."""
+    loop = {"training_step": "train"}.get(step, step.removesuffix("_step"))
+    return trainer.predicting or has_hook(trainer, f"on_{loop}_batch_end")
 
 
 def move_module(module: LightningModule, device: torch.device) -> None:

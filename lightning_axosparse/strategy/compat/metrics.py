@@ -150,6 +150,19 @@ class PipelinedMetrics:
         finally:
             self._local = False
 
+    def updated_value(self, metric: Metric) -> Any:
+        """What a metric is on this rank alone; None where it needs more updates for a value."""
+        copy = deepcopy(metric, _detached(metric))
+        for part in _parts(copy):
+            part._to_sync = False
+        self._local = True
+        try:
+            return copy.compute()
+        except (ArithmeticError, LookupError, RuntimeError, ValueError):
+            return None
+        finally:
+            self._local = False
+
     @contextmanager
     def states_shared(self, collect: Callable[[Any], list[Any]]) -> Iterator[None]:
         """Give every rank the last stage's states, with their update counts, inside the context.

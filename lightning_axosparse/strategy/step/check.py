@@ -7,15 +7,14 @@ what does not combine is said with both numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.pipeline.backward.parameter_gradients import GradientHooks
@@ -26,6 +25,8 @@ from lightning_axosparse.pipeline.stage_step import Batch
 from lightning_axosparse.pipeline.state.batch_state import Changing
 from lightning_axosparse.pipeline.state.check import StageChanges, StateCheck, agree
 from lightning_axosparse.strategy.compat.callbacks import loggers_silenced
+from lightning_axosparse.strategy.compat.internals import outputs_are_read
+from lightning_axosparse.strategy.compat.logging import LoggedValue
 from lightning_axosparse.strategy.step.comparison import Comparison, Finding, Seen, StepRules
 from lightning_axosparse.strategy.step.open_pipeline import OpenPipeline
 from lightning_axosparse.support.messages import rank_zero_info, rank_zero_warn
@@ -33,12 +34,17 @@ from lightning_axosparse.support.troubleshooting import see
 
 
 @contextmanager
-def without_trace(run: OpenPipeline) -> Iterator[None]:
-    """Let steps inside the context change no metrics, write to no logger and call no hooks."""
+def without_trace(run: OpenPipeline) -> Iterator[set[str]]:
+    """Let steps inside the context change no metrics, write to no logger and call no hooks.
+
+    Yields:
+        Filled with the attributes of loggers that the steps have written with.
+    """
     module, held = run.stage_module.module, run.stage_module.sharding.held()
     hooks = GradientHooks(held.values())
-    with run.metrics.kept(), loggers_silenced(module.trainer), hooks.set_aside():
-        yield
+    silenced = loggers_silenced(module.trainer)
+    with run.metrics.kept(), silenced as written, hooks.set_aside():
+        yield written
 
 
 class StepCheck:
@@ -94,12 +100,18 @@ class StepCheck:
         rules, findings, changing = StepRules(), list[Finding](), list[Changing]()
         parts, name = self._parts, self._step.step.__name__
         reason: str | None
-        with without_trace(self._run):
+        with without_trace(self._run) as written:
             if self._fits(free):
                 whole, cut = self._dry_run(self._whole_batch), self._dry_run(parts)
                 reason = self._incomparable(whole, cut)
                 comparison = Comparison(
-                    name, parts, self._tolerance, loss_rule, self._stage_module.last_stage, used
+                    name,
+                    parts,
+                    self._tolerance,
+                    loss_rule,
+                    self._stage_module.last_stage,
+                    used,
+                    outputs_are_read(self._stage_module.module.trainer, name),
                 )
                 is_last = self._stage_module.runs_last_stage
                 if reason is None and is_last:
@@ -125,6 +137,7 @@ class StepCheck:
                     f"{self._rehearsal.samples} samples at once would not fit into memory, as "
                     f"{parts[0].size} take what was measured"
                 )
+        findings += self._unread(written)
         everyone = self._gather((reason, findings))
         reason = next((theirs for theirs, _ in everyone if theirs is not None), None)
         if reason is None:
@@ -137,11 +150,26 @@ class StepCheck:
     def changes(self) -> StepRules:
         """Find what the step changes on the module, where a batch is not divided."""
         self._rehearsal.differentiates = False
-        with without_trace(self._run):
+        with without_trace(self._run) as written:
             seen = self._dry_run(self._parts)
             changing, advice, _ = self._changing(self._parts, seen, seen)
-        self._tell([Finding("warning", text) for text in advice])
+        findings = [Finding("warning", text) for text in advice] + self._unread(written)
+        self._tell([each for of_rank in self._gather(findings) for each in of_rank])
         return StepRules(state=changing)
+
+    def _unread(self, written: set[str]) -> list[Finding]:
+        """What to say of a step that writes to loggers itself."""
+        return [
+            Finding(
+                "warning",
+                f"{self._step.step.__name__} calls `self.logger.{name}`, which on one process it "
+                f"does once for a batch, and here for each of its {len(self._parts)} micro-batches "
+                "with the micro-batch's value; and behind the layers on the rank of the last stage "
+                "alone, where loggers write nothing. Use `self.log`, or write in a hook such as "
+                "`on_train_batch_end`, from what the step returns." + see("logging"),
+            )
+            for name in sorted(written)
+        ]
 
     def _fits(self, free: Callable[[], int]) -> bool:
         """Whether the whole batch fits into memory, as far as its first micro-batch shows."""
@@ -155,16 +183,25 @@ class StepCheck:
         return all(self._gather(fits))
 
     def _dry_run(self, parts: Sequence[MicroBatch]) -> Seen:
-        """Run the step on copies of micro-batches, as it may change them."""
+        """Run the step without a trace; metrics begin empty."""
         run = self._run
-        copies = [part._replace(batch=_copied(part.batch)) for part in parts]
-        with run.metrics.batch(len(parts)):
-            step = replace(self._step, microbatches=copies)
-            stages = run.pipeline.dry_run(step, self._rehearsal)
-        calls = run.log.calls()
-        values = [logged.value for logged in run.log.combine(run.metrics.batch_value)]
+        with run.metrics.kept():
+            run.metrics.reset()
+            with run.metrics.batch(len(parts)):
+                step = replace(self._step, microbatches=parts, is_shared=True)
+                stages = run.pipeline.dry_run(step, self._rehearsal)
+            calls = run.log.calls()
+            values = run.log.combine(run.metrics.batch_value)
+            seen = {key: self._value(each) for key, each in zip(calls, values, strict=True)}
         run.forget_batch()
-        return Seen(stages, calls, dict(zip(calls, values, strict=True)))
+        return Seen(stages, calls, seen)
+
+    def _value(self, logged: LoggedValue) -> Any:
+        """The batch's value; of a metric that was only updated what it would be afterwards."""
+        if logged.value is not None or logged.metric is None:
+            return logged.value
+        metric = self._stage_module.module.get_submodule(logged.metric)
+        return self._run.metrics.updated_value(cast(Metric, metric))
 
     def _incomparable(self, whole: Seen, cut: Seen) -> str | None:
         """Why the two runs cannot be compared, as far as this rank knows."""
@@ -214,9 +251,11 @@ class StepCheck:
             rehearsal.differentiates = False
             runs = self._dry_run(batch), self._dry_run(self._parts)
             rehearsal.begins = {}
-            failed = next(filter(None, gather(_failure(*runs))), None)
-            if failed:
-                return [], [], f"on the state that it leaves it raised {failed}"
+            of_batch, of_parts = (next(filter(None, gather(_failure(run))), None) for run in runs)
+            if of_parts and not of_batch:
+                raise MisconfigurationException(_torn(self._step.step.__name__, first, of_parts))
+            if of_batch:
+                return [], [], f"on the state that it leaves it raised {of_batch}"
             self._again, again = runs, _state_changes(*runs)
         trainer, total = stage_module.module.trainer, sum(part.weight for part in self._parts)
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
@@ -234,9 +273,10 @@ class StepCheck:
         for finding in findings:
             if finding.kind == "error":
                 raise MisconfigurationException(finding.text)
-            if finding.text in self._told:
+            about = finding.about or finding.text
+            if about in self._told:
                 continue
-            self._told.add(finding.text)
+            self._told.add(about)
             (rank_zero_warn if finding.kind == "warning" else rank_zero_info)(finding.text)
 
 
@@ -246,15 +286,19 @@ def _failure(*runs: Seen) -> str | None:
     return next(filter(None, failures), None)
 
 
+def _torn(name: str, changes: Mapping[int, StageChanges], failure: str) -> str:
+    """What to say of state that whole batches can go on with, and micro-batches cannot."""
+    places = {str(place) for each in changes.values() for place in each.places}
+    return (
+        f"On what {name} leaves on the module ({', '.join(sorted(places)) or 'elsewhere'}) a whole "
+        f"batch runs, and a micro-batch raises {failure}. If it has an entry for each sample, as "
+        "the state of a recurrent network has, it cannot be handed on from batch to batch in "
+        "micro-batches: use AxoSparseStrategy(microbatches=1)." + see("steps")
+    )
+
+
 def _state_changes(whole: Seen, cut: Seen) -> dict[int, StageChanges]:
     return {
         stage: StageChanges(of_batch.changes[0], cut.stages[stage].changes, of_batch.written[0])
         for stage, of_batch in whole.stages.items()
     }
-
-
-def _copied(batch: Any) -> Any:
-    # A step may have asked for the gradient of what it was given.
-    return apply_to_collection(
-        batch, Tensor, lambda each: each.detach().clone().requires_grad_(each.requires_grad)
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -9,17 +10,22 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_axosparse.pipeline.batch_layout import children, is_array
 from lightning_axosparse.pipeline.dry_run import DryRun
 from lightning_axosparse.pipeline.loss.combination import (
+    Leaf,
     Rule,
     Term,
     are_proportional,
+    columns,
     combine,
     found_rules,
 )
+from lightning_axosparse.pipeline.loss.outputs import merge
 from lightning_axosparse.pipeline.loss.weights import LossRule, LossWeights
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.state.batch_state import Changing
+from lightning_axosparse.pipeline.state.values import same
 from lightning_axosparse.strategy.compat.logging import (
     LogCall,
     LogKey,
@@ -27,6 +33,15 @@ from lightning_axosparse.strategy.compat.logging import (
     weight_of,
 )
 from lightning_axosparse.support.troubleshooting import see
+
+_MOST_COMPARISONS = 8
+"""Batches of a loader that are compared, where a step computes its values in ever new ways."""
+
+_ENOUGH_TO_FIT = 4
+"""Batches whose numbers a rule has to fit of which nothing else is known."""
+
+_LOSS = "loss", 0
+"""Stands among the names that are logged."""
 
 
 class StepRules(NamedTuple):
@@ -36,43 +51,80 @@ class StepRules(NamedTuple):
         loss: how the losses do.
         logged: how the values under each logged name do.
         state: how what the step changes on the module does; the same on all ranks.
+        fitted: the names whose rules follow from the numbers of a batch alone.
     """
 
     loss: Rule | None = None
     logged: Mapping[LogKey, Rule | None] = {}
     state: Sequence[Changing] = ()
+    fitted: Collection[LogKey] = ()
 
     def besides(self, earlier: StepRules) -> StepRules:
         """These rules, and those of an earlier batch for what this one did not log or change."""
         places = {each.place for each in self.state}
         state = [each for each in earlier.state if each.place not in places]
         logged = {**earlier.logged, **self.logged}
-        return self._replace(logged=logged, state=[*state, *self.state])
+        fitted = {*earlier.fitted, *self.fitted}
+        return self._replace(logged=logged, state=[*state, *self.state], fitted=fitted)
 
 
-def signature_of(
-    programs: Collection[int],
-    losses: Sequence[Term],
-    calls: Mapping[LogKey, Sequence[LogCall]],
-    parts: Sequence[MicroBatch],
-) -> Any:
-    """What of a step may make a difference to how its values combine.
+@dataclass
+class Compared:
+    """What those batches of a loader have shown of which the step was compared."""
 
-    Batches of one signature combine alike: the step has called the same functions, and taken means
-    whose denominators are proportional to samples in both batches or in neither.
+    _batches: int = 0
+    _signatures: list[Any] = field(default_factory=list)
+    _varied: set[tuple[Any, int]] = field(default_factory=set)
 
-    Args:
-        programs: which functions it has called for each micro-batch.
-        losses: the loss of each micro-batch; none in evaluation.
-        calls: what it has logged.
-        parts: the micro-batches.
-    """
-    sizes = [float(part.size) for part in parts]
-    seen: dict[Any, Any] = {"loss": are_proportional(losses, sizes), "step": set(programs)}
-    for key, logged in calls.items():
-        terms = [call.term for call in logged if call.term is not None]
-        seen[key] = are_proportional(terms, sizes) if len(terms) == len(sizes) else len(terms)
-    return seen
+    def is_enough(
+        self,
+        programs: Collection[int],
+        losses: Sequence[Term],
+        calls: Mapping[LogKey, Sequence[LogCall]],
+        parts: Sequence[MicroBatch],
+        rules: StepRules,
+    ) -> bool:
+        """Whether it shows how the values of another batch combine; if not, compare this one.
+
+        Batches combine alike if the step has called the same functions, and taken means whose
+        denominators are proportional to samples in both or in neither. A number that was the same
+        in all micro-batches, such as a score of zero, has shown nothing. Nor does a rule that fits
+        the numbers of one batch have to fit those of others.
+
+        Args:
+            programs: which functions the step has called for each micro-batch.
+            losses: the loss of each micro-batch; none in evaluation.
+            calls: what it has logged.
+            parts: the micro-batches.
+            rules: how the values were combined.
+        """
+        if self._batches == _MOST_COMPARISONS:
+            return True
+        terms = {key: [call.term for call in logged if call.term] for key, logged in calls.items()}
+        terms[_LOSS] = list(losses)
+        sizes = [float(part.size) for part in parts]
+        signature: dict[LogKey | None, Any] = {None: set(programs)}
+        varied = set()
+        for key, each in terms.items():
+            numbers = columns(each)
+            signature[key] = len(each)
+            if len(each) == len(sizes):
+                means = (column for column in numbers if column[0].kind == "mean")
+                signature[key] = [are_proportional(column, sizes) for column in means]
+            varied |= {(key, place) for place, column in enumerate(numbers) if _vary(column)}
+        is_known = signature in self._signatures and varied <= self._varied
+        if is_known and not (rules.fitted and self._batches < _ENOUGH_TO_FIT):
+            return True
+        self._signatures.append(signature)
+        self._varied |= varied
+        self._batches += 1
+        return self._batches == 1  # It was compared before it was used.
+
+
+def _vary(numbers: Sequence[Leaf]) -> bool:
+    """Whether numbers of samples are not the same in all micro-batches."""
+    first, *others = numbers
+    return first.kind != "same" and not all(same(first.value, each.value) for each in others)
 
 
 class Finding(NamedTuple):
@@ -83,11 +135,13 @@ class Finding(NamedTuple):
             not be compared.
         text: in words.
         of_gradient: whether a loss is equal, and its gradient is not.
+        about: the value that it is about, which is named once; by default the text.
     """
 
     kind: Literal["error", "warning", "info"]
     text: str
     of_gradient: bool = False
+    about: str = ""
 
 
 class Seen(NamedTuple):
@@ -115,6 +169,7 @@ class Comparison:
         loss_rule: how the user wants losses to combine.
         stage: the last stage.
         used: how the batch was trained before; None if it was not.
+        outputs_are_read: whether anybody gets what the step returns besides the loss.
     """
 
     name: str
@@ -123,19 +178,23 @@ class Comparison:
     loss_rule: LossRule
     stage: int
     used: StepRules | None
+    outputs_are_read: bool = False
     findings: list[Finding] = field(default_factory=list)
 
     def compare(self, whole: Seen, cut: Seen) -> tuple[StepRules, list[Finding]]:
         """Return how values combine, and what does not combine."""
         self.findings = []
-        loss, logged = self._compare_losses(whole, cut), {}
+        loss, logged, fitted = self._compare_losses(whole, cut), {}, set()
         for key, (call, *_) in whole.calls.items():
             calls = cut.calls.get(key, [])
             if call.term is None or call.origin is not None or not calls:
                 self._compare_values(key[0], whole.values[key], cut.values.get(key))
             else:
-                logged[key] = self._compare_logged(key[0], call, calls)
-        return StepRules(loss, logged), self.findings
+                logged[key], is_fitted = self._compare_logged(key, call, calls)
+                fitted |= {key} if is_fitted else set()
+        if self.outputs_are_read:
+            self._compare_outputs(whole.stages[self.stage], cut.stages[self.stage])
+        return StepRules(loss, logged, fitted=fitted), self.findings
 
     def is_equal(self, whole: Seen, cut: Seen) -> bool:
         """Whether the losses make up the batch's, and so do their gradients."""
@@ -214,17 +273,22 @@ class Comparison:
         is_equal = is_equal_loss and difference <= 10 * self.tolerance
         return _WeightedLoss(rule, loss, difference, is_equal_loss, is_equal)
 
-    def _compare_logged(self, name: str, whole: LogCall, calls: Sequence[LogCall]) -> Rule | None:
-        """How the values under a name combine."""
+    def _compare_logged(
+        self, key: LogKey, whole: LogCall, calls: Sequence[LogCall]
+    ) -> tuple[Rule | None, bool]:
+        """How the values under a name combine, and whether only their numbers show it."""
         terms = [call.term for call in calls if call.term is not None]
         sizes = [weight_of(call) for call in calls]
         assert whole.term is not None
         if len(terms) == len(calls) == len(self.parts):
-            for rule in found_rules(whole.term, terms, sizes, self._is_batch):
+            rules: Iterable[Rule | None] = found_rules(whole.term, terms, sizes, self._is_batch)
+            if self.used is not None and key in self.used.fitted:
+                rules = [self.used.logged[key]]
+            for number, rule in enumerate(rules):
                 if self._is_batch(combine(terms, sizes, rule), whole.term, terms):
-                    return rule
-        self._compare_values(name, whole.value, combined_calls(calls, None))
-        return None
+                    return rule, number > 0
+        self._compare_values(key[0], whole.value, combined_calls(calls, None))
+        return None, False
 
     def _compare_values(self, name: str, theirs: Any, ours: Any) -> None:
         if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
@@ -241,6 +305,31 @@ class Comparison:
                     f"whole first batch, and {ours} for its {len(self.parts)} micro-batches. Log "
                     "means and sums, and tensors that torch computes from them; or a torchmetrics "
                     "object, which gets all samples." + see("logging"),
+                    about=f"{name} in {self.name}",
+                )
+            )
+
+    def _compare_outputs(self, whole: DryRun, cut: DryRun) -> None:
+        """Compare what the step has returned, merged as hooks and callers get it."""
+        weights, sizes = [part.weight for part in self.parts], [part.size for part in self.parts]
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # It is said where it is merged.
+                ours = merge(cut.outputs, weights, sizes)
+        except (RuntimeError, ValueError):  # which the run itself raises
+            return
+        for path, one, other in _pairs(merge(whole.outputs, [1.0]), ours, ""):
+            is_loss = bool(whole.losses) and path in ("", "['loss']")
+            if is_loss or (other is not None and _is_close(other, one, self.tolerance, ())):
+                continue
+            self.findings.append(
+                Finding(
+                    "warning",
+                    f"What {self.name} returns{path and f' under {path}'} is {_brief(one, other)} "
+                    f"for the whole first batch, and {_brief(other, one)} for its "
+                    f"{len(self.parts)} micro-batches: it is not computed for each sample alone. "
+                    "AxoSparseStrategy(microbatches=1) is exact." + see("steps"),
+                    about=f"output{path} of {self.name}",
                 )
             )
 
@@ -256,6 +345,29 @@ class _WeightedLoss(NamedTuple):
     gradient_difference: float
     is_equal_loss: bool
     is_equal: bool
+
+
+def _pairs(one: Any, other: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    """The numbers in what a step has returned, and those in their places in something else."""
+    if is_array(one) or isinstance(one, float):
+        yield path, one, other
+        return
+    entries, others = children(one), children(other)
+    for key, each in entries.items():
+        yield from _pairs(each, others.get(key), path + key.text)
+
+
+def _brief(value: Any, other: Any) -> str:
+    """A number, or of an array the entry that differs most from that of another one."""
+    if value is None:
+        return "nothing"
+    one = torch.as_tensor(value).double()
+    if not one.dim():
+        return f"{float(one):.6g}"
+    if other is None or one.shape != torch.as_tensor(other).shape:
+        return f"of shape {tuple(one.shape)}"
+    number = int((one - torch.as_tensor(other).double()).abs().argmax())
+    return f"{float(one.flatten()[number]):.6g} at its entry {number}"
 
 
 _ROUNDING = {torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 3e-2}

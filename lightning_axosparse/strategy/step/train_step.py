@@ -50,14 +50,11 @@ from lightning_axosparse.strategy.stage_module import StageModule
 from lightning_axosparse.strategy.step.batch_gradients import BatchGradients
 from lightning_axosparse.strategy.step.batch_splitting import BatchSplitter
 from lightning_axosparse.strategy.step.check import StepCheck, without_trace
-from lightning_axosparse.strategy.step.comparison import StepRules, signature_of
+from lightning_axosparse.strategy.step.comparison import Compared, StepRules
 from lightning_axosparse.strategy.step.open_pipeline import OpenPipeline
 from lightning_axosparse.strategy.step.stage_times import StageTimes
 from lightning_axosparse.strategy.step.whole_step import StepContext
 from lightning_axosparse.support.messages import rank_zero_warn
-
-_MOST_COMPARISONS = 8
-"""Batches of a loader that are compared, where a step computes its values in ever new ways."""
 
 
 class StepRunner:
@@ -95,7 +92,7 @@ class StepRunner:
         self._stashed = StashedGradients(trainer)
         self._compares = config.check_first_batch
         self._rules: dict[tuple[object, int], StepRules] = {}
-        self._signatures: dict[tuple[object, int], list[Any]] = {}
+        self._compared: dict[tuple[object, int], Compared] = {}
         self._late: set[Place] = set()
         self._waits = not steps_in_parts or gradients_are_seen(trainer)
         _agree_on_seed(stage_module)
@@ -258,13 +255,10 @@ class StepRunner:
         """Whether the step has computed its values in a way that was not compared yet."""
         if last is None or not self._compares or len(step.microbatches) < 2:
             return False
-        known = self._signatures.setdefault(self._loader_of(step), [])
-        run = self._open
-        seen = signature_of(run.tracker.programs, losses, run.log.calls(), step.microbatches)
-        if seen in known or len(known) == _MOST_COMPARISONS:
-            return False
-        known.append(seen)
-        return len(known) > 1  # The first batch was compared before it was used.
+        run, key = self._open, self._loader_of(step)
+        compared, programs = self._compared.setdefault(key, Compared()), run.tracker.programs
+        calls = run.log.calls()
+        return not compared.is_enough(programs, losses, calls, step.microbatches, self._rules[key])
 
     def _loader_of(self, step: Batch) -> tuple[object, int]:
         origin = source(self._trainer, step.args)
@@ -312,6 +306,7 @@ class StepRunner:
             log=run.log.microbatch,
             prints=run.prints.microbatch,
             weights_given=self._rule.weight is not None,
+            is_shared=len(run.stage_module.stages) > 1,
         )
         return self._with_crossing(step)
 

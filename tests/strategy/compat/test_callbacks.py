@@ -59,7 +59,7 @@ class AsksForTheFolder(BoringModel):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         SEEN.append(self.trainer.log_dir)
-        if self.fails_first and len(SEEN) == 1 and self.global_rank == 0:
+        if self.fails_first and len(SEEN) == 1 and self.trainer.strategy.grid.rank == 0:
             raise ValueError("only in the check of the first batch")
         return super().training_step(batch, batch_idx)
 

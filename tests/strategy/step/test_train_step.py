@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_axosparse
 from lightning_axosparse import AxoSparseStrategy
@@ -59,3 +63,39 @@ def test_a_batch_passes_five_calls_at_most(g_inter: int) -> None:
     assert module.calls.keys() == {"train", "validate", "predict"}
     for calls in module.calls.values():
         assert all(0 < len(names) <= 5 for names in calls), calls
+
+
+class Linears(L.LightningModule):
+    """Counts the functions of the package that each training step enters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        self.entered: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.mse_loss(self.layers(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.entered.append(0)
+        sys.setprofile(self.count)
+
+    def count(self, frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code  # A comprehension is no call of a function.
+        if event == "call" and code.co_filename.startswith(PACKAGE) and code.co_name[0] != "<":
+            self.entered[-1] += 1
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        sys.setprofile(None)
+
+
+def test_a_step_enters_few_functions() -> None:
+    module, x = Linears(), torch.randn(48, 8)
+    run = trainer(AxoSparseStrategy(2, microbatches=4, transport="loopback"), max_epochs=1)
+    run.fit(module, DataLoader(TensorDataset(x, x), 8))
+    assert 500 < max(module.entered[2:]) < 1800

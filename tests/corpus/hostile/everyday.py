@@ -1,0 +1,575 @@
+"""Steps as projects have them, whose result depends on more than the samples of a micro-batch."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_only
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from tests.corpus.harness import entry
+from tests.corpus.modules import (
+    CLASSES,
+    FEATURES,
+    OUTPUTS,
+    Binary,
+    Classification,
+    Embedding,
+    Regression,
+    Scalar,
+    Tagger,
+    numbers,
+)
+
+
+def two_loaders(first: int, second: int, mode: str = "min_size") -> Any:
+    def make(seed: int) -> Any:
+        data = Regression.dataset(seed), Regression.dataset(seed + 10)
+        sizes = first, second
+        loaders = {
+            name: DataLoader(one, batch_size=size)
+            for name, one, size in zip("ab", data, sizes, strict=True)
+        }
+        return CombinedLoader(loaders, mode)
+
+    return make
+
+
+@entry(Regression, loaders=two_loaders(8, 6))
+def two_loaders_of_other_sizes(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    (x, y), (other, _) = batch["a"], batch["b"]
+    return F.mse_loss(self(x), y) + 0.1 * other.pow(2).mean()
+
+
+@entry(Regression, loaders=two_loaders(4, 12))
+def labelled_and_unlabelled_together(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    (x, y), (other, _) = batch["a"], batch["b"]
+    out = self(torch.cat([x, other]))
+    labelled, unlabelled = out[: len(x)], out[len(x) :]
+    return F.mse_loss(labelled, y) + 0.1 * unlabelled.abs().mean()
+
+
+@entry(Regression, loaders=two_loaders(8, 8))
+def two_loaders_aligned_by_means(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    """Domain adaptation."""
+    (x, y), (other, _) = batch["a"], batch["b"]
+    out = self(torch.cat([x, other]))
+    source, target = out.split([len(x), len(other)])
+    gap = (source.mean(0) - target.mean(0)).pow(2).sum()
+    return F.mse_loss(source, y) + gap
+
+
+class TwoValidations(Regression):
+    """Validates on two loaders."""
+
+    @classmethod
+    def loader(cls, seed: int) -> Any:
+        loaders = [super().loader(seed), DataLoader(cls.dataset(seed + 20), batch_size=6)]
+        return loaders[0] if seed == 1 else loaders
+
+
+@entry(TwoValidations, hook="validation_step")
+def second_validation_loader_differs(
+    self: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+) -> None:
+    x, y = batch
+    out = self(x)
+    self.log("val_loss", F.mse_loss(out, y))
+    if dataloader_idx == 1:
+        self.log("val_spread", out.std(), add_dataloader_idx=False)
+
+
+@entry(Classification, hook="validation_step")
+def logs_accuracy_of_each_class(self: Any, batch: Any, batch_idx: int) -> None:
+    """Some micro-batches have no sample of a class, and log nothing under its name."""
+    x, y = batch
+    guess = self(x).argmax(-1)
+    for label in y.unique().tolist():
+        self.log(f"val_acc_{label}", (guess[y == label] == label).float().mean())
+
+
+@entry(Classification)
+def logs_the_loss_of_each_class(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    x, y = batch
+    losses = F.cross_entropy(self(x), y, reduction="none")
+    for label in range(CLASSES):
+        if (y == label).any():
+            self.log(f"loss_{label}", losses[y == label].mean())
+    return losses.mean()
+
+
+def f1(guess: np.ndarray, truth: np.ndarray) -> float:
+    """As scikit-learn computes it, of numpy arrays."""
+    hits = float(((guess == 1) & (truth == 1)).sum())
+    return 2 * hits / max(float((guess == 1).sum() + (truth == 1).sum()), 1.0)
+
+
+@entry(trainer={"num_sanity_val_steps": 1, "max_epochs": 3})
+class F1ThatIsZeroAtFirst(Binary):
+    """The untrained network says no to all, so that nothing shows how the values combine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.constant_(self.model[4].bias, -1.0)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        guess = (self(x) > 0).numpy()
+        self.log("val_f1", f1(guess, y.numpy()))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), 0.1)
+
+
+@entry(Embedding, trainer={"max_epochs": 4})
+def variance_hinge_that_wakes_later(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    """It is zero at first, as the spread of the outputs is large."""
+    z = 60 * self(x)
+    return 1e-3 * z.pow(2).mean() + F.relu(0.5 - z.var(dim=0)).mean()
+
+
+class Sorted(Binary):
+    """Each two samples are of one class in the last batch, and few are before."""
+
+    @classmethod
+    def dataset(cls, seed: int) -> Any:
+        x = torch.randn(24, FEATURES, generator=numbers(seed))
+        mixed, apart = [0, 1] * 3 + [1, 1], [0, 0, 1, 1] * 2
+        return TensorDataset(x, torch.tensor(2 * mixed + apart).float())
+
+
+@entry(Sorted)
+def logs_how_many_classes_there_are(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    """The largest number of a micro-batch, in the first batches."""
+    x, y = batch
+    self.log("classes", float(len(y.unique())))
+    return F.binary_cross_entropy_with_logits(self(x), y)
+
+
+@entry(Scalar, equal=True)
+def logs_the_largest_of_an_epoch(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    x, y = batch
+    error = (self(x) - y).abs()
+    self.log("worst", error.max(), on_step=False, on_epoch=True, reduce_fx="max")
+    return error.mean()
+
+
+@entry()
+class AnnealsAHyperparameter(Regression):
+    def __init__(self, beta: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        self.hparams.beta = min(1.0, self.hparams.beta + 0.2)
+        out = self(x)
+        return F.mse_loss(out, y) + self.hparams.beta * out.pow(2).mean()
+
+
+@entry()
+class CountsOnTheClass(Regression):
+    """The counter belongs to the class, not to the object."""
+
+    steps = 0
+
+    def on_fit_start(self) -> None:
+        type(self).steps = 0
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        type(self).steps += 1
+        return F.mse_loss(self(x), y)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("steps", float(self.steps))
+
+
+@entry()
+class MemoryBankByIndex(Embedding):
+    """Instance discrimination: each sample has a row, which the loss of others reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bank", torch.zeros(24, 5))
+
+    @classmethod
+    def dataset(cls, seed: int) -> Any:
+        x, y = Embedding.dataset(seed).tensors
+        return TensorDataset(x, y, torch.arange(len(x)))
+
+    def loss(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
+        z = self(x)
+        with torch.no_grad():
+            self.bank[index] = F.normalize(z.detach(), dim=-1)
+        return F.cross_entropy(z, y) + (z @ self.bank.clone().T).logsumexp(1).mean()
+
+
+@entry()
+class LossesByIdentifier(Regression):
+    """Data maps: the losses of each sample by its number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: dict[int, list[float]] = {}
+
+    @classmethod
+    def dataset(cls, seed: int) -> Any:
+        x, y = Regression.dataset(seed).tensors
+        return TensorDataset(x, y, torch.arange(len(x)))
+
+    def loss(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
+        losses = (self(x) - y).pow(2).mean(-1)
+        for number, loss in zip(index.tolist(), losses.tolist(), strict=True):
+            self.history.setdefault(number, []).append(loss)
+        return losses.mean()
+
+
+@entry(Regression, equal=True)
+def scales_the_batch_in_place(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    x.mul_(0.5)
+    return F.mse_loss(self(x), y)
+
+
+@entry(Tagger, equal=True)
+def takes_the_labels_out_of_the_batch(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    labels = batch.pop("labels")
+    return F.cross_entropy(self(batch["words"]).mT, labels)
+
+
+@entry(Classification)
+def catches_errors(self: Any, batch: Any, batch_idx: int) -> Any:
+    """Skips a batch that does not fit into memory."""
+    x, y = batch
+    try:
+        loss = F.cross_entropy(self(x), y)
+    except Exception:
+        return None
+    return loss
+
+
+@entry()
+class CountsInFinally(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        try:
+            return F.mse_loss(self(x), y) / (1 + self.calls)
+        finally:
+            self.calls += 1
+
+
+@entry(Classification)
+def predicts_before_it_trains(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Pseudo-labels: two passes through the layers."""
+    with torch.no_grad():
+        guess = self(x).argmax(-1)
+    return F.cross_entropy(self(x + 0.1), guess)
+
+
+@entry(Classification)
+def consistency_of_two_passes(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    one, two = self(x), self(x + 0.01)
+    kl = F.kl_div(one.log_softmax(-1), two.softmax(-1), reduction="batchmean")
+    return F.cross_entropy(one, y) + kl
+
+
+@entry()
+class HiddenStateOfEachSample(Regression):
+    """A recurrent network whose state goes on in the next batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: Tensor | None = None
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self(x)
+        if self.state is not None:
+            out = out + 0.5 * self.state
+        self.state = out.detach()
+        return F.mse_loss(out, y)
+
+
+@entry(equal=True, random=True)
+class NoiseOfItsOwnGenerator(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        noise = torch.randn(x.shape, generator=self.generator)
+        return F.mse_loss(self(x + 0.1 * noise), y)
+
+
+@entry()
+class NumpyGeneratorOfItsOwn(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = np.random.default_rng(3)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self(x), y) * float(self.random.uniform(0.5, 1))
+
+
+@entry()
+class PythonGeneratorOfItsOwn(Regression):
+    """Draws once a batch, and logs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = random.Random(3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.drawn = self.random.random()
+        return self.loss(*batch)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log("drawn", self.drawn)
+
+
+@entry()
+class WeighsByAMetric(Classification):
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        logits = self(x)
+        return F.cross_entropy(logits, y) * (1 + self.accuracy(logits, y))
+
+
+@entry()
+class MeanOfLossesUnderAMetric(Tagger):
+    """A mean of the means of batches, which have other numbers of words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.average.update(loss.detach())
+        self.log("average", self.average, on_step=False, on_epoch=True)
+        return loss
+
+
+@entry()
+class ManualOptimization(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = self.loss(*batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+@entry()
+class SharpnessAware(Regression):
+    """SAM: two gradients a batch."""
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        optimizer_closure()
+        held = [p for p in self.parameters() if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in held]).norm()
+        moves = [0.05 * p.grad / (norm + 1e-12) for p in held]
+        with torch.no_grad():
+            for p, move in zip(held, moves, strict=True):
+                p.add_(move)
+        optimizer_closure()
+        with torch.no_grad():
+            for p, move in zip(held, moves, strict=True):
+                p.sub_(move)
+        optimizer.step()
+
+
+@entry()
+class LimitedMemory(Regression):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), 0.1, max_iter=3)
+
+
+class Kept(CSVLogger):
+    """Keeps what it is given in memory."""
+
+    def __init__(self) -> None:
+        super().__init__("nowhere")
+        self.rows: list[dict[str, float]] = []
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.rows.append(dict(metrics))
+
+    def save(self) -> None:
+        pass
+
+
+@entry(trainer={"logger": [Kept]})
+class WritesToTheLoggerItself(Regression):
+    """Of what its loggers were given it keeps a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_metrics: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(*batch)
+        for logger in self.loggers:
+            logger.log_metrics({"own": loss.item()}, step=self.global_step)
+        return loss
+
+    def on_train_end(self) -> None:
+        self.log_metrics = [row["own"] for row in self.loggers[0].rows if "own" in row]
+
+
+@entry(Regression, trainer={"precision": "bf16-mixed"})
+def standardizes_in_half_precision(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    out = self(x)
+    return F.mse_loss((out - out.mean(0)) / (out.std(0) + 1e-3), y)
+
+
+@entry(Scalar, trainer={"accumulate_grad_batches": 2})
+def accumulates_a_correlation(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    p = self(x)
+    return 1 - torch.corrcoef(torch.stack([p, y]))[0, 1]
+
+
+@entry()
+class CountsBatchesAmongAccumulated(Regression):
+    """Counts steps of the optimizer by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        self.seen += 1
+        return F.mse_loss(self(x), y) * (0.5 if self.seen % 2 else 1.0)
+
+
+def uneven(module: Any) -> Any:
+    """Batches of eight, and a last one of five."""
+
+    def make(seed: int) -> DataLoader:
+        tensors = [each[:21] for each in module.dataset(seed).tensors]
+        return DataLoader(TensorDataset(*tensors), batch_size=8)
+
+    return make
+
+
+@entry(Embedding, loaders=uneven(Embedding))
+def pairs_that_a_last_batch_tears(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Two views of a sample follow each other; the last batch has an odd number of rows."""
+    z = self(x)
+    pairs = len(z) // 2
+    return (z[: 2 * pairs : 2] - z[1 : 2 * pairs : 2]).pow(2).mean()
+
+
+@entry(Regression, loaders=uneven(Regression), equal=True)
+def logs_over_an_uneven_epoch(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    x, y = batch
+    loss = F.mse_loss(self(x), y)
+    self.log("epoch", loss, on_step=False, on_epoch=True)
+    self.log("epoch_rmse", loss.sqrt(), on_step=False, on_epoch=True)
+    return loss
+
+
+@entry(equal=True)
+class LogsOnTheFirstRank(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(*batch)
+        if self.trainer.is_global_zero:
+            self.log("first_rank", 2 * loss, rank_zero_only=True)
+        return loss
+
+
+@entry(equal=True)
+class LogsForTheFirstRankOnly(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(*batch)
+        self.log("only", 2 * loss, rank_zero_only=True)
+        return loss
+
+
+@entry(Embedding)
+def gathers_from_all_ranks(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Contrastive losses do so for more negatives; alone it gathers nothing."""
+    z = self.all_gather(self(x), sync_grads=True).view(-1, 5)
+    return F.cross_entropy(z, y) + torch.cdist(z, z).mean()
+
+
+@entry(Regression, equal=True)
+def divides_by_the_world(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(self(x), y) / self.trainer.world_size
+
+
+@entry()
+class PredictsStandardizedOutputs(Regression):
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self(batch[0])
+        return (out - out.mean(0)) / out.std(0)
+
+
+@entry()
+class PredictsRanks(Scalar):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        scores = self(batch[0])
+        return {"score": scores, "rank": scores.argsort().argsort()}
+
+
+@entry(equal=True)
+class PredictsProbabilities(Classification):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        return {"class": logits.argmax(-1), "probability": logits.softmax(-1)}
+
+
+@entry()
+class ReadsAStatisticThatItReturned(Regression):
+    """A hook sums up what the step has returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spread = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        out = self(x)
+        return {"loss": F.mse_loss(out, y), "spread": out.detach().std()}
+
+    def on_train_batch_end(self, outputs: Any, *args: Any) -> None:
+        self.spread += float(outputs["spread"])
+
+
+@entry()
+class StartsToCompareSamplesBehindASkip(Regression):
+    """A network with a skip connection, and a term that a schedule adds after some steps."""
+
+    def forward(self, x: Tensor) -> Any:
+        first, *others = self.model
+        skip = first(x)
+        x = skip
+        for layer in others:
+            x = layer(x)
+        return x + skip[:, :OUTPUTS]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        z = self(x)
+        loss = F.mse_loss(z, y)
+        if self.global_step >= 1:
+            loss = loss + 0.1 * torch.cdist(z, z).mean()
+        return loss
