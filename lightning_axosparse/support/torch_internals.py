@@ -36,6 +36,9 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 plain_torch_functions = torch._C.DisableTorchFunctionSubclass
 """A context in which torch functions treat subclasses as plain tensors."""
 
+grouped_mm: Any = torch._grouped_mm
+"""What ``torch.nn.functional.grouped_mm`` calls, and subclasses see."""
+
 
 class OperatorMode(TorchDispatchMode):
     """Observes the operators that run, those of higher-order operators too."""

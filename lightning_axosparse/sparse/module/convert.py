@@ -29,7 +29,7 @@ from lightning_axosparse.sparse.module.parameters import (
 from lightning_axosparse.sparse.module.sparse_module import SparseModule, make_dense, make_sparse
 from lightning_axosparse.sparse.ops import embedding
 from lightning_axosparse.sparse.store.formats import FORMATS, layout_of
-from lightning_axosparse.sparse.store.layout import Layout
+from lightning_axosparse.sparse.store.layout import Layout, is_stack
 from lightning_axosparse.sparse.store.materialize import POLICIES, DenseForm, Policy, master_dtype
 from lightning_axosparse.sparse.store.weight import compress_gradient
 from lightning_axosparse.support.arguments import (
@@ -273,7 +273,7 @@ def _loops_of(entry: OwnedParameter) -> Iterator[Callable[[], None]]:
     if any(isinstance(owner, nn.Conv1d | nn.Conv2d) for owner in owners):
         if kept_convolutions.chosen(entry.layout, *choice):
             yield kept_convolutions.load_loops
-    elif len(entry.shape) == 2:
+    elif len(entry.shape) == 2 or is_stack(entry.shape):
         if kept_products.chosen(entry.layout, "spmm_t", *choice):
             yield kept_products.load_loops
         looked_up = any(isinstance(owner, nn.Embedding) for owner in owners)

@@ -18,11 +18,11 @@ dense        otherwise                                         torch's own opera
 ===========  ================================================  ==================================
 
 Operands are eligible if they are plain tensors of fitting shapes and of one dtype, after autocast,
-and no transform or compiler has to see the operators inside (``_eligible``). The first path exists
+and no transform or compiler has to see the operators inside (``eligible``). The first path exists
 because reading ``layer.weight`` and looking up the function takes a handful of Python calls,
 forward and backward: longer than a small layer's product, and longer than a GPU takes.
 
-Each of the three products of a path runs in the first of these ways that fits (``_multiply``):
+Each of the three products of a path runs in the first of these ways that fits (``multiply``):
 
 =============  ============================================  =====================================
 way            when                                          how
@@ -58,6 +58,7 @@ from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.materialize import DenseCopy, DenseForm, autocast_dtype
 from lightning_axosparse.sparse.store.weight import SparseWeight, check_unchanged, sparse_weight
 from lightning_axosparse.support.torch_internals import (
+    apply_untransformed,
     backward_transformed,
     batched,
     transformed,
@@ -82,13 +83,14 @@ class _Operands(NamedTuple):
     dtype: torch.dtype
 
 
-def _eligible(
+def eligible(
     inputs: Any,
     bias: Any,
     weight: Tensor,
     shape: Sequence[int],
     dtype: torch.dtype,
     by_rows: bool,
+    autocasts: bool = True,
 ) -> _Operands | None:
     """Return the operands of one product, cast as autocast casts them; None: use the dense path.
 
@@ -99,6 +101,7 @@ def _eligible(
         shape: rows and columns of the weight.
         dtype: dtype of the weight.
         by_rows: whether its rows, or its columns, give the outputs.
+        autocasts: whether autocast casts operands of this product.
     """
     if transformed() or torch.compiler.is_compiling():
         return None
@@ -111,7 +114,7 @@ def _eligible(
         return None
     if bias is not None and bias.shape != (features,):
         return None
-    autocast = autocast_dtype(inputs.device)
+    autocast = autocast_dtype(inputs.device) if autocasts else None
     if autocast is not None:
         dtype = dtype if dtype == torch.float64 else autocast
         inputs = _autocast(inputs, autocast)
@@ -162,7 +165,7 @@ def layer_forward(
         if stored is None:
             return dense_forward(layer, inputs)
         values, layout, form = stored
-        operands = _eligible(inputs, layer.bias, values, layout.shape, form.dtype, by_rows)
+        operands = eligible(inputs, layer.bias, values, layout.shape, form.dtype, by_rows)
         if operands is None:
             return dense_forward(layer, inputs)
         inputs, bias, _ = operands
@@ -207,13 +210,13 @@ class KeptProduct(NamedTuple):
         self, x: Tensor, values: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """Return inputs, kept values and bias as autocast casts them; None: the dense path."""
-        operands = _eligible(x, bias, values, self.layout.shape, self.form.dtype, self.by_rows)
+        operands = eligible(x, bias, values, self.layout.shape, self.form.dtype, self.by_rows)
         return None if operands is None else (operands.inputs, values, operands.bias)
 
     def forward(self, x: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply by the kept values, and add the bias."""
         form = self.form
-        return _multiply(x, values, self.layout, form.copy, form.backend, self.by_rows, bias)
+        return multiply(x, values, self.layout, form.copy, form.backend, self.by_rows, bias)
 
     def input_gradient(self, gradient: Tensor, x: Tensor, values: Tensor) -> Tensor:
         """Compute the gradient of the inputs from that of the output.
@@ -222,7 +225,7 @@ class KeptProduct(NamedTuple):
         """
         if not backward_transformed(gradient):
             form = self.form
-            return _multiply(
+            return multiply(
                 gradient, values, self.layout, form.copy, form.backend, not self.by_rows
             )
         weight = sparse_weight(values, self.layout, DenseForm(x.dtype, backend=self.form.backend))
@@ -235,11 +238,11 @@ class KeptProduct(NamedTuple):
 
     def values_gradient(self, gradient: Tensor, x: Tensor, values: Tensor) -> Tensor:
         """Compute the gradient of the kept values, likewise."""
-        left, right = _outer_factors(x, gradient, self.by_rows)
+        left, right = outer_factors(x, gradient, self.by_rows)
         if backward_transformed(gradient):
             kept = reference.gather(left.t() @ right, self.layout.positions())
         else:
-            kept = _sddmm(left, right, self.layout, self.form.backend)
+            kept = sddmm(left, right, self.layout, self.form.backend)
         return kept.to(values.dtype)
 
 
@@ -255,22 +258,18 @@ def linear(input: Any, weight: Any, bias: Any = None) -> Any:
     stored: Any = weight if by_rows else weight.t()
     if not stored.has_whole_rows():
         return NotImplemented
-    operands = _eligible(input, bias, stored, stored.shape, stored.dtype, by_rows)
+    operands = eligible(input, bias, stored, stored.shape, stored.dtype, by_rows)
     if operands is None:
         return NotImplemented
     inputs, bias, dtype = operands
-    return _WeightProduct.apply(inputs, stored.to(dtype), bias, by_rows)  # type: ignore[no-untyped-call]
+    stored = stored if stored.dtype == dtype else stored.to(dtype)
+    return apply_untransformed(_WeightProduct, inputs, stored, bias, by_rows)
 
 
 def mm(input: Any, mat2: Any, **options: Any) -> Any:
     """Compute ``torch.mm`` or ``torch.matmul`` as :func:`linear` does."""
     sparse = isinstance(mat2, SparseWeight) and mat2.dim() == 2 and not options
     return linear(input, mat2.t()) if sparse else NotImplemented
-
-
-def matmul(input: Any, other: Any, **options: Any) -> Any:
-    """Compute :func:`mm` with the argument names of ``torch.matmul``."""
-    return mm(input, other, **options)
 
 
 def addmm(input: Any, mat1: Any, mat2: Any, **options: Any) -> Any:
@@ -310,9 +309,7 @@ class _WeightProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(inputs: Tensor, weight: SparseWeight, bias: Tensor | None, by_rows: bool) -> Tensor:
-        weight.check_unchanged()
-        source = weight.kept, weight.entries, weight.dense_copy, weight.backend
-        return _multiply(inputs, *source, by_rows, bias)
+        return _times(inputs, weight, by_rows, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -325,8 +322,11 @@ class _WeightProduct(torch.autograd.Function):
         inputs, weight = ctx.saved_tensors
         for_inputs = for_weight = for_bias = None
         if ctx.needs_input_grad[0]:
-            # Not _multiply: hooks on saved tensors may return the weight as a plain dense tensor.
-            for_inputs = F.linear(gradient, weight.t() if ctx.by_rows else weight)
+            # Hooks on saved tensors may return the weight as a plain dense tensor.
+            if isinstance(weight, SparseWeight) and not backward_transformed(gradient):
+                for_inputs = _times(gradient, weight, not ctx.by_rows)
+            else:
+                for_inputs = F.linear(gradient, weight.t() if ctx.by_rows else weight)
         if ctx.needs_input_grad[1]:
             for_weight = _weight_gradient(ctx, inputs, gradient)
         if ctx.needs_input_grad[2]:
@@ -334,26 +334,37 @@ class _WeightProduct(torch.autograd.Function):
         return for_inputs, for_weight, for_bias, None
 
 
+def _times(
+    inputs: Tensor, weight: SparseWeight, by_rows: bool, bias: Tensor | None = None
+) -> Tensor:
+    weight.check_unchanged()
+    source = weight.kept, weight.entries, weight.dense_copy, weight.backend
+    return multiply(inputs, *source, by_rows, bias)
+
+
 def _weight_gradient(ctx: Any, inputs: Tensor, gradient: Tensor) -> Tensor:
     """Return the weight's gradient: its kept entries, or all if it must be differentiable."""
-    left, right = _outer_factors(inputs, gradient, ctx.by_rows)
+    left, right = outer_factors(inputs, gradient, ctx.by_rows)
     if backward_transformed(gradient):
         return left.t() @ right
+    values = sddmm(left, right, ctx.layout, ctx.backend)
+    if len(ctx.layout.shape) == 2:
+        return SparseWeight(values, ctx.layout)
     geometry = torch.empty(left.shape[1], right.shape[1], dtype=left.dtype, device="meta")
-    return SparseWeight(_sddmm(left, right, ctx.layout, ctx.backend), ctx.layout, geometry)
+    return SparseWeight(values, ctx.layout, geometry)
 
 
 def _flat(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
-def _outer_factors(inputs: Tensor, gradient: Tensor, by_rows: bool) -> tuple[Tensor, Tensor]:
+def outer_factors(inputs: Tensor, gradient: Tensor, by_rows: bool) -> tuple[Tensor, Tensor]:
     """Return the matrices of which ``left.t() @ right`` is the weight's gradient."""
     left, right = (gradient, inputs) if by_rows else (inputs, gradient)
     return _flat(left), _flat(right)
 
 
-def _multiply(
+def multiply(
     inputs: Tensor,
     values: Tensor,
     layout: Layout,
@@ -379,7 +390,8 @@ def _multiply(
     return shaped.detach()  # no view, so that nn.ReLU(inplace=True) may change it
 
 
-def _sddmm(left: Tensor, right: Tensor, layout: Layout, backend: Backend) -> Tensor:
+def sddmm(left: Tensor, right: Tensor, layout: Layout, backend: Backend) -> Tensor:
+    """Return the kept entries of ``left.t() @ right``."""
     if kept_products.chosen(layout, "sddmm", backend, left):
         return kept_products.sddmm(left, right, layout)
     return panels.sddmm(left, right, layout)

@@ -10,14 +10,29 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_axosparse.sparse.ops.embedding import embedding
-from lightning_axosparse.sparse.ops.linear import addmm, linear, matmul, mm
-from lightning_axosparse.sparse.store.layout import Layout
+from lightning_axosparse.sparse.ops.experts import (
+    bmm,
+    einsum,
+    getitem,
+    grouped_mm,
+    matmul,
+    selecting,
+)
+from lightning_axosparse.sparse.ops.linear import addmm, linear, mm
+from lightning_axosparse.sparse.store.layout import Layout, is_stack
 from lightning_axosparse.sparse.store.materialize import DenseForm
 from lightning_axosparse.sparse.store.weight import SparseWeight, sparse_weight
+from lightning_axosparse.support import torch_internals
 from lightning_axosparse.support.torch_internals import plain_torch_functions, transformed
 
 MIN_ENTRIES = 2**18
-"""Smaller weights are made dense whole: the Python calls would take longer than they save."""
+"""Smaller matrices are made dense whole: the Python calls would take longer than they save."""
+
+_SELECTING = (
+    *(torch.select, torch.unbind, torch.split, torch.chunk, torch.narrow, torch.tensor_split),
+    *(Tensor.select, Tensor.unbind, Tensor.split, Tensor.chunk, Tensor.narrow),
+    *(Tensor.tensor_split,),
+)
 
 REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.linear: linear,
@@ -29,6 +44,12 @@ REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.matmul: matmul,
     Tensor.__matmul__: matmul,
     Tensor.addmm: addmm,
+    torch.bmm: bmm,
+    Tensor.bmm: bmm,
+    torch.einsum: einsum,
+    torch_internals.grouped_mm: grouped_mm,
+    Tensor.__getitem__: getitem,
+    **{function: selecting(function) for function in _SELECTING},
 }
 """What runs instead of a torch function, with the same arguments and argument names.
 
@@ -44,16 +65,16 @@ def read_weight(values: Tensor, layout: Layout, form: DenseForm) -> Tensor:
         layout: the kept entries.
         form: the weight's dtype and resident copy.
     """
-    large = layout.shape.numel() >= MIN_ENTRIES
-    overrides = large and torch.is_grad_enabled() and not transformed()
+    large = layout.shape.numel() >= MIN_ENTRIES and torch.is_grad_enabled()
+    overrides = (large or is_stack(layout.shape)) and not transformed()
     return sparse_weight(values, layout, form, OverridingWeight if overrides else SparseWeight)
 
 
 class OverridingWeight(SparseWeight):
     """A sparse weight for which ``REPLACEMENTS`` run.
 
-    Weights are of this class only where that pays. Without gradients, those of
-    ``nn.TransformerEncoderLayer`` would keep it from its fast path.
+    Weights are of this class only where that pays: large ones, and stacks of matrices. Without
+    gradients, matrices of ``nn.TransformerEncoderLayer`` would keep it from its fast path.
     """
 
     @classmethod

@@ -26,16 +26,16 @@ from torch import Tensor
 from lightning_axosparse.sparse.kernels import SEGMENT, kernel_module, triton_installed
 from lightning_axosparse.sparse.store.layout import (
     INT32_ENTRIES,
+    SHORTEST_LINE,
     Layout,
     Tile,
     block_entries,
     block_rows,
+    index_dtype,
+    is_stack,
     row_length,
 )
 from lightning_axosparse.support.troubleshooting import see
-
-_SHORTEST_LINE = 64
-"""Shorter rows would take more bytes for the numbers of kept entries than for their offsets."""
 
 
 @dataclass(eq=False)
@@ -43,7 +43,7 @@ class SegmentLayout(Layout):
     """One byte per kept entry: its offset in a segment of a row; two per segment: their number.
 
     A segment has ``SEGMENT`` entries, the last one of a row has what is left. Rows of fewer than
-    ``_SHORTEST_LINE`` entries are indexed a block at a time, as if a block were one long row.
+    ``SHORTEST_LINE`` entries are indexed a block at a time, as if a block were one long row.
 
     Attributes:
         counts: kept entries in each segment, int16.
@@ -92,6 +92,18 @@ class SegmentLayout(Layout):
         width = row_length(self.shape)
         return self.counts, self.offsets, self.starts, block_rows(self.shape), width
 
+    def _part(self, shape: torch.Size, first: int, last: int) -> SegmentLayout:
+        line = _line_entries(self.shape)
+        begin, end = self.edges[first], self.edges[last]
+        segments = len(self.counts) // self.shape[0]
+        counts = self.counts[first * segments : last * segments]
+        in_line = counts.view(-1, _segments(line)).sum(1)
+        before = torch.cat([in_line.new_zeros(1), in_line.cumsum(0)])
+        step = block_entries(shape) // line
+        blocks = torch.arange(0, len(before) - 1 + step, step, device=counts.device)
+        starts = before[blocks.clamp(max=len(in_line))].to(index_dtype(end - begin + 1))
+        return SegmentLayout(shape, end - begin, starts, counts, self.offsets[begin:end])
+
     def _segments_in(self, tile: Tile) -> slice:
         line = _line_entries(self.shape)
         end = tile.start + tile.numel
@@ -124,6 +136,15 @@ class BitmapLayout(Layout):
             every_eighth = flat[shift::8]
             bits[: len(every_eighth)] |= every_eighth.to(torch.uint8) << shift
         return {"bits": bits}
+
+    def _part(self, shape: torch.Size, first: int, last: int) -> BitmapLayout:
+        begin, end = first * shape[-2:].numel(), last * shape[-2:].numel()
+        bits, skipped = self.bits[begin // 8 : -(-end // 8)], begin % 8
+        mask = _unpacked(bits)[skipped : skipped + end - begin].view(shape)
+        part = BitmapLayout.from_mask(mask)
+        if skipped == 0 and end % 8 == 0:
+            part.bits = bits
+        return part
 
     def positions(self) -> Tensor:
         """Return the positions of the set bits."""
@@ -178,8 +199,8 @@ def layout_of(mask: Tensor, index_format: str | None = None) -> Layout:
 
 def _line_entries(shape: torch.Size) -> int:
     """Return the entries that are cut into segments together: those of a row, or of a block."""
-    length = row_length(shape)
-    return length if length >= _SHORTEST_LINE else max(block_entries(shape), 1)
+    length = shape[-1] if is_stack(shape) else row_length(shape)
+    return length if length >= SHORTEST_LINE else max(block_entries(shape), 1)
 
 
 def _segments(line: int) -> int:

@@ -22,6 +22,9 @@ from lightning_axosparse.support.troubleshooting import see
 INT32_ENTRIES = 2**31
 """Tensors with fewer entries than this are indexed by int32."""
 
+SHORTEST_LINE = 64
+"""Shorter rows would take more bytes for the numbers of kept entries than for their offsets."""
+
 BLOCK_ENTRIES = 4096
 """A block has the fewest rows with at least this many entries; layouts count kept entries by block.
 """
@@ -109,6 +112,33 @@ class Layout(ABC):
     @abstractmethod
     def index_in(self, tile: Tile) -> tuple[Any, ...]:
         """Return the tile's part of the index as these kernels read it."""
+
+    @abstractmethod
+    def _part(self, shape: torch.Size, first: int, last: int) -> Layout:
+        """Return the layout of the slices from ``first`` to ``last``, which have this shape."""
+
+    def part(self, first: int, last: int | None = None) -> Layout:
+        """Return the layout of some slices along the first dimension, on this one's index.
+
+        Args:
+            first: the first slice.
+            last: the one after the last; None: the slice ``first`` alone, without that dimension.
+        """
+        shape = self.shape[1:] if last is None else torch.Size([last - first, *self.shape[1:]])
+        if (first, last) not in self._parts:
+            self._parts[first, last] = self._part(shape, first, last or first + 1)
+        return self._parts[first, last]
+
+    @cached_property
+    def _parts(self) -> dict[tuple[int, int | None], Layout]:
+        return {}
+
+    @cached_property
+    def edges(self) -> list[int]:
+        """The numbers of kept entries before each slice along the first dimension, and in all."""
+        if block_rows(self.shape) == 1:
+            return self.starts.tolist()
+        return [0, *self.mask().flatten(1).sum(1).cumsum(0).tolist()]
 
     @cached_property
     def tiles(self) -> list[Tile]:
@@ -239,9 +269,13 @@ class Layout(ABC):
                 "Build a dense module and call sparsify(module, masks), or load_sparse(module, "
                 "path)." + see("sparse-storage")
             )
-        self.__dict__.pop("tiles", None)
+        self.__dict__ = self.__getstate__()
         for name, tensor in self.tensors.items():
             setattr(self, name, tensor.to(device))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields; what follows from them is not copied."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def same_entries(self, other: Layout) -> bool:
         """Return whether ``other``, in any format, keeps the same entries of the same shape."""
@@ -254,6 +288,15 @@ class Layout(ABC):
 def row_length(shape: torch.Size) -> int:
     """Return the entries of one slice along the first dimension."""
     return prod(shape[1:])
+
+
+def is_stack(shape: torch.Size) -> bool:
+    """Return whether a tensor is a stack of matrices that are multiplied with, as experts are.
+
+    The rows of the matrices are then cut into segments, each by itself (``formats.py``). Kernels of
+    ``nn.Conv1d`` have three dimensions, too, of which the last is shorter.
+    """
+    return len(shape) == 3 and shape[-1] >= SHORTEST_LINE
 
 
 def block_entries(shape: torch.Size) -> int:

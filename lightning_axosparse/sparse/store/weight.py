@@ -17,10 +17,12 @@ from lightning_axosparse.sparse.store.compiled import recomputed_densify
 from lightning_axosparse.sparse.store.layout import Layout, row_length
 from lightning_axosparse.sparse.store.materialize import DenseCopy, DenseForm
 from lightning_axosparse.support.torch_internals import (
+    apply_untransformed,
     backward_transformed,
     forward_mode,
     mutated_arguments,
     no_torch_function,
+    transformed,
     version_of,
 )
 from lightning_axosparse.support.troubleshooting import see
@@ -58,11 +60,13 @@ class SparseWeight(Tensor):
         entries: the positions of the kept entries in the tensor that this one is a view of.
         parameter: the parameter that this weight was read from; None for views, casts and
             gradients.
+        source: the values that it was made of, with their autograd history; None likewise.
     """
 
     kept: Tensor
     entries: Layout
     parameter: nn.Parameter | None
+    source: Tensor | None
     _dense_copy: DenseCopy | None
     _read: _Read
 
@@ -73,21 +77,19 @@ class SparseWeight(Tensor):
         layout: Layout,
         geometry: Tensor | None = None,
         dense_copy: DenseCopy | None = None,
+        dtype: torch.dtype | None = None,
     ) -> SparseWeight:
         """Wrap ``values``; size, strides, offset and dtype are those of ``geometry``, if given."""
-        if geometry is None:
-            geometry = torch.empty(layout.shape, dtype=values.dtype, device="meta")
-        weight: SparseWeight = torch.Tensor._make_wrapper_subclass(
-            cls,
-            geometry.size(),
-            strides=geometry.stride(),
-            storage_offset=geometry.storage_offset(),
-            dtype=geometry.dtype,
-            device=values.device,
-        )
+        size: torch.Size = layout.shape
+        options: dict[str, Any] = {"dtype": dtype or values.dtype, "device": values.device}
+        if geometry is not None:
+            size, options["dtype"] = geometry.size(), geometry.dtype
+            options["strides"] = geometry.stride()
+            options["storage_offset"] = geometry.storage_offset()
+        weight: SparseWeight = torch.Tensor._make_wrapper_subclass(cls, size, **options)
         weight.kept = values
         weight.entries = layout
-        weight.parameter = None
+        weight.parameter = weight.source = None
         weight._dense_copy = dense_copy
         weight._read = _Read(version_of(values))
         return weight
@@ -176,6 +178,8 @@ class SparseWeight(Tensor):
 
     def has_whole_rows(self) -> bool:
         """Return whether this is a matrix of whole rows of the stored tensor, in their order."""
+        if self.source is not None:
+            return len(self.entries.shape) == 2
         rows = self.entries.shape[:1].numel()
         columns = row_length(self.entries.shape)
         return (
@@ -354,7 +358,13 @@ def sparse_weight(
         return recomputed_densify(values.to(form.dtype), layout)
     if forward_mode():
         return reference.scatter(values.to(form.dtype), layout.positions(), layout.shape)
-    weight: Tensor = _Expand.apply(values, layout, form, kind)  # type: ignore[no-untyped-call]
+    arguments = values, layout, form, kind
+    weight: SparseWeight
+    if transformed():
+        weight = _Expand.apply(*arguments)  # type: ignore[no-untyped-call]
+    else:
+        weight = apply_untransformed(_Expand, *arguments)
+    weight.source = values
     return weight
 
 
@@ -365,8 +375,7 @@ class _Expand(torch.autograd.Function):
     def forward(
         values: Tensor, layout: Layout, form: DenseForm, kind: type[SparseWeight]
     ) -> SparseWeight:
-        geometry = torch.empty(layout.shape, dtype=form.dtype, device="meta")
-        weight = kind(values.detach(), layout, geometry, form.copy)
+        weight = kind(values.detach(), layout, dense_copy=form.copy, dtype=form.dtype)
         weight._read.backend = form.backend
         return weight
 

@@ -109,6 +109,43 @@ def test_a_tensor_of_more_than_two_to_the_31_entries():
 
 
 @every_format
+@settings(max_examples=40, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 6), st.integers(1, 70), st.sampled_from([64, 65, 256, 600])),
+    ratio=st.sampled_from([0.0, 0.1, 1.0]),
+    seed=st.integers(0, 2**31),
+    data=st.data(),
+)
+def test_a_part_is_the_layout_of_some_slices(index_format, shape, ratio, seed, data):
+    mask = drawn_mask(shape, ratio, seed)
+    whole = layout_of(mask, index_format)
+    first = data.draw(st.integers(0, len(mask) - 1))
+    last = data.draw(st.none() | st.integers(first + 1, len(mask)))
+    kept = mask[first] if last is None else mask[first:last]
+    part, expected = whole.part(first, last), layout_of(kept, index_format)
+    assert (part.shape, part.nnz) == (expected.shape, expected.nnz)
+    assert torch.equal(part.starts, expected.starts)
+    assert torch.equal(part.positions(), expected.positions())
+    dense = torch.randn(kept.shape)
+    assert torch.equal(part.compress(dense), dense[kept])
+    assert torch.equal(part.mask(), kept)
+    assert whole.part(first, last) is part
+    if last is not None:
+        assert torch.equal(part.part(0).mask(), kept[0])
+
+
+@every_format
+def test_parts_read_the_index_of_the_whole_and_follow_it(index_format):
+    whole = layout_of(drawn_mask((4, 64, 128), 0.3, 0), index_format)
+    part, field = whole.part(2), {"segments": "offsets", "bitmap": "bits"}[index_format]
+    own, shared = getattr(part, field), getattr(whole, field)
+    assert own.untyped_storage().data_ptr() == shared.untyped_storage().data_ptr()
+    assert copy.copy(whole).part(2) is not part
+    whole.move(torch.device("meta"))
+    assert "_parts" not in vars(whole)
+
+
+@every_format
 def test_compress_raises_for_another_shape(index_format):
     layout = layout_of(torch.ones(2, 3, dtype=torch.bool), index_format)
     with pytest.raises(ValueError, match=r"\(2, 3\).*\(3, 2\)"):

@@ -1,0 +1,122 @@
+"""Mixtures of experts, pruned in mid-run, train on ranks as on one process.
+
+The experts of a layer are one parameter of three dimensions. ``tests/sparse/test_mixtures.py``
+compares pruned experts with dense, masked ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
+from tests.parity.cases import Record, difference, recorded, trainer
+from tests.parity.networks import VOCABULARY
+from tests.ranks import run_ranks
+
+STEPS, BATCH, LENGTH = 5, 4, 10
+
+# Row: how transformers computes the experts, optimizer, precision, options of the strategy.
+ROWS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "loop, SGD": ("eager", "SGD", "64-true", {}),
+    "loop, AdamW": ("eager", "AdamW", "64-true", {}),
+    "loop, recomputed": ("eager", "SGD", "64-true", {"recompute": 1}),
+    "loop, two replicas": ("eager", "SGD", "64-true", {"g_inter": 1}),
+    "batched": ("batched_mm", "SGD", "64-true", {}),
+    # torch's own grouped_mm, which runs until the ticket is drawn, takes no float64.
+    "grouped": ("grouped_mm", "SGD", "32-true", {}),
+}
+
+
+class Language(L.LightningModule):
+    """A small Mixtral of which few tokens of a micro-batch go to one expert, and none to some."""
+
+    def __init__(self, implementation: str, optimizer: str) -> None:
+        super().__init__()
+        config = MixtralConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            experts_implementation=implementation,
+        )
+        self.network, self.optimizer = MixtralForCausalLM(config), optimizer
+        with torch.no_grad():
+            for layer in self.network.model.layers:
+                layer.mlp.gate.weight[4:] = layer.mlp.gate.weight[:2] - 0.01
+
+    def training_step(self, ids: Tensor, batch_idx: int) -> dict[str, Tensor]:
+        logits = self.network(input_ids=ids).logits
+        return {"loss": nn.functional.cross_entropy(logits[:, :-1].mT, ids[:, 1:])}
+
+    def configure_optimizers(self) -> Any:
+        if self.optimizer == "SGD":
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def train(row: str, ranks: int) -> Record:
+    L.seed_everything(0, verbose=False)
+    implementation, optimizer, precision, options = ROWS[row]
+    module = Language(implementation, optimizer)
+    ticket = EarlyBirdTicket(0.7, method="early-bird", every=1, draw_after=1, draw_by=2)
+    strategy: Any = AxoSparseStrategy()
+    if ranks > 1:
+        options = {
+            "g_inter": ranks,
+            "microbatches": 2,
+            "pipeline": "network.model.layers",
+        } | options
+        strategy = AxoSparseStrategy(**options)
+    run = trainer(
+        strategy,
+        ranks,
+        callbacks=[ticket],
+        precision=precision,
+        max_epochs=1,
+        use_distributed_sampler=False,
+    )
+    places: Any = run.strategy.distributed_sampler_kwargs
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(1, VOCABULARY, (BATCH * STEPS, LENGTH), generator=generator)
+    sampler = DistributedSampler(ids, shuffle=False, **places)
+    wide = Tensor.double if precision == "64-true" else Tensor.float
+    with mock.patch.object(Tensor, "float", wide):
+        run.fit(module, DataLoader(ids, BATCH // places["num_replicas"], sampler=sampler))
+    return recorded(run, module)
+
+
+def train_rows(ranks: int) -> dict[str, Record]:
+    return {row: train(row, ranks) for row in ROWS}
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[dict[str, Record]]:
+    """The records of every row on every rank."""
+    return run_ranks(2, train_rows, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS)
+def test_pruned_experts_train_on_ranks_as_on_one_process(row: str, runs: Any) -> None:
+    expected = train(row, 1)
+    pruned = [name for name in expected.weights if name.endswith(("_proj", "_proj.weight"))]
+    kept = sum(int(expected.weights[name].count_nonzero()) for name in pruned)
+    assert kept < 0.5 * sum(expected.weights[name].numel() for name in pruned)
+    bound = 1e-12 if ROWS[row][2] == "64-true" else 1e-5
+    for records in runs:
+        found = records[row]
+        if ROWS[row][3].get("g_inter") == 1:  # a rank's loss is that of its share of the batch
+            found.losses = expected.losses
+        assert difference(expected, found) <= bound
