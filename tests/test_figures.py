@@ -52,7 +52,7 @@ def peak(ratio: int) -> str:
 
 def block(ratio: int) -> str:
     place = ["50%", "80%", "90%", "95%"].index(f"{ratio}%") + 3
-    return percents(row[place] for row in table("overhead", "forward + backward, "))
+    return percents(row[place] for row in table("overhead", "forward + backward"))
 
 
 def step(ratio: int) -> str:
@@ -66,9 +66,9 @@ def pipeline(ratio: int) -> str:
     for ranks in (2, 4):
         case = f"{ranks} ranks, 131 kB"
         on_epyc.append(table("pipeline", case, "message-driven, deferred at the end")[0][3])
-        # The table of the other machine has ratios alone, second that of the message-driven order.
+        # The last table is of the other machine: ratios alone, second the message-driven order's.
         ratios = [row for row in table("pipeline", case) if re.fullmatch(r"\d\.\d+", row[1])]
-        on_xeon.append(ratios[0][2])
+        on_xeon.append(ratios[-1][2])
     return percents([*on_epyc, *on_xeon])
 
 

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr
 
 from lightning.pytorch.utilities import rank_zero
+from lightning_utilities.core import rank_zero as shared
 
 # A bar of a notebook is of another class, but among the same instances.
 from tqdm.auto import tqdm
-
-_LOGGERS = "lightning.pytorch", "lightning.fabric"
 
 
 def rank_zero_info(text: str) -> None:
@@ -38,10 +37,15 @@ def _beside_bars() -> Iterator[None]:
         for bar in bars[:1]:
             stack.enter_context(tqdm.external_write_mode(file=bar.fp))
             stack.enter_context(redirect_stderr(bar.fp))
-        handlers = [each for name in _LOGGERS for each in logging.getLogger(name).handlers]
-        for handler in handlers:
+        for handler in _handlers(shared.log):  # of the Lightning package imported last
             if type(handler) is logging.StreamHandler:
                 # The file of its beginning is not the one that a bar of rich puts in its place.
                 before = handler.setStream(sys.stderr)
                 stack.callback(handler.setStream, before or handler.stream)
         yield
+
+
+def _handlers(logger: logging.Logger | None) -> Iterator[logging.Handler]:
+    while logger is not None:
+        yield from logger.handlers
+        logger = logger.parent if logger.propagate else None

@@ -10,6 +10,7 @@ from io import StringIO
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning_utilities.core import rank_zero
 from rich.console import Console
 from rich.progress import Progress
 from tqdm import tqdm
@@ -18,6 +19,13 @@ from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.examples.data import TextDataModule
 from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.support.messages import rank_zero_info, rank_zero_warn
+
+
+def log_with(handler: logging.Handler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this handler alone write what Lightning logs."""
+    monkeypatch.setattr(rank_zero.log, "handlers", [handler])
+    monkeypatch.setattr(rank_zero.log, "propagate", False)
+    monkeypatch.setattr(rank_zero.log, "level", logging.INFO)
 
 
 def shown(written: str) -> list[str]:
@@ -34,8 +42,7 @@ def shown(written: str) -> list[str]:
 def test_a_message_has_a_line_of_its_own_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, handler = StringIO(), logging.StreamHandler()
     monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "handlers", [handler])
-    monkeypatch.setattr(logging.getLogger("lightning.fabric"), "handlers", [handler])
+    log_with(handler, monkeypatch)
     before = handler.stream
     with tqdm(total=3, file=sys.stdout, desc="Epoch 0") as bar:
         bar.update()
@@ -58,8 +65,7 @@ def _shows(message: Warning | str, category: type, filename: str, *_: object) ->
 
 def test_a_message_is_above_the_bar_of_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, handler = StringIO(), logging.StreamHandler()
-    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "handlers", [handler])
-    monkeypatch.setattr(logging.getLogger("lightning.fabric"), "handlers", [handler])
+    log_with(handler, monkeypatch)
     console = Console(file=terminal, force_terminal=True, width=80)
     with Progress(console=console, auto_refresh=False) as progress:
         progress.add_task("Epoch 0", total=3)
@@ -67,7 +73,10 @@ def test_a_message_is_above_the_bar_of_rich(monkeypatch: pytest.MonkeyPatch) -> 
     assert "first" in terminal.getvalue()
 
 
-def test_a_run_writes_no_message_into_its_bar(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_writes_no_message_into_its_bar(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log_with(logging.StreamHandler(), monkeypatch)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,

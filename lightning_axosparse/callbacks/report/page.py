@@ -143,9 +143,12 @@ def _figure(title: str, ylabel: str) -> tuple[Figure, Axes]:
 
 
 def _finish(axes: Axes, facts: RunFacts) -> None:
-    """Mark the draw, if it was in this run, and explain the lines."""
+    """Mark the draw, if it was in this run, explain the lines, begin axes at round numbers."""
     if facts.draw and facts.draw.step is not None:
         axes.axvline(facts.draw.step, color="#54a24b", linestyle="--", label="ticket drawn")
+    low, *_, high = axes.get_yticks()  # One beyond each end, so that no line is on the frame.
+    axes.set(ylim=(low, high))
+    axes.set_xlim(left=0)
     axes.legend(frameon=False)
 
 

@@ -5,6 +5,7 @@ from base64 import b64decode
 from dataclasses import replace
 from html import unescape
 
+import pytest
 import torch
 from matplotlib.figure import Figure
 
@@ -78,6 +79,24 @@ def test_the_losses_can_be_read_back(facts):
     assert training.get_xydata().tolist() == [[1, 4], [2, 3]]
     assert validation.get_xydata().tolist() == [[1, 2], [2, 1]]
     assert ticket.get_xdata() == [1, 1]
+
+
+@pytest.mark.parametrize("threshold", [0.1, 0.2, 0.25])
+def test_axes_begin_at_round_numbers_and_nothing_is_drawn_on_the_frame(facts, threshold):
+    distances = {100: 0.31, 200: 0.2, 300: 0.07}
+    drawn = TicketDraw(0.8, {}, 0.2, step=300)
+    longer = replace(facts, distances=distances, threshold=threshold, draw=drawn)
+    longer.steps[:], longer.validations[:] = [101, 300], []
+    for plot in plots(longer, []).values():
+        [axes] = plot.axes
+        left, right = axes.get_xlim()
+        bottom, top = axes.get_ylim()
+        assert left == 0
+        assert {bottom, top} <= set(axes.get_yticks())
+        for line in axes.lines:
+            for x, y in line.get_xydata():
+                assert x < right or line.get_linestyle() == ":"
+                assert bottom < y < top or line.get_linestyle() == "--"
 
 
 def test_words_are_text_in_svg_and_long_curves_are_simplified():
