@@ -211,7 +211,7 @@ class AxoSparseStrategy(PipelineStrategy):
         **plugins: Any,
     ) -> None:
         for name in plugins.keys() - PLUGINS.keys():
-            raise TypeError(f"AxoSparseStrategy() has no argument {name!r}.")
+            raise TypeError(f"AxoSparseStrategy() has no argument {name!r}." + see("arguments"))
         check(MisconfigurationException, plugins, PLUGINS)
         config = Config(
             g_inter,
