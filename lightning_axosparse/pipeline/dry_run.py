@@ -21,6 +21,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_axosparse.pipeline.crossing.message import Activation
 from lightning_axosparse.pipeline.loss.combination import Term
+from lightning_axosparse.pipeline.loss.weights import along
 from lightning_axosparse.pipeline.norms import Norm
 from lightning_axosparse.pipeline.profile import peak_bytes
 from lightning_axosparse.pipeline.stage_step import StageStep, loss_of
@@ -49,6 +50,8 @@ class Rehearsal:
         begins: per stage, what each micro-batch finds changed on the module when it begins.
         shifts: what moves each value that the last stage has received by a little; None where they
             are as they are.
+        slopes: by how much the batch's loss changes with the numbers that each micro-batch's was
+            computed from, where these are differentiated; None where the losses are.
     """
 
     def __init__(self, module: nn.Module, samples: int, trains: bool, device: torch.device) -> None:
@@ -58,6 +61,7 @@ class Rehearsal:
         self.numbers: dict[int, RandomNumbers] = {}
         self.begins: Mapping[int, Mapping[Place, Any]] = {}
         self.shifts: RandomNumbers | None = None
+        self.slopes: Sequence[Sequence[Tensor]] | None = None
         self.state = ModuleState(module)
 
     @contextmanager
@@ -252,6 +256,7 @@ class DryStep(StageStep):
         self._numbers = rehearsal.numbers.setdefault(self._stage, RandomNumbers())
         self._differentiates = self._is_last and rehearsal.differentiates
         self._tracks = self._is_last
+        self._keeps_sources = rehearsal.slopes is not None
         self._samples = 0
         self._received: list[Tensor] = []
 
@@ -312,15 +317,18 @@ class DryStep(StageStep):
     def _take_output(self, output: Any, received: Activation | None) -> None:
         super()._take_output(output, received)
         if self._rehearsal.trains:
-            loss = loss_of(output)
-            self.run.losses.append(self._tracker.of(loss))
+            loss: Tensor | None = loss_of(output)
+            term, slopes = self._tracker.of(loss), self._rehearsal.slopes
+            if slopes is not None:
+                loss = along(self._tracker.sources(term), slopes[len(self.run.losses)])
+            self.run.losses.append(term)
             self._differentiate(loss)
 
-    def _differentiate(self, loss: Tensor) -> None:
+    def _differentiate(self, loss: Tensor | None) -> None:
         parameters = self._rehearsal.parameters if self._differentiates else []
         sources = [*self._received, *parameters]
-        found: Sequence[Tensor | None] = []
-        if sources and loss.requires_grad:
+        found: Sequence[Tensor | None] = [None] * len(sources) if loss is None else []
+        if sources and loss is not None and loss.requires_grad:
             found = torch.autograd.grad(loss.sum(), sources, allow_unused=True)
         received = len(self._received)
         self.run.gradients.append(list(found[:received]))

@@ -174,7 +174,7 @@ class Pipeline:
         """
         self.limit.begin_batch()
         schedule = self.choice.begin_batch()
-        order = self._order(schedule, batch)
+        order = self._order(schedule, batch, batch.weights.needs_batch)
         first, shared = min(self._links), (batch, self._layers, self._rng, self._tracker)
         steps = {
             stage: TrainingStageStep(
@@ -238,9 +238,11 @@ class Pipeline:
             run(self._runs(steps, self._order(ForwardOnly, batch)))
         return {stage: step.run for stage, step in steps.items()}
 
-    def _order(self, schedule: type[Schedule], batch: Batch) -> dict[int, Schedule]:
+    def _order(
+        self, schedule: type[Schedule], batch: Batch, *forwards_first: bool
+    ) -> dict[int, Schedule]:
         """The schedule of each stage of this process in a batch."""
-        shared = self._stages, len(batch.microbatches), self.limit.value
+        shared = self._stages, len(batch.microbatches), self.limit.value, *forwards_first
         return {stage: schedule(stage, *shared) for stage in self._links}
 
     def _runs(

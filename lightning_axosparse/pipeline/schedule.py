@@ -32,7 +32,7 @@ warm-up: one that runs when the missing activation comes delays all later stages
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 PassKind = Literal["forward", "backward", "weight gradient"]
 
@@ -57,15 +57,25 @@ class Schedule(ABC):
         stages: number of stages in the pipeline.
         microbatches: micro-batches in this batch.
         in_flight: most micro-batches that may be held or pending on this stage.
+        forwards_first: whether backward passes wait until all forward passes have run, so that the
+            stage holds every micro-batch, whatever the limit.
     """
 
     defers_weight_gradients: ClassVar[bool] = False
     """Whether weight gradients are passes of their own and not parts of backward passes."""
 
-    def __init__(self, stage: int, stages: int, microbatches: int, in_flight: int) -> None:
+    def __init__(
+        self,
+        stage: int,
+        stages: int,
+        microbatches: int,
+        in_flight: int,
+        forwards_first: bool = False,
+    ) -> None:
         self.microbatches = microbatches
-        self.in_flight = in_flight
-        self.warm_up = min(stages - stage, in_flight)
+        self.in_flight = microbatches if forwards_first else in_flight
+        self.warm_up = microbatches if forwards_first else min(stages - stage, in_flight)
+        self._forwards_first = forwards_first
         self.forwards = 0
         self.backwards = 0
         self.weight_gradients = 0
@@ -105,6 +115,8 @@ class Schedule(ABC):
         """
         can_forward = self.forwards < min(self.microbatches, activations)
         can_backward = self.backwards < min(self.forwards, gradients)
+        if self._forwards_first and self.forwards < self.microbatches:
+            can_backward = False
         if can_forward:
             can_forward = self.held + self.pending < self.in_flight
         kind = self._choose(can_forward, can_backward)
@@ -134,9 +146,9 @@ class Schedule(ABC):
 class MessageDriven(Schedule):
     """Prefers what 1F1B would run, and runs what else has arrived instead of waiting."""
 
-    def __init__(self, stage: int, stages: int, microbatches: int, in_flight: int) -> None:
-        super().__init__(stage, stages, microbatches, in_flight)
-        self._has_slack = in_flight > stages
+    def __init__(self, stage: int, stages: int, *args: Any) -> None:
+        super().__init__(stage, stages, *args)
+        self._has_slack = self.in_flight > stages
 
     def _choose(self, can_forward: bool, can_backward: bool) -> PassKind | None:
         if can_forward and (self._warming_up or not can_backward):
@@ -163,8 +175,8 @@ class CooldownFilling(BubbleFilling):
     deferred product gains nothing, and takes longer, as its operands have left the cache.
     """
 
-    def __init__(self, stage: int, stages: int, microbatches: int, in_flight: int) -> None:
-        super().__init__(stage, stages, microbatches, in_flight)
+    def __init__(self, stage: int, stages: int, microbatches: int, *args: Any) -> None:
+        super().__init__(stage, stages, microbatches, *args)
         self._first_deferred = microbatches - (2 * stages - 1)
 
     def defers(self, microbatch: int) -> bool:
@@ -186,9 +198,9 @@ class ZeroBubbleH1(OneForwardOneBackward):
 
     defers_weight_gradients = True
 
-    def __init__(self, stage: int, stages: int, microbatches: int, in_flight: int) -> None:
-        super().__init__(stage, stages, microbatches, in_flight)
-        self._most_pending = min(stage, in_flight - self.warm_up)
+    def __init__(self, stage: int, *args: Any) -> None:
+        super().__init__(stage, *args)
+        self._most_pending = min(stage, self.in_flight - self.warm_up)
 
     def _choose(self, can_forward: bool, can_backward: bool) -> PassKind | None:
         most_pending = self._most_pending if self.backwards < self.microbatches else 0
@@ -197,19 +209,18 @@ class ZeroBubbleH1(OneForwardOneBackward):
         return super()._choose(can_forward, can_backward)
 
 
-class GPipe(Schedule):
-    """All forwards, then all backwards (Huang et al., NeurIPS 2019), for comparison.
+class GPipe(OneForwardOneBackward):
+    """All forwards, then all backwards (Huang et al., NeurIPS 2019), for comparison."""
 
-    Holds every micro-batch, whatever the limit.
-    """
-
-    def __init__(self, stage: int, stages: int, microbatches: int, in_flight: int) -> None:
-        super().__init__(stage, stages, microbatches, microbatches)
-
-    def _choose(self, can_forward: bool, can_backward: bool) -> PassKind | None:
-        if self.forwards < self.microbatches:
-            return "forward" if can_forward else None
-        return "backward" if can_backward else None
+    def __init__(
+        self,
+        stage: int,
+        stages: int,
+        microbatches: int,
+        in_flight: int,
+        forwards_first: bool = True,
+    ) -> None:
+        super().__init__(stage, stages, microbatches, in_flight, forwards_first=True)
 
 
 class ForwardOnly(Schedule):

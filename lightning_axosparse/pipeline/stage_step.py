@@ -100,7 +100,7 @@ class TrainingBatch(Batch):
 class StageStep:
     """The forward passes of one stage through one batch."""
 
-    _may_call_no_layer = True
+    _may_call_no_layer, _keeps_sources = True, False
     _reads: Reads | None = None
     """Filled with what the stage reads of others; None where that is known."""
 
@@ -143,7 +143,9 @@ class StageStep:
             self._reads,
         )
         self._visits[microbatch] = visit
-        tracked = self._tracker.microbatch(part.size) if self._tracks else nullcontext()
+        tracked = nullcontext()
+        if self._tracks:
+            tracked = self._tracker.microbatch(part.size, self._keeps_sources)
         log = batch.log(part.size, part.weight if batch.weights_given else None)
         explained = statistics_explained(part, batch.microbatches)
         self._rng.seed_outside_layers(part.number)
@@ -229,6 +231,8 @@ class TrainingStageStep(StageStep):
     ) -> None:
         super().__init__(stage, batch, layers, rng, tracker)
         self._weights, self._backward = batch.weights, batch.backward
+        self._keeps_sources = batch.weights.needs_batch
+        self._sources: dict[int, list[Tensor]] = {}
         self._limit, self._is_first_here = limit, is_first_here
         self._split, self._queue = split, WeightGradientQueue(batch.backward.mark_final)
         self._defers = defers
@@ -252,9 +256,11 @@ class TrainingStageStep(StageStep):
         with self._split.deferring(self._queue, microbatch, borrowed):
             if gradients is not None:
                 _differentiate(output, gradients)
-            # The loss of a micro-batch that counts for nothing, such as padding, may be NaN.
-            elif weight := self._weights.weight(microbatch):
-                self._backward.differentiate(loss_of(output) * weight)
+            else:
+                sources = self._sources.pop(microbatch, [])
+                loss = self._weights.weighted(microbatch, loss_of(output), sources)
+                if loss is not None:
+                    self._backward.differentiate(loss)
         visit.validate_placeholders()
         if microbatch == 0:
             self._limit.measured_pending(self._stage, self._queue.bytes_of(microbatch))
@@ -290,7 +296,10 @@ class TrainingStageStep(StageStep):
     def _take_output(self, output: Any, received: Activation | None) -> None:
         super()._take_output(output, received)
         loss = loss_of(output)
-        scalar = Scalar(loss.detach(), *self._weights.add(self._tracker.of(loss)))
+        term = self._tracker.of(loss)
+        if self._keeps_sources:
+            self._sources[len(self.outputs) - 1] = self._tracker.sources(term)
+        scalar = Scalar(loss.detach(), *self._weights.add(term))
         self.outputs[-1] = _with_loss(self.outputs[-1], scalar)
         self._tracker.forget()
 

@@ -22,13 +22,21 @@ EVERY = list(SCHEDULES.values())
 shapes = st.tuples(st.integers(1, 6), st.integers(1, 12), st.integers(1, 14))
 
 
-def drive(kind: type[Schedule], stages: int, microbatches: int, limit: int, seed: int) -> list:
+def drive(
+    kind: type[Schedule],
+    stages: int,
+    microbatches: int,
+    limit: int,
+    seed: int,
+    *forwards_first: bool,
+) -> list:
     """Run a pipeline whose messages arrive, and whose stages act, in a random order.
 
     Weight gradients of a micro-batch are one to three, and count as one pass, their last.
     """
     rng = random.Random(seed)
-    schedules = [kind(stage, stages, microbatches, limit) for stage in range(stages)]
+    given = stages, microbatches, limit, *forwards_first
+    schedules = [kind(stage, *given) for stage in range(stages)]
     activations = [microbatches] + [0] * (stages - 1)
     gradients = [0] * (stages - 1) + [microbatches]
     on_the_way: list[tuple[list[int], int]] = []
@@ -99,6 +107,19 @@ def test_no_stage_holds_more_than_the_limit(shape: tuple[int, int, int], seed: i
     for stage, (_, peak) in enumerate(drive(OneForwardOneBackward, stages, microbatches, 99, seed)):
         assert peak == min(stages - stage, microbatches)
     for _, peak in drive(GPipe, stages, microbatches, limit, seed):
+        assert peak == microbatches
+
+
+@pytest.mark.parametrize("schedule", EVERY)
+@given(shape=shapes, seed=st.integers(0, 10_000))
+def test_backward_passes_may_wait_for_all_forward_passes(
+    schedule: type[Schedule], shape: tuple[int, int, int], seed: int
+) -> None:
+    stages, microbatches, limit = shape
+    for history, peak in drive(schedule, stages, microbatches, limit, seed, True):
+        kinds = [op.kind for op in history]
+        assert kinds[:microbatches] == ["forward"] * microbatches
+        assert kinds.count("backward") == microbatches
         assert peak == microbatches
 
 

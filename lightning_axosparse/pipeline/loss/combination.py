@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
@@ -184,7 +185,7 @@ def found_rules(
         is_batch: whether a combined value is that of the first term, which the others make up.
 
     Returns:
-        Rules, beginning with what the computation shows.
+        Rules, beginning with what the computation and its numbers show.
     """
 
     def found(column: Sequence[Leaf]) -> Kind:
@@ -198,8 +199,8 @@ def found_rules(
                 return own
         return own
 
-    yield own_rule(parts, sizes)
     yield common_rule([whole, *parts], found)
+    yield own_rule(parts, sizes)
     yield from _KINDS
 
 
@@ -214,9 +215,22 @@ def combine(terms: Sequence[Term], sizes: Sequence[float], rule: Rule | None = N
     """
     rule = own_rule(terms, sizes) if rule is None else rule
     try:
-        return _combined(terms, rule, sizes)
+        with _default_dtype_of(terms):
+            return _combined(terms, rule, sizes)
     except (RuntimeError, TypeError, ValueError):
         return _joined([_number(Call(t.value, combine, ())) for t in terms], sizes, "samples")
+
+
+@contextmanager
+def _default_dtype_of(terms: Sequence[Term]) -> Iterator[None]:
+    """Let quotients of whole numbers be in double precision, if the step has computed in it."""
+    before = torch.get_default_dtype()
+    if getattr(terms[0].value, "dtype", None) == torch.float64:
+        torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _combined(terms: Sequence[Any], rule: Any, sizes: Sequence[float]) -> Any:
@@ -251,12 +265,13 @@ def shares(terms: Sequence[Term], sizes: Sequence[float], rule: Rule) -> list[fl
         rule: how they combine.
 
     Returns:
-        The weights; zero where nothing was averaged, as over padding. None if the weighted values
-        do not make up the batch's.
+        The weights; zero where nothing was averaged, as over padding. None if there are none: the
+        weighted values do not make up the batch's, or the gradient by several numbers is no
+        multiple of the batch's, as that of a product of means.
     """
     if all(map(_is_of_nothing, terms)):
         return [0.0] * len(terms)
-    copies, varied = zip(*map(_varied, terms), strict=True)
+    copies, varied = zip(*(_varied(term, constants=False) for term in terms), strict=True)
     with torch.enable_grad():
         whole = combine(copies, sizes, rule)
         along = iter(_slopes(whole, [each for own in varied for each in own]))
@@ -265,42 +280,79 @@ def shares(terms: Sequence[Term], sizes: Sequence[float], rule: Rule) -> list[fl
             part = combine([copy], [size], rule)
             of_whole = [next(along) for _ in own]
             share = 0.0 if _is_of_nothing(copy) else _ratio(of_whole, _slopes(part, own))
+            if share is None:
+                return None
             found.append(share)
             weighted.append(share * _float(part) if share else 0.0)
     error = abs(sum(weighted) - _float(whole))
     return found if error <= _ROUNDING * max(map(abs, weighted)) else None
 
 
-def _ratio(gradients: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    """By what gradients are multiples of others; zero where those are zero or not finite."""
+def slopes(terms: Sequence[Term], sizes: Sequence[float], rule: Rule) -> list[list[Tensor]] | None:
+    """By how much the batch's value changes with each differentiable number of each micro-batch.
+
+    Args:
+        terms: one for each micro-batch.
+        sizes: samples of each micro-batch.
+        rule: how they combine.
+
+    Returns:
+        The gradients in double precision, in the order of :func:`leaves`; None if the terms were
+        not computed as the rule says.
+    """
+    copies, varied = zip(*(_varied(term, constants=True) for term in terms), strict=True)
+    with torch.enable_grad(), _default_dtype_of(terms):
+        try:
+            whole = _combined(copies, rule, sizes)
+        except (RuntimeError, TypeError, ValueError):
+            return None
+        found = iter(_slopes(whole, [each for own in varied for each in own]))
+    return [[next(found) for _ in own] for own in varied]
+
+
+def _ratio(gradients: Sequence[Tensor], others: Sequence[Tensor]) -> float | None:
+    """By what gradients are multiples of others; zero where those are zero or not finite.
+
+    None if they are no multiples.
+    """
     scale = float(sum((other * other).sum() for other in others))
     if not scale or not math.isfinite(scale):
         return 0.0
-    pairs = zip(gradients, others, strict=True)
-    return float(sum((one * other).sum() for one, other in pairs)) / scale
+    pairs = list(zip(gradients, others, strict=True))
+    ratio = float(sum((one * other).sum() for one, other in pairs)) / scale
+    for one, other in pairs:
+        if float((one - ratio * other).norm()) > _ROUNDING * float(one.norm()):
+            return None
+    return ratio
 
 
 def _is_of_nothing(term: Term) -> bool:
     """Whether a term was computed from sums over no entries, as of padding."""
-    leaves = list(_leaves(term))
-    kinds = {leaf.kind for leaf in leaves if not leaf.is_empty}
-    return any(leaf.is_empty for leaf in leaves) and kinds.isdisjoint({"sum", "mean"})
+    found = list(leaves(term))
+    kinds = {leaf.kind for leaf in found if not leaf.is_empty}
+    return any(leaf.is_empty for leaf in found) and kinds.isdisjoint({"sum", "mean"})
 
 
 def _float(value: Any) -> float:
     return float(value.detach() if isinstance(value, Tensor) else value)
 
 
-def _varied(term: Term) -> tuple[Term, list[Tensor]]:
-    """A term in double precision, and the numbers in it on which the gradient depends."""
+def _varied(term: Term, constants: bool) -> tuple[Term, list[Tensor]]:
+    """A term in double precision, and the numbers in it on which the gradient depends.
+
+    Args:
+        term: the term.
+        constants: whether parameters are among them, and numbers of which nothing is known.
+    """
     found: list[tuple[bool, Tensor]] = []
 
     def varied(leaf: Leaf) -> Leaf:
         if not isinstance(leaf.value, Tensor) or not leaf.value.is_floating_point():
             return leaf
         value = leaf.value.detach().double()
-        if leaf.differentiable:
-            found.append((leaf.kind is not None, value.requires_grad_()))
+        if leaf.differentiable and (constants or leaf.kind != "same"):
+            value = value.clone().requires_grad_()
+            found.append((constants or leaf.kind is not None, value))
         return replace(leaf, value=value)
 
     copy = cast(Term, mapped(term, varied))
@@ -370,19 +422,19 @@ def _weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor
 
 def are_proportional(terms: Sequence[Term], sizes: Sequence[float]) -> list[bool]:
     """Whether denominators are proportional to samples, for each mean in terms."""
-    counts = ([leaf.count for leaf in _leaves(term) if leaf.kind == "mean"] for term in terms)
+    counts = ([leaf.count for leaf in leaves(term) if leaf.kind == "mean"] for term in terms)
     return [
         len({count / size for count, size in zip(column, sizes, strict=True)}) == 1
         for column in zip(*counts, strict=False)
     ]
 
 
-def _leaves(term: Any) -> Iterator[Leaf]:
+def leaves(term: Any) -> Iterator[Leaf]:
     """The numbers that a term, or nested arguments of a call, was computed from."""
     if isinstance(term, Leaf):
         yield term
     elif isinstance(term, Call):
-        yield from _leaves((term.args, term.kwargs))
+        yield from leaves((term.args, term.kwargs))
     elif type(term) in (list, tuple, dict):
         for each in term.values() if type(term) is dict else term:
-            yield from _leaves(each)
+            yield from leaves(each)

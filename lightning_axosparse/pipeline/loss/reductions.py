@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Literal
 
 import torch
@@ -32,7 +32,7 @@ from torch.nn import functional
 from torch.nn.parameter import Parameter
 
 from lightning_axosparse.pipeline.crossing.placeholder import Placeholder
-from lightning_axosparse.pipeline.loss.combination import Call, Leaf, Term
+from lightning_axosparse.pipeline.loss.combination import Call, Leaf, Term, leaves
 from lightning_axosparse.sparse.store.weight import SparseWeight
 from lightning_axosparse.support.torch_internals import PausableMode
 
@@ -50,6 +50,9 @@ class ReductionTracker(PausableMode):
 
     Attributes:
         programs: a hash of the functions that each step has called, since this was cleared.
+        other_dims: dimensions of tensors, by where the code has made them, that are not that of the
+            samples, as some micro-batch has shown; in another one they may have as many entries as
+            there are samples, such as one for each expert.
     """
 
     def __init__(self, buffers: Iterable[Tensor] = ()) -> None:
@@ -57,6 +60,10 @@ class ReductionTracker(PausableMode):
         self._buffers = {id(buffer): buffer for buffer in buffers}
         self._samples = self._program = 0
         self.programs: set[int] = set()
+        self.other_dims: set[tuple[CodeType, int, int, int]] = set()
+        self._keeps_sources = False
+        self._sources: dict[int, tuple[Leaf, Tensor]] = {}
+        self._asked = 0
         # Tensors are kept, so that no other one gets the id of one.
         self._terms: dict[int, tuple[Tensor, Term]] = {}
         self._numbers: dict[float, Term] = {}
@@ -64,13 +71,14 @@ class ReductionTracker(PausableMode):
         self._scaled: dict[int, tuple[Tensor, Tensor, Callable[..., Any], Term]] = {}
 
     @contextmanager
-    def microbatch(self, samples: int) -> Iterator[None]:
+    def microbatch(self, samples: int, keeps_sources: bool = False) -> Iterator[None]:
         """Follow the step of one micro-batch; what was noted is kept until the next one.
 
         Args:
             samples: number of samples in the micro-batch.
+            keeps_sources: whether :meth:`sources` will be asked for.
         """
-        self._samples, self._program = samples, 0
+        self._samples, self._program, self._keeps_sources = samples, 0, keeps_sources
         self.forget()
         with self:
             yield
@@ -80,14 +88,17 @@ class ReductionTracker(PausableMode):
         """How a tensor, or a number taken from one, was computed."""
         if isinstance(value, Tensor):
             noted = self._terms.get(id(value))
-            if noted is None and self._is_constant(value):
-                return Leaf(value.detach(), "same")
-            return noted[1] if noted else Leaf(value.detach(), None, 0, value.requires_grad)
+            return noted[1] if noted else self._unreduced(value)
         return self._noted_number(value) or Leaf(value)
+
+    def sources(self, term: Term) -> list[Tensor]:
+        """The numbers in a term on which parameters depend, as they can be differentiated."""
+        return [self._sources[id(leaf)][1] for leaf in leaves(term) if leaf.differentiable]
 
     def forget(self) -> None:
         """Drop the values of the last micro-batch."""
         self._terms, self._numbers, self._constants, self._scaled = {}, {}, {}, {}
+        self._sources = {}
 
     def __torch_function__(
         self,
@@ -101,7 +112,7 @@ class ReductionTracker(PausableMode):
             return func(*args, **kwargs)
         if func.__name__ != "__get__" and not _is_ours(sys._getframe(1)):
             self._program = hash((self._program, func))
-        terms = None
+        terms, self._asked = None, 0
         if self._terms:
             for arg in _flat((args, kwargs)):
                 if id(arg) in self._terms:
@@ -137,7 +148,7 @@ class ReductionTracker(PausableMode):
             self._note_scaled(func, args, terms[0], output)
         term: Term | None = None
         if func in _losses():
-            term = _of_loss(_losses()[func].bind(*args, **kwargs), output)
+            term = self._of_loss(_losses()[func].bind(*args, **kwargs), output)
         elif func in _REDUCING:
             term = self._reduced(func, args, kwargs, output)
         if term is not None:
@@ -170,16 +181,30 @@ class ReductionTracker(PausableMode):
         if is_scale and isinstance(samples, Tensor):
             self._scaled[id(output)] = output, samples, func, scale
 
+    def _leaf(self, value: Tensor, kind: Any = None, count: float = 0.0) -> Leaf:
+        """A number, or several, that the step has taken from samples or from parameters."""
+        # A copy, and a node of its own in the graph: `loss += penalty` changes both.
+        copy = value.detach() if kind == "same" else value.detach().clone()
+        leaf = Leaf(copy, kind, count, value.requires_grad and value.is_floating_point())
+        if self._keeps_sources and leaf.differentiable:
+            is_given = isinstance(value, (Parameter, SparseWeight))
+            self._sources[id(leaf)] = leaf, value if is_given else _unchanged(value)
+        return leaf
+
+    def _unreduced(self, value: Tensor) -> Leaf:
+        """What is known of a tensor that was not noted."""
+        return self._leaf(value, "same" if self._is_constant(value) else None)
+
     def _operand(self, value: Any, name: str) -> Any:
         """The term of what a function was given; ``_SAMPLES`` for what belongs to samples."""
         if isinstance(value, Tensor):
             noted = self._terms.get(id(value))
             if noted is not None:
                 return noted[1]
-            if self._is_constant(value):
-                return Leaf(value.detach(), "same")
-            if not value.dim() or self._samples not in value.shape:
-                return Leaf(value.detach().clone(), None, 0, value.requires_grad)
+            if name in _CASTS:  # Of this one no more is taken than its dtype.
+                return Leaf(value.detach().new_zeros(()), "same")
+            if self._is_constant(value) or not self._sample_dims(value):
+                return self._unreduced(value)
             return _SAMPLES
         if type(value) in (int, float) and name in _ARITHMETIC:
             return self._number(value, name)
@@ -230,39 +255,89 @@ class ReductionTracker(PausableMode):
     ) -> Term | None:
         """What a function that adds up or averages has made of values of samples."""
         source = args[0] if args else kwargs.get("input")
+        if func in _SCATTERING and output.dim() == 1:  # It counts, or adds up, by an index.
+            source = args[-1] if isinstance(args[-1], Tensor) else kwargs.get("src")
         if not isinstance(source, Tensor) or source.dim() == 0 or self._is_constant(source):
             return None
-        dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        everything = dims is None or output.dim() == 0
+        dims = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
+        everything = dims is None or output.dim() == 0 or func in _COUNTING
         if not everything and not self._along_samples(dims, source):
             return None
-        if self._samples in output.shape:  # It may have been another dimension of that size.
+        if self._sample_dims(output):
             return None
         kind = _REDUCING[func]
-        count = float(source.numel() if everything else self._samples)
+        count = source.numel() / (1 if everything else max(1, output.numel()))
         if func in (torch.nanmean, Tensor.nanmean):
             count = float((~source.isnan()).sum())
-        if id(source) in self._scaled and everything:
+        if id(source) in self._scaled and everything and func not in _COUNTING:
             _, samples, scaling, scale = self._scaled[id(source)]
-            plain = func(samples.detach(), *args[1:], **kwargs)
-            return Call(
-                output.detach(), scaling, (Leaf(plain, kind, count, source.requires_grad), scale)
+            plain = self._leaf(func(samples, *args[1:], **kwargs), kind, count)
+            return Call(output.detach(), scaling, (plain, scale))
+        return self._leaf(output, kind, count)
+
+    def _of_loss(self, call: inspect.BoundArguments, output: Tensor) -> Leaf | None:
+        """The reduction of a loss function of ``torch.nn.functional``."""
+        arguments = call.arguments
+        reduction = arguments.get("reduction", "mean")
+        if arguments.get("size_average") is not None or arguments.get("reduce") is not None:
+            averages = arguments.get("size_average") is not False
+            reduction = (
+                "none" if arguments.get("reduce") is False else "mean" if averages else "sum"
             )
-        return Leaf(output.detach(), kind, count, output.requires_grad)
+        if reduction == "none":
+            return None
+        first = next(value for value in arguments.values() if isinstance(value, Tensor))
+        kind = "sum" if reduction == "sum" else "mean"
+        return self._leaf(output, kind, _denominator(call, first))
+
+    def _sample_dims(self, tensor: Tensor) -> list[int]:
+        """The dimensions of a tensor that may be that of the samples."""
+        if not tensor.dim():
+            return []
+        place, self._asked = (*_instruction(), self._asked), self._asked + 1
+        for dim, size in enumerate(tensor.shape):
+            if size != self._samples:
+                self.other_dims.add((*place, dim))
+        return [dim for dim in range(tensor.dim()) if (*place, dim) not in self.other_dims]
 
     def _along_samples(self, dims: Any, source: Tensor) -> bool:
         """Whether the dimension of the samples, the first or by its size the second, is reduced."""
         found = dims if isinstance(dims, (list, tuple)) else [dims]
         reduced = {dim % source.dim() for dim in found if isinstance(dim, int)}
         shape = list(source.shape)
-        is_second = len(shape) > 1 and shape[1] == self._samples and shape.count(shape[1]) == 1
+        is_second = 1 in self._sample_dims(source) and shape.count(shape[1]) == 1
         is_second = is_second and (self._samples == 1 or shape[0] % self._samples > 0)
         return (1 if is_second and self._samples > 1 else 0) in reduced
 
 
-def _is_ours(caller: FrameType) -> bool:
+class _Unchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    """A tensor with the graph that another one has now, whatever is done to that in place."""
+    alias: Tensor = _Unchanged.apply(tensor)  # type: ignore[no-untyped-call]
+    return alias
+
+
+def _instruction() -> tuple[CodeType, int]:
+    """The one that has called a torch function, outside of this package and of torch."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_ours(frame, _PACKAGE, "torch"):
+        frame = frame.f_back
+    return frame.f_code, frame.f_lasti
+
+
+def _is_ours(caller: FrameType, *packages: str) -> bool:
     """Whether code of this package has called a function, which may do so now and then."""
-    return str(caller.f_globals.get("__name__")).startswith(_PACKAGE)
+    name = str(caller.f_globals.get("__name__"))
+    return name.partition(".")[0] in (packages or (_PACKAGE,))
 
 
 def at_least_one(count: float) -> float:
@@ -281,11 +356,20 @@ _REDUCING: dict[Callable[..., Any], Literal["mean", "sum"]] = {
     **dict.fromkeys((torch.sum, Tensor.sum, torch.nansum, Tensor.nansum), "sum"),
     **dict.fromkeys((torch.count_nonzero, Tensor.count_nonzero), "sum"),
 }
+_SCATTERING = {
+    *(torch.scatter_add, Tensor.scatter_add, Tensor.scatter_add_),
+    *(torch.index_add, Tensor.index_add, Tensor.index_add_),
+}
+_COUNTING = {torch.bincount, Tensor.bincount, torch.histc, Tensor.histc, *_SCATTERING}
+"""Functions that add up all entries, whatever else they are given."""
+
+_REDUCING.update(dict.fromkeys(_COUNTING, "sum"))
 
 # By the names of torch's functions, without underscores: `__radd__`, `add_` and `add` are one.
 _PRODUCTS = {"mul", "rmul", "imul", "multiply"}
 _QUOTIENTS = {"div", "truediv", "itruediv", "idiv", "divide", "true_divide"}
 _NUMBERS = {"item", "float", "int"}
+_CASTS = {"to", "type_as"}
 _ARITHMETIC = {
     *_PRODUCTS,
     *_QUOTIENTS,
@@ -300,20 +384,6 @@ def _losses() -> dict[Callable[..., Any], inspect.Signature]:
     functions = [f for f in vars(functional).values() if inspect.isfunction(f)]
     signatures = {function: inspect.signature(function) for function in functions}
     return {f: s for f, s in signatures.items() if "reduction" in s.parameters}
-
-
-def _of_loss(call: inspect.BoundArguments, output: Tensor) -> Leaf | None:
-    """The reduction of a loss function of ``torch.nn.functional``."""
-    arguments = call.arguments
-    reduction = arguments.get("reduction", "mean")
-    if arguments.get("size_average") is not None or arguments.get("reduce") is not None:
-        averages = arguments.get("size_average") is not False
-        reduction = "none" if arguments.get("reduce") is False else "mean" if averages else "sum"
-    if reduction == "none":
-        return None
-    first = next(value for value in arguments.values() if isinstance(value, Tensor))
-    kind: Literal["mean", "sum"] = "sum" if reduction == "sum" else "mean"
-    return Leaf(output.detach(), kind, _denominator(call, first), output.requires_grad)
 
 
 def _denominator(call: inspect.BoundArguments, first: Tensor) -> float:

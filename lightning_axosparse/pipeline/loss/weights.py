@@ -5,6 +5,11 @@ the last stage has computed the losses, but the first micro-batches are differen
 are computed. Their weights are provisional, by comparison with one micro-batch: correct up to
 one factor, which is the same for the whole batch. The factor is known before the last backward pass
 of the last stage, and is sent to the other stages with the gradients of the last micro-batch.
+
+There is no such weight for a function of several means, such as the loss that balances experts, a
+product of the shares of tokens and the mean probabilities of experts, or a mean over tokens plus
+one over samples. Its gradient by each of these numbers depends on those of the whole batch. There
+backward passes begin when all forward passes have run, and each begins at these numbers.
 """
 
 from __future__ import annotations
@@ -13,9 +18,18 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_axosparse.distributed.process_groups import all_gather
-from lightning_axosparse.pipeline.loss.combination import Leaf, Rule, Shape, Term, own_rule, shares
+from lightning_axosparse.pipeline.loss.combination import (
+    Leaf,
+    Rule,
+    Shape,
+    Term,
+    own_rule,
+    shares,
+    slopes,
+)
 from lightning_axosparse.pipeline.microbatch import MicroBatch, MicrobatchWeight
 
 MicrobatchLoss = Literal["auto", "mean", "sum"]
@@ -50,6 +64,8 @@ class LossWeights:
             weights of ``microbatches``.
         replicas: the last stages of the replicas that share the batch; None for one replica.
         rule: how losses combine, as the first batch has shown; None if it has not.
+        needs_batch: whether gradients depend on numbers of the whole batch, so that all losses have
+            to be added before the first is differentiated; the first batch shows this, too.
     """
 
     def __init__(
@@ -59,15 +75,19 @@ class LossWeights:
         loss: MicrobatchLoss | Literal["given"] = "auto",
         replicas: dist.ProcessGroup | None = None,
         rule: Rule | None = None,
+        needs_batch: bool = False,
     ) -> None:
         self._microbatches, self._samples = microbatches, samples
         self._loss, self._replicas, self._rule = loss, replicas, rule
+        self.needs_batch = needs_batch
         self.terms: list[Term] = []
         """The losses that were added."""
         self._relative: list[tuple[float, float]] = []
         self._reference: int | None = None
         self._fits = True  # whether weighted losses make up what they combine to
         self._total: tuple[float, float] | None = None
+        self._gathered: tuple[list[Term], list[float], int] | None = None
+        self._slopes: list[list[Tensor]] | None = None
 
     def add(self, term: Term) -> tuple[Term, Rule | None]:
         """Add the loss of the next micro-batch; to be called in order.
@@ -77,6 +97,8 @@ class LossWeights:
         """
         index = len(self.terms)
         self.terms.append(term)
+        if self.needs_batch:
+            return term, self._rule
         compared = [index] if self._reference is None else [self._reference, index]
         sizes = [self._microbatches[each].size for each in compared]
         weights = self._weights([self.terms[each] for each in compared], sizes)
@@ -88,6 +110,31 @@ class LossWeights:
         if self._rule is None and not self._fits:
             return Leaf(term.value), "samples"
         return term, self._rule if self._loss == "auto" else self._rule_of([term], sizes[-1:])
+
+    def weighted(self, index: int, loss: Tensor, sources: Sequence[Tensor]) -> Tensor | None:
+        """What is differentiated of a micro-batch; its gradient is that part of the batch's.
+
+        Args:
+            index: of the micro-batch.
+            loss: its loss.
+            sources: the numbers from which the loss was computed, if gradients need the batch.
+
+        Returns:
+            A scalar; None of a micro-batch that counts for nothing, such as padding, whose loss may
+            be NaN.
+        """
+        if not self.needs_batch:
+            weight = self.weight(index)
+            return loss * weight if weight else None
+        if index == 0:
+            terms, sizes, first = self._everyone()
+            rule = own_rule(terms, sizes) if self._rule is None else self._rule
+            found = slopes(terms, sizes, rule)
+            if found is not None and any(slope.any() for each in found for slope in each):
+                self._slopes = found[first : first + len(self.terms)]
+        if self._slopes is None:  # Then losses are averaged over samples.
+            return loss * self._microbatches[index].weight
+        return along(sources, self._slopes[index])
 
     def weight(self, index: int) -> float:
         """The provisional weight of a micro-batch whose loss was added.
@@ -112,6 +159,9 @@ class LossWeights:
 
     def factor(self) -> float:
         """What all provisional weights have to be multiplied by; known after the last was added."""
+        if self.needs_batch:
+            self._everyone()  # Other replicas may wait for this one, which has no micro-batch.
+            return 1.0
         of_reference, total = self._denominator()
         if self._reference is None or self._adds_up or self._loss == "given":
             return 1.0
@@ -150,18 +200,37 @@ class LossWeights:
     def _denominator(self) -> tuple[float, float]:
         """The weights of the reference and of the whole batch; collective when first asked for."""
         if self._total is None:
-            sizes = [float(part.size) for part in self._microbatches]
-            mine = [term.to("cpu") for term in self.terms] if self._replicas else self.terms
-            everyone = all_gather((mine, sizes), self._replicas)
-            terms = [term for theirs, _ in everyone for term in theirs]
-            sizes = [size for _, of_rank in everyone for size in of_rank]
-            rank = 0 if self._replicas is None else dist.get_rank(self._replicas)
-            first = sum(len(theirs) for theirs, _ in everyone[:rank])
+            terms, sizes, first = self._everyone()
             weights = self._weights(terms, sizes) if terms else [0.0]
             is_share = bool(terms) and isinstance(self._rule_of(terms, sizes), Shape)
             reference = 0.0 if self._reference is None else weights[first + self._reference]
             self._total = reference, float(any(weights)) if is_share else sum(weights)
         return self._total
+
+    def _everyone(self) -> tuple[list[Term], list[float], int]:
+        """The losses of the whole batch, their samples, and the place of the first of this replica.
+
+        Collective when first asked for.
+        """
+        if self._gathered is None:
+            own = [float(part.size) for part in self._microbatches]
+            mine = [term.to("cpu") for term in self.terms] if self._replicas else self.terms
+            everyone = all_gather((mine, own), self._replicas)
+            terms = [term for theirs, _ in everyone for term in theirs]
+            sizes = [size for _, of_rank in everyone for size in of_rank]
+            rank = 0 if self._replicas is None else dist.get_rank(self._replicas)
+            self._gathered = terms, sizes, sum(len(theirs) for theirs, _ in everyone[:rank])
+        return self._gathered
+
+
+def along(sources: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor | None:
+    """A scalar whose gradient by each of some numbers is given; None where all are zero."""
+    parts = [
+        (source * gradient.to(source)).sum()
+        for source, gradient in zip(sources, gradients, strict=True)
+        if gradient.any()  # That of a mean over padding, which is NaN, is zero.
+    ]
+    return sum(parts[1:], parts[0]) if parts else None
 
 
 def _counts(terms: Sequence[Term], sizes: Sequence[float]) -> list[float]:

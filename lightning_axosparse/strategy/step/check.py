@@ -96,11 +96,11 @@ class StepCheck:
         reason: str | None
         with without_trace(self._run):
             if self._fits(free):
-                whole, cut = self._dry_run(self._whole_batch), self._dry_run(parts)
-                reason = self._incomparable(whole, cut)
                 comparison = Comparison(
                     name, parts, self._tolerance, loss_rule, self._stage_module.last_stage, used
                 )
+                whole, cut = self._both(comparison)
+                reason = self._incomparable(whole, cut)
                 is_last = self._stage_module.runs_last_stage
                 if reason is None and is_last:
                     rules, findings = comparison.compare(whole, cut)
@@ -110,12 +110,19 @@ class StepCheck:
                 if any(self._gather(any(each.of_gradient for each in findings))):
                     # Rounding decides which of equal values has the gradient of a maximum.
                     with self._rehearsal.shifted():
-                        others = self._dry_run(self._whole_batch), self._dry_run(parts)
+                        others = self._both(comparison)
                     if findings and comparison.is_equal(*others):
                         findings = [each for each in findings if not each.of_gradient]
                 changing, advice, failure = self._changing(self._whole_batch, whole, cut)
-                reason = reason or failure
-                if reason is None and is_last:
+                if reason is None and failure is not None and is_last:
+                    findings.append(
+                        Finding(
+                            "info",
+                            f"What {name} changes on the module could not be compared: {failure}."
+                            + see("steps"),
+                        )
+                    )
+                elif reason is None and is_last:
                     findings += [Finding("warning", text) for text in advice]
                     if self._again is not None and not findings:
                         # By the rules that were found: they may have held by chance.
@@ -125,14 +132,23 @@ class StepCheck:
                     f"{self._rehearsal.samples} samples at once would not fit into memory, as "
                     f"{parts[0].size} take what was measured"
                 )
-        everyone = self._gather((reason, findings))
-        reason = next((theirs for theirs, _ in everyone if theirs is not None), None)
+        everyone = self._gather((reason, findings, rules.needs_batch))
+        reason = next((theirs for theirs, *_ in everyone if theirs is not None), None)
+        needs_batch = any(theirs for *_, theirs in everyone)
         if reason is None:
-            self._tell([each for _, theirs in everyone for each in theirs])
+            self._tell([each for _, theirs, _ in everyone for each in theirs])
         else:
             text = f"{name} could not be checked on its first batch: {reason}." + see("losses")
             self._tell([Finding("info", text)])
-        return rules._replace(state=changing)
+        if needs_batch:
+            text = (
+                f"The loss of {name} is a function of several means of the batch, as one that "
+                "balances experts is: backward passes begin when all forward passes have run, and "
+                f"each stage holds all {len(parts)} micro-batches. recompute=1 keeps little of "
+                "them."
+            )
+            self._tell([Finding("info", text + see("losses"))])
+        return rules._replace(state=changing, needs_batch=needs_batch)
 
     def changes(self) -> StepRules:
         """Find what the step changes on the module, where a batch is not divided."""
@@ -153,6 +169,21 @@ class StepCheck:
         taken = sum(max(stage.peaks, default=0) for stage in first.stages.values())
         fits = taken * rehearsal.samples / self._parts[0].size <= free()
         return all(self._gather(fits))
+
+    def _both(self, comparison: Comparison) -> tuple[Seen, Seen]:
+        """Run the step on the whole batch and on its micro-batches; collective over the pipeline.
+
+        Where gradients need the batch, micro-batches run once more, with its numbers.
+        """
+        whole, cut = self._dry_run(self._whole_batch), self._dry_run(self._parts)
+        slopes = None
+        if self._stage_module.runs_last_stage and _failure(whole, cut) is None:
+            slopes = comparison.slopes(whole, cut)
+        if any(self._gather(slopes is not None)):
+            self._rehearsal.slopes = slopes
+            cut = cut._replace(by_batch=self._dry_run(self._parts).stages)
+            self._rehearsal.slopes = None
+        return whole, cut
 
     def _dry_run(self, parts: Sequence[MicroBatch]) -> Seen:
         """Run the step on copies of micro-batches, as it may change them."""

@@ -12,10 +12,13 @@ from torch import Tensor
 from lightning_axosparse.pipeline.dry_run import DryRun
 from lightning_axosparse.pipeline.loss.combination import (
     Rule,
+    Shape,
     Term,
     are_proportional,
     combine,
     found_rules,
+    shares,
+    slopes,
 )
 from lightning_axosparse.pipeline.loss.weights import LossRule, LossWeights
 from lightning_axosparse.pipeline.microbatch import MicroBatch
@@ -34,11 +37,14 @@ class StepRules(NamedTuple):
 
     Attributes:
         loss: how the losses do.
+        needs_batch: whether the gradients of micro-batches depend on numbers of the whole batch, as
+            for :class:`LossWeights`; the same on all ranks.
         logged: how the values under each logged name do.
         state: how what the step changes on the module does; the same on all ranks.
     """
 
     loss: Rule | None = None
+    needs_batch: bool = False
     logged: Mapping[LogKey, Rule | None] = {}
     state: Sequence[Changing] = ()
 
@@ -47,7 +53,13 @@ class StepRules(NamedTuple):
         places = {each.place for each in self.state}
         state = [each for each in earlier.state if each.place not in places]
         logged = {**earlier.logged, **self.logged}
-        return self._replace(logged=logged, state=[*state, *self.state])
+        known = earlier if self.loss is None else self
+        return self._replace(
+            loss=known.loss,
+            needs_batch=known.needs_batch,
+            logged=logged,
+            state=[*state, *self.state],
+        )
 
 
 def signature_of(
@@ -97,11 +109,14 @@ class Seen(NamedTuple):
         stages: what each of its stages has seen.
         calls: what the step has logged, on the last stage.
         values: the batch's value of each call as it combines by itself.
+        by_batch: the stages again, where the gradients were made with numbers of the whole batch;
+            none where the loss is not such a function.
     """
 
     stages: Mapping[int, DryRun]
     calls: Mapping[LogKey, Sequence[LogCall]]
     values: Mapping[LogKey, Any]
+    by_batch: Mapping[int, DryRun] = {}
 
 
 @dataclass
@@ -128,42 +143,74 @@ class Comparison:
     def compare(self, whole: Seen, cut: Seen) -> tuple[StepRules, list[Finding]]:
         """Return how values combine, and what does not combine."""
         self.findings = []
-        loss, logged = self._compare_losses(whole, cut), {}
+        (loss, needs_batch), logged = self._compare_losses(whole, cut), {}
         for key, (call, *_) in whole.calls.items():
             calls = cut.calls.get(key, [])
             if call.term is None or call.origin is not None or not calls:
                 self._compare_values(key[0], whole.values[key], cut.values.get(key))
             else:
                 logged[key] = self._compare_logged(key[0], call, calls)
-        return StepRules(loss, logged), self.findings
+        return StepRules(loss, needs_batch, logged), self.findings
 
     def is_equal(self, whole: Seen, cut: Seen) -> bool:
         """Whether the losses make up the batch's, and so do their gradients."""
-        best = self._best(whole.stages[self.stage], cut.stages[self.stage])
+        best = self._best(whole, cut)
         return best is not None and best.is_equal
 
-    def _best(self, whole: DryRun, cut: DryRun) -> _WeightedLoss | None:
+    def slopes(self, whole: Seen, cut: Seen) -> list[list[Tensor]] | None:
+        """By how much the batch's loss changes with the numbers of each micro-batch.
+
+        None if weights of the losses say the same.
+        """
+        rule = self._rule_of_numbers(whole.stages[self.stage], cut.stages[self.stage])
+        return None if rule is None else slopes(cut.stages[self.stage].losses, self._sizes, rule)
+
+    @property
+    def _sizes(self) -> list[float]:
+        return [float(part.size) for part in self.parts]
+
+    def _rule_of_numbers(self, whole: DryRun, cut: DryRun) -> Rule | None:
+        """The rule of a loss whose gradients depend on numbers of the batch; None of others."""
+        if self.loss_rule.is_given or not whole.losses or len(cut.losses) < len(self.parts):
+            return None
+        if self.used is not None:
+            return self.used.loss if self.used.needs_batch else None
+        for rule in found_rules(whole.losses[0], cut.losses, self._sizes, self._is_batch):
+            value = combine(cut.losses, self._sizes, rule)
+            if self._is_batch(value, whole.losses[0], cut.losses):
+                weighs = not isinstance(rule, Shape) or shares(cut.losses, self._sizes, rule)
+                return None if weighs else rule
+        return None
+
+    def _best(self, whole_batch: Seen, parts: Seen) -> _WeightedLoss | None:
         """What losses make up by the rule that fits best; None where there are none."""
+        whole, cut = whole_batch.stages[self.stage], parts.stages[self.stage]
         if not whole.losses or len(cut.losses) < len(self.parts):
             return None
-        sizes = [float(part.size) for part in self.parts]
         rules: Iterable[Rule | None] = [None]
         if self.used is not None:
             rules = [self.used.loss]
         elif not self.loss_rule.is_given:
-            rules = found_rules(whole.losses[0], cut.losses, sizes, self._is_batch)
+            rules = found_rules(whole.losses[0], cut.losses, self._sizes, self._is_batch)
         tried = []
+        if (rule := self._rule_of_numbers(whole, cut)) is not None:
+            by_batch, rules = parts.by_batch.get(self.stage, cut), [] if self.used else rules
+            tried.append(self._weighted(whole, by_batch, rule, needs_batch=True))
         for rule in rules:
+            if tried and tried[-1].is_equal:
+                break
             tried.append(self._weighted(whole, cut, rule))
-            if tried[-1].is_equal:
-                return tried[-1]
+        if tried[-1].is_equal:
+            return tried[-1]
         return next((each for each in tried if each.is_equal_loss), tried[0])
 
-    def _compare_losses(self, whole: Seen, cut: Seen) -> Rule | None:
-        """How the losses combine, by value and by gradient."""
-        best = self._best(whole.stages[self.stage], cut.stages[self.stage])
-        if best is None or best.is_equal:
-            return None if best is None else best.rule
+    def _compare_losses(self, whole: Seen, cut: Seen) -> tuple[Rule | None, bool]:
+        """How the losses combine, by value and by gradient, and if gradients need the batch."""
+        best = self._best(whole, cut)
+        if best is None:
+            return None, False
+        if best.is_equal:
+            return best.rule, best.needs_batch
         theirs, ours = float(whole.stages[self.stage].losses[0].value), best.loss
         if best.is_equal_loss:
             what = (
@@ -185,9 +232,11 @@ class Comparison:
                 best.is_equal_loss,
             )
         )
-        return best.rule
+        return best.rule, best.needs_batch
 
-    def _weighted(self, whole: DryRun, cut: DryRun, rule: Rule | None) -> _WeightedLoss:
+    def _weighted(
+        self, whole: DryRun, cut: DryRun, rule: Rule | None, needs_batch: bool = False
+    ) -> _WeightedLoss:
         given = self.loss_rule.weight is not None
         weights = LossWeights(
             self.parts,
@@ -195,16 +244,19 @@ class Comparison:
             "given" if given else self.loss_rule.loss,
             rule=rule,
         )
-        for term in cut.losses:
-            weights.add(term)
-        factor = weights.factor()
-        final = [weights.weight(index) * factor for index in range(len(self.parts))]
-        # A micro-batch that counts for nothing, such as padding, may have a loss of NaN.
-        loss = sum(
-            float(term.value) * weight
-            for term, weight in zip(cut.losses, final, strict=True)
-            if weight
-        )
+        if needs_batch:
+            final, loss = [1.0] * len(self.parts), float(combine(cut.losses, self._sizes, rule))
+        else:
+            for term in cut.losses:
+                weights.add(term)
+            factor = weights.factor()
+            final = [weights.weight(index) * factor for index in range(len(self.parts))]
+            # A micro-batch that counts for nothing, such as padding, may have a loss of NaN.
+            loss = sum(
+                float(term.value) * weight
+                for term, weight in zip(cut.losses, final, strict=True)
+                if weight
+            )
         difference = max(
             _gradient_difference(whole.gradients[0], cut.gradients, final),
             _gradient_difference(whole.slopes[0], cut.slopes, final),
@@ -212,7 +264,7 @@ class Comparison:
         is_equal_loss = self._is_batch(loss, whole.losses[0], cut.losses)
         # Gradients are differences of larger numbers.
         is_equal = is_equal_loss and difference <= 10 * self.tolerance
-        return _WeightedLoss(rule, loss, difference, is_equal_loss, is_equal)
+        return _WeightedLoss(rule, needs_batch, loss, difference, is_equal_loss, is_equal)
 
     def _compare_logged(self, name: str, whole: LogCall, calls: Sequence[LogCall]) -> Rule | None:
         """How the values under a name combine."""
@@ -252,6 +304,7 @@ class _WeightedLoss(NamedTuple):
     """What micro-batches make up by one rule."""
 
     rule: Rule | None
+    needs_batch: bool
     loss: float
     gradient_difference: float
     is_equal_loss: bool

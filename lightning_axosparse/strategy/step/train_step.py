@@ -111,7 +111,9 @@ class StepRunner:
         """
         _agree_on_seed(stage_module)
         self._crossings.clear()
+        known = self._open.tracker.other_dims
         self._open = self._opened(stage_module)
+        self._open.tracker.other_dims |= known
 
     def _opened(self, stage_module: StageModule) -> OpenPipeline:
         # On a GPU, the clock sees when passes are launched.
@@ -179,6 +181,7 @@ class StepRunner:
                 "given" if self._rule.weight is not None else self._rule.loss,
                 stage_module.groups.batch_replicas,
                 rules.loss,
+                rules.needs_batch,
             )
             training = TrainingBatch(**vars(step), weights=weights, backward=gradients)
             with torch.enable_grad(), self._stashed.around_step(parameters):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,6 +19,8 @@ from lightning_axosparse.pipeline.loss.combination import (
     mapped,
 )
 from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
+from lightning_axosparse.pipeline.loss.weights import LossWeights
+from lightning_axosparse.pipeline.microbatch import MicroBatch
 
 IGNORED = -100
 CLASSES = 5
@@ -372,3 +374,55 @@ def test_nothing_is_followed_outside_or_while_paused() -> None:
     assert kinds == [None, None, "mean", None]
     tracker.forget()
     assert tracker.of(seen).kind is None
+
+
+def experts(x: Tensor, y: Tensor) -> Tensor:
+    """A cross entropy, to which the balance of experts is added in place."""
+    loss = F.cross_entropy(x.mT, y)
+    p = x.flatten(0, 1).softmax(-1)
+    chosen = torch.bincount(p.argmax(-1), minlength=CLASSES)
+    loss += 0.1 * CLASSES * (chosen.double() / len(p) * p.mean(0)).sum()
+    return loss
+
+
+SEVERAL: dict[str, Step] = {
+    "experts": experts,
+    "mean of tokens and mean of samples": lambda x, y: F.cross_entropy(x.mT, y) + x.pow(2).mean(),
+    "mean and sum": lambda x, y: x.pow(2).mean() + 0.1 * x.abs().sum(),
+    "with a penalty": lambda x, y: x.mean() * x.abs().mean() + 0.1 * WEIGHTS.pow(2).sum(),
+    "scaled": lambda x, y: (each_loss(x, y) / kept(y).sum()).sum() * x.pow(2).mean(),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+@given(st.lists(st.integers(1, 6), min_size=2, max_size=4), st.integers(0, 1000))
+def test_numbers_of_the_batch_give_its_gradient(name: str, sizes: list[int], seed: int) -> None:
+    # The step of a whole batch has a tracker of its own here, to which these are samples.
+    assume(CLASSES not in (sum(sizes), *sizes))
+    step, parts = SEVERAL[name], microbatches(sizes, seed)
+    for x, y in parts:
+        y[:, 0].clamp_(min=0)
+        x.requires_grad_()
+    tracker = ReductionTracker()
+    total, found, sources = sum(sizes), [], []
+    for x, y in parts:
+        with tracker.microbatch(len(x), keeps_sources=True):
+            loss = step(x, y)
+        found.append((tracker.of(loss), loss))
+        sources.append(tracker.sources(found[-1][0]))
+    made = [MicroBatch(None, size, size / total, i) for i, size in enumerate(sizes)]
+    rule = rule_of(step, parts)
+    weights = LossWeights(made, total, rule=rule, needs_batch=True)
+    for term, _ in found:
+        weights.add(term)
+    WEIGHTS.grad = None
+    for index, (_, loss) in enumerate(found):
+        weighted = weights.weighted(index, loss, sources[index])
+        assert weighted is not None
+        weighted.backward()
+    ours = [x.grad for x, _ in parts], WEIGHTS.grad
+    x = torch.cat([x.detach() for x, _ in parts]).requires_grad_()
+    WEIGHTS.grad = None
+    step(x, torch.cat([y for _, y in parts])).backward()
+    torch.testing.assert_close(torch.cat(ours[0]), x.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours[1], WEIGHTS.grad, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,327 @@
+"""Losses that balance experts are those of the whole batch, whatever its micro-batches.
+
+Such a loss is a product of means over the batch's tokens: of the share of tokens that each expert
+gets, and of its mean probability.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from lightning_axosparse import AxoSparseStrategy
+from tests.parity.cases import Record, difference, free_port, join_ddp, recorded, trainer
+from tests.parity.networks import in_float64
+from tests.ranks import run_ranks
+
+WORDS, WIDTH, LENGTH, LAYERS, PADDING = 23, 16, 10, 4, 0
+BATCH, SAMPLES = 6, 22
+"""Micro-batches of two samples; the last batch has four."""
+
+Balance = Callable[[Tensor, int], Tensor]
+"""The loss that balances so many experts by the probabilities ``(tokens, experts)``."""
+
+
+def by_one_hot(p: Tensor, experts: int) -> Tensor:
+    f = F.one_hot(p.topk(2).indices, experts).to(p).mean(0).sum(0)
+    return experts * (f * p.mean(0)).sum()
+
+
+def by_counts(p: Tensor, experts: int) -> Tensor:
+    chosen = p.topk(2).indices
+    f = torch.bincount(chosen.flatten(), minlength=experts) / chosen.numel()
+    return experts * torch.dot(f.to(p), p.mean(0))
+
+
+def by_scatter(p: Tensor, experts: int) -> Tensor:
+    chosen = p.argmax(-1)
+    counts = torch.zeros(experts, dtype=p.dtype).scatter_add_(0, chosen, torch.ones_like(p[:, 0]))
+    return experts * (counts / len(p) * p.mean(0)).sum()
+
+
+def by_comparison(p: Tensor, experts: int) -> Tensor:
+    terms = [(p.argmax(-1) == e).to(p).mean() * p[:, e].mean() for e in range(experts)]
+    return experts * torch.stack(terms).sum()
+
+
+class Router(nn.Module):
+    """A layer that leaves the logits of its router."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(WIDTH, experts), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.logits = self.gate(x)
+        return x + self.up(x).tanh() * self.logits.softmax(-1).amax(-1, keepdim=True)
+
+
+class Routed(L.LightningModule):
+    """Adds the balance of experts to a cross entropy over what is no padding, and a z-loss."""
+
+    def __init__(self, balance: Balance | None, experts: int, optimizer: Any) -> None:
+        super().__init__()
+        self.balance, self.experts, self.optimizer = balance, experts, optimizer
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.layers = nn.ModuleList(Router(experts) for _ in range(LAYERS))
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        x = self.embed(batch["ids"])
+        for layer in self.layers:
+            x = layer(x)
+        loss = F.cross_entropy(self.head(x)[:, :-1].mT, batch["labels"][:, 1:])
+        kept = batch["mask"].bool()
+        logits = [layer.logits[kept] for layer in self.layers]
+        if self.balance is not None:
+            balance = sum(self.balance(each.softmax(-1), self.experts) for each in logits)
+            self.log("balance", balance, batch_size=len(kept))
+            loss += 0.1 * balance
+        return loss + 0.01 * sum(each.logsumexp(-1).pow(2).mean() for each in logits)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val", self.loss(batch), batch_size=len(batch["ids"]))
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters(), lr=0.05)
+
+
+SGD = partial(torch.optim.SGD, momentum=0.9)
+OWN: dict[str, Callable[[], Routed]] = {
+    "one hot": partial(Routed, by_one_hot, 4, SGD),
+    "counts": partial(Routed, by_counts, 4, torch.optim.AdamW),
+    "scatter": partial(Routed, by_scatter, 3, SGD),
+    "comparison": partial(Routed, by_comparison, 5, SGD),
+    "as many experts as samples": partial(Routed, by_one_hot, 2, SGD),
+    "as many experts as samples in the batch": partial(Routed, by_one_hot, 6, SGD),
+}
+
+
+def samples(padded: bool = True) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(1, WORDS, (SAMPLES, LENGTH), generator=generator)
+    lengths = torch.randint(4, LENGTH + 1, (SAMPLES, 1), generator=generator)
+    mask = torch.arange(LENGTH).lt(lengths if padded else LENGTH).expand(SAMPLES, -1).long()
+    labels = ids.masked_fill(mask == 0, -100)
+    rows = zip(ids * mask, mask, labels, strict=True)
+    return [{"ids": i, "mask": m, "labels": y} for i, m, y in rows]
+
+
+def train(
+    module: L.LightningModule, strategy: Any, ranks: int = 1, double: bool = True, **data: Any
+) -> Record:
+    run = trainer(strategy, ranks, precision="64-true" if double else "32-true", max_epochs=1)
+    batches = samples(**data)
+    validation = DataLoader(batches[:BATCH], batch_size=BATCH)
+    run.fit(module, DataLoader(batches, batch_size=BATCH), validation)
+    return recorded(run, module)
+
+
+def own(name: str, strategy: Any, ranks: int = 1, double: bool = True, **data: Any) -> Record:
+    L.seed_everything(0, verbose=False)
+    module = OWN[name]()
+    return train(module.double() if double else module, strategy, ranks, double, **data)
+
+
+def pipeline(stages: int, container: str = "layers", **options: Any) -> AxoSparseStrategy:
+    return AxoSparseStrategy(stages, 3, pipeline=container, **options)
+
+
+@cache
+def on_one_process(name: str, double: bool = True, padded: bool = True) -> Record:
+    return own(name, "auto", double=double, padded=padded)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("name", OWN)
+def test_the_balance_of_experts_is_that_of_the_batch(name: str, stages: int) -> None:
+    record = own(name, pipeline(stages, transport="loopback"))
+    assert difference(on_one_process(name), record) <= 1e-12
+
+
+@pytest.mark.parametrize(("name", "padded"), [("one hot", False), ("counts", True)])
+def test_the_balance_of_experts_in_single_precision(name: str, padded: bool) -> None:
+    record = own(name, pipeline(2, transport="loopback"), double=False, padded=padded)
+    assert difference(on_one_process(name, False, padded), record) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "1f1b"},
+        {"schedule": "gpipe"},
+        {"schedule": "zb-h1"},
+        {"schedule": "deferred"},
+        {"in_flight": 2},
+        {"recompute": 1},
+    ],
+)
+def test_the_balance_of_experts_in_any_order(options: dict[str, Any]) -> None:
+    record = own("one hot", pipeline(3, transport="loopback", **options))
+    assert difference(on_one_process("one hot"), record) <= 1e-12
+
+
+class Peaks(L.Callback):
+    """Keeps how many micro-batches each stage has held in each batch."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[int, int]] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self.seen.append(trainer.strategy.peak_in_flight)
+
+
+def test_only_such_a_loss_makes_stages_hold_all_micro_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(OWN, "z-loss", partial(Routed, None, 4, SGD))
+    for name, held in (("z-loss", {0: 2, 1: 1}), ("one hot", {0: 3, 1: 3})):
+        L.seed_everything(0, verbose=False)
+        peaks = Peaks()
+        strategy = pipeline(2, transport="loopback", in_flight=2)
+        run = trainer(strategy, max_epochs=1, max_steps=2, callbacks=[peaks])
+        run.fit(OWN[name](), DataLoader(samples(padded=False), batch_size=BATCH))
+        assert peaks.seen == [held, held]
+
+
+def in_a_transform(p: Tensor, experts: int) -> Tensor:
+    """A balance whose means nobody sees, with a share that depends on another sample."""
+    share = (p > p.flip(0)).to(p).mean(0)
+    return experts * (share * p.mean(0)).sum()
+
+
+def test_what_is_no_function_of_means_is_refused_with_both_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(OWN, "hidden", partial(Routed, in_a_transform, 4, SGD))
+    with pytest.raises(MisconfigurationException, match=r"\d on the whole first batch and \d"):
+        own("hidden", pipeline(2, transport="loopback"))
+
+
+SIZES = {
+    "vocab_size": WORDS,
+    "hidden_size": WIDTH,
+    "intermediate_size": 24,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 16,
+    "use_cache": False,
+    "pad_token_id": PADDING,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.1,
+    "num_experts_per_tok": 2,
+    "experts_implementation": "eager",
+}
+NARROW = {**SIZES, "num_experts": 4, "moe_intermediate_size": 16}
+
+
+def mixtral() -> nn.Module:
+    return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4))
+
+
+def qwen2() -> nn.Module:
+    return Qwen2MoeForCausalLM(Qwen2MoeConfig(**NARROW, shared_expert_intermediate_size=16))
+
+
+def qwen3() -> nn.Module:
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**NARROW))
+
+
+def olmoe() -> nn.Module:
+    return OlmoeForCausalLM(OlmoeConfig(**SIZES, num_experts=4))
+
+
+def gpt_oss() -> nn.Module:
+    kinds = ["full_attention", "sliding_attention"] * (LAYERS // 2)
+    return GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=4, layer_types=kinds))
+
+
+class Family(L.LightningModule):
+    """A network of transformers with its own loss."""
+
+    def __init__(self, network: nn.Module, masked: bool) -> None:
+        super().__init__()
+        self.network, self.masked = in_float64(network), masked
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        mask = batch["mask"] if self.masked else None
+        output = self.network(input_ids=batch["ids"], attention_mask=mask, labels=batch["labels"])
+        self.log("balance", output.aux_loss, batch_size=len(batch["ids"]))
+        return output.loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.parameters(), lr=0.05)
+
+
+def family(make: Callable[[], nn.Module], masked: bool, strategy: Any, ranks: int = 1) -> Record:
+    L.seed_everything(0, verbose=False)
+    return train(Family(make(), masked), strategy, ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("make", [mixtral, qwen2, qwen3, olmoe, gpt_oss])
+def test_the_balance_of_transformers(
+    make: Callable[[], nn.Module], masked: bool, stages: int
+) -> None:
+    container = "network.model.layers"
+    record = family(make, masked, pipeline(stages, container, transport="loopback"))
+    # transformers computes this loss in single precision.
+    assert difference(family(make, masked, "auto"), record) <= 1e-5
+
+
+def on_ranks(stages: int) -> dict[str, Record]:
+    return {name: own(name, pipeline(stages), stages) for name in ("one hot", "counts")}
+
+
+def with_replicas() -> Record:
+    return own("one hot", pipeline(2), 4)
+
+
+def with_ddp(port: int) -> Record:
+    join_ddp(2, port)
+    return own("one hot", "ddp", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [2, 3])
+def test_the_balance_of_experts_on_ranks(stages: int) -> None:
+    for records in run_ranks(stages, on_ranks, stages):
+        for name, record in records.items():
+            assert difference(on_one_process(name), record) <= 1e-12
+
+
+@pytest.mark.slow
+def test_each_replica_balances_its_own_batch_as_ddp_does() -> None:
+    expected = run_ranks(2, with_ddp, free_port())
+    for record in run_ranks(4, with_replicas):
+        assert difference(expected[0], record) <= 1e-12
