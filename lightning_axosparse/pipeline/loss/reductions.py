@@ -360,7 +360,13 @@ _SCATTERING = {
     *(torch.scatter_add, Tensor.scatter_add, Tensor.scatter_add_),
     *(torch.index_add, Tensor.index_add, Tensor.index_add_),
 }
-_COUNTING = {torch.bincount, Tensor.bincount, torch.histc, Tensor.histc, *_SCATTERING}
+_COUNTING: set[Callable[..., Any]] = {
+    torch.bincount,
+    Tensor.bincount,
+    torch.histc,
+    Tensor.histc,
+    *_SCATTERING,
+}
 """Functions that add up all entries, whatever else they are given."""
 
 _REDUCING.update(dict.fromkeys(_COUNTING, "sum"))

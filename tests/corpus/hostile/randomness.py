@@ -85,7 +85,7 @@ def root_of_a_noisy_mean(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(self(x + 0.1 * torch.randn_like(x)), y).sqrt()
 
 
-@entry(Regression, random=True)
+@entry(Regression, random=True, equal=True)
 def variational_autoencoder_with_sums(self: Any, x: Tensor, y: Tensor) -> Tensor:
     """Adds a mean over samples to a sum, and draws."""
     mu = self(x)
