@@ -356,7 +356,7 @@ _REDUCING: dict[Callable[..., Any], Literal["mean", "sum"]] = {
     **dict.fromkeys((torch.sum, Tensor.sum, torch.nansum, Tensor.nansum), "sum"),
     **dict.fromkeys((torch.count_nonzero, Tensor.count_nonzero), "sum"),
 }
-_SCATTERING = {
+_SCATTERING: set[Callable[..., Any]] = {
     *(torch.scatter_add, Tensor.scatter_add, Tensor.scatter_add_),
     *(torch.index_add, Tensor.index_add, Tensor.index_add_),
 }
