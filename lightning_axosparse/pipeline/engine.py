@@ -239,10 +239,10 @@ class Pipeline:
         return {stage: step.run for stage, step in steps.items()}
 
     def _order(
-        self, schedule: type[Schedule], batch: Batch, *forwards_first: bool
+        self, schedule: type[Schedule], batch: Batch, forwards_first: bool = False
     ) -> dict[int, Schedule]:
         """The schedule of each stage of this process in a batch."""
-        shared = self._stages, len(batch.microbatches), self.limit.value, *forwards_first
+        shared = self._stages, len(batch.microbatches), self.limit.value, forwards_first
         return {stage: schedule(stage, *shared) for stage in self._links}
 
     def _runs(

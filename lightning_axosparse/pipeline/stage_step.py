@@ -143,7 +143,7 @@ class StageStep:
             self._reads,
         )
         self._visits[microbatch] = visit
-        tracked = nullcontext()
+        tracked: AbstractContextManager[None] = nullcontext()
         if self._tracks:
             tracked = self._tracker.microbatch(part.size, self._keeps_sources)
         log = batch.log(part.size, part.weight if batch.weights_given else None)
