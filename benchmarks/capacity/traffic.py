@@ -91,7 +91,7 @@ class StepTraffic:
 
 
 class StepCounter(Callback):
-    """Counts the traffic of steps, but not of the first two, which look at loaders and memory.
+    """Counts the traffic of steps, but not of the first four, which measure memory and time.
 
     Args:
         traffic: that of this rank.
@@ -105,7 +105,7 @@ class StepCounter(Callback):
         """Count what was sent since the last step ended."""
         sent, headers = self._traffic.collectives, self._traffic.headers
         total = sum(size for _, size in sent) - trainer.strategy.reduced_bytes
-        if module.global_step > 2:
+        if module.global_step > 4:
             self.steps.append(StepTraffic(len(sent), total, len(headers), sum(headers)))
         sent.clear()
         headers.clear()
@@ -128,7 +128,7 @@ def step_traffic(
 ) -> StepTraffic:
     """What the last of a few steps sends on this rank."""
     torch.manual_seed(0)
-    tokens = torch.randint(vocabulary, (4 * samples, context + 1))
+    tokens = torch.randint(vocabulary, (6 * samples, context + 1))
     data = DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), samples)
     with Traffic.counted() as traffic:
         counter = StepCounter(traffic)

@@ -33,6 +33,7 @@ from lightning_axosparse.support.torch_internals import (
     is_random,
     tree_leaves,
     tree_map_only,
+    without_dispatch_modes,
     writes_beside,
 )
 
@@ -354,6 +355,7 @@ def _slope(gradient: Tensor | None, number: int) -> Tensor | None:
     """The product of a gradient with a random direction that belongs to its number."""
     if gradient is None:
         return None
-    generator = torch.Generator(gradient.device).manual_seed(number)
-    direction = torch.empty_like(gradient).normal_(generator=generator)
-    return (gradient * direction).sum().detach()
+    with without_dispatch_modes():  # These numbers are not the step's.
+        generator = torch.Generator(gradient.device).manual_seed(number)
+        direction = torch.empty_like(gradient).normal_(generator=generator)
+        return (gradient * direction).sum().detach()

@@ -21,6 +21,7 @@ from lightning_axosparse.pipeline.loss.combination import (
     columns,
     combine,
     found_rules,
+    own_rule,
     shares,
     slopes,
 )
@@ -336,9 +337,9 @@ class Comparison:
             rules: Iterable[Rule | None] = found_rules(whole.term, terms, sizes, self._is_batch)
             if self.used is not None and key in self.used.fitted:
                 rules = [self.used.logged[key]]
-            for number, rule in enumerate(rules):
+            for rule in rules:
                 if self._is_batch(combine(terms, sizes, rule), whole.term, terms):
-                    return rule, number > 0
+                    return rule, rule != own_rule(terms, sizes)
         self._compare_values(key[0], whole.value, combined_calls(calls, None))
         return None, False
 
