@@ -337,6 +337,7 @@ def _states(metric: Metric) -> dict[str, Any]:
 def _memory(metric: Metric) -> dict[str, Any]:
     """The attributes of a metric that its updates change."""
     names = [*metric._defaults, "_update_count", "_computed"]
+    names += ["_num_vals_seen"] if isinstance(metric, Running) else []
     return {name: getattr(metric, name) for name in names}
 
 
