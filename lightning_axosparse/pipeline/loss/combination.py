@@ -62,12 +62,14 @@ class Call:
         func: a function of torch.
         args: its arguments: terms, sequences of terms, and what is no number.
         kwargs: its keyword arguments.
+        size: how many numbers it was computed from, each counted as often as it is used.
     """
 
     value: Any
     func: Callable[..., Any]
     args: Any
     kwargs: Any = field(default_factory=dict)
+    size: int = 1
 
     @property
     def name(self) -> str:
@@ -428,6 +430,15 @@ def columns(terms: Sequence[Term]) -> list[tuple[Leaf, ...]]:
 def are_proportional(numbers: Sequence[Leaf], sizes: Sequence[float]) -> bool:
     """Whether the denominators of means are proportional to samples."""
     return len({leaf.count / size for leaf, size in zip(numbers, sizes, strict=True)}) == 1
+
+
+def size_of(term: Any) -> int:
+    """How many numbers a term, or nested arguments of a call, was computed from."""
+    if isinstance(term, (list, tuple)):
+        return sum(map(size_of, term))
+    if isinstance(term, dict):
+        return sum(map(size_of, term.values()))
+    return term.size if isinstance(term, Call) else int(isinstance(term, Leaf))
 
 
 def leaves(term: Any) -> list[Leaf]:

@@ -33,9 +33,12 @@ from torch.nn import functional
 from torch.nn.parameter import Parameter
 
 from lightning_axosparse.pipeline.crossing.placeholder import Placeholder
-from lightning_axosparse.pipeline.loss.combination import Call, Leaf, Term, leaves
+from lightning_axosparse.pipeline.loss.combination import Call, Leaf, Term, leaves, size_of
 from lightning_axosparse.sparse.store.weight import SparseWeight
 from lightning_axosparse.support.torch_internals import PausableMode
+
+_MOST_NUMBERS = 1000
+"""What is computed from more numbers, as inside layers, is not followed any further."""
 
 _OURS = re.compile(rf"{__name__.partition('.')[0]}\.(?!examples\.)")
 """The modules of this package; those of the examples are as a user's."""
@@ -160,14 +163,17 @@ class ReductionTracker(PausableMode):
     def _note_call(self, func: Callable[..., Any], terms: tuple[Any, Any], output: Any) -> None:
         """Note what was computed from noted values alone."""
         terms = _with_count(func, terms)
+        size = size_of(terms)
+        if size > _MOST_NUMBERS:
+            return
         if isinstance(output, Tensor):
-            self._terms[id(output)] = output, Call(output.detach(), func, *terms)
+            self._terms[id(output)] = output, Call(output.detach(), func, *terms, size)
         elif type(output) in (int, float) and func.__name__.strip("_") in _NUMBERS:
-            self._numbers[output] = Call(output, func, *terms)
+            self._numbers[output] = Call(output, func, *terms, size)
         elif isinstance(output, (tuple, list)):
             for index, each in enumerate(output):
                 if isinstance(each, Tensor):
-                    entry = Call(each.detach(), _entry, (index, func, *terms))
+                    entry = Call(each.detach(), _entry, (index, func, *terms), {}, size)
                     self._terms[id(each)] = each, entry
 
     def _note_scaled(
