@@ -33,7 +33,7 @@ class Arm:
         decay: weight decay from the draw on; None: as before.
         distill: weight of the divergence from the dense network of the draw in the loss, 0 to 1.
         score: what says how much each weight keeps; "slow": saliency by squared gradients averaged
-            over a hundred steps.
+            over a hundred steps; "curvature": by the fourth root of squared gradients.
         entries: which entries of each weight are kept.
         scope: how the weights share what is kept.
         power: densities of the weights are those of ``scope`` to this power, brought to the ratio.

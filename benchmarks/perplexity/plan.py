@@ -54,6 +54,7 @@ WAYS = (
     GRADUAL,
     EARLY,
     replace(EARLY, score="slow"),
+    replace(GRADUAL, score="curvature"),
     replace(EARLY, drop=0.3),
     replace(EARLY, end=0.75),
     replace(EARLY, end=0.75, factor=2.0),

@@ -19,7 +19,7 @@ from benchmarks.perplexity.regrowth import Growth, by_chance, cosine_fraction, r
 from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.pruning.masks import MaskBits
 from lightning_axosparse.pruning.rule import MaskRule, MaskSchedule, cubic_ratio
-from lightning_axosparse.pruning.scores import State
+from lightning_axosparse.pruning.scores import Score, State
 
 Masks = dict[str, Tensor]
 
@@ -56,7 +56,7 @@ class Pruner:
         self._weights: MaskedWeights | None = None
         self._rule = MaskRule(
             arm.ratio,
-            slow if arm.score == "slow" else arm.score,
+            SCORES.get(arm.score, arm.score),
             arm.scope,
             arm.floor,
         )
@@ -184,6 +184,15 @@ class Pruner:
 def slow(weight: Tensor, state: State) -> Tensor:
     """Return saliency by an average of squared gradients over more steps than AdamW's."""
     return weight.abs() * state.get("slow", state["exp_avg_sq"]).sqrt()
+
+
+def curvature(weight: Tensor, state: State) -> Tensor:
+    """Return ``|w| v^(1/4)``: Optimal Brain Damage, where AdamW's preconditioner is the Hessian."""
+    return weight.abs() * state["exp_avg_sq"].sqrt().sqrt()
+
+
+SCORES: dict[str, Score] = {"slow": slow, "curvature": curvature}
+"""Those that the package does not have."""
 
 
 def at_random(name: str, mask: Tensor) -> Tensor:
