@@ -131,6 +131,14 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
             "test",
         ),
     ),
+    "curvature": (
+        Comparison(
+            "What pruning costs, scored by curvature",
+            of(LIBRARY, DENSE, *at_ratios(replace(GRADUAL, score="curvature"), 0.8, 0.5, 0.9)),
+            FRESH,
+            "test",
+        ),
+    ),
     "ratios": (
         Comparison(
             "Ratios",
