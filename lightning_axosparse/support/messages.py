@@ -13,6 +13,8 @@ from lightning_utilities.core import rank_zero as shared
 # A bar of a notebook is of another class, but among the same instances.
 from tqdm.auto import tqdm
 
+from lightning_axosparse.support.patched import patched
+
 
 def rank_zero_info(text: str) -> None:
     """Log as Lightning's function of this name."""
@@ -39,9 +41,9 @@ def _beside_bars() -> Iterator[None]:
             stack.enter_context(redirect_stderr(bar.fp))
         for handler in _handlers(shared.log):  # of the Lightning package imported last
             if type(handler) is logging.StreamHandler:
-                # The file of its beginning is not the one that a bar of rich puts in its place.
-                before = handler.setStream(sys.stderr)
-                stack.callback(handler.setStream, before or handler.stream)
+                # The file of its beginning is not the one that a bar of rich puts in its place,
+                # and may be closed by now, so that it can't be flushed as `setStream` would.
+                stack.enter_context(patched(handler, "stream", sys.stderr))
         yield
 
 

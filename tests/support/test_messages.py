@@ -63,6 +63,18 @@ def _shows(message: Warning | str, category: type, filename: str, *_: object) ->
     print(message, "from", filename.rpartition("/")[2], file=sys.stderr)
 
 
+def test_a_message_is_shown_though_the_log_began_in_a_file_that_is_closed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    closed = StringIO()
+    handler = logging.StreamHandler(closed)
+    closed.close()
+    log_with(handler, monkeypatch)
+    rank_zero_info("first")
+    assert capsys.readouterr().err == "first\n"
+    assert handler.stream is closed
+
+
 def test_a_message_is_above_the_bar_of_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, handler = StringIO(), logging.StreamHandler()
     log_with(handler, monkeypatch)
