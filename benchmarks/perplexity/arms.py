@@ -32,8 +32,9 @@ class Arm:
         rewarm: rates rise again from 0 after the draw for this share of the run.
         decay: weight decay from the draw on; None: as before.
         distill: weight of the divergence from the dense network of the draw in the loss, 0 to 1.
-        score: what says how much each weight keeps; "slow": saliency by squared gradients averaged
-            over a hundred steps; "curvature": by the fourth root of squared gradients.
+        score: what says how much each weight keeps; "saliency": by the root of squared gradients;
+            "slow": the same with squares averaged over a hundred steps; "curvature": by their
+            fourth root, which is the package's saliency.
         entries: which entries of each weight are kept.
         scope: how the weights share what is kept.
         power: densities of the weights are those of ``scope`` to this power, brought to the ratio.

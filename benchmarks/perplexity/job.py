@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from benchmarks.perplexity.arms import Arm
+from benchmarks.perplexity.pruner import fisher
 from benchmarks.perplexity.tasks import Task
 from benchmarks.perplexity.training import Training
 from lightning_axosparse import sparsify
@@ -100,7 +101,7 @@ class Job:
 
     def _compare(self, training: Training, measured: dict[str, Any]) -> None:
         """Measure the largest distance of new masks to those of the window, as the callback."""
-        rule = MaskRule(COMPARED, "saliency", floor=0.05)
+        rule = MaskRule(COMPARED, fisher, floor=0.05)
         masks = rule.masks(training.model, [training.optimizer])
         window = measured["window"]
         if len(window) == WINDOW - 1:

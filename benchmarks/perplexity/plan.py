@@ -33,6 +33,9 @@ DENSE = Arm(rate=1.2e-2)
 GRADUAL = Arm(rate=6e-3, ratio=0.8, method="gradual", begin=0.25, end=0.9)
 """The recipe."""
 
+CURVED = replace(GRADUAL, score="curvature")
+"""The recipe, with another score."""
+
 EARLY = replace(GRADUAL, begin=0.1)
 """The recipe from a tenth of the run on, of which variants were tried."""
 
@@ -54,7 +57,7 @@ WAYS = (
     GRADUAL,
     EARLY,
     replace(EARLY, score="slow"),
-    replace(GRADUAL, score="curvature"),
+    CURVED,
     replace(EARLY, drop=0.3),
     replace(EARLY, end=0.75),
     replace(EARLY, end=0.75, factor=2.0),
@@ -134,7 +137,7 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
     "curvature": (
         Comparison(
             "What pruning costs, scored by curvature",
-            of(LIBRARY, DENSE, *at_ratios(replace(GRADUAL, score="curvature"), 0.8, 0.5, 0.9)),
+            of(LIBRARY, DENSE, *at_ratios(CURVED, 0.8, 0.5, 0.9)),
             FRESH,
             "test",
         ),
@@ -207,8 +210,19 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
     ),
     "english": (
         Comparison(
+            "English, by rate and score",
+            of(
+                ENGLISH,
+                *at_rates(6e-3, 3e-3, 9e-3, 1.2e-2),
+                *(replace(arm, rate=rate) for rate in (6e-3, 9e-3) for arm in (CURVED, GRADUAL)),
+                replace(CURVED, rate=1.2e-2),
+            ),
+            CHOOSING[:1],
+            "validation",
+        ),
+        Comparison(
             "English",
-            of(ENGLISH, DENSE, *at_ratios(GRADUAL, 0.8, 0.5, 0.9)),
+            of(ENGLISH, *at_rates(6e-3), *at_ratios(replace(CURVED, rate=9e-3), 0.8, 0.5, 0.9)),
             FRESH,
             "test",
         ),
@@ -216,13 +230,13 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
     "larger": (
         Comparison(
             ".8 M parameters, rates",
-            of(LARGER, *at_rates(3e-3, 6e-3), GRADUAL, replace(GRADUAL, rate=3e-3)),
+            of(LARGER, *at_rates(6e-3, 3e-3), CURVED, replace(CURVED, rate=3e-3)),
             CHOOSING[:1],
             "validation",
         ),
         Comparison(
             ".8 M parameters",
-            of(LARGER, *at_rates(3e-3), *at_ratios(replace(GRADUAL, rate=3e-3), 0.8, 0.5, 0.9)),
+            of(LARGER, *at_rates(6e-3), *at_ratios(CURVED, 0.8, 0.5, 0.9)),
             FRESH,
             "test",
         ),

@@ -19,7 +19,7 @@ from benchmarks.perplexity.regrowth import Growth, by_chance, cosine_fraction, r
 from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.pruning.masks import MaskBits
 from lightning_axosparse.pruning.rule import MaskRule, MaskSchedule, cubic_ratio
-from lightning_axosparse.pruning.scores import Score, State
+from lightning_axosparse.pruning.scores import Score, State, saliency
 
 Masks = dict[str, Tensor]
 
@@ -181,18 +181,16 @@ class Pruner:
             self.teacher.load_state_dict(state["teacher"])
 
 
-def slow(weight: Tensor, state: State) -> Tensor:
-    """Return saliency by an average of squared gradients over more steps than AdamW's."""
+def fisher(weight: Tensor, state: State) -> Tensor:
+    """Return ``|w| sqrt(v)``: Optimal Brain Damage, with Fisher's diagonal matrix for the Hessian.
+
+    Where the arm has it, v is averaged over more steps than AdamW's.
+    """
     return weight.abs() * state.get("slow", state["exp_avg_sq"]).sqrt()
 
 
-def curvature(weight: Tensor, state: State) -> Tensor:
-    """Return ``|w| v^(1/4)``: Optimal Brain Damage, where AdamW's preconditioner is the Hessian."""
-    return weight.abs() * state["exp_avg_sq"].sqrt().sqrt()
-
-
-SCORES: dict[str, Score] = {"slow": slow, "curvature": curvature}
-"""Those that the package does not have."""
+SCORES: dict[str, Score] = {"saliency": fisher, "slow": fisher, "curvature": saliency}
+"""By their names in the results, of which "saliency" is older than the package's formula."""
 
 
 def at_random(name: str, mask: Tensor) -> Tensor:

@@ -80,8 +80,8 @@ class EarlyBirdTicket(TicketSearch):
 
     Args:
         pruning_ratio: fraction of the entries of all pruned weights to prune, in (0, 1).
-        score: "saliency": magnitude times the root of the optimizer's second moment (Optimal Brain
-            Damage), for Adam and its kin, RMSprop, Adadelta and Adagrad; "magnitude"; "auto":
+        score: "saliency": magnitude times the fourth root of the optimizer's second moment (Optimal
+            Brain Damage), for Adam and its kin, RMSprop, Adadelta and Adagrad; "magnitude"; "auto":
             saliency where the optimizer has a second moment, else magnitude. Or a function of a
             weight and its optimizer state that returns a tensor of the weight's shape; it is called
             several times and has to return the same.

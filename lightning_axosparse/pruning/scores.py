@@ -31,10 +31,11 @@ def magnitude(weight: Tensor, state: State) -> Tensor:
 
 
 def saliency(weight: Tensor, state: State) -> Tensor:
-    """Return ``|w| sqrt(v)``, where v is the optimizer's estimate of the squared gradient.
+    """Return ``|w| v^(1/4)``, where v is the optimizer's estimate of the squared gradient.
 
-    Its square estimates how much the loss grows when the entry becomes zero, with a diagonal Fisher
-    matrix for the Hessian (Optimal Brain Damage; LeCun, Denker & Solla, NeurIPS 1989).
+    The square of it, ``w^2 sqrt(v)``, estimates how much the loss grows when the entry becomes zero
+    (Optimal Brain Damage; LeCun, Denker & Solla, NeurIPS 1989): Adam's preconditioner ``sqrt(v)``
+    stands for the diagonal of the Hessian.
     """
     moment = _second_moment(weight, state)
     if moment is None:
@@ -43,7 +44,7 @@ def saliency(weight: Tensor, state: State) -> Tensor:
             "with prune={...: False}, or set score='magnitude'"
         )
     wide = torch.promote_types(weight.dtype, torch.float32)
-    return weight.abs() * moment.to(weight.device, wide).sqrt()
+    return weight.abs() * moment.to(weight.device, wide).sqrt().sqrt()
 
 
 SCORES: dict[str, Score] = {"magnitude": magnitude, "saliency": saliency}

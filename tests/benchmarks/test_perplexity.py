@@ -47,8 +47,10 @@ def trained(arm, folder, seed=0):
     ("arm", "method"),
     [
         pytest.param(Arm(), None, id="dense"),
-        pytest.param(once(0.8), "early-bird", id="once"),
-        pytest.param(Arm(ratio=0.8, method="gradual", **CHANGING), "gradual", id="gradual"),
+        pytest.param(once(0.8, score="curvature"), "early-bird", id="once"),
+        pytest.param(
+            Arm(ratio=0.8, method="gradual", score="curvature", **CHANGING), "gradual", id="gradual"
+        ),
     ],
 )
 def test_a_job_trains_as_the_callback_does(folder, arm, method):

@@ -69,7 +69,7 @@ def test_auto_is_saliency_where_the_optimizer_has_a_second_moment(model):
     rule = MaskRule(0.5).resolved(model, [adam])
     assert rule.score == "saliency"
     scores = {
-        n: p.detach().abs() * adam.state[p]["exp_avg_sq"].sqrt()
+        n: p.detach().abs() * adam.state[p]["exp_avg_sq"] ** 0.25
         for n, p in model.named_parameters()
     }
     masks = flat(model, rule.masks(model, [adam]))
