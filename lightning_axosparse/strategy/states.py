@@ -20,6 +20,7 @@ from lightning_axosparse.strategy import optimizers as stepping
 from lightning_axosparse.strategy.checkpoints import StageCheckpoints
 from lightning_axosparse.strategy.compat.callbacks import (
     count_replicas,
+    end_told_beside_bars,
     parameters_told_apart_by_identity,
     validating_together,
     weight_averages,
@@ -161,6 +162,7 @@ class Running:
     def _tie_to(self, trainer: pl.Trainer, undo: ExitStack) -> None:
         """Let the Trainer and its callbacks do with a part of the module what they do with all."""
         stage_module, grid = self.stage_module, self.stage_module.grid
+        undo.enter_context(end_told_beside_bars())
         if grid.world_size > 1:  # The ranks compare their positions in loops, and act together.
             undo.enter_context(LoopCheck(stage_module.groups).added_to(trainer))
             undo.enter_context(JobEnd().added_to(trainer))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, NoReturn
 
-import lightning as L
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
@@ -244,7 +241,8 @@ class AxoSparseStrategy(PipelineStrategy):
         """What Lightning shows where it refuses the object: in Fabric, and in the other package."""
         return (
             f"{type(self).__name__}(g_inter={self.config.g_inter!r}), which is for "
-            "lightning.pytorch.Trainer: neither Fabric nor a Trainer of pytorch_lightning takes it"
+            "lightning.pytorch.Trainer (`import lightning.pytorch as pl`): neither Fabric nor a "
+            "Trainer of pytorch_lightning takes it"
         )
 
     @classmethod
@@ -404,25 +402,3 @@ def refuse_fabric(**_: Any) -> NoReturn:
         "strategies for one process: sparsify(model, masks, optimizer) before fabric.setup(...)."
         + see("starting-ranks")
     )
-
-
-def validate_package(trainer: object) -> None:
-    """Raise for a Trainer of the other package, which has the same classes.
-
-    Raises:
-        MisconfigurationException: if it is one.
-    """
-    if not isinstance(trainer, L.Trainer):
-        raise MisconfigurationException(
-            "pytorch_lightning and lightning have the same classes under two names, and an object "
-            "of one is none of the other. Write `import lightning.pytorch as pl` in place of "
-            "`import pytorch_lightning as pl`, for the module and the Trainer." + see("copies")
-        )
-
-
-def register_refusals(name: str) -> None:
-    """Refuse the name in Fabric, and in the other package if that is imported."""
-    STRATEGY_REGISTRY.register(name, refuse_fabric, override=True)
-    other = sys.modules.get("pytorch_lightning.strategies")
-    if other is not None:
-        other.StrategyRegistry.register(name, validate_package, override=True, trainer=None)

@@ -1,9 +1,8 @@
 """Validates the module, callbacks, optimizers and ranks of a run.
 
 Every function raises a ``MisconfigurationException`` that names what cannot be and says what to do
-instead. Lightning itself raises, before any rank is started, for a
-module or Trainer of the ``pytorch_lightning`` package and for a module compiled as a whole; and for
-several optimizers, when they are configured.
+instead. Lightning itself raises for a module compiled as a whole, before any rank is started; and
+for several optimizers, when they are configured.
 """
 
 from __future__ import annotations

@@ -2,14 +2,11 @@ from __future__ import annotations
 
 import lightning as L
 import pytest
-import pytorch_lightning
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from pytorch_lightning.demos.boring_classes import BoringModel
 from torch import nn
 
-from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, sparsify
-from lightning_axosparse.strategy.strategy import register_refusals
+from lightning_axosparse import AxoSparseStrategy, sparsify
 
 
 def test_the_strategy_is_refused_with_what_works():
@@ -20,20 +17,6 @@ def test_the_strategy_is_refused_with_what_works():
 def test_the_object_is_refused_with_what_takes_it():
     with pytest.raises(ValueError, match=r"which is for lightning\.pytorch\.Trainer"):
         L.Fabric(accelerator="cpu", devices=1, strategy=AxoSparseStrategy(g_inter=2))
-
-
-def test_the_other_package_is_told_what_to_import():
-    def trainer(**options):
-        return pytorch_lightning.Trainer(accelerator="cpu", devices=1, logger=False, **options)
-
-    words = "Write `import lightning.pytorch as pl`"
-    register_refusals("axosparse")
-    with pytest.raises(MisconfigurationException, match=words):
-        trainer(strategy="axosparse")
-    with pytest.raises(MisconfigurationException, match=words):
-        trainer(callbacks=[EarlyBirdTicket(0.8)], enable_checkpointing=False).fit(BoringModel())
-    with pytest.raises(ValueError, match="neither Fabric nor a Trainer of pytorch_lightning"):
-        trainer(strategy=AxoSparseStrategy())
 
 
 def test_sparse_storage_trains_under_fabric_like_masked_dense_weights():

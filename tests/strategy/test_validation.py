@@ -3,7 +3,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import pytorch_lightning
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
@@ -197,7 +196,6 @@ class TestAssumptionsAboutLightning:
     @pytest.mark.parametrize(
         ("module", "error"),
         [
-            (pytorch_lightning.LightningModule(), TypeError),
             (torch.compile(BoringModel()), RuntimeError),
             (BoringModel(), LaunchReached),
         ],
@@ -205,10 +203,6 @@ class TestAssumptionsAboutLightning:
     def test_modules_are_refused_before_the_launch(self, module: Any, error: type) -> None:
         with pytest.raises(error):
             trainer(Launches).fit(module)
-
-    def test_a_trainer_of_the_other_package(self) -> None:
-        with pytest.raises(ValueError, match="instance of `pytorch_lightning"):
-            pytorch_lightning.Trainer(strategy=CutStrategy(1, alone()))
 
     def test_several_optimizers(self) -> None:
         with pytest.raises(RuntimeError, match="multiple optimizers"):

@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.loops import fit_loop
 from lightning.pytorch.trainer.call import _call_teardown_hook
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import _TunerExitException
@@ -30,6 +31,7 @@ from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
 from lightning_axosparse.strategy.compat.internals import callbacks_of
+from lightning_axosparse.support.messages import rank_zero_info
 from lightning_axosparse.support.patched import patched
 
 
@@ -40,6 +42,11 @@ def parameters_told_apart_by_identity() -> AbstractContextManager[None]:
     parameters of the same values, such as the zeros of two biases, for one.
     """
     return patched(BaseFinetuning, "filter_on_optimizer", staticmethod(_not_in_optimizer))
+
+
+def end_told_beside_bars() -> AbstractContextManager[None]:
+    """Inside the context, Lightning's line on why `fit` stopped stands outside progress bars."""
+    return patched(fit_loop, "rank_zero_info", rank_zero_info)
 
 
 def _not_in_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
