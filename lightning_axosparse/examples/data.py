@@ -297,8 +297,7 @@ def digits() -> tuple[Tensor, Tensor]:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise MisconfigurationException(
-            "The digits come with scikit-learn: pip install 'lightning-axosparse[images]'."
-            + see("examples")
+            "The digits come with scikit-learn: pip install scikit-learn." + see("examples")
         ) from error
     found = load_digits()
     order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(0))

@@ -75,5 +75,5 @@ def require_cli(user: str) -> None:
     if missing:
         raise ModuleNotFoundError(
             f"{user} needs {', '.join(missing)}, of the extra `cli`: pip install "
-            "'lightning-axosparse[cli]', or '.[cli]' in a checkout." + see("commands")
+            f"{' '.join(missing)}, or '.[cli]' in a checkout." + see("commands")
         )

@@ -176,7 +176,5 @@ def test_without_scikit_learn_the_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(
-        MisconfigurationException, match=r"pip install 'lightning-axosparse\[images"
-    ):
+    with pytest.raises(MisconfigurationException, match=r"pip install scikit-learn"):
         digits()

@@ -48,7 +48,7 @@ _SEGMENT = 1.1
 
 _unanswered: list[Any] = []  # MPI may still write into their buffers.
 _GET_MPI = (
-    "Install one with `pip install 'lightning-axosparse[mpich]'`, or load your cluster's MPI "
+    "Install one with `pip install mpich`, or load your cluster's MPI "
     "module and build mpi4py with it: `pip install --no-binary mpi4py mpi4py`."
 )
 
