@@ -17,6 +17,7 @@ REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "lightning_axosparse"
 SUBPACKAGES = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+API = sorted((REPOSITORY / "docs" / "api").glob("*.md"))
 ARCHITECTURE = (REPOSITORY / "docs" / "architecture.md").read_text()
 LISTING = ARCHITECTURE.partition("## Subpackages")[2].partition("\n## ")[0]
 README = PAGES[0].read_text()
@@ -95,7 +96,7 @@ def test_the_glossary_is_short() -> None:
     assert len(words) == len(set(words)) <= 40
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *API], ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         path, _, anchor = target.partition("#")
@@ -106,6 +107,12 @@ def test_links_lead_somewhere(page: Path) -> None:
         if anchor:
             headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
             assert anchor in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def test_a_page_shows_no_directive_of_the_site_where_it_is_read_in_the_repository() -> None:
+    for page in [*PAGES, *API]:
+        visible = re.sub(r"<!--.*?-->|```.*?```", "", page.read_text(), flags=re.DOTALL)
+        assert not re.search(r"^\s*(:::|--8<--|!!!|\?\?\?)", visible, re.MULTILINE), page
 
 
 def test_files_that_a_page_shows_are_those_of_the_examples() -> None:
@@ -132,8 +139,8 @@ def test_every_notebook_has_a_page() -> None:
 
 
 def test_every_public_name_has_its_docstring_on_a_page() -> None:
-    pages = "\n".join(page.read_text() for page in (REPOSITORY / "docs" / "api").glob("*.md"))
-    shown = re.findall(r"^::: lightning_axosparse\.(\w+)$", pages, re.MULTILINE)
+    pages = "\n".join(page.read_text() for page in API)
+    shown = re.findall(r"^<!-- ::: lightning_axosparse\.(\w+)\s", pages, re.MULTILINE)
     assert sorted(shown) == sorted(set(lightning_axosparse.__all__) - {"__version__"})
     assert all(getattr(lightning_axosparse, name).__doc__ for name in shown)
     strategy = lightning_axosparse.AxoSparseStrategy
