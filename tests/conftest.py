@@ -52,7 +52,6 @@ SLOW = (
     "parity/test_checkpoints.py::test_any_grid_continues_the_run_of_any_other[4x1]",
     "parity/test_construction.py",
     "parity/test_containers.py",
-    "parity/test_deferred_norms.py",
     "parity/test_emissions.py",
     "parity/test_families.py",
     "parity/test_kept_values.py",

@@ -30,7 +30,6 @@ class Config:
     balance: Literal["parameters", "time"] | Sequence[int]
     in_flight: int | None
     schedule: str
-    batch_norm: Literal["micro-batch", "deferred"]
     transport: Literal["mpi", "loopback"]
     split_batch: Callable[[Any, int], list[Any]] | None
     microbatch_weight: MicrobatchWeight
@@ -59,11 +58,6 @@ class Config:
         return self.microbatches or default_microbatches(self.stages)
 
     @property
-    def defers_norms(self) -> bool:
-        """Whether running statistics are updated once a batch."""
-        return self.batch_norm == "deferred"
-
-    @property
     def defers_gradients(self) -> bool:
         """Whether the user asked for weight gradients that are made apart."""
         return ScheduleRule(self.schedule, may_defer=False).defers
@@ -71,7 +65,7 @@ class Config:
     @property
     def pipelines(self) -> bool:
         """Whether there are stages or micro-batches, or layers that are computed again."""
-        split = self.stages > 1 or self.parts > 1 or self.defers_norms
+        split = self.stages > 1 or self.parts > 1
         return split or self.recompute is not None or self.defers_gradients
 
     @property

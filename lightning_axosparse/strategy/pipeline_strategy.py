@@ -155,7 +155,7 @@ class PipelineStrategy(MPIStrategy):
         partition = layers.partition()
         if trainer.state.fn == TrainerFn.FITTING:
             self._configure_optimizers(trainer)
-            advise_on_batch_norm(self._module, self.config.parts, self.config.defers_norms)
+            advise_on_batch_norm(self._module, self.config.parts)
             # Those of an earlier fit may belong to another module.
             optimizers = self.optimizers
         partition = layers.balanced(partition)

@@ -17,7 +17,6 @@ from lightning_axosparse.distributed.process_groups import ProcessGroups
 from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpointing
 from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
 from lightning_axosparse.pipeline.crossing.message import ChannelLink, Link, LoopbackLink
-from lightning_axosparse.pipeline.norms import DeferredNorms
 from lightning_axosparse.pipeline.shard.partition import Partition
 from lightning_axosparse.pipeline.shard.remote_tensor import OwnSteps, following_parameters
 from lightning_axosparse.pipeline.shard.sharding import RemoteGradients, Sharding, free
@@ -50,7 +49,6 @@ class StageModule:
         sharding: which tensors each stage keeps.
         layers: the partitioned layers.
         split: the layers whose weight gradients may be made apart from backward passes.
-        norms: the BatchNorms that update their running statistics once a batch, if they do.
         reducer: sums gradients over the ranks that keep the same parameters; None in a job of one.
         remote_gradients: the gradients of parameters of other stages.
     """
@@ -73,8 +71,6 @@ class StageModule:
             self._recompute = ActivationCheckpointing(config.recompute, device)
         self._splits_backward = config.schedules(module, device).splits_backward
         self.split = SplitLayers(module)
-        self._defers_norms = config.defers_norms
-        self.norms: DeferredNorms | None = None
         self._example_input = module.example_input_array
         self._freed: dict[Tensor, Tensor] = {}
         self._optimizers: Sequence[Optimizer] = ()
@@ -265,12 +261,6 @@ class StageModule:
         """Let the layers compute as stages, and the gradients be reduced."""
         if self._splits_backward:
             self.split.install()
-        if self._defers_norms:
-            layers = self.layers
-            self.norms = DeferredNorms(
-                self.module, layers.names, lambda: layers.running_stage, self.stages[-1]
-            )
-            self.norms.install()
         self.layers.install(self.stages)
         # Lightning's model summary would send it through layers of other stages.
         if not self.is_whole:
@@ -290,8 +280,6 @@ class StageModule:
             steps.remove()
         self._own_steps = []
         self.layers.uninstall()
-        if self.norms is not None:
-            self.norms.uninstall()
         self.split.uninstall()
         self.module.example_input_array = self._example_input
 

@@ -101,10 +101,6 @@ class AxoSparseStrategy(PipelineStrategy):
             does so for the last ``2 * g_inter - 1`` micro-batches alone. Gradients are the same to
             the bit, and complete before anything of Lightning reads them. For comparison: "1f1b",
             "gpipe" and "zb-h1".
-        batch_norm: when BatchNorms, which normalize by the statistics of a micro-batch, update
-            their running statistics: by each "micro-batch", as with gradient accumulation, or
-            "deferred": once, by those of the whole batch, on data-parallel ranks that of all of
-            them, as one process would.
         transport: "mpi" gives each stage a rank; "loopback" runs all stages of a replica in one
             process, through the same schedule, for notebooks, debuggers and tests.
         split_batch: splits a batch into micro-batches, ``(batch, microbatches) -> list``, such as
@@ -169,7 +165,6 @@ class AxoSparseStrategy(PipelineStrategy):
         pipeline=TEXT | NAMES | NONE,
         balance=one_of("parameters", "time") | LAYERS,
         in_flight=COUNT | NONE,
-        batch_norm=one_of("micro-batch", "deferred"),
         schedule=one_of("message-driven", *SCHEDULES),
         transport=one_of("mpi", "loopback"),
         split_batch=FUNCTION | NONE,
@@ -192,7 +187,6 @@ class AxoSparseStrategy(PipelineStrategy):
         balance: Literal["parameters", "time"] | Sequence[int] = "parameters",
         in_flight: int | None = None,
         schedule: str = "message-driven",
-        batch_norm: Literal["micro-batch", "deferred"] = "micro-batch",
         transport: Literal["mpi", "loopback"] = "mpi",
         split_batch: Callable[[Any, int], list[Any]] | None = None,
         microbatch_weight: MicrobatchWeight = "auto",
@@ -217,7 +211,6 @@ class AxoSparseStrategy(PipelineStrategy):
             balance,
             in_flight,
             schedule,
-            batch_norm,
             transport,
             split_batch,
             microbatch_weight,

@@ -103,7 +103,7 @@ def validate_split_module(module: LightningModule) -> None:
         )
 
 
-def advise_on_batch_norm(module: nn.Module, microbatches: int, deferred: bool) -> None:
+def advise_on_batch_norm(module: nn.Module, microbatches: int) -> None:
     """Say that norms with running statistics see micro-batches, if the module has some."""
     norms = [
         (name, part)
@@ -113,16 +113,11 @@ def advise_on_batch_norm(module: nn.Module, microbatches: int, deferred: bool) -
     if norms and microbatches > 1:
         name, part = norms[0]
         others = f", like {len(norms) - 1} more," if len(norms) > 1 else ""
-        updates = (
-            "by those of the whole batch"
-            if deferred
-            else "by each of them, as with gradient accumulation (not so with "
-            "batch_norm='deferred')"
-        )
         rank_zero_info(
             f"{name!r} ({type(part).__name__}){others} normalizes by the statistics of a "
-            f"micro-batch, and updates its running statistics {updates}: expect other losses than "
-            "on one process. With microbatches=1 they are those of the batch."
+            "micro-batch, and updates its running statistics by each of them, as with gradient "
+            "accumulation: expect other losses than on one process. With microbatches=1 they are "
+            "those of the batch."
         )
 
 

@@ -132,7 +132,6 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             "balance": [None, True, 3, "size", [], {}, [1.5], [0, 2], [True], {3, 5}, b"x"],
             "in_flight": NO_COUNT,
             "schedule": NO_WORD,
-            "batch_norm": NO_WORD,
             "transport": NO_WORD,
             "split_batch": [True, 1, "x", [], {}],
             "microbatch_weight": [None, True, 1, "", [], {}],

@@ -194,8 +194,6 @@ class StepRunner:
                     with self._rng.after_passes(stage_module.stages[-1]):
                         gradients.call_hooks(stage_module.sharing_batch(hooks.parameters))
                 gradients.finish(parameters, self._waits)
-            if stage_module.norms is not None:
-                stage_module.norms.update(stage_module.groups.data)
             return self._combine(step, last, microbatches, rules, weights.terms, compare)
 
     def evaluate(
@@ -277,8 +275,6 @@ class StepRunner:
                 crossing = run.pipeline.probe(step).crossing
             state.rewind()
             run.forget_batch()
-            if stage_module.norms is not None:
-                stage_module.norms.forget_batch()
             if crossing is not None:
                 self._crossings[key] = crossing
         return replace(step, crossing=self._crossings.get(key))
