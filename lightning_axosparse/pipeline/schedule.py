@@ -248,7 +248,9 @@ SCHEDULES: dict[str, type[Schedule]] = {
     "gpipe": GPipe,
     "zb-h1": ZeroBubbleH1,
 }
-"""The training schedules by name; the first three, by `WeightGradients`, are message-driven."""
+"""The schedules by name; the first three, by `WeightGradients`, are message-driven, and the last
+two are for benchmarks and the simulator alone.
+"""
 
 
 def is_message_driven(name: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.microbatch import MicrobatchWeight
-from lightning_axosparse.pipeline.schedule import SCHEDULES
+from lightning_axosparse.pipeline.schedule import WeightGradients
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.sparse import sparsify
 from lightning_axosparse.sparse.backend import AUTO, Backend
@@ -99,8 +99,8 @@ class AxoSparseStrategy(PipelineStrategy):
             would wait for a message, so the previous stage gets its gradient earlier: for linear
             layers, Hugging Face's ``Conv1D`` and convolutions whose weights are dense. "cooldown"
             does so for the last ``2 * g_inter - 1`` micro-batches alone. Gradients are the same to
-            the bit, and complete before anything of Lightning reads them. For comparison: "1f1b",
-            "gpipe" and "zb-h1".
+            the bit, and complete before anything of Lightning reads them. "1f1b" is the static
+            order of PipeDream-flush, for comparison.
         transport: "mpi" gives each stage a rank; "loopback" runs all stages of a replica in one
             process, through the same schedule, for notebooks, debuggers and tests.
         split_batch: splits a batch into micro-batches, ``(batch, microbatches) -> list``, such as
@@ -165,7 +165,7 @@ class AxoSparseStrategy(PipelineStrategy):
         pipeline=TEXT | NAMES | NONE,
         balance=one_of("parameters", "time") | LAYERS,
         in_flight=COUNT | NONE,
-        schedule=one_of("message-driven", *SCHEDULES),
+        schedule=one_of("message-driven", "1f1b", *get_args(WeightGradients)),
         transport=one_of("mpi", "loopback"),
         split_batch=FUNCTION | NONE,
         microbatch_weight=FUNCTION | TEXT,

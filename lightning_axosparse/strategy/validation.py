@@ -98,7 +98,7 @@ def validate_split_module(module: LightningModule) -> None:
     if overrides(module, "backward"):
         raise MisconfigurationException(
             f"{type(module).__name__} overrides `backward`, which may read gradients that "
-            "schedule='deferred', 'cooldown' and 'zb-h1' make only after it. "
+            "schedule='deferred' and 'cooldown' make only after it. "
             "Leave the argument out, or `backward`." + see("steps")
         )
 

@@ -172,8 +172,6 @@ def test_the_balance_of_experts_in_single_precision(name: str, padded: bool) -> 
     "options",
     [
         {"schedule": "1f1b"},
-        {"schedule": "gpipe"},
-        {"schedule": "zb-h1"},
         {"schedule": "deferred"},
         {"in_flight": 2},
         {"recompute": 1},

@@ -25,7 +25,6 @@ ROWS: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any], float
     "loopback 4x1": (1, {"g_inter": 4, "transport": "loopback"}, {"outer": True}, {}, 5e-7),
     "2x1": (2, {"g_inter": 2, "microbatches": 4}, {}, {}, 5e-7),
     "2x1 1f1b": (2, {"g_inter": 2, "microbatches": 4, "schedule": "1f1b"}, {}, {}, 5e-7),
-    "2x1 gpipe": (2, {"g_inter": 2, "microbatches": 4, "schedule": "gpipe"}, {}, {}, 5e-7),
     "2x1 balance": (2, {"g_inter": 2, "balance": [1, 5]}, {}, {}, 5e-7),
     "accumulation": (2, {"g_inter": 2}, {}, {"accumulate_grad_batches": 4}, 5e-7),
     "clip by norm": (2, {"g_inter": 2}, {"outer": True}, {"gradient_clip_val": 0.05}, 1e-6),

@@ -52,7 +52,6 @@ ROWS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "1x2": (2, {"g_inter": 1, "microbatches": 3}, {}),
     "4x1 clipped": (4, {"g_inter": 4, "microbatches": 8}, {"gradient_clip_val": 0.05}),
     "4x1, one in flight": (4, {"g_inter": 4, "in_flight": 1}, {}),
-    "4x1 zb-h1": (4, {"g_inter": 4, "schedule": "zb-h1"}, {}),
     "2x2 clipped, ticket": (4, {"g_inter": 2}, {"gradient_clip_val": 0.05, "ticket": True}),
     "2x2 accumulated": (4, {"g_inter": 2}, {"accumulate_grad_batches": 2}),
 }

@@ -39,7 +39,7 @@ class OwnBackward(Net):
         loss.backward()
 
 
-@pytest.mark.parametrize("options", [{"schedule": "deferred"}, {"schedule": "zb-h1"}])
+@pytest.mark.parametrize("options", [{"schedule": "deferred"}, {"schedule": "cooldown"}])
 def test_a_module_that_overrides_backward_cannot_defer(options: dict[str, Any]) -> None:
     strategy = AxoSparseStrategy(g_inter=2, transport="loopback", **options)
     with pytest.raises(MisconfigurationException, match="OwnBackward overrides `backward`"):
@@ -72,7 +72,6 @@ def test_a_step_that_fetches_its_batches_is_refused_in_a_pipeline() -> None:
         ({"schedule": "together"}, False),
         ({"g_inter": 1, "schedule": "deferred"}, True),
         ({"schedule": "1f1b"}, False),
-        ({"schedule": "zb-h1"}, True),
     ],
 )
 def test_what_defers_weight_gradients(options: dict[str, Any], defers: bool) -> None:
