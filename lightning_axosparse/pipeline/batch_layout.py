@@ -173,26 +173,6 @@ def collated(batch: Any) -> BatchLayout:
     return _laid_out(batch, is_cut)
 
 
-def observed(two: Any, three: Any) -> BatchLayout | None:
-    """The layout that batches of two and of three equal samples show.
-
-    Args:
-        two: what the loader makes of twice the same sample.
-        three: what it makes of three times this sample.
-
-    Returns:
-        None if their structures differ, or nothing in them depends on the number of samples.
-
-    Raises:
-        ValueError: if a leaf depends on the number of samples in another way than by one dimension
-            (or a list) with an entry for each.
-    """
-    dims: dict[Path, int] = {}
-    if not _follow(two, three, (), dims) or not dims:
-        return None
-    return _laid_out(three, lambda path, node: dims.get(path))
-
-
 def inferred(batch: Any, batch_size: int | None = None) -> BatchLayout:
     """The layout inferred from one batch alone: all first dimensions agree.
 
@@ -273,37 +253,6 @@ def _disagreement(batch: Any, path: Path, node: Any, samples: int) -> str:
         f"{', '.join(agreeing) or 'the loader'} has {samples} samples. The DataLoader does not "
         f"show which dimensions hold the samples. {ASK}" + see("batches")
     )
-
-
-def _follow(two: Any, three: Any, path: Path, dims: dict[Path, int]) -> bool:
-    """Find the leaves of 2 entries in one batch and 3 in the other; False if structures differ."""
-    if type(two) is not type(three):
-        return False
-    if is_array(two):
-        return two.ndim == three.ndim and _follow_shape(two.shape, three.shape, path, dims)
-    if _is_list(two) and len(two) != len(three):
-        return _follow_shape((len(two),), (len(three),), path, dims)
-    first, second = children(two), children(three)
-    return list(first) == list(second) and all(
-        _follow(child, second[key], (*path, key.text), dims) for key, child in first.items()
-    )
-
-
-def _follow_shape(
-    two: tuple[int, ...], three: tuple[int, ...], path: Path, dims: dict[Path, int]
-) -> bool:
-    grown = [
-        d for d, (a, b) in enumerate(zip(two, three, strict=True)) if a != b and 3 * a == 2 * b
-    ]
-    if len(grown) == 1 and two[grown[0]] == 2:
-        dims[path] = grown[0]
-    elif tuple(two) != tuple(three):
-        raise ValueError(
-            f"{spelled(path)} has shape {tuple(two)} in a batch of 2 samples and {tuple(three)} in "
-            f"one of 3, so no single dimension of it holds one entry for each sample. {ASK}"
-            + see("batches")
-        )
-    return True
 
 
 def _laid_out(batch: Any, dim_of: Callable[[Path, Any], int | None]) -> BatchLayout:

@@ -104,10 +104,10 @@ class AxoSparseStrategy(PipelineStrategy):
         transport: "mpi" gives each stage a rank; "loopback" runs all stages of a replica in one
             process, through the same schedule, for notebooks, debuggers and tests.
         split_batch: splits a batch into micro-batches, ``(batch, microbatches) -> list``, such as
-            ``lambda batch, n: list(zip(batch[0].chunk(n, 1), batch[1].chunk(n)))``. None finds the
-            batch dimension of each tensor from the DataLoader, splits along it, and gives the rest
-            to every micro-batch whole; the first batch prints which. Where the loader does not show
-            the batch dimension, all first dimensions must agree.
+            ``lambda batch, n: list(zip(batch[0].chunk(n, 1), batch[1].chunk(n)))``. None splits
+            along the first dimension, and gives to every micro-batch whole what has none; the first
+            batch prints which. Where the loader does not collate as torch's does, all first
+            dimensions must agree.
         microbatch_weight: what the loss of each micro-batch weighs in the loss of the batch. "auto"
             follows how ``training_step`` reduces: means are weighted by their denominators
             (samples, or tokens that are not padding, or class weights), sums are added up; for a

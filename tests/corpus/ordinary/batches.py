@@ -147,8 +147,14 @@ def _time_first(samples: list[Any]) -> Any:
     return torch.stack([x[:, None] for x, _ in samples], 1), torch.stack([y for _, y in samples])
 
 
+def _split_time_first(batch: Any, parts: int) -> list[Any]:
+    return list(zip(batch[0].chunk(parts, 1), batch[1].chunk(parts), strict=True))
+
+
 @entry(
-    Regression, loaders=lambda seed: DataLoader(Regression.dataset(seed), 8, collate_fn=_time_first)
+    Regression,
+    loaders=lambda seed: DataLoader(Regression.dataset(seed), 8, collate_fn=_time_first),
+    strategy={"split_batch": _split_time_first},
 )
 def time_first(self: Any, batch: Any, batch_idx: int) -> Tensor:
     x, y = batch
@@ -184,8 +190,15 @@ def _with_table(samples: list[Any]) -> Any:
     return {"x": x, "y": y, "weights": torch.tensor([1.0, 2.0, 0.5]), "name": "train"}
 
 
+def _split_beside_table(batch: Any, parts: int) -> list[Any]:
+    cut = zip(batch["x"].chunk(parts), batch["y"].chunk(parts), strict=True)
+    return [{**batch, "x": x, "y": y} for x, y in cut]
+
+
 @entry(
-    Regression, loaders=lambda seed: DataLoader(Regression.dataset(seed), 8, collate_fn=_with_table)
+    Regression,
+    loaders=lambda seed: DataLoader(Regression.dataset(seed), 8, collate_fn=_with_table),
+    strategy={"split_batch": _split_beside_table},
 )
 def a_table_from_the_collate_function(self: Any, batch: Any, batch_idx: int) -> Tensor:
     error = (self(batch["x"]) - batch["y"]) ** 2

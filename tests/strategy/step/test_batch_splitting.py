@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_axosparse import AxoSparseStrategy
-from lightning_axosparse.strategy.compat import loaders
 from lightning_axosparse.strategy.step import batch_splitting
 
 WIDTH = 4
@@ -88,20 +87,17 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_what_is_cut_and_what_not_is_said_once_a_loader(told: list[str]) -> None:
     def collate(samples: list) -> Any:
-        return {"x": torch.stack(samples, 1), "y": np.zeros(len(samples)), "table": torch.eye(3)}
+        return {"x": torch.stack(samples), "y": np.zeros(len(samples)), "names": ["a", "b"]}
 
     loader = DataLoader(torch.rand(9, 7, WIDTH), 3, collate_fn=collate)
     module = Net()
     trainer().fit(module, loader, loader)
-    line = (
-        "cut batch['y'] along dimension 0; batch['x'] along dimension 1; "
-        "passed whole: batch['table']."
-    )
+    line = "cut batch['x'], batch['y'] along dimension 0; passed whole: batch['names']."
     assert told == [f"Micro-batches of {name} batches: {line}" for name in ("val", "train")]
     sizes = [len(part["y"]) for part in module.seen]
     assert sizes[:6] == [1] * 6, "three samples are validated in equal parts"
     assert sizes[6:12] == [1, 2] * 3
-    assert all(part["x"].shape == (7, len(part["y"]), WIDTH) for part in module.seen)
+    assert all(part["x"].shape == (len(part["y"]), 7, WIDTH) for part in module.seen)
 
 
 def test_an_object_beside_tensors_is_warned_of() -> None:
@@ -171,45 +167,15 @@ def test_what_is_no_samples_and_as_long_as_a_batch_is_named(other: Tensor, words
     trainer(split_batch=split).fit(Related(), made(batch))
 
 
-def test_what_does_not_change_with_the_samples_is_warned_of() -> None:
-    """A table that a step may read in some other way is cut, unless it is seen to be one."""
-
-    def batches(**constant: Any) -> DataLoader:
-        return made(*({"x": torch.rand(4, WIDTH), **constant} for _ in range(3)))
-
-    table, names = torch.rand(4, 2), ["a", "b", "c", "d"]
-    words = r"batch\['table'\], batch\['names'\] did not change.*split_batch"
-    with pytest.warns(UserWarning, match=words):
-        fit(batches(table=table, names=names))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="(?s).*split_batch")
-        fit(batches(mask=torch.ones(4, 3)))
-        ragged = ([torch.rand(n + 2) for n in range(4)] for _ in range(3))
-        fit(made(*({"x": torch.rand(4, WIDTH), "y": y} for y in ragged)))
-        fit(made(*[{"x": torch.rand(4, WIDTH), "y": torch.rand(4)} for _ in range(3)]))
-        fit(made(*[{"x": torch.ones(4, WIDTH), "y": torch.arange(4)}] * 3))
-
-
-def test_nothing_is_asked_of_a_loader_whose_batches_stay_whole(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(loaders, "sample_batches", lambda *args: pytest.fail("asked"))
-    fit(DataLoader(torch.rand(4, WIDTH), 2, collate_fn=torch.stack), microbatches=1)
-
-
-def test_a_leaf_that_keeps_its_length_was_shared() -> None:
-    table = torch.rand(4, 3)
-    with pytest.raises(ValueError, match=r"batch\[1\] kept its length.*wrong.*split_batch"):
-        fit(made((torch.rand(4, WIDTH), table), (torch.rand(2, WIDTH), table)))
-
-
 @pytest.mark.parametrize(
     ("batches", "named"),
     [
         (made((torch.rand(4, WIDTH), torch.rand(3))), r"batch\[1\] of shape \(3,\)"),
         (
-            DataLoader(torch.rand(8, WIDTH), 4, collate_fn=lambda s: torch.stack([*s, *s])),
-            r"batch has shape \(4, 4\) in a batch of 2",
+            DataLoader(
+                torch.rand(8, 3, WIDTH), 4, collate_fn=lambda s: (torch.stack(s, 1), torch.ones(4))
+            ),
+            r"batch\[0\] of shape \(3, 4, 4\) .* batch\[1\] has 4 samples",
         ),
         (
             CombinedLoader([DataLoader(torch.rand(8, WIDTH), n) for n in (2, 4)]),
@@ -250,7 +216,7 @@ def test_evaluation_takes_equal_parts(samples: int, parts: int) -> None:
 
 def test_loaders_are_told_apart(told: list[str]) -> None:
     def columns(samples: list) -> Any:
-        return {"x": torch.stack(samples, 1)}
+        return {"x": torch.stack(samples)}
 
     module = Net()
     run = trainer()
@@ -266,16 +232,16 @@ def test_loaders_are_told_apart(told: list[str]) -> None:
     )
     assert told == [
         "Micro-batches of val batches: cut batch along dimension 0.",
-        "Micro-batches of val batches: cut batch['x'] along dimension 1.",
+        "Micro-batches of val batches: cut batch['x'] along dimension 0.",
     ]
 
 
 def test_several_loaders_of_one_size_are_cut_together() -> None:
-    data = [DataLoader(torch.rand(4, 3, WIDTH), 4, collate_fn=lambda s: torch.stack(s, 1))] * 2
+    data = [DataLoader(torch.rand(4, 3, WIDTH), 4, collate_fn=torch.stack)] * 2
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = fit(CombinedLoader({"a": data[0], "b": [data[1]]}))
-    assert [(p["a"].shape[1], p["b"][0].shape[1]) for p in module.seen] == [(2, 2)] * 2
+    assert [(len(p["a"]), len(p["b"][0])) for p in module.seen] == [(2, 2)] * 2
 
 
 def test_a_lone_vector_may_be_one_sample_and_stays_whole(told: list[str]) -> None:
