@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -72,10 +72,8 @@ class InnerBackward:
 
     def give(self, args: Any, kwargs: Any) -> None:
         """Note what the step gives to a layer of an earlier stage."""
-        single = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-        leaves = args if single else tree_leaves((args, kwargs))
         with plain_torch_functions():
-            for leaf in leaves:
+            for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     self._given.append(_node(leaf))
 
@@ -319,8 +317,10 @@ class PipelinedLayers:
             running = self._running
             if running is None:
                 return self._outside_step(index, compute, *args, **kwargs)
-            self._check_order(running.visit, index)
-            part = running.part
+            visit, part = running.visit, running.part
+            if index != visit.next_layer or visit.received.is_empty:
+                self._refuse_call(visit, index)
+            visit.next_layer += 1
             if index < part.start:
                 return _replacement(running, index, args, kwargs)
             with paused(running.modes) if running.modes else nullcontext():
@@ -394,16 +394,13 @@ class PipelinedLayers:
             "module is whole again." + see("values-between-layers")
         )
 
-    def _check_order(self, visit: Visit, index: int) -> None:
+    def _refuse_call(self, visit: Visit, index: int) -> NoReturn:
         if visit.received.is_empty:
             raise MisconfigurationException(
                 f"The step called layer {self.names[index]!r} on stage {visit.stage}, and no layer "
                 "on the stage before it. Whether it calls the layers must depend on what all "
                 "stages have: the batch, its index, the epoch." + see("steps")
             )
-        if index == visit.next_layer:
-            visit.next_layer += 1
-            return
         called = self.names[index]
         expected = (
             f"layer {self.names[visit.next_layer]!r} was next"

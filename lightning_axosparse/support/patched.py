@@ -47,15 +47,17 @@ def replaced_forward(module: nn.Module, make: Callable[[Forward], Forward]) -> I
         attributes.update(own)
 
 
-class _Replacement:
+class _Replacement(partial[Any]):
     """What stands in a module in place of its own ``forward``."""
 
-    def __init__(self, module: nn.Module, make: Callable[[Forward], Forward]) -> None:
-        self._module, self._given = module, vars(module).get("forward")
-        self._call = make(self._given or partial(_own_forward, module))
+    _module: nn.Module
+    _given: Forward | None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
+    def __new__(cls, module: nn.Module, make: Callable[[Forward], Forward]) -> _Replacement:
+        given = vars(module).get("forward")
+        replacement = super().__new__(cls, make(given or partial(_own_forward, module)))
+        replacement._module, replacement._given = module, given
+        return replacement
 
     def __reduce__(self) -> Any:
         if self._given is not None:

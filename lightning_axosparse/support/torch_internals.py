@@ -22,9 +22,10 @@ from lightning_axosparse.support.patched import patched
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-tree_leaves = _pytree.tree_leaves
+current_function_mode: Callable[[], TorchFunctionMode | None] = _get_current_function_mode
+"""Returns the innermost ``TorchFunctionMode`` that is active."""
+
 tree_map = _pytree.tree_map
-tree_map_only = _pytree.tree_map_only
 tree_map_with_path = _pytree.tree_map_with_path
 tree_leaves_with_path = _pytree.tree_leaves_with_path
 path_name = _pytree.keystr
@@ -38,6 +39,39 @@ plain_torch_functions = torch._C.DisableTorchFunctionSubclass
 
 grouped_mm: Any = torch._grouped_mm
 """What ``torch.nn.functional.grouped_mm`` calls, and subclasses see."""
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """Return the leaves of a pytree, in a fraction of the time that torch's own function takes."""
+    leaves, waiting = [], [tree]
+    while waiting:
+        node = waiting.pop()
+        kind = type(node)
+        if kind is tuple or kind is list:
+            waiting += node[::-1]
+        elif kind is dict:
+            waiting += reversed(node.values())
+        elif kind in _pytree.SUPPORTED_NODES:
+            leaves += _pytree.tree_leaves(node)
+        elif issubclass(kind, tuple) and hasattr(kind, "_fields"):
+            waiting += node[::-1]
+        else:
+            leaves.append(node)
+    return leaves
+
+
+def tree_map_only(wanted: Any, function: Callable[[Any], Any], tree: Any) -> Any:
+    """Replace the leaves of a pytree that have one type, or one of several, as fast as that."""
+    kind = type(tree)
+    if kind is dict:
+        return {key: tree_map_only(wanted, function, child) for key, child in tree.items()}
+    if kind is tuple or kind is list:
+        return kind([tree_map_only(wanted, function, child) for child in tree])
+    if kind in _pytree.SUPPORTED_NODES:
+        return _pytree.tree_map_only(wanted, function, tree)
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return kind(*[tree_map_only(wanted, function, child) for child in tree])
+    return function(tree) if isinstance(tree, wanted) else tree
 
 
 class OperatorMode(TorchDispatchMode):
@@ -71,12 +105,6 @@ def never_compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Return a function that torch.compile leaves as it is, with all that it calls."""
     uncompiled: Callable[_P, _R] = torch.compiler.disable(function)
     return uncompiled
-
-
-def current_function_mode() -> TorchFunctionMode | None:
-    """Return the innermost ``TorchFunctionMode`` that is active."""
-    mode: TorchFunctionMode | None = _get_current_function_mode()
-    return mode
 
 
 def fake_mode() -> Any:

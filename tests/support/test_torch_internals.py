@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import io
+from collections import OrderedDict, deque, namedtuple
 
 import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
 
 from lightning_axosparse import sparsify
 from lightning_axosparse.sparse.ops import torch_functions
+from lightning_axosparse.support.torch_internals import tree_leaves, tree_map_only
 from tests.sparse.masking import apply_masks, random_masks
 
 
@@ -100,3 +103,33 @@ def test_a_trace_runs_without_the_package_and_follows_the_values(networks):
     torch.jit.save(traced, file)
     file.seek(0)
     torch.testing.assert_close(torch.jit.load(file)(INPUTS), dense(INPUTS))
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+class Many(tuple):
+    """No node of a pytree."""
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        1,
+        None,
+        (),
+        [1, (2, [3, "a"]), {"b": 4, "a": [5, None]}],
+        Pair(1, {"x": Pair((2,), 3)}),
+        OrderedDict(b=[1], a=2),
+        [deque([1, 2]), Many((3, 4)), torch.Size([5, 6])],
+        torch.return_types.max((1, (2, 3))),
+    ],
+    ids=repr,
+)
+def test_the_pytrees_are_those_of_torch(tree):
+    assert tree_leaves(tree) == pytree.tree_leaves(tree)
+    for wanted in (int, (int, str), tuple, Many):
+        found = tree_map_only(wanted, repr, tree)
+        torchs = pytree.tree_map_only(wanted, repr, tree)
+        assert found == torchs
+        assert pytree.tree_structure(found) == pytree.tree_structure(torchs)

@@ -330,8 +330,6 @@ def _unpickled(unsent: Unsent, source: str) -> Placeholder:
 
 def described(tree: Any) -> Any:
     """Put descriptions in the place of a pytree's tensors."""
-    if isinstance(tree, Tensor):  # as most layers return; a pytree takes ten times as long
-        return Unsent.of(tree)
     return tree_map_only(Tensor, Unsent.of, tree)
 
 

@@ -151,8 +151,7 @@ class DerivedValues(PausableMode):
         self._note(output)
         if index == self._last:
             self._forms[index] = described(output)
-            leaves = tree_leaves(output) if not isinstance(output, Tensor) else [output]
-            for leaf in leaves:
+            for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor):
                     self._versions.append((leaf, version_of(leaf)))
         else:
@@ -288,7 +287,7 @@ class DerivedValues(PausableMode):
             if not torch.equal(buffer, before):
                 self._refuse(buffer)
         given = {id(tensor) for tensor in tensors_in((args, kwargs))}
-        if result is None or any(id(leaf) in given for leaf in _tree_leaves(result)):
+        if result is None or any(id(leaf) in given for leaf in tree_leaves(result)):
             self._is_changed = True
         first = _changed_first(func, args)
         self._note(result if first is None else first)
@@ -309,7 +308,7 @@ class DerivedValues(PausableMode):
             # It has to be computed again.
             self._read(sources)
             result = func(*args, **kwargs)
-            for leaf, value in enumerate(_tree_leaves(result) if counts else ()):
+            for leaf, value in enumerate(tree_leaves(result) if counts else ()):
                 if isinstance(value, Tensor):
                     self._track(value, Place(self._layer, self._results, leaf))
             return result
@@ -326,7 +325,7 @@ class DerivedValues(PausableMode):
             return outcome.result
         result = func(*args, **kwargs)
         union = frozenset(source for made in sources for source in made.sources)
-        for value in _tree_leaves(result):
+        for value in tree_leaves(result):
             if isinstance(value, Tensor) and self._of(value) is None:
                 self._track(value, None, union)
         return result
@@ -341,7 +340,7 @@ class DerivedValues(PausableMode):
         Returns:
             Whether the arguments are now as the earlier stage has left them.
         """
-        leaves = _tree_leaves(outcome.result if first is None else first)
+        leaves = tree_leaves(outcome.result if first is None else first)
         for tensor in outcome.changed:
             made = self._of(tensor)
             if made is not None and made.is_final:
@@ -381,7 +380,7 @@ class DerivedValues(PausableMode):
 
     def _note(self, result: Any) -> None:
         """Note the leaves of a result that this stage has computed."""
-        for leaf, value in enumerate(_tree_leaves(result)):
+        for leaf, value in enumerate(tree_leaves(result)):
             if isinstance(value, Tensor):
                 place = Place(self._layer, self._results, leaf)
                 if place in self._sent:
@@ -428,10 +427,6 @@ class DerivedValues(PausableMode):
             "several containers and modules in the order in which they are called."
             + see("values-between-layers")
         )
-
-
-def _tree_leaves(tree: Any) -> list[Any]:
-    return [tree] if isinstance(tree, Tensor) else tree_leaves(tree)
 
 
 def _changed_first(func: Callable[..., Any], args: tuple[Any, ...]) -> Tensor | None:
