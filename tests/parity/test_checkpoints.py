@@ -138,7 +138,8 @@ def test_any_grid_continues_the_run_of_any_other(
                 assert record.losses == pytest.approx(theirs, abs=1e-12), where
 
 
-def test_the_file_is_what_one_process_writes(folder: Path) -> None:
+def plain_checkpoint(folder: Path) -> Path:
+    """The file that plain Lightning writes."""
     L.seed_everything(0, verbose=False)
     run = trainer(
         "auto",
@@ -148,7 +149,11 @@ def test_the_file_is_what_one_process_writes(folder: Path) -> None:
         enable_checkpointing=True,
     )
     run.fit(double(), loader(1), loader(2, batches=2))
-    plain = torch.load(folder / "plain" / "stop.ckpt", weights_only=False)
+    return folder / "plain" / "stop.ckpt"
+
+
+def test_the_file_is_what_one_process_writes(folder: Path) -> None:
+    plain = torch.load(plain_checkpoint(folder), weights_only=False)
     for grid in GRIDS:
         file = as_file(folder, grid, "dense")
         ours = torch.load(file, weights_only=False)
@@ -173,7 +178,8 @@ def test_the_file_is_what_one_process_writes(folder: Path) -> None:
         Net.load_from_checkpoint(file, outer=True, tied=True, weights_only=False)
 
 
-def test_a_plain_checkpoint_resumes_on_a_grid_and_back(folder: Path) -> None:
+def test_a_plain_checkpoint_resumes_on_a_grid_and_back(tmp_path: Path) -> None:
+    on("2x1", stop, tmp_path)
     L.seed_everything(0, verbose=False)
     run = trainer("auto", max_epochs=END, precision="64-true")
     module = double()
@@ -181,9 +187,9 @@ def test_a_plain_checkpoint_resumes_on_a_grid_and_back(folder: Path) -> None:
         module,
         loader(1),
         loader(2, batches=2),
-        ckpt_path=as_file(folder, "2x1", "dense"),
+        ckpt_path=as_file(tmp_path, "2x1", "dense"),
         weights_only=False,
     )
-    record, _ = train("1x1", None, END, folder / "on", folder / "plain" / "stop.ckpt")
+    record, _ = train("1x1", None, END, tmp_path / "on", plain_checkpoint(tmp_path))
     for key, weight in module.state_dict().items():
         assert torch.allclose(record.weights[key], weight, rtol=0, atol=1e-12)
