@@ -92,7 +92,7 @@ def run(name: str, path: str, options: argparse.Namespace) -> None:
     if ratio is not None:
         strategy = AxoSparseStrategy(g_inter=1, microbatches=1, shard_optimizer=shards)
     if ratio:
-        callbacks.append(EarlyBirdTicket(ticket=Ticket.magnitude(model, ratio, "layer")))
+        callbacks.append(EarlyBirdTicket(ticket=Ticket.magnitude(model, ratio, floor=1.0)))
     steps = options.steps + WARM_UP
     data = list(torch.randn(options.ranks * steps, options.tokens, options.width))
     trainer = L.Trainer(

@@ -13,7 +13,6 @@ from torch.ao.quantization import quantize_dynamic
 from benchmarks.memory.step import masks_of
 from lightning_axosparse import sparsify
 from lightning_axosparse.examples.gpt import GPT
-from lightning_axosparse.pruning.selection import Scope
 from lightning_axosparse.sparse.module.state_size import state_bytes
 
 CONTEXT = 128
@@ -21,7 +20,7 @@ PRUNED = (0.8, 0.9, 0.95)
 VOCABULARY = 10_000
 
 
-def models(width: int, layers: int, scope: Scope) -> dict[str, GPT]:
+def models(width: int, layers: int) -> dict[str, GPT]:
     """Return one random GPT in all its forms."""
     torch.manual_seed(0)
     heads = max(1, width // 64)
@@ -30,13 +29,13 @@ def models(width: int, layers: int, scope: Scope) -> dict[str, GPT]:
         "float32": dense,
         "bfloat16": copy.deepcopy(dense).bfloat16(),
         "int8": quantized(dense),
-        **{f"{ratio:.0%} pruned": pruned(dense, ratio, scope) for ratio in PRUNED},
+        **{f"{ratio:.0%} pruned": pruned(dense, ratio) for ratio in PRUNED},
     }
 
 
-def pruned(dense: GPT, ratio: float, scope: Scope) -> GPT:
+def pruned(dense: GPT, ratio: float) -> GPT:
     model = copy.deepcopy(dense)
-    sparsify(model, masks_of(model, ratio, scope))
+    sparsify(model, masks_of(model, ratio, floor=1.0))
     return model
 
 

@@ -28,7 +28,6 @@ from lightning_axosparse import sparsify
 from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.pruning.masks import MaskBits
 from lightning_axosparse.pruning.rule import MaskRule
-from lightning_axosparse.pruning.selection import Scope
 from lightning_axosparse.sparse.module.state_size import state_bytes
 
 VARIANTS = (
@@ -91,8 +90,8 @@ def prune_before_training(model: GPT, kind: str, ratio: float) -> None:
     callback.on_train_epoch_end(trainer, model)
 
 
-def masks_of(model: GPT, ratio: float, scope: Scope = "global") -> dict[str, torch.Tensor]:
-    return MaskRule(ratio, "magnitude", scope=scope).masks(model)
+def masks_of(model: GPT, ratio: float, floor: float = 0.0) -> dict[str, torch.Tensor]:
+    return MaskRule(ratio, "magnitude", floor=floor).masks(model)
 
 
 def train(model: GPT, optimizer: torch.optim.Optimizer) -> None:

@@ -36,8 +36,8 @@ class Arm:
             "slow": the same with squares averaged over a hundred steps; "curvature": by their
             fourth root, which is the package's saliency.
         entries: which entries of each weight are kept.
-        scope: how the weights share what is kept.
-        power: densities of the weights are those of ``scope`` to this power, brought to the ratio.
+        scope: how the weights shared what is kept, in earlier results; now "global".
+        power: densities of the weights were those by score to this power, likewise; now 1.
         floor: the least density of a weight, of the mean density.
         weight_decay: of the matrices.
         dropout: of the network.
@@ -56,7 +56,7 @@ class Arm:
     distill: float = 0.0
     score: str = "saliency"
     entries: str = "score"
-    scope: Literal["global", "layer", "uniform-stage"] = "global"
+    scope: str = "global"
     power: float = 1.0
     floor: float = 0.05
     weight_decay: float = 0.1

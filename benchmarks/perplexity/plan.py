@@ -61,7 +61,6 @@ WAYS = (
     replace(EARLY, drop=0.3),
     replace(EARLY, end=0.75),
     replace(EARLY, end=0.75, factor=2.0),
-    replace(EARLY, end=0.75, power=0.7),
     replace(EARLY, end=0.75, method="through"),
     replace(GRADUAL, every=1 / 64),
     replace(GRADUAL, floor=0.3),
@@ -69,7 +68,6 @@ WAYS = (
     replace(GRADUAL, distill=0.5),
     replace(GRADUAL, score="magnitude"),
     replace(GRADUAL, entries="random"),
-    replace(GRADUAL, scope="layer"),
     replace(GRADUAL, method="rigl", drop=0.3),
     replace(GRADUAL, method="set", drop=0.3),
 )

@@ -57,7 +57,6 @@ class Pruner:
         self._rule = MaskRule(
             arm.ratio,
             SCORES.get(arm.score, arm.score),
-            arm.scope,
             arm.floor,
         )
         self._schedule = MaskSchedule(
@@ -137,20 +136,11 @@ class Pruner:
 
     def chosen(self, ratio: float) -> Masks:
         """Return the masks that keep the entries of highest score, or as many at random."""
-        masks = self._by_score(ratio)
+        rule = replace(self._rule, ratio=ratio)
+        masks = rule.masks(self._model, [self._optimizer])
         if self.arm.entries == "random":
             return {name: at_random(name, mask) for name, mask in masks.items()}
         return masks
-
-    def _by_score(self, ratio: float) -> Masks:
-        rule = replace(self._rule, ratio=ratio)
-        masks = rule.masks(self._model, [self._optimizer])
-        if self.arm.power == 1 or ratio == 0:
-            return masks
-        densities = {name: float(mask.float().mean()) for name, mask in masks.items()}
-        sizes = {name: mask.numel() for name, mask in masks.items()}
-        scope = levelled(densities, sizes, self.arm.power)
-        return replace(rule, scope=scope).masks(self._model, [self._optimizer])
 
     def _draw(self) -> None:
         """Prune by the ticket, and train on with the weight decay of the arm."""
@@ -199,16 +189,3 @@ def at_random(name: str, mask: Tensor) -> Tensor:
     kept = torch.zeros(mask.numel(), dtype=torch.bool)
     kept[order[: int(mask.sum())]] = True
     return kept.view(mask.shape)
-
-
-def levelled(
-    densities: Mapping[str, float], sizes: Mapping[str, int], power: float
-) -> dict[str, float]:
-    """Return densities in proportion to a power of others, at most 1, that keep as many entries."""
-    wanted = sum(densities[name] * size for name, size in sizes.items())
-    low, high = 0.0, 1.0 / min(d**power for d in densities.values() if d > 0)
-    for _ in range(60):
-        factor = (low + high) / 2
-        kept = sum(min(1.0, factor * densities[n] ** power) * size for n, size in sizes.items())
-        low, high = (factor, high) if kept < wanted else (low, factor)
-    return {name: min(1.0, high * density**power) for name, density in densities.items()}

@@ -8,11 +8,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from lightning_axosparse.pruning.masks import MaskBits
 from lightning_axosparse.pruning.scores import Score, Scores, State
-from lightning_axosparse.pruning.selection import Share, highest
+from lightning_axosparse.pruning.selection import highest
 
 Growth = Literal["random", "gradient"]
 """Which entries grow: any (SET), or those of the largest gradient (RigL)."""
@@ -24,7 +23,6 @@ def regrown(
     fraction: float,
     growth: Growth,
     seed: int,
-    group: ProcessGroup | None = None,
 ) -> dict[str, Tensor]:
     """Drop the smallest kept entries of each weight, and let as many others grow.
 
@@ -33,28 +31,27 @@ def regrown(
     the largest gradient.
 
     Args:
-        weights: name -> weight that this rank counts, of which some may not be pruned, with the
+        weights: name -> weight, of which some may not be pruned, with the
             gradient of all entries for "gradient". A weight without a gradient counts as one of
             zeros.
-        masks: the masks of the whole model, the same on all ranks.
+        masks: the masks of the whole model.
         fraction: how many of the kept entries of each weight are dropped, from 0 to 1.
         growth: "random" or "gradient".
         seed: makes "random" repeatable.
-        group: the ranks whose stages make up the model; None if this rank has the whole model.
 
     Returns:
         name -> the new mask of each pruned weight in ``weights``; it keeps as many entries as the
         old one.
 
     Raises:
-        ValueError: on every rank, if a kept weight is NaN.
+        ValueError: if a kept weight is NaN.
     """
     own = {name: weights[name] for name in masks if name in weights}
     numbers = {name: number for number, name in enumerate(sorted(masks))}
     kept = {name: int(mask.sum()) for name, mask in masks.items()}
     left = {name: count - int(fraction * count) for name, count in kept.items()}
     old = {name: {"kept": masks[name].to(weight.device)} for name, weight in own.items()}
-    survivors = highest(Scores(_magnitude, own, old.__getitem__), _alone(masks, left), group)
+    survivors = _of_each(Scores(_magnitude, own, old.__getitem__), left)
     new: dict[str, State] = {
         name: {
             "kept": survivors[name],
@@ -64,7 +61,7 @@ def regrown(
         for name, weight in own.items()
     }
     grown = Scores(_GROWTH[growth], own, new.__getitem__)
-    return highest(grown, _alone(masks, kept), group)
+    return _of_each(grown, kept)
 
 
 def _magnitude(weight: Tensor, state: State) -> Tensor:
@@ -95,8 +92,13 @@ def _random(weight: Tensor, state: State) -> Tensor:
 _GROWTH: dict[Growth, Score] = {"gradient": _gradient, "random": _random}
 
 
-def _alone(masks: MaskBits, kept: Mapping[str, int]) -> list[Share]:
-    return [Share({name: masks.shapes[name]}, count) for name, count in kept.items()]
+def _of_each(scores: Scores, kept: Mapping[str, int]) -> dict[str, Tensor]:
+    """Return the masks that keep the entries of highest score, so many of each weight."""
+    masks = {}
+    for name in scores:
+        alone = {name: scores[name]}
+        masks.update(highest(alone, {name: alone[name].shape}, kept[name]))
+    return masks
 
 
 def cosine_fraction(fraction: float, progress: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -25,7 +26,6 @@ from lightning_axosparse.pruning.masks import Distance, MaskBits
 from lightning_axosparse.pruning.prunable import Prune, few
 from lightning_axosparse.pruning.rule import MaskRule, MaskSchedule, cubic_ratio
 from lightning_axosparse.pruning.scores import SCORES, Score
-from lightning_axosparse.pruning.selection import SCOPES, Scope
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.sparse.backend import (
     COMPUTES,
@@ -45,7 +45,6 @@ from lightning_axosparse.strategy.validation import (
     validate_one_optimizer,
 )
 from lightning_axosparse.support.arguments import (
-    DENSITIES,
     FRACTION,
     FUNCTION,
     NONE,
@@ -85,13 +84,9 @@ class EarlyBirdTicket(TicketSearch):
             saliency where the optimizer has a second moment, else magnitude. Or a function of a
             weight and its optimizer state that returns a tensor of the weight's shape; it is called
             several times and has to return the same.
-        scope: "global": all weights are ranked together; "layer": the same ratio in every weight;
-            "uniform-stage": the same ratio in every stage;
-            or a mapping of patterns of names to the fractions that these weights keep, while the
-            others are ranked together (:func:`lightning_axosparse.pruning.selection.shares`).
-        floor: where weights are ranked together, each keeps at least this fraction, in [0, 1], of
-            what it would keep if all kept the same fraction. So no layer becomes empty; weights at
-            their floor are named when the ticket is drawn.
+        floor: all weights are ranked together, but each keeps at least this fraction, in [0, 1], of
+            what it would keep if all kept the same fraction; with 1 all do. So no layer becomes
+            empty; weights that keep hardly anything are named when the ticket is drawn.
         prune: what is pruned: a table of kinds ("weight", "embedding", "head", "norm", "bias",
             "other") and patterns of names (as in :mod:`fnmatch`), such as ``{"embedding": False,
             "*.lora_*": False}``, or a function ``(name, parameter) -> bool``. By default all
@@ -148,7 +143,6 @@ class EarlyBirdTicket(TicketSearch):
         MisconfigurationException,
         pruning_ratio=number("a number in (0, 1)", lambda ratio: 0 < ratio < 1),
         score=one_of("auto", *SCORES) | FUNCTION,
-        scope=one_of(*SCOPES) | DENSITIES,
         floor=FRACTION,
         prune=PRUNED | FUNCTION | NONE,
         method=one_of("gradual", "early-bird"),
@@ -160,7 +154,6 @@ class EarlyBirdTicket(TicketSearch):
         self,
         pruning_ratio: float = 0.8,
         score: Literal["auto", "magnitude", "saliency"] | Score = "auto",
-        scope: Scope = "global",
         floor: float = 0.05,
         prune: Prune | None = None,
         method: Literal["gradual", "early-bird"] = "gradual",
@@ -180,7 +173,6 @@ class EarlyBirdTicket(TicketSearch):
             self._rule = MaskRule(
                 pruning_ratio,
                 score,
-                dict(scope) if isinstance(scope, Mapping) else scope,
                 floor,
                 dict(prune) if isinstance(prune, Mapping) else prune,
             )
@@ -330,13 +322,11 @@ class EarlyBirdTicket(TicketSearch):
         strategy = strategy_of(trainer)
         counted = strategy.counted_parameters()
         weights = {n: p for n, p in strategy.held_parameters().items() if n in counted}
-        stages = strategy.parameter_stages()
         return MaskBits(
-            self._rule.on_the_way(ratio).masks(
+            replace(self._rule, ratio=ratio).masks(
                 module,
                 trainer.optimizers,
                 weights,
-                stages,
                 strategy.inter_group,
                 strategy.optimizer_state_of,
             )
@@ -368,7 +358,6 @@ class EarlyBirdTicket(TicketSearch):
             everywhere.only(self._rule.sizes(module)),
             pruning_ratio=ratio,
             score=self._rule.score_name,
-            scope=self._rule.scope if isinstance(self._rule.scope, str) else "given",
             step=trainer.global_step,
             distance=self.distance,
             distances=self.distances,
@@ -381,8 +370,7 @@ class EarlyBirdTicket(TicketSearch):
             rank_zero_warn(
                 f"The ticket keeps less than {share:.1%} of {few(low)}: their scores were low "
                 "beside those of the others. If these weights matter, set a higher floor, another "
-                "scope or score, or leave them dense with prune={'PATTERN': False}."
-                + see("tickets")
+                "score, or leave them dense with prune={'PATTERN': False}." + see("tickets")
             )
 
     def _warn_of_imbalance(self, ticket: Ticket, stages: Mapping[str, Collection[int]]) -> None:
@@ -395,8 +383,7 @@ class EarlyBirdTicket(TicketSearch):
             rank_zero_warn(
                 f"The ticket keeps {kept[most]} entries in stage {most}, but {kept[least]} in "
                 f"stage {least}, and memory and time follow. Cut the stages for this ticket with "
-                "balance=[...], or keep the same fraction of each with scope='uniform-stage'; the "
-                "ticket then depends on where the stages are cut." + see("tickets")
+                "balance=[...], or keep more alike with a higher floor." + see("tickets")
             )
 
     def _prune(self, trainer: Trainer, ticket: Ticket) -> None:
@@ -421,7 +408,7 @@ class EarlyBirdTicket(TicketSearch):
             if self.ticket is not None:
                 self.ticket.validate_fits(module)
             else:
-                self._rule.shares(module)
+                self._rule.sizes(module)
 
 
 def _agreed_processor(strategy: AxoSparseStrategy, recorded: Processor | None) -> Processor:

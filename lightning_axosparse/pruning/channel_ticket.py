@@ -21,7 +21,7 @@ from lightning_axosparse.pruning.channels import (
     layer_inputs,
     layer_outputs,
 )
-from lightning_axosparse.pruning.selection import Share, highest
+from lightning_axosparse.pruning.selection import highest
 from lightning_axosparse.pruning.ticket import TicketFile
 from lightning_axosparse.sparse.module.convert import renew_reducers
 from lightning_axosparse.sparse.module.elementwise import trial_copy
@@ -130,7 +130,7 @@ def channel_masks(
     entries = sum(size.numel() for size in sizes.values())
     safe = sum(int(score.isinf().sum()) for score in scores.values())
     kept = max(entries - round(pruning_ratio * entries), safe)
-    return highest(scores, [Share(sizes, kept)])
+    return highest(scores, sizes, kept)
 
 
 @dataclass(frozen=True, repr=False)

@@ -19,7 +19,7 @@ from lightning_axosparse.pruning.scores import (
     State,
     has_second_moment,
 )
-from lightning_axosparse.pruning.selection import Scope, Share, Stages, highest, shares
+from lightning_axosparse.pruning.selection import highest, kept_entries
 from lightning_axosparse.sparse.module.parameters import layouts
 from lightning_axosparse.support.troubleshooting import see
 
@@ -68,37 +68,28 @@ class MaskRule:
         ratio: fraction of the entries of all pruned weights to prune, in [0, 1).
         score: as for ``EarlyBirdTicket``, as are the following
             (:mod:`lightning_axosparse.pruning.scores`).
-        scope: how the weights share what is kept
-            (:func:`lightning_axosparse.pruning.selection.shares`).
-        floor: the least that a weight keeps, as a fraction of what it would keep if all kept alike.
+        floor: the least that a weight keeps, as a fraction of what it would keep if all kept alike;
+            with 1 all do.
         prune: which parameters are pruned (:func:`lightning_axosparse.pruning.prunable.prunable`).
     """
 
     ratio: float
     score: str | Score = "auto"
-    scope: Scope = "global"
     floor: float = 0.0
     prune: Prune | None = None
 
-    def on_the_way(self, ratio: float) -> MaskRule:
-        """Return the rule at a lower ratio on the way to its own; given densities fall with it."""
-        scope, way = self.scope, ratio / self.ratio
-        if isinstance(scope, Mapping):
-            scope = {name: 1 - way * (1 - density) for name, density in scope.items()}
-        return replace(self, ratio=ratio, scope=scope)
-
     def sizes(self, module: nn.Module) -> dict[str, torch.Size]:
-        """Return the weights that are pruned, with their shapes."""
-        return prunable(module, self.prune)
+        """Return the weights that are pruned, with their shapes.
 
-    def shares(self, module: nn.Module, stages: Stages | None = None) -> list[Share]:
-        """Return which weights are ranked together, and how many of their entries are kept."""
-        sizes = self.sizes(module)
+        Raises:
+            ValueError: if there are none.
+        """
+        sizes = prunable(module, self.prune)
         if not sizes:
             raise ValueError(
                 f"There is nothing to prune: prune={self.prune} leaves all dense." + see("pruning")
             )
-        return shares(sizes, self.ratio, self.scope, self.floor, stages)
+        return sizes
 
     def resolved(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> MaskRule:
         """Return the rule with "auto" replaced by the score that it stands for."""
@@ -128,7 +119,6 @@ class MaskRule:
         module: nn.Module,
         optimizers: Sequence[Optimizer] = (),
         weights: Mapping[str, Tensor] | None = None,
-        stages: Stages | None = None,
         group: ProcessGroup | None = None,
         state_of: Callable[[Tensor], State] | None = None,
     ) -> dict[str, Tensor]:
@@ -139,7 +129,6 @@ class MaskRule:
             optimizers: those that train it, for scores that need their state.
             weights: name -> parameters that this rank counts, of which some may not be pruned; each
                 is counted by exactly one rank of ``group``. None: all of the module.
-            stages: name -> the pipeline stages that hold each weight; None: there is one stage.
             group: the ranks whose stages make up the model; None if this rank has the whole model.
             state_of: returns a parameter's optimizer state; None takes that of ``optimizers``.
 
@@ -153,9 +142,9 @@ class MaskRule:
 
         score = SCORES[rule.score] if isinstance(rule.score, str) else rule.score
         scores = Scores(score, counted, lambda name: read(counted[name]), stored)
-        masks = highest(scores, rule.shares(module, stages), group)
+        masks = highest(scores, sizes, kept_entries(sizes, self.ratio), self.floor, group)
         for name in masks.keys() & stored.keys():
-            # Densities that fall are rounded, and may ask for one entry more than before.
+            # Floors that fall are rounded, and may ask for one entry more than before.
             masks[name] &= stored[name].mask()
         return masks
 

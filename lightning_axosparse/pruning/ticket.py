@@ -15,7 +15,6 @@ from typing_extensions import Self
 from lightning_axosparse.pruning.masks import MaskBits, mask_distance
 from lightning_axosparse.pruning.prunable import Prune, few
 from lightning_axosparse.pruning.rule import MaskRule
-from lightning_axosparse.pruning.selection import SCOPES, Scope
 from lightning_axosparse.sparse.module.parameters import layouts
 from lightning_axosparse.support import archive
 from lightning_axosparse.support.arguments import (
@@ -163,8 +162,6 @@ class Ticket(TicketFile):
         pruning_ratio: the fraction of entries that was to be pruned.
         score: by what weights were ranked: "magnitude", "saliency" or the name of a function; None
             if the ticket was made by hand.
-        scope: how the weights shared what is kept, as for ``EarlyBirdTicket``; "given" if densities
-            were.
         step: number of optimizer steps before the draw; None if the ticket was made by hand.
         distance: how ``distances`` were measured: "relative", "overlap" or "hamming".
         distances: number of optimizer steps -> the largest distance of the masks after them to
@@ -175,12 +172,11 @@ class Ticket(TicketFile):
     """
 
     kind: ClassVar[str] = "ticket"
-    form: ClassVar[str] = "lightning_axosparse.Ticket/6"
+    form: ClassVar[str] = "lightning_axosparse.Ticket/7"
     kinds: ClassVar[Mapping[str, Kind]] = {
         "masks": MASKS,
         "pruning_ratio": FRACTION,
         "score": TEXT | NONE,
-        "scope": one_of(*SCOPES, "given"),
         "step": INDEX | NONE,
         "distance": one_of("relative", "overlap", "hamming"),
         "distances": DISTANCES,
@@ -189,7 +185,6 @@ class Ticket(TicketFile):
     masks: Mapping[str, Tensor]
     pruning_ratio: float
     score: str | None = None
-    scope: str = "global"
     step: int | None = None
     distance: str = "relative"
     distances: Mapping[int, float] = field(default_factory=dict)
@@ -232,7 +227,6 @@ class Ticket(TicketFile):
         cls,
         module: nn.Module,
         pruning_ratio: float,
-        scope: Scope = "global",
         floor: float = 0.0,
         prune: Prune | None = None,
     ) -> Ticket:
@@ -241,16 +235,14 @@ class Ticket(TicketFile):
         Args:
             module: the model.
             pruning_ratio: fraction of the entries to prune, in [0, 1).
-            scope: as for ``EarlyBirdTicket``, but for "uniform-stage", which is "global" here.
             floor: as for ``EarlyBirdTicket``.
             prune: as for ``EarlyBirdTicket``.
 
         Raises:
             ValueError: if the arguments do not fit the model, or a weight is NaN.
         """
-        rule = MaskRule(pruning_ratio, "magnitude", scope=scope, floor=floor, prune=prune)
-        known = scope if isinstance(scope, str) else "given"
-        return cls(rule.masks(module), pruning_ratio, rule.score_name, known)
+        rule = MaskRule(pruning_ratio, "magnitude", floor, prune)
+        return cls(rule.masks(module), pruning_ratio, rule.score_name)
 
     @checked(ValueError, seed=SEED)
     def random(self, seed: int) -> Ticket:
@@ -266,7 +258,7 @@ class Ticket(TicketFile):
         for name, mask in self.masks.items():
             order = torch.randperm(mask.numel(), generator=generator)
             masks[name] = (order < int(mask.sum())).view(mask.shape)
-        return Ticket(masks, self.pruning_ratio, "random", self.scope)
+        return Ticket(masks, self.pruning_ratio, "random")
 
     def overlap(self, other: Ticket) -> float:
         """Return the fraction of the kept entries that two tickets of one model have in common.
@@ -316,5 +308,5 @@ class Ticket(TicketFile):
         return (
             f"Ticket({len(self.masks)} parameters, {self.sparsity:.1%} of "
             f"{self.counts[1]} entries pruned, "
-            f"score={self.score!r}, scope={self.scope!r}, step={self.step})"
+            f"score={self.score!r}, step={self.step})"
         )

@@ -118,14 +118,6 @@ PRUNED = Kind(
         and all(isinstance(key, str) and type(chosen) is bool for key, chosen in value.items())
     ),
 )
-DENSITIES = Kind(
-    "fractions to keep by patterns of names, such as {'*.attention.*': 0.3}",
-    lambda value: (
-        isinstance(value, Mapping)
-        and len(value) > 0
-        and all(isinstance(key, str) and FRACTION.fits(kept) for key, kept in value.items())
-    ),
-)
 DISTANCES = Kind(
     "a mapping of optimizer steps to distances",
     lambda value: (

@@ -16,7 +16,7 @@ NAMES = ["float32", "bfloat16", "int8", "80% pruned", "90% pruned", "95% pruned"
 
 @pytest.fixture
 def small() -> dict[str, GPT]:
-    return models(width=64, layers=2, scope="layer")
+    return models(width=64, layers=2)
 
 
 def test_every_row_runs_on_a_small_model():
@@ -56,7 +56,7 @@ def test_pruned_models_decode_as_masked_dense_ones_and_int8_nearly_as_dense(smal
     quantized = small["int8"].eval()
     got = quantized.decode(prompts, quantized.empty_caches())
     assert 0 < float((got - expected).norm() / expected.norm()) < 0.05
-    masks = masks_of(dense, 0.9, "layer")
+    masks = masks_of(dense, 0.9, floor=1.0)
     with torch.no_grad():
         for name, mask in masks.items():
             dense.get_parameter(name).mul_(mask)

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 from benchmarks.perplexity import plan
 from benchmarks.perplexity.arms import Arm, once
 from benchmarks.perplexity.job import Job
-from benchmarks.perplexity.pruner import levelled
 from benchmarks.perplexity.results import Results
 from benchmarks.perplexity.searching import WINDOW, measure
 from benchmarks.perplexity.table import Comparison, settled
@@ -106,7 +105,6 @@ def test_a_job_trains_as_the_callback_does(folder, arm, method):
         Arm(ratio=0.8, method="gradual", drop=0.3, **CHANGING),
         Arm(ratio=0.8, method="rigl", drop=0.3, **CHANGING),
         Arm(ratio=0.8, method="set", drop=0.3, **CHANGING),
-        once(0.8, power=0.5),
     ],
 )
 def test_a_run_that_was_stopped_goes_on(folder, arm, tmp_path):
@@ -191,16 +189,6 @@ def test_settings_that_a_line_lacks_have_their_defaults():
 
 
 def test_levelled_densities_keep_as_many_entries():
-    densities, sizes = {"a": 0.9, "b": 0.01}, {"a": 100, "b": 900}
-    same = levelled(densities, sizes, 1.0)
-    assert same == pytest.approx(densities)
-    closer = levelled(densities, sizes, 0.5)
-    assert sum(closer[n] * sizes[n] for n in sizes) == pytest.approx(99)
-    assert closer["a"] / closer["b"] == pytest.approx(90**0.5)
-    assert levelled(densities, sizes, 0.0) == pytest.approx({"a": 0.099, "b": 0.099})
-
-
-def test_arms_are_compared_seed_by_seed():
     first, second = (TINY, Arm()), (TINY, once(0.8))
     comparison = Comparison("Two arms", (first, second), (3, 4, 5), "test")
     numbers = {first: {3: 10.0, 4: 20.0}, second: {3: 11.0, 4: 20.0, 5: 99.0}}

@@ -200,7 +200,7 @@ def train_mixed(
         max_epochs=EPOCHS,
         callbacks=[
             EarlyBirdTicket(
-                ratio, method="early-bird", scope="layer", every="1 epoch", draw_by=f"{DRAW} epochs"
+                ratio, method="early-bird", floor=1.0, every="1 epoch", draw_by=f"{DRAW} epochs"
             ),
             ModelCheckpoint(folder, "{epoch}", save_top_k=-1),
             LambdaCallback(on_train_end=note_ways),

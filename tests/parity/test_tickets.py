@@ -37,9 +37,8 @@ SEARCHES: dict[str, dict[str, Any]] = {
         "draw_by": "2 epochs",
     },
     "a function, high floors": {"score": momentum, "floor": 0.5, "draw_by": 8},
-    "by layer": {"scope": "layer", "draw_by": 8},
-    "densities, biases": {
-        "scope": {"model.2.weight": 0.4, "model.5.weight": 0.4},
+    "the highest floor": {"floor": 1.0, "draw_by": 8},
+    "biases": {
         "prune": {"bias": True, "model.0.*": False},
         "draw_by": 8,
     },
@@ -89,7 +88,7 @@ def test_every_grid_draws_the_ticket_of_one_process(grid: str, alone: dict[str, 
 
 
 BALANCED: dict[str, dict[str, Any]] = {
-    "uniform": {"scope": "uniform-stage"},
+    "alike": {"floor": 1.0},
     "as scored": {"floor": 0.0},
 }
 
@@ -107,14 +106,14 @@ def on_stages(strategy: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 def test_stages_keep_as_evenly_as_asked_for() -> None:
     stages = {"g_inter": 2, "balance": [2, 4]}
-    words = r"keeps \d+ entries in stage 1, but \d+ in stage 0.*balance=.*uniform-stage"
+    words = r"keeps \d+ entries in stage 1, but \d+ in stage 0.*balance=.*floor"
     with pytest.warns(UserWarning, match=words) as warned:
         expected = on_stages({**stages, "transport": "loopback"}, 1)
-    assert sum("uniform-stage" in str(warning.message) for warning in warned) == 2
+    assert sum("balance=" in str(warning.message) for warning in warned) == 2
     for drawn in run_ranks(2, on_stages, stages, 2):
         assert drawn == expected
     names = ["model.0.weight", "model.2.weight", "model.4.weight", "model.5.weight"]
-    entries = {name: mask.numel() for name, mask in expected["uniform"].masks.items()}
+    entries = {name: mask.numel() for name, mask in expected["alike"].masks.items()}
     whole = sum(entries.values()) - round(0.6 * sum(entries.values()))
     kept = {
         search: {name: int(mask.sum()) for name, mask in ticket.masks.items()}
@@ -122,15 +121,13 @@ def test_stages_keep_as_evenly_as_asked_for() -> None:
     }
     assert all(list(found) == names for found in kept.values())
     own = entries[names[0]]
-    assert kept["uniform"][names[0]] == own - round(0.6 * own)
-    assert abs(sum(kept["uniform"].values()) - whole) <= 1
+    assert kept["alike"][names[0]] == own - round(0.6 * own)
+    assert abs(sum(kept["alike"].values()) - whole) <= 1
     assert sum(kept["as scored"].values()) == whole
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "matches no weight": {"scope": {"no.such": 0.5}},
     "'heads' matches no parameter": {"prune": {"heads": False}},
-    "densities in scope": {"scope": {"*": 0.9}},
     "SGD does not estimate": {"score": "saliency"},
 }
 

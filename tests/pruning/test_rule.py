@@ -115,7 +115,7 @@ def test_weights_that_were_not_trained_are_named(model):
 
 def test_nothing_to_prune_is_refused(model):
     with pytest.raises(ValueError, match="nothing to prune"):
-        MaskRule(0.5, prune={"*": False}).shares(model)
+        MaskRule(0.5, prune={"*": False}).sizes(model)
 
 
 @pytest.mark.parametrize("score", ["saliency", "magnitude", lambda weight, state: -weight])
@@ -139,9 +139,3 @@ def test_weights_that_are_stored_sparse_lose_what_is_left(model, score):
                 masked.get_parameter(name).mul_(mask)
         expected = rule.masks(masked)
         assert all(torch.equal(masks[name], expected[name]) for name in masks)
-
-
-def test_given_densities_fall_with_the_ratio():
-    rule = MaskRule(0.8, scope={"a": 0.5}).on_the_way(0.4)
-    assert (rule.ratio, rule.scope) == (0.4, {"a": 0.75})
-    assert MaskRule(0.8).on_the_way(0.2) == MaskRule(0.2)

@@ -29,7 +29,7 @@ def test_properties_and_repr(ticket):
     assert ticket.shapes == {"a.weight": (4, 4), "b.weight": (2, 2)}
     assert ticket.distances == {90: 0.3, 100: 0.05}
     assert repr(ticket) == (
-        "Ticket(2 parameters, 60.0% of 20 entries pruned, score=None, scope='global', step=100)"
+        "Ticket(2 parameters, 60.0% of 20 entries pruned, score=None, step=100)"
     )
     assert list(ticket.part(["b.weight", "bias"])) == ["b.weight"]
 
@@ -89,14 +89,13 @@ def test_masks_of_torchs_pruning_are_a_ticket():
 
 def test_the_ticket_of_the_largest_weights():
     model = network()
-    ticket = Ticket.magnitude(model, 0.75, "layer", prune={"head": False})
+    ticket = Ticket.magnitude(model, 0.75, prune={"head": False})
     assert ticket.layer_sparsity() == {"0.weight": 0.75}
-    assert (ticket.score, ticket.scope) == ("magnitude", "layer")
+    assert ticket.score == "magnitude"
     weight, mask = model[0].weight.detach().abs(), ticket.masks["0.weight"]
     assert weight[mask].min() > weight[~mask].max()
-    assert Ticket.magnitude(model, 0.5, {"0.*": 0.5, "2.*": 0.5}).scope == "given"
-    with pytest.raises(ValueError, match="'x' matches no weight"):
-        Ticket.magnitude(model, 0.5, {"x": 0.5})
+    alike = Ticket.magnitude(model, 0.5, floor=1.0)
+    assert alike.layer_sparsity() == {"0.weight": 0.5, "2.weight": 0.5}
 
 
 def test_a_random_ticket_keeps_as_much_of_each_weight():

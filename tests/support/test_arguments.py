@@ -155,7 +155,6 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
         MisconfigurationException,
         {
             "pruning_ratio": [0, 0.0, 1, 1.0, *NO_FRACTION],
-            "scope": [*NO_WORD, {"*": 2}, {"*": None}, {1: 0.5}],
             "distance": NO_WORD,
             "threshold": [0, *NO_FRACTION],
             "window": [None, 1, *NO_COUNT],
@@ -234,7 +233,6 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             "masks": [None, [], MASKS["0.weight"], "x"],
             "pruning_ratio": NO_FRACTION,
             "score": [True, 1, "", []],
-            "scope": NO_WORD,
             "step": NO_INDEX[:-2],
             "distance": NO_WORD,
             "distances": [None, 0.5, [0.5], {1: NAN}, {1.5: 0.5}, {-1: 0.5}, {1: "x"}, "x"],
@@ -391,7 +389,6 @@ def test_what_fits_is_taken_with_numpys_numbers_as_pythons(tmp_path: Path) -> No
         window=np.int64(2),
         every=np.float64(0.25),
         draw_by=np.float32(0.5),
-        scope={"head.*": np.float64(0.5)},
     )
     assert callback.pruning_ratio == pytest.approx(0.8)
     EarlyBirdTicket(pruning_ratio=np.float64(0.5), threshold=1, prune={"a": np.bool_(False)})
