@@ -102,40 +102,6 @@ def grouped_mm(
     return _grouped(input, mat2, [0, *offs.tolist()], autocasts=False)
 
 
-def einsum(equation: Any, *operands: Any) -> Any:
-    """Compute ``torch.einsum`` of a read stack and another tensor, if it is matrix by matrix.
-
-    That is: the matrices' label is in the result, and the other tensor has one of the two labels of
-    rows and columns, over which the product sums.
-    """
-    if not isinstance(equation, str) or len(operands) != 2 or "->" not in equation:
-        return NotImplemented
-    terms, result = equation.replace(" ", "").split("->")
-    left, _, right = terms.partition(",")
-    (labels, stack), (others, input) = (left, operands[0]), (right, operands[1])
-    if not isinstance(stack, SparseWeight):
-        (labels, stack), (others, input) = (others, input), (labels, stack)
-    if not isinstance(stack, SparseWeight) or len(labels) != 3 or "." in others:
-        return NotImplemented
-    summed = set(labels[1:]) & set(others)
-    kept = [label for label in others if label not in labels]
-    made = [label for label in labels[1:] if label not in others]
-    order = [labels[0], *kept, *made]
-    distinct = len({*labels}) == 3 and len({*others}) == len(others) == input.dim()
-    if len(summed) != 1 or not distinct or sorted(order) != sorted(result):
-        return NotImplemented
-    if labels[0] not in others:
-        input, others = input.expand(len(stack), *input.shape), labels[0] + others
-    rows = input.permute([others.index(label) for label in [labels[0], *kept, *summed]])
-    product = bmm(
-        rows.reshape(len(rows), -1, rows.shape[-1]), stack if labels[1] in summed else stack.mT
-    )
-    if product is NotImplemented:
-        return NotImplemented
-    product = product.view(*rows.shape[:-1], product.shape[2])
-    return product.permute([order.index(label) for label in result])
-
-
 _slices = selecting(Tensor.__getitem__)
 _INTEGERS = torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
 

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from lightning_axosparse.sparse.ops.embedding import embedding
 from lightning_axosparse.sparse.ops.experts import (
     bmm,
-    einsum,
     getitem,
     grouped_mm,
     matmul,
@@ -46,7 +45,6 @@ REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.addmm: addmm,
     torch.bmm: bmm,
     Tensor.bmm: bmm,
-    torch.einsum: einsum,
     torch_internals.grouped_mm: grouped_mm,
     Tensor.__getitem__: getitem,
     **{function: selecting(function) for function in _SELECTING},
