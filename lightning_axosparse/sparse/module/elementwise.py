@@ -13,8 +13,6 @@ from torch.optim import SGD, Optimizer
 
 from lightning_axosparse.support.troubleshooting import see, without_link
 
-_TRIAL_SHAPE = (4, 6)
-_TRIAL_STEPS = 3
 _TRIAL_LR = 1e-2
 
 
@@ -34,8 +32,10 @@ def validate_elementwise_optimizers(optimizer: Optimizer) -> None:
         if matrix is None:
             continue
         try:
+            numbers = _random_numbers(4, 6).to(matrix.device, matrix.dtype)
             as_matrix, as_vector = (
-                _trial(optimizer, group, matrix, shape) for shape in (_TRIAL_SHAPE, (-1,))
+                _stepped(optimizer, group, [[each] for each in shaped])
+                for shaped in (numbers, numbers.flatten(1))
             )
         except Exception as error:
             raise _not_elementwise(
@@ -45,21 +45,6 @@ def validate_elementwise_optimizers(optimizer: Optimizer) -> None:
             raise _not_elementwise(
                 optimizer, "it updates a matrix otherwise than the vector of its entries"
             )
-
-
-def _trial(
-    optimizer: Optimizer, group: dict[str, Any], like: nn.Parameter, shape: tuple[int, ...]
-) -> Tensor:
-    """Return the entries of a small random matrix, shaped as ``shape``, after a few steps."""
-    with torch.random.fork_rng([like.device] if like.is_cuda else []):
-        torch.manual_seed(0)
-        numbers = torch.randn(1 + _TRIAL_STEPS, *_TRIAL_SHAPE).to(like.device, like.dtype)
-        parameter = nn.Parameter(numbers[0].reshape(shape).clone())
-        trial = trial_copy(optimizer, group, [parameter])
-        for gradient in numbers[1:]:
-            parameter.grad = gradient.reshape(shape).clone()
-            type(trial).step(trial)
-    return parameter.detach().reshape(-1)
 
 
 def trial_copy(
@@ -98,16 +83,32 @@ def trial_steps(
     def split(numbers: Tensor) -> list[Tensor]:
         return [half for p in numbers for half in p.flatten().chunk(2)] if in_parts else [*numbers]
 
-    with torch.random.fork_rng([]):
-        torch.manual_seed(0)
-        numbers = torch.randn(1 + _TRIAL_STEPS, 2, 3, 5)
-    parameters = [nn.Parameter(values.clone()) for values in split(numbers[0])]
+    return _stepped(optimizer, group, list(map(split, _random_numbers(2, 3, 5))), prepare)
+
+
+def _random_numbers(*shape: int) -> Tensor:
+    """Return numbers for parameters of a shape, and for their gradients in three steps."""
+    return torch.randn(4, *shape, generator=torch.Generator().manual_seed(0))
+
+
+def _stepped(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    numbers: Sequence[Sequence[Tensor]],
+    prepare: Callable[[Optimizer], None] = lambda _: None,
+) -> Tensor:
+    """Return the entries of parameters, the first of ``numbers``, after steps by the others."""
+    values, *gradients = numbers
+    parameters = [nn.Parameter(each.clone()) for each in values]
     trial = trial_copy(optimizer, group, parameters)
     prepare(trial)
-    for step in numbers[1:]:
-        for parameter, gradient in zip(parameters, split(step), strict=True):
-            parameter.grad = gradient.clone()
-        type(trial).step(trial)
+    device = parameters[0].device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(0)  # some optimizers add noise
+        for step in gradients:
+            for parameter, gradient in zip(parameters, step, strict=True):
+                parameter.grad = gradient.clone()
+            type(trial).step(trial)
     return torch.cat([parameter.detach().flatten() for parameter in parameters])
 
 
