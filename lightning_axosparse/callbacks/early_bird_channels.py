@@ -175,7 +175,7 @@ class EarlyBirdChannels(TicketSearch):
     def _draw(self, trainer: Trainer, module: LightningModule, masks: MaskBits) -> None:
         assert self._channels is not None
         step, distances = trainer.global_step, self.distances
-        ticket = ChannelTicket(masks, self._channels, self.pruning_ratio, step, distances)
+        ticket = ChannelTicket(masks, self.pruning_ratio, step, distances, channels=self._channels)
         strategy_of(trainer).shrink(ticket)
         self.ticket, self.drawn_at = ticket, step
         self._window.clear()

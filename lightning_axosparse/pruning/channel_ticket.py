@@ -28,10 +28,7 @@ from lightning_axosparse.sparse.module.elementwise import trial_copy
 from lightning_axosparse.sparse.module.optimizer_state import validate_state
 from lightning_axosparse.sparse.module.parameters import owned_parameters, set_values
 from lightning_axosparse.support.arguments import (
-    DISTANCES,
     FRACTION,
-    INDEX,
-    MASKS,
     MODULE,
     NONE,
     OPTIMIZER,
@@ -137,14 +134,10 @@ def channel_masks(
 class ChannelTicket(TicketFile):
     """A winning ticket of channels: which channels to keep (You et al., ICLR 2020).
 
+    Its masks have the names of BatchNorms. Beside the fields of :class:`TicketFile`:
+
     Attributes:
-        masks: name of a BatchNorm -> bool tensor (channels,), True for each channel that stays. Any
-            mapping may be given; each mask is stored at one bit a channel.
         channels: the layers that have these channels as outputs or inputs.
-        pruning_ratio: the fraction of channels that was to be pruned.
-        step: number of optimizer steps before the draw; None if it was drawn without training.
-        distances: number of optimizer steps -> the largest distance of the masks after them to
-            those of the window, up to the draw.
 
     Raises:
         ValueError: if a field has the wrong type or is out of range.
@@ -153,18 +146,11 @@ class ChannelTicket(TicketFile):
     kind: ClassVar[str] = "ticket of channels"
     form: ClassVar[str] = "lightning_axosparse.ChannelTicket/2"
     kinds: ClassVar[Mapping[str, Kind]] = {
-        "masks": MASKS,
+        **TicketFile.kinds,
         "channels": instance_of("Channels, which find_channels returns", Channels),
-        "pruning_ratio": FRACTION,
-        "step": INDEX | NONE,
-        "distances": DISTANCES,
     }
 
-    masks: Mapping[str, Tensor]
-    channels: Channels
-    pruning_ratio: float
-    step: int | None = None
-    distances: Mapping[int, float] = field(default_factory=dict)
+    channels: Channels = field(kw_only=True)
 
     @classmethod
     @checked(ValueError, module=MODULE, pruning_ratio=RATIO, floor=FRACTION, network=TEXT | NONE)
@@ -188,7 +174,8 @@ class ChannelTicket(TicketFile):
         """
         channels = find_channels(module, network)
         scales = {name: module.get_parameter(f"{name}.weight") for name in channels.scales}
-        return cls(channel_masks(scales, pruning_ratio, floor), channels, pruning_ratio)
+        masks = channel_masks(scales, pruning_ratio, floor)
+        return cls(masks, pruning_ratio, channels=channels)
 
     @checked(
         ValueError,

@@ -36,12 +36,17 @@ from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
 from lightning_axosparse.support.troubleshooting import see
 
 
+@dataclass(frozen=True, repr=False)
 class TicketFile:
-    """A frozen dataclass with masks, which are stored at one bit an entry, and plain fields.
+    """What tickets of entries and of channels have in common, and their file.
 
     Attributes:
-        masks: name -> bool tensor, True for what is kept.
-        distances: number of optimizer steps -> distance of the masks after them to earlier ones.
+        masks: name -> bool tensor, True for what is kept. Any mapping may be given; each mask is
+            stored at one bit per entry and unpacked (on CPU) when read.
+        pruning_ratio: the fraction that was to be pruned.
+        step: number of optimizer steps before the draw; None if it was made without training.
+        distances: number of optimizer steps -> the largest distance of the masks after them to
+            those of the window, up to the draw.
     """
 
     kind: ClassVar[str]
@@ -50,11 +55,18 @@ class TicketFile:
     form: ClassVar[str]
     """The format that this version writes and reads: a name, a slash and a number."""
 
-    kinds: ClassVar[Mapping[str, Kind]]
+    kinds: ClassVar[Mapping[str, Kind]] = {
+        "masks": MASKS,
+        "pruning_ratio": FRACTION,
+        "step": INDEX | NONE,
+        "distances": DISTANCES,
+    }
     """What each field has to be."""
 
     masks: Mapping[str, Tensor]
-    distances: Mapping[int, float]
+    pruning_ratio: float
+    step: int | None = None
+    distances: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, value in check(ValueError, vars(self), self.kinds).items():
@@ -156,16 +168,12 @@ class TicketFile:
 class Ticket(TicketFile):
     """A winning ticket: which weights to keep (You et al., ICLR 2020).
 
+    Its masks have the names and shapes of parameters. Beside the fields of :class:`TicketFile`:
+
     Attributes:
-        masks: parameter name -> bool tensor of its shape, True where an entry is kept. Any mapping
-            may be given; each mask is stored at one bit per entry and unpacked (on CPU) when read.
-        pruning_ratio: the fraction of entries that was to be pruned.
         score: by what weights were ranked: "magnitude", "saliency" or the name of a function; None
             if the ticket was made by hand.
-        step: number of optimizer steps before the draw; None if the ticket was made by hand.
         distance: how ``distances`` were measured: "relative", "overlap" or "hamming".
-        distances: number of optimizer steps -> the largest distance of the masks after them to
-            those of the window, up to the draw.
 
     Raises:
         ValueError: if a field has the wrong type or is out of range.
@@ -174,20 +182,13 @@ class Ticket(TicketFile):
     kind: ClassVar[str] = "ticket"
     form: ClassVar[str] = "lightning_axosparse.Ticket/7"
     kinds: ClassVar[Mapping[str, Kind]] = {
-        "masks": MASKS,
-        "pruning_ratio": FRACTION,
+        **TicketFile.kinds,
         "score": TEXT | NONE,
-        "step": INDEX | NONE,
         "distance": one_of("relative", "overlap", "hamming"),
-        "distances": DISTANCES,
     }
 
-    masks: Mapping[str, Tensor]
-    pruning_ratio: float
     score: str | None = None
-    step: int | None = None
     distance: str = "relative"
-    distances: Mapping[int, float] = field(default_factory=dict)
 
     @classmethod
     @checked(ValueError, module=MODULE)
@@ -242,7 +243,7 @@ class Ticket(TicketFile):
             ValueError: if the arguments do not fit the model, or a weight is NaN.
         """
         rule = MaskRule(pruning_ratio, "magnitude", floor, prune)
-        return cls(rule.masks(module), pruning_ratio, rule.score_name)
+        return cls(rule.masks(module), pruning_ratio, score=rule.score_name)
 
     @checked(ValueError, seed=SEED)
     def random(self, seed: int) -> Ticket:
@@ -258,7 +259,7 @@ class Ticket(TicketFile):
         for name, mask in self.masks.items():
             order = torch.randperm(mask.numel(), generator=generator)
             masks[name] = (order < int(mask.sum())).view(mask.shape)
-        return Ticket(masks, self.pruning_ratio, "random")
+        return Ticket(masks, self.pruning_ratio, score="random")
 
     def overlap(self, other: Ticket) -> float:
         """Return the fraction of the kept entries that two tickets of one model have in common.

@@ -98,7 +98,7 @@ CHANNELS = Channels({"1": 4}, {"0": "1", "1": "1"}, {"2": [Segment("1", 4)]})
 
 def channel_ticket(masks: Any = None, channels: Any = CHANNELS, **others: Any) -> ChannelTicket:
     masks = {"1": torch.arange(4) % 2 == 0} if masks is None else masks
-    return ChannelTicket(masks, channels, **{"pruning_ratio": 0.5, **others})
+    return ChannelTicket(masks, channels=channels, **{"pruning_ratio": 0.5, **others})
 
 
 def shrunk(module: Any = None, optimizers: Any = ()) -> None:
