@@ -105,14 +105,14 @@ def _numbers(file: Path) -> dict[str, int]:
     return {row[0]: int(row[1]) for row in rows if len(row) > 1}
 
 
-def zeros(shape: Sequence[int]) -> Tensor:
+def reusable_zeros(shape: Sequence[int]) -> Tensor:
     """Return zeros of ``shape`` in float32 on CPU, aligned as torch's own tensors."""
     if not _is_worth_it(shape):
         return torch.zeros(tuple(shape), dtype=torch.float32, device="cpu")
     return _aligned(np.zeros(_padded(shape), np.float32), shape)
 
 
-def empty(shape: Sequence[int]) -> Tensor:
+def reusable_empty(shape: Sequence[int]) -> Tensor:
     """Return an uninitialized tensor of ``shape`` in float32 on CPU, aligned as torch's own."""
     if not _is_worth_it(shape):
         return torch.empty(tuple(shape), dtype=torch.float32, device="cpu")

@@ -23,6 +23,8 @@ from lightning_axosparse.support.memory import (
     map_larger_blocks,
     release_freed_memory,
     release_library,
+    reusable_empty,
+    reusable_zeros,
 )
 
 GIB = 1 << 30
@@ -98,7 +100,7 @@ SHAPES = [(), (3,), (5, 0), (SMALLEST // 4,), (7, 33, 211)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("make", [memory.zeros, memory.empty])
+@pytest.mark.parametrize("make", [reusable_zeros, reusable_empty])
 def test_a_tensor_is_as_torch_would_make_it(make, shape: tuple[int, ...]) -> None:
     tensor = make(shape)
     assert tensor.shape == shape
@@ -111,16 +113,16 @@ def test_a_tensor_is_as_torch_would_make_it(make, shape: tuple[int, ...]) -> Non
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_zeros_are_zero(shape: tuple[int, ...]) -> None:
-    before = memory.zeros(shape).add_(1)
+    before = reusable_zeros(shape).add_(1)
     del before
-    assert not memory.zeros(shape).any()
+    assert not reusable_zeros(shape).any()
 
 
 def test_the_memory_lives_as_long_as_the_tensor() -> None:
-    tensors = [memory.zeros((SMALLEST,)).fill_(i) for i in range(8)]
+    tensors = [reusable_zeros((SMALLEST,)).fill_(i) for i in range(8)]
     views = [tensor[-5:] for tensor in tensors]
     del tensors
-    others = [memory.zeros((SMALLEST,)) for _ in range(8)]
+    others = [reusable_zeros((SMALLEST,)) for _ in range(8)]
     assert [float(view.mean()) for view in views] == list(range(8))
     assert not any(other.any() for other in others)
 
@@ -129,7 +131,7 @@ def test_what_leaves_an_autograd_function_may_be_changed_in_place() -> None:
     class Copy(torch.autograd.Function):
         @staticmethod
         def forward(ctx, source: Tensor) -> Tensor:
-            return memory.empty(source.shape).copy_(source)
+            return reusable_empty(source.shape).copy_(source)
 
         @staticmethod
         def backward(ctx, gradient: Tensor) -> Tensor:
@@ -149,7 +151,7 @@ def test_a_mode_that_observes_operators_sees_what_is_allocated() -> None:
             return seen[-1]
 
     with Observer():
-        tensor = memory.empty((SMALLEST,))
+        tensor = reusable_empty((SMALLEST,))
     assert tensor.data_ptr() in {made.data_ptr() for made in seen}
 
 

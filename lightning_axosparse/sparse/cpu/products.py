@@ -21,7 +21,7 @@ from lightning_axosparse.sparse.kernels import LANES, ROWS, kernel_module
 from lightning_axosparse.sparse.store.formats import SegmentLayout, layout_of
 from lightning_axosparse.sparse.store.layout import Layout, block_rows, row_length
 from lightning_axosparse.sparse.store.scratch import scratch
-from lightning_axosparse.support import memory as heap_memory
+from lightning_axosparse.support.memory import reusable_empty, reusable_zeros
 
 Shares = Mapping[str, float]
 """The largest share of kept entries with which each product runs here.
@@ -126,7 +126,7 @@ def spmm_t(
     """
     height, width = layout.shape[0], row_length(layout.shape)
     tokens = inputs.shape[:-1]
-    result = heap_memory.empty((*tokens, height))
+    result = reusable_empty((*tokens, height))
     number = tokens.numel()
     weight = *_index(layout), _flat(values)
     source, target, shift = _flat(inputs), _flat(result), _bias(bias)
@@ -160,7 +160,7 @@ def spmm(
     """
     height, width = layout.shape[0], row_length(layout.shape)
     tokens = inputs.shape[:-1]
-    result = heap_memory.empty((*tokens, width))
+    result = reusable_empty((*tokens, width))
     number = tokens.numel()
     weight = *_index(layout), _flat(values)
     source, target, shift = _flat(inputs), _flat(result), _bias(bias)
@@ -190,7 +190,7 @@ def sddmm(left: Tensor, right: Tensor, layout: SegmentLayout) -> Tensor:
     """
     tokens, height = left.shape[0], layout.shape[0]
     width = row_length(layout.shape)
-    result = heap_memory.zeros((layout.nnz,))
+    result = reusable_zeros((layout.nnz,))
     index, sources, target = _index(layout), (_flat(left), _flat(right)), _flat(result)
 
     def part(first: int, last: int) -> None:
