@@ -7,10 +7,10 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_axosparse.sparse.module.elementwise import trial_copy
+from lightning_axosparse.sparse.module.elementwise import trial_state
 from lightning_axosparse.sparse.module.optimizer_state import expand_state
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.support.troubleshooting import see, without_link
@@ -37,7 +37,7 @@ def saliency(weight: Tensor, state: State) -> Tensor:
     (Optimal Brain Damage; LeCun, Denker & Solla, NeurIPS 1989): Adam's preconditioner ``sqrt(v)``
     stands for the diagonal of the Hessian.
     """
-    moment = _second_moment(weight, state)
+    moment = _second_moment(weight.shape, state)
     if moment is None:
         raise ValueError(
             "it has no second moment of gradients, because it has not been trained. Leave it dense "
@@ -103,19 +103,15 @@ def has_second_moment(optimizer: Optimizer) -> bool:
 
     A copy of the optimizer takes a trial step; the optimizer itself does not change.
     """
-    group = optimizer.param_groups[0]
-    device = next((p.device for p in group["params"] if not p.is_meta), torch.device("cpu"))
-    parameter = nn.Parameter(torch.ones(2, 2, device=device))
-    trial = trial_copy(optimizer, group, [parameter])
-    parameter.grad = torch.ones_like(parameter)
+    shape = torch.Size([2, 2])
     try:
-        type(trial).step(trial)
+        state = trial_state(optimizer, optimizer.param_groups[0], shape)
     except (TypeError, ValueError, RuntimeError):
         # It wants a closure, sparse gradients or other shapes: refused where weights become sparse.
         return False
-    return _second_moment(parameter, trial.state[parameter]) is not None
+    return _second_moment(shape, state) is not None
 
 
-def _second_moment(weight: Tensor, state: State) -> Tensor | None:
+def _second_moment(shape: torch.Size, state: State) -> Tensor | None:
     found = (state.get(name) for name in _SECOND_MOMENTS)
-    return next((m for m in found if isinstance(m, Tensor) and m.shape == weight.shape), None)
+    return next((m for m in found if isinstance(m, Tensor) and m.shape == shape), None)

@@ -65,6 +65,19 @@ def trial_copy(
     return copy
 
 
+def trial_state(
+    optimizer: Optimizer, group: Mapping[str, Any], shape: Sequence[int]
+) -> Mapping[str, Any]:
+    """Return the state that a trial optimizer has of a parameter of this shape after one step."""
+    device = next((p.device for p in group["params"] if not p.is_meta), torch.device("cpu"))
+    parameter = nn.Parameter(torch.ones(shape, device=device))
+    trial = trial_copy(optimizer, group, [parameter])
+    parameter.grad = torch.ones_like(parameter)
+    type(trial).step(trial)
+    state: Mapping[str, Any] = trial.state[parameter]
+    return state
+
+
 def trial_steps(
     optimizer: Optimizer,
     group: Mapping[str, Any],
