@@ -69,7 +69,7 @@ class EarlyBirdChannels(TicketSearch):
         draw_by: draw at this time at the latest, even if the masks still change; None: only when
             they agree.
         distance: "hamming": fraction of the channels whose mask changed, as in the paper;
-            "overlap", "relative": as for ``EarlyBirdTicket``.
+            "relative": as for ``EarlyBirdTicket``.
         threshold: the ticket is drawn when the distance of the newest masks to all others of the
             window is smaller than this.
         window: number of masks that must agree, at least 2.

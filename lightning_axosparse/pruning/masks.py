@@ -99,8 +99,8 @@ def _pack(mask: Tensor) -> Tensor:
 Masks = Mapping[str, Tensor]
 
 
-Distance = Literal["relative", "overlap", "hamming"]
-DISTANCES: tuple[Distance, ...] = ("relative", "overlap", "hamming")
+Distance = Literal["relative", "hamming"]
+DISTANCES: tuple[Distance, ...] = ("relative", "hamming")
 
 
 def mask_distance(
@@ -114,10 +114,10 @@ def mask_distance(
 
     Args:
         distance: "hamming": the fraction of all entries in which they differ, as in the paper; at
-            pruning ratio p at most ``2 min(p, 1 - p)``. "overlap": the fraction of kept entries
+            pruning ratio p at most ``2 min(p, 1 - p)``. "relative": the fraction of kept entries
             that they do not have in common, ``1 - 2 |A and B| / (|A| + |B|)`` (one minus the
-            Sorensen-Dice coefficient). "relative": the overlap distance divided by that of
-            independent random masks that keep as many entries, which are 1 apart in the mean.
+            Sorensen-Dice coefficient), divided by that of independent random masks that keep as
+            many entries, which are 1 apart in the mean.
         one: name -> bool tensor, True where an entry is kept, of the parameters on this rank.
         other: the same names and shapes.
         counted: the names that this rank counts; each name is counted by exactly one rank of
@@ -129,11 +129,7 @@ def mask_distance(
         a, b = one[name], other[name]
         counts += torch.tensor([int((a ^ b).sum()), int(a.sum() + b.sum()), a.numel()])
     differing, kept, entries = all_sum(counts, group).tolist()
-    most = {
-        "hamming": entries,
-        "overlap": kept,
-        "relative": kept * (1 - kept / max(1, 2 * entries)),
-    }[distance]
+    most = entries if distance == "hamming" else kept * (1 - kept / max(1, 2 * entries))
     return float(differing / most) if most else 0.0
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from lightning_axosparse.pruning.masks import MaskBits, mask_distance
+from lightning_axosparse.pruning.masks import MaskBits
 from lightning_axosparse.pruning.prunable import Prune, few
 from lightning_axosparse.pruning.rule import MaskRule
 from lightning_axosparse.sparse.module.parameters import layouts
@@ -173,7 +173,7 @@ class Ticket(TicketFile):
     Attributes:
         score: by what weights were ranked: "magnitude", "saliency" or the name of a function; None
             if the ticket was made by hand.
-        distance: how ``distances`` were measured: "relative", "overlap" or "hamming".
+        distance: how ``distances`` were measured: "relative" or "hamming".
 
     Raises:
         ValueError: if a field has the wrong type or is out of range.
@@ -184,7 +184,7 @@ class Ticket(TicketFile):
     kinds: ClassVar[Mapping[str, Kind]] = {
         **TicketFile.kinds,
         "score": TEXT | NONE,
-        "distance": one_of("relative", "overlap", "hamming"),
+        "distance": one_of("relative", "hamming"),
     }
 
     score: str | None = None
@@ -273,7 +273,8 @@ class Ticket(TicketFile):
                 f"{', '.join(sorted(self.shapes.keys() ^ other.shapes.keys())) or 'same names'}."
                 + see("tickets")
             )
-        return 1 - mask_distance("overlap", self.masks, other.masks, self.masks.keys())
+        common = sum(int((mask & other.masks[name]).sum()) for name, mask in self.masks.items())
+        return 2 * common / max(1, self.counts[0] + other.counts[0])
 
     def validate_fits(self, module: nn.Module) -> None:
         """Check that the parameters of a module, dense or sparse, have the shapes of the masks.

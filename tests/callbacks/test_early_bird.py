@@ -127,7 +127,7 @@ def fit(
 
 
 def search(**settings):
-    by_epochs = {"every": "1 epoch", "draw_after": None, "draw_by": None, "distance": "overlap"}
+    by_epochs = {"every": "1 epoch", "draw_after": None, "draw_by": None}
     small = {"pruning_ratio": 0.5, "window": 3, "threshold": 0.1, "method": "early-bird"}
     return EarlyBirdTicket(**{**by_epochs, **small, **settings})
 

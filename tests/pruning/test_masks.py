@@ -91,22 +91,26 @@ def test_distances_by_their_definitions(seed, kept):
     both = len(kept_one) + len(kept_other)
     overlap = 1 - 2 * len(kept_one & kept_other) / both if both else 0.0
     assert mask_distance("hamming", one, other, one.keys()) == pytest.approx(hamming)
-    assert mask_distance("overlap", one, other, one.keys()) == pytest.approx(overlap)
+    alike = 1 - both / (2 * len(a))  # what independent masks have in common
+    relative = overlap / alike if alike else 0.0
+    assert mask_distance("relative", one, other, one.keys()) == pytest.approx(relative)
 
 
 def test_the_extremes():
     mask = torch.tensor([[True, False, False, False]])
-    for distance, opposite in (("overlap", 1.0), ("hamming", 0.5)):
+    for distance, opposite in (("relative", 4 / 3), ("hamming", 0.5)):
         assert mask_distance(distance, {"w": mask}, {"w": mask}, {"w"}) == 0
-        assert mask_distance(distance, {"w": mask}, {"w": mask.flip(1)}, {"w"}) == opposite
+        assert mask_distance(distance, {"w": mask}, {"w": mask.flip(1)}, {"w"}) == pytest.approx(
+            opposite
+        )
         assert mask_distance(distance, {}, {}, set()) == 0
 
 
-def test_overlap_tells_independent_masks_from_settled_ones_where_hamming_does_not():
+def test_it_tells_independent_masks_from_settled_ones_where_hamming_does_not():
     torch.manual_seed(0)
     one, other = ({"w": torch.rand(300, 300) < 0.05} for _ in range(2))
     assert mask_distance("hamming", one, other, {"w"}) < 0.1
-    assert mask_distance("overlap", one, other, {"w"}) > 0.9
+    assert mask_distance("relative", one, other, {"w"}) > 0.9
 
 
 @pytest.mark.parametrize("ratio", [0.3, 0.5, 0.8, 0.98])
@@ -151,11 +155,11 @@ def series(seed, number):
 @given(st.integers(0, 10**6), st.integers(1, 8), st.integers(2, 5))
 def test_the_distance_is_the_largest_to_the_others_of_the_window(seed, number, size):
     masks, bits = series(seed, number)
-    window = MaskWindow(size, "overlap")
+    window = MaskWindow(size, "relative")
     for position, each in enumerate(bits):
         found = window.add(each, {"a"}, None, None)
         others = masks[max(0, position + 1 - size) : position]
-        expected = [mask_distance("overlap", masks[position], other, {"a"}) for other in others]
+        expected = [mask_distance("relative", masks[position], other, {"a"}) for other in others]
         assert found == max(expected, default=None)
         assert window.full == (position + 1 >= size)
 
