@@ -163,6 +163,11 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
                     replace(arm, dropout=0.1, weight_decay=0.3)
                     for arm in (Arm(rate=6e-3), replace(GRADUAL, ratio=0.5), GRADUAL)
                 ),
+                *(
+                    replace(CURVED, ratio=ratio, dropout=dropout)
+                    for dropout in (0.05, 0.1, 0.0)
+                    for ratio in (0.8, 0.5)
+                ),
             ),
             CHOOSING[:1],
             "validation",
