@@ -285,10 +285,14 @@ def family(make: Callable[[], nn.Module], masked: bool, strategy: Any, ranks: in
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("make", [mixtral, qwen2, qwen3, olmoe, gpt_oss])
-def test_the_balance_of_transformers(make: Callable[[], nn.Module], masked: bool) -> None:
-    record = family(make, masked, pipeline(3, "network.model.layers", transport="loopback"))
+def test_the_balance_of_transformers(
+    make: Callable[[], nn.Module], masked: bool, stages: int
+) -> None:
+    container = "network.model.layers"
+    record = family(make, masked, pipeline(stages, container, transport="loopback"))
     # transformers computes this loss in single precision.
     assert difference(family(make, masked, "auto"), record) <= 1e-5
 
@@ -306,6 +310,15 @@ def with_ddp(port: int) -> Record:
     return own("one hot", "ddp", 2)
 
 
+def family_on_replicas() -> Record:
+    return family(mixtral, True, pipeline(1, "network.model.layers"), 2)
+
+
+def family_with_ddp(port: int) -> Record:
+    join_ddp(2, port)
+    return family(mixtral, True, "ddp", 2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 3])
 def test_the_balance_of_experts_on_ranks(stages: int) -> None:
@@ -319,3 +332,10 @@ def test_each_replica_balances_its_own_batch_as_ddp_does() -> None:
     expected = run_ranks(2, with_ddp, free_port())
     for rank, record in enumerate(run_ranks(4, with_replicas)):
         assert difference(expected[rank // 2], record) <= 1e-12
+
+
+@pytest.mark.slow
+def test_each_replica_of_one_stage_balances_transformers_as_ddp_does() -> None:
+    expected = run_ranks(2, family_with_ddp, free_port())
+    for rank, record in enumerate(run_ranks(2, family_on_replicas)):
+        assert difference(expected[rank], record) <= 1e-5

@@ -12,10 +12,10 @@ does the gradient: autograd says how much each micro-batch's value counts in tha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -48,10 +48,6 @@ class Leaf:
         """Whether nothing was added up, as over a micro-batch that is all padding."""
         return self.kind == "sum" and not torch.as_tensor(self.value).any()
 
-    def to(self, device: Any) -> Leaf:
-        """The same with its tensor on a device."""
-        return replace(self, value=_moved(self.value, device))
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Call:
@@ -62,43 +58,117 @@ class Call:
         func: a function of torch.
         args: its arguments: terms, sequences of terms, and what is no number.
         kwargs: its keyword arguments.
-        size: how many numbers it was computed from, each counted as often as it is used.
     """
 
     value: Any
     func: Callable[..., Any]
     args: Any
     kwargs: Any = field(default_factory=dict)
-    size: int = 1
 
     @property
     def name(self) -> str:
         """Without underscores: ``__radd__``, ``add_`` and ``add`` are one."""
         return str(getattr(self.func, "__name__", "")).strip("_")
 
-    def to(self, device: Any) -> Call:
-        """The same with all tensors on a device."""
-        args, kwargs = (
-            mapped(each, lambda leaf: leaf.to(device)) for each in (self.args, self.kwargs)
-        )
-        return Call(_moved(self.value, device), self.func, args, kwargs)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle a long chain of calls as a list: it would be too deep for pickle."""
+        order = nodes(self)
+        places = {id(node): _Place(place) for place, node in enumerate(order)}
+        flat = [node if isinstance(node, Leaf) else _placed(node, places) for node in order]
+        return _unpickled, (flat,)
 
 
 Term: TypeAlias = Leaf | Call
 
 
-def mapped(term: Any, function: Callable[[Leaf], Leaf]) -> Any:
-    """A copy of a term, or of nested arguments of a call, with a function applied to each leaf."""
-    if isinstance(term, Leaf):
-        return function(term)
-    if isinstance(term, Call):
-        args, kwargs = mapped(term.args, function), mapped(term.kwargs, function)
-        return Call(term.value, term.func, args, kwargs)
-    if type(term) in (list, tuple):
-        return type(term)([mapped(each, function) for each in term])
-    if type(term) is dict:
-        return {key: mapped(each, function) for key, each in term.items()}
-    return term
+class _Place(NamedTuple):
+    """Stands for the term at a place of a list."""
+
+    place: int
+
+
+def _placed(call: Call, terms: Mapping[int, Any]) -> tuple[Any, ...]:
+    """The fields of a call, with others in place of the terms in its arguments, by their ids."""
+
+    def other(each: Any) -> Any:
+        return terms[id(each)]
+
+    args, kwargs = (_in_arguments(each, (Leaf, Call), other) for each in (call.args, call.kwargs))
+    return call.value, call.func, args, kwargs
+
+
+def _unpickled(flat: Sequence[Any]) -> Call:
+    found: list[Any] = []
+    for each in flat:
+        if isinstance(each, Leaf):
+            found.append(each)
+        else:
+            value, func, *arguments = each
+            args, kwargs = (
+                _in_arguments(given, _Place, lambda place: found[place.place])
+                for given in arguments
+            )
+            found.append(Call(value, func, args, kwargs))
+    last: Call = found[-1]
+    return last
+
+
+def _in_arguments(arguments: Any, kinds: Any, function: Callable[[Any], Any]) -> Any:
+    """Nested arguments of a call, with a function applied to each of some kinds."""
+    if isinstance(arguments, kinds):
+        return function(arguments)
+    if type(arguments) in (list, tuple):
+        return type(arguments)([_in_arguments(each, kinds, function) for each in arguments])
+    if type(arguments) is dict:
+        return {key: _in_arguments(each, kinds, function) for key, each in arguments.items()}
+    return arguments
+
+
+def _in_order(root: Any, parts: Callable[[Any], Iterable[Any]], key: Any = id) -> list[Any]:
+    """What can be reached from a root, each once, behind its parts.
+
+    Without recursion, as a loop over time steps makes chains of thousands of calls; and once, as
+    what many calls use would otherwise be visited by each of these.
+    """
+    found: dict[Any, Any] = {}
+    waiting = [(root, False)]
+    while waiting:
+        each, has_parts = waiting.pop()
+        if has_parts:
+            found[key(each)] = each
+        elif key(each) not in found:
+            waiting.append((each, True))
+            waiting += [(part, False) for part in reversed(list(parts(each)))]
+    return list(found.values())
+
+
+def _terms_in(call: Any) -> list[Term]:
+    """The terms in the arguments of a call; none of a number."""
+    found: list[Term] = []
+    if isinstance(call, Call):
+        _in_arguments((call.args, call.kwargs), (Leaf, Call), found.append)
+    return found
+
+
+def nodes(term: Term) -> list[Term]:
+    """The numbers and calls that a term was computed by, each once, and itself as the last."""
+    return _in_order(term, _terms_in)
+
+
+def mapped(term: Term, function: Callable[[Leaf], Leaf]) -> Term:
+    """A copy of a term with a function applied to each of its numbers."""
+    done: dict[int, Term] = {}
+    for node in nodes(term):
+        if isinstance(node, Leaf):
+            done[id(node)] = function(node)
+        else:
+            done[id(node)] = Call(*_placed(node, done))
+    return done[id(term)]
+
+
+def moved(term: Term, device: Any) -> Term:
+    """The same term with its tensors on a device."""
+    return mapped(term, lambda leaf: replace(leaf, value=_moved(leaf.value, device)))
 
 
 def _moved(value: Any, device: Any) -> Any:
@@ -108,55 +178,88 @@ def _moved(value: Any, device: Any) -> Any:
 _KINDS: Sequence[Kind] = ("samples", "sum", "max", "min")
 
 
-class Shape(NamedTuple):
-    """How a call combines: its function, and how its arguments do.
+class Step(NamedTuple):
+    """A call of a function on what earlier entries of a formula give.
 
     Attributes:
         func: the function.
-        args: of each argument that holds terms its :data:`Rule`; of others None.
-        kwargs: the same of keyword arguments.
+        places: those of its arguments that are terms, in their order.
     """
 
     func: Callable[..., Any]
-    args: Any
-    kwargs: Any
+    places: tuple[int, ...]
 
 
-Rule: TypeAlias = Kind | Shape
-"""How the terms under one name combine: as numbers, or by calling a function with what combines."""
+Formula: TypeAlias = tuple["Kind | Step", ...]
+"""How a value is computed: kinds of numbers, and calls; the last entry gives the value."""
+
+Rule: TypeAlias = Kind | Formula
+"""How the terms under one name combine: as numbers, or by a formula of numbers that combine."""
 
 
-def common_rule(terms: Sequence[Any], kind_of: Callable[[Sequence[Leaf]], Kind]) -> Any:
+class _Column(tuple[Any, ...]):
+    """What stands in one place of several terms, or of the arguments of their calls."""
+
+    def key(self) -> tuple[int, ...]:
+        return tuple(map(id, self))
+
+    @property
+    def is_call(self) -> bool:
+        """Whether the same function was called on arguments of the same structure."""
+        first = self[0]
+        return isinstance(first, Call) and all(
+            isinstance(term, Call) and term.func == first.func for term in self
+        )
+
+    def arguments(self) -> Any:
+        """The positional and keyword arguments of calls, of which terms are columns."""
+        return _side_by_side([(term.args, term.kwargs) for term in self])
+
+    def parts(self) -> list[_Column]:
+        found: list[_Column] = []
+        if self.is_call:
+            with suppress(ValueError):
+                _in_arguments(self.arguments(), _Column, found.append)
+        return found
+
+
+def _side_by_side(arguments: Sequence[Any]) -> Any:
+    """Nested arguments of several calls as those of one, in which columns are for terms.
+
+    Raises:
+        ValueError: if their structures differ.
+    """
+    first = arguments[0]
+    if any(isinstance(each, (Leaf, Call)) for each in arguments):
+        return _Column(arguments)
+    if type(first) in (list, tuple):
+        columns_of = [_side_by_side(each) for each in zip(*arguments, strict=True)]
+        return type(first)(columns_of)
+    if type(first) is dict:
+        if any(each.keys() != first.keys() for each in arguments):
+            raise ValueError
+        return {key: _side_by_side([each[key] for each in arguments]) for key in first}
+    return first
+
+
+def common_rule(terms: Sequence[Term], kind_of: Callable[[Sequence[Leaf]], Kind]) -> Rule:
     """The rule of terms that were computed in the same way, as far as they were.
 
     Args:
-        terms: terms, or arguments of calls that hold some.
+        terms: at least one.
         kind_of: how a column of numbers combines.
-
-    Returns:
-        The rule; for nested arguments nested rules, and None for what is no term.
     """
-    first = terms[0]
-    if isinstance(first, Call) and all(
-        isinstance(term, Call) and term.func == first.func for term in terms
-    ):
-        try:
-            args, kwargs = (
-                common_rule(list(each), kind_of)
-                for each in zip(*((term.args, term.kwargs) for term in terms), strict=True)
-            )
-            return Shape(first.func, args, kwargs)
-        except ValueError:
-            pass
-    if any(isinstance(term, (Leaf, Call)) for term in terms):
-        return kind_of([_number(term) for term in terms])
-    if type(first) in (list, tuple):
-        if len({len(term) for term in terms}) > 1:
-            raise ValueError
-        return type(first)([common_rule(list(c), kind_of) for c in zip(*terms, strict=True)])
-    if type(first) is dict:
-        return {key: common_rule([term[key] for term in terms], kind_of) for key in first}
-    return None
+    formula, places = list[Kind | Step](), dict[tuple[int, ...], int]()
+    for column in _in_order(_Column(terms), _Column.parts, _Column.key):
+        parts = column.parts()
+        places[column.key()] = len(formula)
+        if parts:
+            step = Step(column[0].func, tuple(places[part.key()] for part in parts))
+            formula.append(step)
+        else:
+            formula.append(kind_of([_number(term) for term in column]))
+    last = formula[-1]
+    return tuple(formula) if isinstance(last, Step) else last
 
 
 def _number(term: Any) -> Leaf:
@@ -168,8 +271,7 @@ def _number(term: Any) -> Leaf:
 
 def own_rule(terms: Sequence[Term], sizes: Sequence[float]) -> Rule:
     """How terms combine as far as their computation shows."""
-    rule: Rule = common_rule(terms, lambda column: own_kind(column, sizes))
-    return rule
+    return common_rule(terms, lambda column: own_kind(column, sizes))
 
 
 def found_rules(
@@ -235,21 +337,37 @@ def _default_dtype_of(terms: Sequence[Term]) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _combined(terms: Sequence[Any], rule: Any, sizes: Sequence[float]) -> Any:
+def _combined(terms: Sequence[Term], rule: Rule, sizes: Sequence[float]) -> Any:
+    """The value of a batch.
+
+    Raises:
+        ValueError: if the terms were not computed by the formula.
+    """
     if isinstance(rule, str):
-        return _joined([_number(term) for term in terms], sizes, cast(Kind, rule))
-    if isinstance(rule, Shape):
-        if not all(isinstance(term, Call) and term.func == rule.func for term in terms):
-            raise ValueError
-        args = _combined([term.args for term in terms], rule.args, sizes)
-        kwargs = _combined([term.kwargs for term in terms], rule.kwargs, sizes)
-        return rule.func(*args, **kwargs)
-    if type(rule) in (list, tuple):
-        columns = zip(rule, *terms, strict=True)
-        return type(rule)([_combined(column, of, sizes) for of, *column in columns])
-    if type(rule) is dict:
-        return {key: _combined([t[key] for t in terms], of, sizes) for key, of in rule.items()}
-    return terms[0]
+        return _joined([_number(term) for term in terms], sizes, rule)
+    found: list[Any] = []
+    for entry, column in zip(rule, _columns_of(terms, rule), strict=True):
+        if isinstance(entry, Step):
+            values = dict(zip(column.parts(), map(found.__getitem__, entry.places), strict=True))
+            args, kwargs = _in_arguments(column.arguments(), _Column, values.__getitem__)
+            found.append(entry.func(*args, **kwargs))
+        else:
+            found.append(_joined([_number(term) for term in column], sizes, entry))
+    return found[-1]
+
+
+def _columns_of(terms: Sequence[Term], formula: Formula) -> list[_Column]:
+    """What the terms have in the places of a formula."""
+    columns: list[_Column] = [_Column(terms)] * len(formula)
+    for place in reversed(range(len(formula))):
+        entry = formula[place]
+        if isinstance(entry, Step):
+            parts = columns[place].parts()
+            if columns[place][0].func != entry.func or len(parts) != len(entry.places):
+                raise ValueError
+            for part, of in zip(parts, entry.places, strict=True):
+                columns[of] = part
+    return columns
 
 
 _ROUNDING = 1e-5
@@ -357,7 +475,7 @@ def _varied(term: Term, constants: bool) -> tuple[Term, list[Tensor]]:
             found.append((constants or leaf.kind is not None, value))
         return replace(leaf, value=value)
 
-    copy = cast(Term, mapped(term, varied))
+    copy = mapped(term, varied)
     # Of a number of which nothing is known, it is not known by what it is weighted either.
     known = [value for is_known, value in found if is_known]
     return copy, known or [value for _, value in found]
@@ -432,22 +550,6 @@ def are_proportional(numbers: Sequence[Leaf], sizes: Sequence[float]) -> bool:
     return len({leaf.count / size for leaf, size in zip(numbers, sizes, strict=True)}) == 1
 
 
-def size_of(term: Any) -> int:
-    """How many numbers a term, or nested arguments of a call, was computed from."""
-    if isinstance(term, (list, tuple)):
-        return sum(map(size_of, term))
-    if isinstance(term, dict):
-        return sum(map(size_of, term.values()))
-    return term.size if isinstance(term, Call) else int(isinstance(term, Leaf))
-
-
-def leaves(term: Any) -> list[Leaf]:
-    """The numbers that a term, or nested arguments of a call, was computed from."""
-    if isinstance(term, Leaf):
-        return [term]
-    found: list[Leaf] = []
-    parts = (term.args, term.kwargs) if isinstance(term, Call) else term
-    if type(parts) in (list, tuple, dict):
-        for each in parts.values() if type(parts) is dict else parts:
-            found += leaves(each)
-    return found
+def leaves(term: Term) -> list[Leaf]:
+    """The numbers that a term was computed from, each once."""
+    return [node for node in nodes(term) if isinstance(node, Leaf)]

@@ -18,13 +18,11 @@ the first batch (``step_check``).
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
-from types import CodeType, FrameType
 from typing import Any, Literal
 
 import torch
@@ -33,15 +31,10 @@ from torch.nn import functional
 from torch.nn.parameter import Parameter
 
 from lightning_axosparse.pipeline.crossing.placeholder import Placeholder
-from lightning_axosparse.pipeline.loss.combination import Call, Leaf, Term, leaves, size_of
+from lightning_axosparse.pipeline.loss.combination import Call, Leaf, Term, leaves
+from lightning_axosparse.pipeline.loss.sample_dims import SampleDims, is_ours
 from lightning_axosparse.sparse.store.weight import SparseWeight
 from lightning_axosparse.support.torch_internals import PausableMode
-
-_MOST_NUMBERS = 1000
-"""What is computed from more numbers, as inside layers, is not followed any further."""
-
-_OURS = re.compile(rf"{__name__.partition('.')[0]}\.(?!examples\.)")
-"""The modules of this package; those of the examples are as a user's."""
 
 
 class ReductionTracker(PausableMode):
@@ -55,20 +48,17 @@ class ReductionTracker(PausableMode):
 
     Attributes:
         programs: a hash of the functions that each step has called, since this was cleared.
-        other_dims: dimensions of tensors, by where the code has made them, that are not that of the
-            samples, as some micro-batch has shown; in another one they may have as many entries as
-            there are samples, such as one for each expert.
+        dims: knows the dimensions of samples; what it has seen holds for the whole run.
     """
 
     def __init__(self, buffers: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._buffers = {id(buffer): buffer for buffer in buffers}
-        self._samples = self._program = 0
+        self._program = 0
         self.programs: set[int] = set()
-        self.other_dims: set[tuple[CodeType, int, int, int]] = set()
+        self.dims = SampleDims()
         self._keeps_sources = False
         self._sources: dict[int, tuple[Leaf, Tensor]] = {}
-        self._asked = 0
         # Tensors are kept, so that no other one gets the id of one.
         self._terms: dict[int, tuple[Tensor, Term]] = {}
         self._numbers: dict[float, Term] = {}
@@ -83,7 +73,7 @@ class ReductionTracker(PausableMode):
             samples: number of samples in the micro-batch.
             keeps_sources: whether :meth:`sources` will be asked for.
         """
-        self._samples, self._program, self._keeps_sources = samples, 0, keeps_sources
+        self.dims.samples, self._program, self._keeps_sources = samples, 0, keeps_sources
         self.forget()
         with self:
             yield
@@ -114,11 +104,12 @@ class ReductionTracker(PausableMode):
     ) -> Any:
         kwargs = kwargs or {}
         is_passive = self._is_paused or Placeholder in types or torch.compiler.is_compiling()
-        if is_passive or _is_ours(sys._getframe(1)):
+        if is_passive or is_ours(sys._getframe(1)):
             return func(*args, **kwargs)
         if func.__name__ != "__get__":
             self._program = hash((self._program, func))
-        terms, self._asked = None, 0
+        terms = None
+        self.dims.begin_call()
         if self._terms:
             for arg in _flat((args, kwargs)):
                 if id(arg) in self._terms:
@@ -163,17 +154,14 @@ class ReductionTracker(PausableMode):
     def _note_call(self, func: Callable[..., Any], terms: tuple[Any, Any], output: Any) -> None:
         """Note what was computed from noted values alone."""
         terms = _with_count(func, terms)
-        size = size_of(terms)
-        if size > _MOST_NUMBERS:
-            return
         if isinstance(output, Tensor):
-            self._terms[id(output)] = output, Call(output.detach(), func, *terms, size)
+            self._terms[id(output)] = output, Call(output.detach(), func, *terms)
         elif type(output) in (int, float) and func.__name__.strip("_") in _NUMBERS:
-            self._numbers[output] = Call(output, func, *terms, size)
+            self._numbers[output] = Call(output, func, *terms)
         elif isinstance(output, (tuple, list)):
             for index, each in enumerate(output):
                 if isinstance(each, Tensor):
-                    entry = Call(each.detach(), _entry, (index, func, *terms), {}, size)
+                    entry = Call(each.detach(), _entry, (index, func, *terms))
                     self._terms[id(each)] = each, entry
 
     def _note_scaled(
@@ -212,7 +200,7 @@ class ReductionTracker(PausableMode):
                 return noted[1]
             if name in _CASTS:  # Of this one no more is taken than its dtype.
                 return Leaf(value.detach().new_zeros(()), "same")
-            if self._is_constant(value) or not self._sample_dims(value):
+            if self._is_constant(value) or not self.dims.is_of_samples(value):
                 return self._unreduced(value)
             return _SAMPLES
         if type(value) in (int, float) and name in _ARITHMETIC:
@@ -272,7 +260,7 @@ class ReductionTracker(PausableMode):
         everything = dims is None or output.dim() == 0 or func in _COUNTING
         if not everything and not self._along_samples(dims, source):
             return None
-        if self._sample_dims(output):
+        if self.dims.of(output) or (func in _SCATTERING and self.dims.is_of_samples(output)):
             return None
         kind = _REDUCING[func]
         count = source.numel() / (1 if everything else max(1, output.numel()))
@@ -299,24 +287,14 @@ class ReductionTracker(PausableMode):
         kind = "sum" if reduction == "sum" else "mean"
         return self._leaf(output, kind, _denominator(call, first))
 
-    def _sample_dims(self, tensor: Tensor) -> list[int]:
-        """The dimensions of a tensor that may be that of the samples."""
-        if not tensor.dim():
-            return []
-        place, self._asked = (*_instruction(), self._asked), self._asked + 1
-        for dim, size in enumerate(tensor.shape):
-            if size != self._samples:
-                self.other_dims.add((*place, dim))
-        return [dim for dim in range(tensor.dim()) if (*place, dim) not in self.other_dims]
-
     def _along_samples(self, dims: Any, source: Tensor) -> bool:
         """Whether the dimension of the samples, the first or by its size the second, is reduced."""
         found = dims if isinstance(dims, (list, tuple)) else [dims]
         reduced = {dim % source.dim() for dim in found if isinstance(dim, int)}
-        shape = list(source.shape)
-        is_second = 1 in self._sample_dims(source) and shape.count(shape[1]) == 1
-        is_second = is_second and (self._samples == 1 or shape[0] % self._samples > 0)
-        return (1 if is_second and self._samples > 1 else 0) in reduced
+        shape, samples = list(source.shape), self.dims.samples
+        is_second = 1 in self.dims.of(source) and shape.count(shape[1]) == 1
+        is_second = is_second and (samples == 1 or shape[0] % samples > 0)
+        return (1 if is_second and samples > 1 else 0) in reduced
 
 
 class _Unchanged(torch.autograd.Function):
@@ -333,27 +311,6 @@ def _unchanged(tensor: Tensor) -> Tensor:
     """A tensor with the graph that another one has now, whatever is done to that in place."""
     alias: Tensor = _Unchanged.apply(tensor)  # type: ignore[no-untyped-call]
     return alias
-
-
-def _instruction() -> tuple[CodeType, int]:
-    """The one that has called a torch function, outside of this package and of torch."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and (
-        _is_ours(frame) or _module(frame).partition(".")[0] == "torch"
-    ):
-        frame = frame.f_back
-    return frame.f_code, frame.f_lasti
-
-
-def _is_ours(caller: FrameType | None) -> bool:
-    """Whether code of this package has called a function, besides other modes that hand it on."""
-    while caller is not None and caller.f_code.co_name == "__torch_function__":
-        caller = caller.f_back
-    return caller is not None and _OURS.match(_module(caller)) is not None
-
-
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__"))
 
 
 def at_least_one(count: float) -> float:

@@ -24,8 +24,8 @@ from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.pipeline.loss.combination import (
     Leaf,
     Rule,
-    Shape,
     Term,
+    moved,
     own_rule,
     shares,
     slopes,
@@ -184,7 +184,7 @@ class LossWeights:
     def _weights(self, terms: Sequence[Term], sizes: Sequence[float]) -> list[float]:
         """The weights of micro-batches in a batch that is made of them, up to a common factor."""
         rule = self._rule_of(terms, sizes)
-        if isinstance(rule, Shape):
+        if not isinstance(rule, str):
             weights = shares(terms, sizes, rule)
             adds_up = self._loss == "mean" and len(terms) > 1 and set(weights or ()) == {1.0}
             if weights is not None and not adds_up:
@@ -202,7 +202,7 @@ class LossWeights:
         if self._total is None:
             terms, sizes, first = self._everyone()
             weights = self._weights(terms, sizes) if terms else [0.0]
-            is_share = bool(terms) and isinstance(self._rule_of(terms, sizes), Shape)
+            is_share = bool(terms) and not isinstance(self._rule_of(terms, sizes), str)
             reference = 0.0 if self._reference is None else weights[first + self._reference]
             self._total = reference, float(any(weights)) if is_share else sum(weights)
         return self._total
@@ -214,7 +214,7 @@ class LossWeights:
         """
         if self._gathered is None:
             own = [float(part.size) for part in self._microbatches]
-            mine = [term.to("cpu") for term in self.terms] if self._replicas else self.terms
+            mine = [moved(term, "cpu") for term in self.terms] if self._replicas else self.terms
             everyone = all_gather((mine, own), self._replicas)
             terms = [term for theirs, _ in everyone for term in theirs]
             sizes = [size for _, of_rank in everyone for size in of_rank]

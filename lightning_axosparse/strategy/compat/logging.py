@@ -27,6 +27,7 @@ from lightning_axosparse.pipeline.loss.combination import (
     Rule,
     Term,
     combine,
+    moved,
 )
 from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
 from lightning_axosparse.support.patched import patched
@@ -139,7 +140,7 @@ class MicrobatchLog:
         """The calls of each micro-batch so far, with their values on the CPU."""
         return [
             [
-                replace(call, value=_on_cpu(call.value), term=call.term and call.term.to("cpu"))
+                replace(call, value=_on_cpu(call.value), term=call.term and moved(call.term, "cpu"))
                 for call in calls
             ]
             for calls in self._microbatches

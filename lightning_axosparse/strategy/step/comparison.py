@@ -15,7 +15,6 @@ from lightning_axosparse.pipeline.dry_run import DryRun
 from lightning_axosparse.pipeline.loss.combination import (
     Leaf,
     Rule,
-    Shape,
     Term,
     are_proportional,
     columns,
@@ -238,7 +237,7 @@ class Comparison:
         for rule in found_rules(whole.losses[0], cut.losses, self._sizes, self._is_batch):
             value = combine(cut.losses, self._sizes, rule)
             if self._is_batch(value, whole.losses[0], cut.losses):
-                weighs = not isinstance(rule, Shape) or shares(cut.losses, self._sizes, rule)
+                weighs = isinstance(rule, str) or shares(cut.losses, self._sizes, rule)
                 return None if weighs else rule
         return None
 

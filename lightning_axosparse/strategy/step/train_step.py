@@ -108,9 +108,9 @@ class StepRunner:
         """
         _agree_on_seed(stage_module)
         self._crossings.clear()
-        known = self._open.tracker.other_dims
+        known = self._open.tracker.dims
         self._open = self._opened(stage_module)
-        self._open.tracker.other_dims |= known
+        self._open.tracker.dims = known
 
     def _opened(self, stage_module: StageModule) -> OpenPipeline:
         # On a GPU, the clock sees when passes are launched.

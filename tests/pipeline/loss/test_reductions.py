@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,9 @@ from lightning_axosparse.pipeline.loss.combination import (
     Term,
     combine,
     found_rules,
+    leaves,
     mapped,
+    own_rule,
 )
 from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
 from lightning_axosparse.pipeline.loss.weights import LossWeights
@@ -94,8 +97,10 @@ def microbatches(sizes: list[int], seed: int = 0) -> list[tuple[Tensor, Tensor]]
     return made
 
 
-def terms(step: Step, parts: list[tuple[Tensor, Tensor]]) -> list[Term]:
-    tracker, found = ReductionTracker(), []
+def terms(
+    step: Step, parts: list[tuple[Tensor, Tensor]], tracker: ReductionTracker | None = None
+) -> list[Term]:
+    tracker, found = tracker or ReductionTracker(), []
     for x, y in parts:
         with tracker.microbatch(len(x)):
             value = step(x, y)
@@ -112,6 +117,11 @@ def combined(step: Step, parts: list[tuple[Tensor, Tensor]], rule: Rule | None =
     return torch.as_tensor(value, dtype=torch.float64)
 
 
+def joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    x, y = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return x, y
+
+
 def is_close(value: Any, whole: Term, parts: Any) -> bool:
     ours, theirs = (torch.as_tensor(v, dtype=torch.float64) for v in (value, whole.value))
     return ours.shape == theirs.shape and torch.allclose(ours, theirs, 1e-12, 1e-12)
@@ -119,8 +129,9 @@ def is_close(value: Any, whole: Term, parts: Any) -> bool:
 
 def rule_of(step: Step, parts: list[tuple[Tensor, Tensor]]) -> Rule | None:
     """The rule that the comparison with the whole batch finds; None if there is none."""
-    x, y = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    (of_batch,), of_parts = terms(step, [(x, y)]), terms(step, parts)
+    tracker = ReductionTracker()
+    terms(step, parts[:1], tracker)  # as the check, which measures the memory of the first
+    (of_batch,), of_parts = terms(step, [joined(parts)], tracker), terms(step, parts, tracker)
     for rule in found_rules(of_batch, of_parts, sizes_of(parts), is_close):
         if is_close(combine(of_parts, sizes_of(parts), rule), of_batch, of_parts):
             return rule
@@ -260,7 +271,12 @@ def test_what_is_a_function_of_means_is_told_from_other_statistics(name: str) ->
     assert (rule is not None) == (name in OF_MEANS or name == "largest")
     if name in OF_MEANS:
         others = microbatches([2, 3, 1], 5)
-        actual, expected = combined(STATISTICS[name], others), whole(STATISTICS[name], others)
+        # The batch that was compared has shown which dimensions are those of samples.
+        tracker = ReductionTracker()
+        terms(STATISTICS[name], [*parts, *others], tracker)
+        actual = combine(terms(STATISTICS[name], others, tracker), sizes_of(others))
+        actual = torch.as_tensor(actual, dtype=torch.float64)
+        expected = whole(STATISTICS[name], others)
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -426,3 +442,43 @@ def test_numbers_of_the_batch_give_its_gradient(name: str, sizes: list[int], see
     step(x, torch.cat([y for _, y in parts])).backward()
     torch.testing.assert_close(torch.cat(ours[0]), x.grad, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(ours[1], WEIGHTS.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_what_many_steps_of_time_add_up_is_followed_and_can_be_sent() -> None:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = x.new_zeros(())
+        for _ in range(500):
+            loss = loss + x.mean() * x.square().mean()
+        return loss
+
+    parts = microbatches([3, 2])
+    (of_batch,), of_parts = terms(step, [joined(parts)]), terms(step, parts)
+    sent = pickle.loads(pickle.dumps(of_parts))
+    (rule, *_) = found_rules(of_batch, sent, sizes_of(parts), is_close)
+    assert rule == own_rule(of_parts, sizes_of(parts))
+    assert is_close(combine(sent, sizes_of(parts), rule), of_batch, of_parts)
+
+
+def test_what_is_used_by_many_calls_is_visited_once() -> None:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        value = x.mean()
+        for _ in range(60):  # of which a tree has 2 ** 60 leaves
+            value = (value + value) / 2
+        return value
+
+    parts = microbatches([3, 2])
+    found = terms(step, parts)
+    assert [len(leaves(term)) for term in found] == [61, 61]  # the mean, and each two
+    torch.testing.assert_close(combine(found, sizes_of(parts)), whole(step, parts))
+
+
+def test_tokens_that_are_one_dimension_with_samples_belong_to_samples() -> None:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        return ((tokens - tokens.mean()).abs() + 1).log().mean()
+
+    parts, tracker = microbatches([3, 3]), ReductionTracker()
+    terms(step, [joined(parts), *parts], tracker)
+    for term in terms(step, parts, tracker):
+        assert isinstance(term, Leaf)
+        assert term.kind == "mean"
