@@ -29,7 +29,11 @@ ROWS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "loop, AdamW": ("eager", "AdamW", "64-true", {}),
     "loop, recomputed": ("eager", "SGD", "64-true", {"recompute": 1}),
     "loop, two replicas": ("eager", "SGD", "64-true", {"g_inter": 1}),
+    "loop, shards": ("eager", "AdamW", "64-true", {"g_inter": 1, "shard_optimizer": True}),
+    "loop, uneven last batch": ("eager", "SGD", "64-true", {}),
+    "grouped, uneven last batch": ("grouped_mm", "AdamW", "32-true", {}),
     "batched": ("batched_mm", "SGD", "64-true", {}),
+    "batched, AdamW": ("batched_mm", "AdamW", "64-true", {}),
     # torch's own grouped_mm, which runs until the ticket is drawn, takes no float64.
     "grouped": ("grouped_mm", "SGD", "32-true", {}),
 }
@@ -89,7 +93,8 @@ def train(row: str, ranks: int) -> Record:
     )
     places: Any = run.strategy.distributed_sampler_kwargs
     generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(1, VOCABULARY, (BATCH * STEPS, LENGTH), generator=generator)
+    samples = BATCH * STEPS - ("uneven" in row)
+    ids = torch.randint(1, VOCABULARY, (samples, LENGTH), generator=generator)
     sampler = DistributedSampler(ids, shuffle=False, **places)
     wide = Tensor.double if precision == "64-true" else Tensor.float
     with mock.patch.object(Tensor, "float", wide):
