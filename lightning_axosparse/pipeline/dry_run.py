@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_axosparse.pipeline.crossing.message import Activation
-from lightning_axosparse.pipeline.loss.combination import Term
+from lightning_axosparse.pipeline.loss.terms import Term
 from lightning_axosparse.pipeline.loss.weights import along
 from lightning_axosparse.pipeline.norms import Norm
 from lightning_axosparse.pipeline.profile import peak_bytes

@@ -1,6 +1,7 @@
 """Combines values of micro-batches to the value that a step has for the whole batch.
 
-What a step makes of its micro-batch is a :data:`Term`: numbers that it has taken from the samples,
+What a step makes of its micro-batch is a
+:data:`~lightning_axosparse.pipeline.loss.terms.Term`: numbers that it has taken from the samples,
 such as means and sums, and what it has computed from these. The numbers of the batch follow from
 those of its micro-batches, and what is computed from them is computed again from the batch's. So
 does the gradient: autograd says how much each micro-batch's value counts in that of the batch::
@@ -12,168 +13,26 @@ does the gradient: autograd says how much each micro-batch's value counts in tha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from lightning_axosparse.pipeline.loss.terms import (
+    Call,
+    Leaf,
+    Term,
+    in_arguments,
+    in_order,
+    leaves,
+    mapped,
+)
+
 Kind = Literal["mean", "sum", "samples", "max", "min"]
 """How numbers combine: a mean weighted by their denominators, a sum, a mean weighted by samples."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Leaf:
-    """A number, or a tensor of numbers, that a step has taken from its micro-batch.
-
-    Attributes:
-        value: a detached tensor, or a number of Python.
-        kind: how it combines as far as its computation shows, "same" where it comes from parameters
-            and buffers alone; None if that does not show it.
-        count: what a mean was divided by; of a sum the number of its entries.
-        differentiable: whether the loss depends on parameters through it.
-        operand: whether something was divided by it, so that it may be a count.
-    """
-
-    value: Any
-    kind: Literal["mean", "sum", "same"] | None = None
-    count: float = 0.0
-    differentiable: bool = False
-    operand: bool = False
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing was added up, as over a micro-batch that is all padding."""
-        return self.kind == "sum" and not torch.as_tensor(self.value).any()
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Call:
-    """A value that a function has computed from other terms.
-
-    Attributes:
-        value: the result: a detached tensor, or a number.
-        func: a function of torch.
-        args: its arguments: terms, sequences of terms, and what is no number.
-        kwargs: its keyword arguments.
-    """
-
-    value: Any
-    func: Callable[..., Any]
-    args: Any
-    kwargs: Any = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """Without underscores: ``__radd__``, ``add_`` and ``add`` are one."""
-        return str(getattr(self.func, "__name__", "")).strip("_")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle a long chain of calls as a list: it would be too deep for pickle."""
-        order = nodes(self)
-        places = {id(node): _Place(place) for place, node in enumerate(order)}
-        flat = [node if isinstance(node, Leaf) else _placed(node, places) for node in order]
-        return _unpickled, (flat,)
-
-
-Term: TypeAlias = Leaf | Call
-
-
-class _Place(NamedTuple):
-    """Stands for the term at a place of a list."""
-
-    place: int
-
-
-def _placed(call: Call, terms: Mapping[int, Any]) -> tuple[Any, ...]:
-    """The fields of a call, with others in place of the terms in its arguments, by their ids."""
-
-    def other(each: Any) -> Any:
-        return terms[id(each)]
-
-    args, kwargs = (_in_arguments(each, (Leaf, Call), other) for each in (call.args, call.kwargs))
-    return call.value, call.func, args, kwargs
-
-
-def _unpickled(flat: Sequence[Any]) -> Call:
-    found: list[Any] = []
-    for each in flat:
-        if isinstance(each, Leaf):
-            found.append(each)
-        else:
-            value, func, *arguments = each
-            args, kwargs = (
-                _in_arguments(given, _Place, lambda place: found[place.place])
-                for given in arguments
-            )
-            found.append(Call(value, func, args, kwargs))
-    last: Call = found[-1]
-    return last
-
-
-def _in_arguments(arguments: Any, kinds: Any, function: Callable[[Any], Any]) -> Any:
-    """Nested arguments of a call, with a function applied to each of some kinds."""
-    if isinstance(arguments, kinds):
-        return function(arguments)
-    if type(arguments) in (list, tuple):
-        return type(arguments)([_in_arguments(each, kinds, function) for each in arguments])
-    if type(arguments) is dict:
-        return {key: _in_arguments(each, kinds, function) for key, each in arguments.items()}
-    return arguments
-
-
-def _in_order(root: Any, parts: Callable[[Any], Iterable[Any]], key: Any = id) -> list[Any]:
-    """What can be reached from a root, each once, behind its parts.
-
-    Without recursion, as a loop over time steps makes chains of thousands of calls; and once, as
-    what many calls use would otherwise be visited by each of these.
-    """
-    found: dict[Any, Any] = {}
-    waiting = [(root, False)]
-    while waiting:
-        each, has_parts = waiting.pop()
-        if has_parts:
-            found[key(each)] = each
-        elif key(each) not in found:
-            waiting.append((each, True))
-            waiting += [(part, False) for part in reversed(list(parts(each)))]
-    return list(found.values())
-
-
-def _terms_in(call: Any) -> list[Term]:
-    """The terms in the arguments of a call; none of a number."""
-    found: list[Term] = []
-    if isinstance(call, Call):
-        _in_arguments((call.args, call.kwargs), (Leaf, Call), found.append)
-    return found
-
-
-def nodes(term: Term) -> list[Term]:
-    """The numbers and calls that a term was computed by, each once, and itself as the last."""
-    return _in_order(term, _terms_in)
-
-
-def mapped(term: Term, function: Callable[[Leaf], Leaf]) -> Term:
-    """A copy of a term with a function applied to each of its numbers."""
-    done: dict[int, Term] = {}
-    for node in nodes(term):
-        if isinstance(node, Leaf):
-            done[id(node)] = function(node)
-        else:
-            done[id(node)] = Call(*_placed(node, done))
-    return done[id(term)]
-
-
-def moved(term: Term, device: Any) -> Term:
-    """The same term with its tensors on a device."""
-    return mapped(term, lambda leaf: replace(leaf, value=_moved(leaf.value, device)))
-
-
-def _moved(value: Any, device: Any) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
-
 
 _KINDS: Sequence[Kind] = ("samples", "sum", "max", "min")
 
@@ -219,7 +78,7 @@ class _Column(tuple[Any, ...]):
         found: list[_Column] = []
         if self.is_call:
             with suppress(ValueError):
-                _in_arguments(self.arguments(), _Column, found.append)
+                in_arguments(self.arguments(), _Column, found.append)
         return found
 
 
@@ -250,7 +109,7 @@ def common_rule(terms: Sequence[Term], kind_of: Callable[[Sequence[Leaf]], Kind]
         kind_of: how a column of numbers combines.
     """
     formula, places = list[Kind | Step](), dict[tuple[int, ...], int]()
-    for column in _in_order(_Column(terms), _Column.parts, _Column.key):
+    for column in in_order(_Column(terms), _Column.parts, _Column.key):
         parts = column.parts()
         places[column.key()] = len(formula)
         if parts:
@@ -349,7 +208,7 @@ def _combined(terms: Sequence[Term], rule: Rule, sizes: Sequence[float]) -> Any:
     for entry, column in zip(rule, _columns_of(terms, rule), strict=True):
         if isinstance(entry, Step):
             values = dict(zip(column.parts(), map(found.__getitem__, entry.places), strict=True))
-            args, kwargs = _in_arguments(column.arguments(), _Column, values.__getitem__)
+            args, kwargs = in_arguments(column.arguments(), _Column, values.__getitem__)
             found.append(entry.func(*args, **kwargs))
         else:
             found.append(_joined([_number(term) for term in column], sizes, entry))
@@ -540,16 +399,11 @@ def _weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor
     return torch.stack(terms).sum(0).to(dtype)
 
 
-def columns(terms: Sequence[Term]) -> list[tuple[Leaf, ...]]:
-    """The numbers that terms were computed from, those in one place together."""
-    return list(zip(*map(leaves, terms), strict=False))
-
-
 def are_proportional(numbers: Sequence[Leaf], sizes: Sequence[float]) -> bool:
     """Whether the denominators of means are proportional to samples."""
     return len({leaf.count / size for leaf, size in zip(numbers, sizes, strict=True)}) == 1
 
 
-def leaves(term: Term) -> list[Leaf]:
-    """The numbers that a term was computed from, each once."""
-    return [node for node in nodes(term) if isinstance(node, Leaf)]
+def columns(terms: Sequence[Term]) -> list[tuple[Leaf, ...]]:
+    """The numbers that terms were computed from, those in one place together."""
+    return list(zip(*map(leaves, terms), strict=False))

@@ -12,7 +12,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_axosparse.pipeline.batch_layout import arrays, children, is_array, rebuilt
-from lightning_axosparse.pipeline.loss.combination import Rule, Term, combine
+from lightning_axosparse.pipeline.loss.combination import Rule, combine
+from lightning_axosparse.pipeline.loss.terms import Term
 from lightning_axosparse.support.troubleshooting import see
 
 

@@ -3,7 +3,7 @@
 The loss of a batch is rarely the plain mean of its micro-batches' losses: a cross entropy divides
 by the tokens that are not padding, so a micro-batch is weighted by its tokens. While a step runs, a
 ``TorchFunctionMode`` notes each reduction over samples, and what is computed from its result, as a
-:data:`~lightning_axosparse.pipeline.loss.combination.Term`:
+:data:`~lightning_axosparse.pipeline.loss.terms.Term`:
 
     what the step does with its micro-batch                     what is noted
     mean-reducing loss of ``torch.nn.functional``, ``mean()``   a mean with its denominator
@@ -31,8 +31,8 @@ from torch.nn import functional
 from torch.nn.parameter import Parameter
 
 from lightning_axosparse.pipeline.crossing.placeholder import Placeholder
-from lightning_axosparse.pipeline.loss.combination import Call, Leaf, Term, leaves
 from lightning_axosparse.pipeline.loss.sample_dims import SampleDims, is_ours
+from lightning_axosparse.pipeline.loss.terms import Call, Leaf, Term, leaves
 from lightning_axosparse.sparse.store.weight import SparseWeight
 from lightning_axosparse.support.torch_internals import PausableMode
 

@@ -21,15 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_axosparse.distributed.process_groups import all_gather
-from lightning_axosparse.pipeline.loss.combination import (
-    Leaf,
-    Rule,
-    Term,
-    moved,
-    own_rule,
-    shares,
-    slopes,
-)
+from lightning_axosparse.pipeline.loss.combination import Rule, own_rule, shares, slopes
+from lightning_axosparse.pipeline.loss.terms import Leaf, Term, moved
 from lightning_axosparse.pipeline.microbatch import MicroBatch, MicrobatchWeight
 
 MicrobatchLoss = Literal["auto", "mean", "sum"]

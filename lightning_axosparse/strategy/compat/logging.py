@@ -22,14 +22,9 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_axosparse.pipeline.loss.combination import (
-    Call,
-    Rule,
-    Term,
-    combine,
-    moved,
-)
+from lightning_axosparse.pipeline.loss.combination import Rule, combine
 from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
+from lightning_axosparse.pipeline.loss.terms import Call, Term, moved
 from lightning_axosparse.support.patched import patched
 from lightning_axosparse.support.troubleshooting import see
 

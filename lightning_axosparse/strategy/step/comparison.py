@@ -13,9 +13,7 @@ from torch import Tensor
 from lightning_axosparse.pipeline.batch_layout import children, is_array
 from lightning_axosparse.pipeline.dry_run import DryRun
 from lightning_axosparse.pipeline.loss.combination import (
-    Leaf,
     Rule,
-    Term,
     are_proportional,
     columns,
     combine,
@@ -25,6 +23,7 @@ from lightning_axosparse.pipeline.loss.combination import (
     slopes,
 )
 from lightning_axosparse.pipeline.loss.outputs import merge
+from lightning_axosparse.pipeline.loss.terms import Leaf, Term
 from lightning_axosparse.pipeline.loss.weights import LossRule, LossWeights
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.state.batch_state import Changing

@@ -18,8 +18,8 @@ from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.pipeline.backward.parameter_gradients import GradientHooks
 from lightning_axosparse.pipeline.choice import InFlightLimit, InFlightRule
 from lightning_axosparse.pipeline.crossing.message import Crossing
-from lightning_axosparse.pipeline.loss.combination import Term
 from lightning_axosparse.pipeline.loss.outputs import loss_alone, merge, with_loss
+from lightning_axosparse.pipeline.loss.terms import Term
 from lightning_axosparse.pipeline.loss.weights import LossWeights
 from lightning_axosparse.pipeline.microbatch import (
     BatchFingerprint,

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_axosparse.pipeline.loss.combination import Leaf
 from lightning_axosparse.pipeline.loss.outputs import Scalar, merge
+from lightning_axosparse.pipeline.loss.terms import Leaf
 
 
 class Pair(NamedTuple):

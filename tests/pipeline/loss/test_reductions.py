@@ -11,17 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_axosparse.pipeline.loss.combination import (
-    Leaf,
-    Rule,
-    Term,
-    combine,
-    found_rules,
-    leaves,
-    mapped,
-    own_rule,
-)
+from lightning_axosparse.pipeline.loss.combination import Rule, combine, found_rules, own_rule
 from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
+from lightning_axosparse.pipeline.loss.terms import Leaf, Term, leaves, mapped
 from lightning_axosparse.pipeline.loss.weights import LossWeights
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 

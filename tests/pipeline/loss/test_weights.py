@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_axosparse.distributed.mpi.process_group import init_process_group
-from lightning_axosparse.pipeline.loss.combination import Call, Leaf, Term
+from lightning_axosparse.pipeline.loss.terms import Call, Leaf, Term
 from lightning_axosparse.pipeline.loss.weights import LossWeights
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from tests.ranks import run_ranks
