@@ -222,7 +222,7 @@ def _columns_of(terms: Sequence[Term], formula: Formula) -> list[_Column]:
         entry = formula[place]
         if isinstance(entry, Step):
             parts = columns[place].parts()
-            if columns[place][0].func != entry.func or len(parts) != len(entry.places):
+            if len(parts) != len(entry.places) or columns[place][0].func != entry.func:
                 raise ValueError
             for part, of in zip(parts, entry.places, strict=True):
                 columns[of] = part

@@ -37,6 +37,10 @@ class Leaf:
         """Whether nothing was added up, as over a micro-batch that is all padding."""
         return self.kind == "sum" and not torch.as_tensor(self.value).any()
 
+    def to(self, device: Any) -> Leaf:
+        """The same with its tensor on a device."""
+        return replace(self, value=_moved(self.value, device))
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Call:
@@ -58,6 +62,17 @@ class Call:
     def name(self) -> str:
         """Without underscores: ``__radd__``, ``add_`` and ``add`` are one."""
         return str(getattr(self.func, "__name__", "")).strip("_")
+
+    def to(self, device: Any) -> Term:
+        """The same with all tensors on a device."""
+        done: dict[int, Term] = {}
+        for node in nodes(self):
+            if isinstance(node, Leaf):
+                done[id(node)] = node.to(device)
+            else:
+                value, *others = _placed(node, done)
+                done[id(node)] = Call(_moved(value, device), *others)
+        return done[id(self)]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle a long chain of calls as a list: it would be too deep for pickle."""
@@ -152,11 +167,6 @@ def mapped(term: Term, function: Callable[[Leaf], Leaf]) -> Term:
         else:
             done[id(node)] = Call(*_placed(node, done))
     return done[id(term)]
-
-
-def moved(term: Term, device: Any) -> Term:
-    """The same term with its tensors on a device."""
-    return mapped(term, lambda leaf: replace(leaf, value=_moved(leaf.value, device)))
 
 
 def _moved(value: Any, device: Any) -> Any:

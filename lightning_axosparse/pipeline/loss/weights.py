@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.pipeline.loss.combination import Rule, own_rule, shares, slopes
-from lightning_axosparse.pipeline.loss.terms import Leaf, Term, moved
+from lightning_axosparse.pipeline.loss.terms import Leaf, Term
 from lightning_axosparse.pipeline.microbatch import MicroBatch, MicrobatchWeight
 
 MicrobatchLoss = Literal["auto", "mean", "sum"]
@@ -207,7 +207,7 @@ class LossWeights:
         """
         if self._gathered is None:
             own = [float(part.size) for part in self._microbatches]
-            mine = [moved(term, "cpu") for term in self.terms] if self._replicas else self.terms
+            mine = [term.to("cpu") for term in self.terms] if self._replicas else self.terms
             everyone = all_gather((mine, own), self._replicas)
             terms = [term for theirs, _ in everyone for term in theirs]
             sizes = [size for _, of_rank in everyone for size in of_rank]

@@ -24,7 +24,7 @@ from torchmetrics import Metric
 
 from lightning_axosparse.pipeline.loss.combination import Rule, combine
 from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
-from lightning_axosparse.pipeline.loss.terms import Call, Term, moved
+from lightning_axosparse.pipeline.loss.terms import Call, Term
 from lightning_axosparse.support.patched import patched
 from lightning_axosparse.support.troubleshooting import see
 
@@ -135,7 +135,7 @@ class MicrobatchLog:
         """The calls of each micro-batch so far, with their values on the CPU."""
         return [
             [
-                replace(call, value=_on_cpu(call.value), term=call.term and moved(call.term, "cpu"))
+                replace(call, value=_on_cpu(call.value), term=call.term and call.term.to("cpu"))
                 for call in calls
             ]
             for calls in self._microbatches
