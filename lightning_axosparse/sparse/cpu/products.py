@@ -29,7 +29,7 @@ Shares = Mapping[str, float]
 "one_token" is that of ``spmm_t`` and ``times`` with a single token.
 """
 
-_USUAL: Shares = {"spmm_t": 0.5, "spmm": 0.3, "sddmm": 0.3, "one_token": 1.0}
+_USUAL: Shares = {"spmm_t": 0.4, "spmm": 0.3, "sddmm": 0.3, "one_token": 1.0}
 _SMALL: Shares = {"spmm_t": 0.2, "spmm": 0.12, "sddmm": 0.15, "one_token": 1.0}
 _ALWAYS: Shares = dict.fromkeys(_USUAL, 1.0)
 _NEVER: Shares = dict.fromkeys(_USUAL, -1.0)
