@@ -47,6 +47,10 @@ class Pruner:
     """
 
     def __init__(self, arm: Arm, model: GPT, optimizer: Optimizer, steps: int, seed: int) -> None:
+        if (arm.scope, arm.power) != ("global", 1.0):
+            raise ValueError(
+                f"The package ranks all weights together: {arm.label} cannot be run any more."
+            )
         self.arm, self.seed, self.steps = arm, seed, steps
         self.begin = round(arm.begin * steps) if arm.changes else steps
         self.end = round(arm.end * steps) if arm.changes else steps

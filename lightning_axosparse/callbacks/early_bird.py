@@ -104,8 +104,7 @@ class EarlyBirdTicket(TicketSearch):
             masks agree.
         distance: how "early-bird" compares masks. "relative": fraction of the kept weights that
             changed, divided by that of independent random masks, so it means the same at every
-            ratio; "hamming": fraction of all mask entries that changed, as
-            in the paper.
+            ratio; "hamming": fraction of all mask entries that changed, as in the paper.
         threshold: the ticket is drawn when the distance of the newest mask to every other mask of
             the window is smaller than this.
         window: number of masks that must agree, at least 2; the paper uses 5, one an epoch, with

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from benchmarks.perplexity import plan
 from benchmarks.perplexity.arms import Arm, once
 from benchmarks.perplexity.job import Job
+from benchmarks.perplexity.pruner import Pruner
 from benchmarks.perplexity.results import Results
 from benchmarks.perplexity.searching import WINDOW, measure
 from benchmarks.perplexity.table import Comparison, settled
@@ -188,7 +189,14 @@ def test_settings_that_a_line_lacks_have_their_defaults():
     assert Job.of(line) == replace(job, arm=once(0.8))
 
 
-def test_levelled_densities_keep_as_many_entries():
+@pytest.mark.parametrize("removed", [{"scope": "layer"}, {"power": 0.7}])
+def test_an_arm_whose_way_to_share_was_removed_is_not_run_in_another(removed):
+    model = TINY.model(3e-3)
+    with pytest.raises(ValueError, match="cannot be run any more"):
+        Pruner(once(0.8, **removed), model, torch.optim.AdamW(model.parameters()), 8, 0)
+
+
+def test_arms_are_compared_seed_by_seed():
     first, second = (TINY, Arm()), (TINY, once(0.8))
     comparison = Comparison("Two arms", (first, second), (3, 4, 5), "test")
     numbers = {first: {3: 10.0, 4: 20.0}, second: {3: 11.0, 4: 20.0, 5: 99.0}}
