@@ -139,8 +139,12 @@ def _made_if_small(tensor: DeferredTensor) -> Tensor:
     return tensor.made() if tensor.nbytes <= _SMALL else tensor
 
 
-def gather_model_state(split: Sharding, stages: range, tensors: StageTensors) -> dict[str, Any]:
+def gather_model_state(
+    split: Sharding, stages: range, tensors: StageTensors, whole_values: Mapping[str, Tensor]
+) -> dict[str, Any]:
     """Gather the module's state on the first stage, in the key order of the whole module.
+
+    ``whole_values`` has, by name, those of parameters of which the module has a part.
 
     Returns:
         The state, with the same tensor object under all names of a tied parameter, so that files
@@ -150,7 +154,7 @@ def gather_model_state(split: Sharding, stages: range, tensors: StageTensors) ->
     tied = [entry.names for entry in owned_parameters(split.module) if entry.names[0] in state]
     first = {name: names[0] for names in tied for name in names}
     mine = {
-        key: _deferred(f"state_dict.{key}", value)
+        key: _deferred(f"state_dict.{key}", whole_values.get(key, value))
         for key, value in state.items()
         if first.get(key, key) == key and split.source_of(key) in stages
     }

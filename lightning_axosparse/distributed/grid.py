@@ -18,26 +18,30 @@ def divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Grid:
-    """The ranks of a job as ``g_data`` pipelines (replicas) of ``g_inter`` consecutive ranks.
+    """The ranks of a job as ``g_data`` replicas of ``g_tensor`` pipelines of ``g_inter`` ranks.
 
     The layout is AxoNN's (Singh & Bhatele, IPDPS 2022): a pipeline is a run of consecutive ranks,
-    so that the most frequent messages stay inside a node.
+    so that the most frequent messages stay inside a node. The pipelines of a replica have each a
+    part of every tensor-parallel weight: the ranks of one stage in them are a tensor group.
 
     Args:
         world_size: number of ranks in the job.
-        g_inter: stages per replica; must divide ``world_size``.
+        g_inter: stages per replica; ``g_inter * g_tensor`` must divide ``world_size``.
         rank: this process's rank.
         replicas_per_batch: number of consecutive replicas that share each batch: each computes some
             of its micro-batches. It is above 1 where pipelines were replaced by shorter ones.
+        g_tensor: ranks of a stage that share its layers.
 
     Raises:
-        MisconfigurationException: if ``g_inter`` is not a positive divisor of ``world_size``.
+        MisconfigurationException: if ``g_inter * g_tensor`` is no positive divisor of
+            ``world_size``.
     """
 
     world_size: int
     g_inter: int
     rank: int = 0
     replicas_per_batch: int = 1
+    g_tensor: int = 1
 
     def __post_init__(self) -> None:
         if self.g_inter < 1 or self.world_size % self.g_inter:
@@ -46,11 +50,17 @@ class Grid:
                 f"{self.world_size} rank(s). Choose g_inter from {divisors(self.world_size)}, or "
                 "change `devices`." + see("grid")
             )
+        if self.g_tensor < 1 or self.world_size % self._ranks_per_replica:
+            raise MisconfigurationException(
+                f"g_tensor={self.g_tensor} ranks for each of g_inter={self.g_inter} stages do not "
+                f"divide the world of {self.world_size} rank(s). Choose g_tensor from "
+                f"{divisors(self.world_size // self.g_inter)}, or change `devices`." + see("grid")
+            )
 
     @property
     def g_data(self) -> int:
         """Number of replicas."""
-        return self.world_size // self.g_inter
+        return self.world_size // self._ranks_per_replica
 
     @property
     def stage(self) -> int:
@@ -59,8 +69,18 @@ class Grid:
 
     @property
     def replica(self) -> int:
-        """Which pipeline this rank belongs to."""
+        """Which replica this rank belongs to."""
+        return self.rank // self._ranks_per_replica
+
+    @property
+    def pipeline_index(self) -> int:
+        """Which pipeline of the job this rank belongs to; the first one writes checkpoints."""
         return self.rank // self.g_inter
+
+    @property
+    def tensor_rank(self) -> int:
+        """Which part of tensor-parallel weights this rank has."""
+        return self.pipeline_index % self.g_tensor
 
     @property
     def data_size(self) -> int:
@@ -84,13 +104,23 @@ class Grid:
 
     @property
     def pipelines(self) -> list[list[int]]:
-        """For each replica, its ranks, first stage first."""
+        """For each pipeline, its ranks, first stage first."""
         return _consecutive(self.world_size, self.g_inter)
 
     @property
     def stage_ranks(self) -> list[list[int]]:
-        """For each stage, its ranks in all replicas."""
-        return _strided(list(range(self.world_size)), self.g_inter)
+        """For each stage and tensor rank, the ranks in all replicas."""
+        return _strided(list(range(self.world_size)), self._ranks_per_replica)
+
+    @property
+    def replica_ranks(self) -> list[list[int]]:
+        """For each replica, its ranks."""
+        return _consecutive(self.world_size, self._ranks_per_replica)
+
+    @property
+    def tensor_ranks(self) -> list[list[int]]:
+        """For each replica and stage, the ranks that share its layers, by tensor rank."""
+        return [part for ranks in self.replica_ranks for part in _strided(ranks, self.g_inter)]
 
     @property
     def batch_ranks(self) -> list[list[int]]:
@@ -104,24 +134,37 @@ class Grid:
 
     @property
     def batch_stage_ranks(self) -> list[list[int]]:
-        """For each data-parallel rank and stage, the ranks that have both."""
-        return [part for ranks in self.batch_ranks for part in _strided(ranks, self.g_inter)]
+        """For each data-parallel rank, stage and tensor rank, the ranks that have all three."""
+        every = self._ranks_per_replica
+        return [part for ranks in self.batch_ranks for part in _strided(ranks, every)]
+
+    @property
+    def _ranks_per_replica(self) -> int:
+        return self.g_inter * self.g_tensor
 
     @property
     def _ranks_per_batch(self) -> int:
-        return self.g_inter * self.replicas_per_batch
+        return self._ranks_per_replica * self.replicas_per_batch
 
-    def ranks_holding(self, stages: frozenset[int]) -> list[int]:
-        """The ranks, over all replicas, of the given stages, in ascending order."""
-        return [rank for rank in range(self.world_size) if rank % self.g_inter in stages]
+    def ranks_holding(self, stages: frozenset[int]) -> list[list[int]]:
+        """For each tensor rank, the ranks of these stages over all replicas, in their order."""
+        held = [rank for rank in range(self.world_size) if rank % self.g_inter in stages]
+        return [
+            [rank for rank in held if rank // self.g_inter % self.g_tensor == tensor_rank]
+            for tensor_rank in range(self.g_tensor)
+        ]
 
-    def pipeline(self, replica: int) -> list[int]:
-        """The ranks of one replica, first stage first."""
-        return self.pipelines[replica]
+    @property
+    def pipeline(self) -> list[int]:
+        """The ranks of this rank's pipeline, first stage first."""
+        return self.pipelines[self.pipeline_index]
 
     def batch_replicas(self, stage: int) -> list[int]:
-        """The ranks of a stage in the replicas that share this rank's batches, in their order."""
-        return _strided(self.same_batch_ranks, self.g_inter)[stage]
+        """The ranks of a stage in the replicas that share this rank's batches, in their order.
+
+        Of those that share layers it is the first one.
+        """
+        return _strided(self.same_batch_ranks, self._ranks_per_replica)[stage]
 
     def shortened(self, g_inter: int) -> Grid:
         """The grid with pipelines of ``g_inter`` stages in which every rank keeps its batches."""

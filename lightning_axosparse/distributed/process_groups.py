@@ -26,9 +26,11 @@ class ProcessGroups:
     Attributes:
         world: all ranks.
         inter: the stages of this pipeline.
-        data: this stage in all replicas.
+        tensor: the ranks that share this stage's layers.
+        replica: all ranks of this replica; ``inter`` where ranks do not share layers.
+        data: this stage in all replicas, with the same part of tensor-parallel weights.
         same_batch: the ranks with this rank's data-parallel rank, which receive the same batches;
-            ``inter`` where replicas do not share batches.
+            ``replica`` where replicas do not share batches.
         across_batches: the ranks that have the same place as this one among the ranks of their
             batch; ``data`` where replicas do not share batches.
         batch_replicas: this stage in the replicas that share this rank's batches.
@@ -42,8 +44,12 @@ class ProcessGroups:
         self.grid = grid
         self.world = dist.group.WORLD if grid.world_size > 1 else None
         self.inter = _group_of(grid, grid.pipelines, "stages of a pipeline")
+        self.tensor = _group_of(grid, grid.tensor_ranks, "ranks that share layers")
+        self.replica = self.inter
+        if self.tensor is not None:
+            self.replica = _group_of(grid, grid.replica_ranks, "ranks of a replica")
         self.data = _group_of(grid, grid.stage_ranks, "replicas of a stage")
-        self.same_batch, self.across_batches, self.batch_replicas = self.inter, self.data, None
+        self.same_batch, self.across_batches, self.batch_replicas = self.replica, self.data, None
         if grid.replicas_per_batch > 1:
             self.same_batch = _group_of(grid, grid.batch_ranks, "ranks that share a batch")
             self.across_batches = _group_of(grid, grid.across_batch_ranks, "ranks across batches")
@@ -69,13 +75,16 @@ class ProcessGroups:
         if len(stages) == 1:
             return self.batch_replicas
         if len(stages) == self.grid.g_inter:
-            return self.same_batch
-        holding = set(self.grid.ranks_holding(stages))
-        parts = [[rank for rank in ranks if rank in holding] for ranks in self.grid.batch_ranks]
+            return self.inter if self.grid.replicas_per_batch == 1 else self.same_batch
+        parts = [
+            [rank for rank in ranks if rank in holding]
+            for ranks in self.grid.batch_ranks
+            for holding in map(set, self.grid.ranks_holding(stages))
+        ]
         return _group_of(self.grid, parts, "shared parameters in a batch")
 
     def _of_stages(self, stages: frozenset[int]) -> dist.ProcessGroup | None:
-        return _group_of(self.grid, [self.grid.ranks_holding(stages)], "shared parameters")
+        return _group_of(self.grid, self.grid.ranks_holding(stages), "shared parameters")
 
     # With the loopback transport this rank runs stages that the grid does not have. Its groups are
     # None then, and its value is that of every stage.
@@ -84,7 +93,7 @@ class ProcessGroups:
         """The ``value`` of ``stage`` on every stage of this pipeline."""
         if self.inter is None:
             return value
-        return broadcast(value, self.grid.pipeline(self.grid.replica)[stage], self.inter)
+        return broadcast(value, self.grid.pipeline[stage], self.inter)
 
     def broadcast_to_same_batch(self, value: T, stage: int) -> T:
         """The ``value`` of ``stage`` of the first replica, on all ranks that share its batch."""

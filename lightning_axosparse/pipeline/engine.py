@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from lightning_axosparse.distributed.rank_status import BackOff, this_rank
+from lightning_axosparse.pipeline.agreed_order import Order, own_order
 from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
 from lightning_axosparse.pipeline.choice import InFlightLimit, ScheduleChoice
 from lightning_axosparse.pipeline.crossing.message import Crossing, Gradients, Link, Probe, tensors
@@ -30,9 +31,16 @@ class StageRun:
     """The state of one stage in one batch."""
 
     def __init__(
-        self, stage: int, stages: int, schedule: Schedule, link: Link, passes: StageStep
+        self,
+        stage: int,
+        stages: int,
+        schedule: Schedule,
+        link: Link,
+        passes: StageStep,
+        order: Order = own_order,
     ) -> None:
         self.stage, self.schedule, self.passes = stage, schedule, passes
+        self._order = order
         self.peak_in_flight = 0
         """Most micro-batches that the stage has held, or that waited for weight gradients."""
         self._first, self._last = stage == 0, stage == stages - 1
@@ -51,7 +59,7 @@ class StageRun:
             activations = self._activations_used + len(link.activations)
         if not self._last:
             gradients = self._gradients_used + len(link.gradients)
-        return self.schedule.start_next(activations, gradients)
+        return self._order.start_next(self.schedule, activations, gradients)
 
     def receive_activation(self) -> Any:
         """The next activation of the previous stage; None on the first stage."""
@@ -88,6 +96,8 @@ class StageRun:
 
     def awaited(self) -> str:
         """The messages without which this stage cannot continue, in words."""
+        if self._order.awaited:
+            return self._order.awaited
         missing, forwards, backwards = [], self.schedule.forwards, self.schedule.backwards
         if not self._first and forwards < self.schedule.microbatches:
             source = this_rank().rank - 1
@@ -158,7 +168,9 @@ class Pipeline:
         tracker: ReductionTracker,
         split: SplitLayers,
         gather: Callable[[Any], list[Any]],
+        agreed_order: Order = own_order,
     ) -> None:
+        self._agreed_order = agreed_order
         self.limit, self.choice = limit, choice
         self.peak_in_flight: dict[int, int] = {}
         """Most micro-batches that each stage of this process held in its last training batch."""
@@ -250,6 +262,8 @@ class Pipeline:
         self, steps: Mapping[int, StageStep], order: Mapping[int, Schedule]
     ) -> list[StageRun]:
         return [
-            StageRun(stage, self._stages, order[stage], self._links[stage], step)
+            StageRun(
+                stage, self._stages, order[stage], self._links[stage], step, self._agreed_order
+            )
             for stage, step in steps.items()
         ]

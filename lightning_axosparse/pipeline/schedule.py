@@ -113,13 +113,23 @@ class Schedule(ABC):
             The pass to run now, or None when the stage has to wait for a message. Weight gradients
             are those of the oldest pending micro-batch, until :meth:`end_weight_gradients`.
         """
-        can_forward = self.forwards < min(self.microbatches, activations)
-        can_backward = self.backwards < min(self.forwards, gradients)
+        can_forward = self.has_arrived("forward", activations, gradients)
+        can_backward = self.has_arrived("backward", activations, gradients)
         if self._forwards_first and self.forwards < self.microbatches:
             can_backward = False
         if can_forward:
             can_forward = self.held + self.pending < self.in_flight
         kind = self._choose(can_forward, can_backward)
+        return None if kind is None else self.start(kind)
+
+    def has_arrived(self, kind: PassKind, activations: int, gradients: int) -> bool:
+        """Whether the message for the next pass of a kind is there; arguments as above."""
+        if kind == "forward":
+            return self.forwards < min(self.microbatches, activations)
+        return kind != "backward" or self.backwards < min(self.forwards, gradients)
+
+    def start(self, kind: PassKind) -> Op:
+        """Count the next pass of a kind as started."""
         if kind == "forward":
             self.forwards += 1
             return Op("forward", self.forwards - 1)
@@ -128,7 +138,7 @@ class Schedule(ABC):
             self.backwards += 1
             self.weight_gradients += not self.defers(op.microbatch)
             return op
-        return None if kind is None else Op(kind, self.weight_gradients)
+        return Op(kind, self.weight_gradients)
 
     def end_weight_gradients(self) -> None:
         """Count the weight gradients of the oldest pending micro-batch as complete."""

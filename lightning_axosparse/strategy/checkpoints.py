@@ -57,7 +57,7 @@ class StageCheckpoints:
         self._stage_module, self._stepped, self._shards = stage_module, stepped, shards
         self._metrics_shared = metrics_shared
         self._as_folders = config.save_distributed_checkpoint
-        self._in_parts = config.stages > 1 or self._as_folders
+        self._in_parts = config.stages > 1 or config.g_tensor > 1 or self._as_folders
         # A regrid changes the groups.
         self._tensors = StageTensors(lambda: stage_module.groups.inter)
         self._parts = StageTensors(lambda: None if shards is None else shards.group)
@@ -79,12 +79,14 @@ class StageCheckpoints:
         if self._is_ordinary:
             return module.state_dict()
         with self._metrics_shared(), in_parts(module):
-            if grid.replica > 0:
+            held, tensors = stage_module.sharding.held(), stage_module.tensors
+            whole = {} if tensors is None else tensors.whole_values(held)
+            if grid.pipeline_index > 0:
                 return {}
             for average in weight_averages(module.trainer):
                 stage_module.share_outer_buffers(average)
             return self._for_hooks(
-                gather_model_state(stage_module.sharding, stage_module.stages, self._tensors)
+                gather_model_state(stage_module.sharding, stage_module.stages, self._tensors, whole)
             )
 
     def optimizer_state(
@@ -93,7 +95,7 @@ class StageCheckpoints:
         """The whole optimizer's state on the first rank, an empty dict on others; collective."""
         stage_module = self._stage_module
         states = self._states(optimizer)
-        if stage_module.grid.replica > 0:
+        if stage_module.grid.pipeline_index > 0:
             return {}
         if self._is_ordinary:
             return ordinary(optimizer)
@@ -114,6 +116,9 @@ class StageCheckpoints:
         """
         held = self._stage_module.sharding.held()
         states = {name: optimizer.state.get(parameter, {}) for name, parameter in held.items()}
+        tensors = self._stage_module.tensors
+        if tensors is not None:
+            states = {name: tensors.whole_state(name, state) for name, state in states.items()}
         if self._shards is None:
             return states
         whole = gather_shards(states, held, self._parts)
@@ -127,7 +132,7 @@ class StageCheckpoints:
     ) -> None:
         """Write a checkpoint; collective over the stages of the first replica."""
         tensors = self._tensors
-        if self._stage_module.grid.replica > 0:
+        if self._stage_module.grid.pipeline_index > 0:
             if self._shards is not None:
                 self._parts.serve()
             return
@@ -167,6 +172,8 @@ class StageCheckpoints:
         if not self._is_ordinary:
             state = local_model_state(state, stage_module.sharding, stage_module.stages)
             strict = False
+        if stage_module.tensors is not None:
+            state = stage_module.tensors.local_values(state)
         load_values(stage_module.module, state, strict)
 
     def load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -178,6 +185,8 @@ class StageCheckpoints:
         sparse = sparse_parameters(stage_module.module)
         groups, held = stage_module.group_names(optimizer), stage_module.sharding.held()
         local = local_optimizer_state(state, groups, held, sparse)
+        if stage_module.tensors is not None:
+            stage_module.tensors.split_states(local["state"], groups)
         if stepped is None:
             optimizer.load_state_dict(local)
             move_optimizers([optimizer], stage_module.device)

@@ -17,6 +17,7 @@ from lightning_axosparse.pipeline.microbatch import MicrobatchWeight
 from lightning_axosparse.pipeline.schedule import is_message_driven
 from lightning_axosparse.planning.search import default_microbatches
 from lightning_axosparse.strategy.compat.internals import overrides
+from lightning_axosparse.strategy.tensor_parallel import TensorPlan
 from lightning_axosparse.support.troubleshooting import see
 
 
@@ -40,12 +41,15 @@ class Config:
     offload_optimizer: bool
     shard_optimizer: bool
     regrid: int | Literal["auto"] | None
+    g_tensor: int
+    tensor_plan: TensorPlan | None
 
     def __post_init__(self) -> None:
         """Check what must go together."""
         self._check_grid()
         self._check_schedule()
         self._check_regrid()
+        self._check_tensor_parallel()
 
     @property
     def stages(self) -> int:
@@ -65,7 +69,7 @@ class Config:
     @property
     def pipelines(self) -> bool:
         """Whether there are stages or micro-batches, or layers that are computed again."""
-        split = self.stages > 1 or self.parts > 1
+        split = self.stages > 1 or self.parts > 1 or self.g_tensor > 1
         return split or self.recompute is not None or self.defers_gradients
 
     @property
@@ -79,6 +83,7 @@ class Config:
         """How the training schedule is chosen."""
         may_defer = (
             self.stages > 1
+            and self.g_tensor == 1  # Stages would measure times of their own.
             and self.recompute is None
             and self.transport == "mpi"
             and device.type == "cpu"
@@ -117,6 +122,26 @@ class Config:
                 f"schedule={schedule!r} keeps the inputs of layers for longer than "
                 f"recompute={self.recompute!r}, which computes them again for their backward pass "
                 "alone. Leave one of them out." + see("grid")
+            )
+
+    def _check_tensor_parallel(self) -> None:
+        if self.g_tensor == 1:
+            return
+        unsupported = {
+            "transport": self.transport == "loopback",
+            "g_inter": self.g_inter == "auto",
+            "balance": self.balance == "time",
+            "schedule": self.defers_gradients,
+            "regrid": self.regrid is not None,
+            "offload_optimizer": self.offload_optimizer,
+            "shard_optimizer": self.shard_optimizer,
+            "save_distributed_checkpoint": self.save_distributed_checkpoint,
+        }
+        for name in (name for name, is_given in unsupported.items() if is_given):
+            raise MisconfigurationException(
+                f"{name}={getattr(self, name)!r} does not work with g_tensor={self.g_tensor}, "
+                f"which splits weights over several ranks. Leave {name} or g_tensor out."
+                + see("tensor-parallel")
             )
 
     def _check_regrid(self) -> None:

@@ -49,13 +49,14 @@ class _Replicas(environment.MPIJobEnvironment):
 
 
 class MPIStrategy(ParallelStrategy):
-    """A strategy whose ranks are ``g_data`` replicas of ``ranks_per_replica`` consecutive ranks.
+    """A strategy whose ranks are ``g_data`` replicas of consecutive ranks.
 
     Every rank of a replica is given the same samples and logs the same values, so Lightning's
     reductions go over replicas.
 
     Args:
-        ranks_per_replica: ranks that make up a replica.
+        ranks_per_pipeline: ranks that make up a pipeline.
+        g_tensor: pipelines that make up a replica.
         timeout: seconds that a rank waits for others at a time before it ends the job.
         restarts: how many times a call begins again that has lost a rank.
         cluster_environment: what Lightning asks about the cluster, such as how Slurm requeues jobs;
@@ -65,7 +66,8 @@ class MPIStrategy(ParallelStrategy):
 
     def __init__(
         self,
-        ranks_per_replica: int,
+        ranks_per_pipeline: int,
+        g_tensor: int,
         timeout: float,
         restarts: int = 0,
         cluster_environment: ClusterEnvironment | None = None,
@@ -74,7 +76,7 @@ class MPIStrategy(ParallelStrategy):
         environment.check_connected()
         self._job = environment.MPIJobEnvironment()
         super().__init__(cluster_environment=cluster_environment or self._job, **plugins)
-        self._ranks_per_replica = ranks_per_replica
+        self._ranks_per_pipeline, self._g_tensor = ranks_per_pipeline, g_tensor
         self._timeout, self._restarts = timeout, restarts
         self.num_nodes = 1
         """Number of nodes, as given to the Trainer, which sets it."""
@@ -129,7 +131,10 @@ class MPIStrategy(ParallelStrategy):
         """The grid of ranks; after a regrid, the new one."""
         if self._groups is not None:
             return self._groups.grid
-        return Grid(self._ranks, self._ranks_per_replica, self.global_rank)
+        return self._grid_of(self.global_rank)
+
+    def _grid_of(self, rank: int) -> Grid:
+        return Grid(self._ranks, self._ranks_per_pipeline, rank, g_tensor=self._g_tensor)
 
     @property
     def is_distributed(self) -> bool:
@@ -174,7 +179,7 @@ class MPIStrategy(ParallelStrategy):
         devices = len(self.parallel_devices or ())
         job_size = environment.job_size()
         validate_world_size(devices, self.num_nodes, job_size)
-        Grid(self._ranks, self._ranks_per_replica)
+        self._grid_of(0)
         if job_size == 1 and self._ranks > 1:
             self._launcher = MPILauncher(self, self._ranks, self._restarts)
         elif self._restarts:
@@ -202,7 +207,7 @@ class MPIStrategy(ParallelStrategy):
             watchdog().timeout = self._timeout
             with blocked("all ranks to connect"):
                 init_process_group(self.root_device.type)
-        grid = Grid(self._ranks, self._ranks_per_replica, self.global_rank)
+        grid = self._grid_of(self.global_rank)
         self._groups = ProcessGroups(grid)
         this_rank().place_in(grid)
         this_rank().begin_run()

@@ -32,12 +32,16 @@ from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
 from lightning_axosparse.strategy.partitioner import Partitioner, choose_grid
 from lightning_axosparse.strategy.regrid import Regridded
 from lightning_axosparse.strategy.sharded_module import (
+    bring,
+    everything,
     is_left_sharded,
     made_without,
     parameters_on_meta,
+    take,
 )
 from lightning_axosparse.strategy.stage_module import StageModule
 from lightning_axosparse.strategy.states import AtRest, LeftSharded, Running
+from lightning_axosparse.strategy.tensor_parallel import TensorShards
 from lightning_axosparse.strategy.validation import (
     advise_on_batch_norm,
     optimizers_before_setup,
@@ -62,9 +66,10 @@ class PipelineStrategy(MPIStrategy):
     """
 
     def __init__(self, config: Config, timeout: float, restarts: int = 0, **plugins: Any) -> None:
-        ranks_per_replica = config.stages if config.transport == "mpi" else 1
-        super().__init__(ranks_per_replica, timeout, restarts, **plugins)
+        ranks_per_pipeline = config.stages if config.transport == "mpi" else 1
+        super().__init__(ranks_per_pipeline, config.g_tensor, timeout, restarts, **plugins)
         self.config = config
+        self._tensors: TensorShards | None = None
         self._state: AtRest | Running | LeftSharded = AtRest()
         self._keeps_sharded = False
         self.regridded: Regridded | None = None
@@ -98,7 +103,7 @@ class PipelineStrategy(MPIStrategy):
                 rank_zero_info(str(decision))
                 stages = decision.g_inter
             self.config = replace(self.config, g_inter=stages)
-            self._ranks_per_replica = stages
+            self._ranks_per_pipeline = stages
         super().connect(model)
 
     def _validate_run(self, trainer: pl.Trainer) -> None:
@@ -126,9 +131,15 @@ class PipelineStrategy(MPIStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Make what ``configure_model`` makes for this rank's stage alone, as one process would."""
+        """Make what ``configure_model`` makes for this rank's stage alone, as one process would.
+
+        With ``g_tensor`` it is made whole, as torch's plans split layers that exist.
+        """
         layers = self._layers
-        if layers.are_divided and not layers.are_measured:
+        if self._tensors is not None:
+            with self._tensors.configuring():
+                yield
+        elif layers.are_divided and not layers.are_measured:
             with made_without(lambda: layers.split()[1].values(), layers.make_sparse):
                 yield
         else:
@@ -141,6 +152,14 @@ class PipelineStrategy(MPIStrategy):
         if is_left_sharded(self._module):
             validate_copied_whole(self._module.trainer.callbacks)  # type: ignore[attr-defined]
         super().setup_environment()
+        assert self._groups is not None
+        self._tensors = None
+        if self._groups.tensor is not None:
+            if is_left_sharded(self._module):
+                bring(self._module, everything(self._module))
+                take(self._module)
+            group, device = self._groups.tensor, self.root_device
+            self._tensors = TensorShards(self._module, group, device)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Shard the module over the stages, after its optimizers were configured for all of it."""
@@ -151,6 +170,8 @@ class PipelineStrategy(MPIStrategy):
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self._module)
         self._choose_products()
+        if self._tensors is not None:
+            self._tensors.parallelize(self.config.tensor_plan)
         layers, optimizers = self._layers, list[Optimizer]()
         partition = layers.partition()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -160,7 +181,13 @@ class PipelineStrategy(MPIStrategy):
             optimizers = self.optimizers
         partition = layers.balanced(partition)
         stage_module = StageModule(
-            self.config, self._module, partition, self._groups, layers.stages, self.root_device
+            self.config,
+            self._module,
+            partition,
+            self._groups,
+            layers.stages,
+            self.root_device,
+            self._tensors,
         )
         stage_module.shard(optimizers)
         self._undo.callback(self._end_run, stage_module)
@@ -215,7 +242,7 @@ class PipelineStrategy(MPIStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the run: a callback that holds the Trainer may be pickled."""
-        return {**super().__getstate__(), "_state": AtRest()}
+        return {**super().__getstate__(), "_state": AtRest(), "_tensors": None}
 
     # Steps
 

@@ -57,6 +57,11 @@ def take(module: nn.Module) -> None:
         hook.remove()
 
 
+def everything(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a module, by name."""
+    return dict(chain(module.named_parameters(), module.named_buffers()))
+
+
 def bring(module: nn.Module, wanted: Collection[str]) -> list[str]:
     """Give this rank the tensors of a sharded module that it wants; collective over the job.
 
@@ -65,7 +70,7 @@ def bring(module: nn.Module, wanted: Collection[str]) -> list[str]:
     Returns:
         The names of those that this rank did not have.
     """
-    tensors = dict(chain(module.named_parameters(), module.named_buffers()))
+    tensors = everything(module)
     missing = [name for name in tensors if name in wanted and tensors[name].is_meta]
     held = {name for name, tensor in tensors.items() if not tensor.is_meta}
     everyone = all_gather((held, frozenset(missing)), dist.group.WORLD)
@@ -97,7 +102,7 @@ def summoned(module: nn.Module, on_this_rank: bool) -> Iterator[None]:
     if not is_left_sharded(module):
         yield
         return
-    tensors = dict(chain(module.named_parameters(), module.named_buffers()))
+    tensors = everything(module)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     brought = bring(module, tensors if on_this_rank else ())
     try:

@@ -34,6 +34,7 @@ from lightning_axosparse.strategy.sharded_module import (
     take,
     validate_values,
 )
+from lightning_axosparse.strategy.tensor_parallel import TensorShards
 from lightning_axosparse.strategy.validation import validate_parameters_known
 
 
@@ -47,6 +48,7 @@ class StageModule:
         grid: the grid of ranks.
         partition: which layers each stage computes.
         sharding: which tensors each stage keeps.
+        tensors: which of them the ranks of a tensor group share; None where there is no group.
         layers: the partitioned layers.
         split: the layers whose weight gradients may be made apart from backward passes.
         reducer: sums gradients over the ranks that keep the same parameters; None in a job of one.
@@ -61,8 +63,10 @@ class StageModule:
         groups: ProcessGroups,
         stages: range,
         device: torch.device,
+        tensors: TensorShards | None,
     ) -> None:
         self.module, self.stages, self.device = module, stages, device
+        self.tensors = tensors
         self.partition = partition
         self.groups, self.grid = groups, groups.grid
         self.sharding = Sharding(module, partition.names, partition.parts, device)
@@ -119,6 +123,8 @@ class StageModule:
                 forget(parameter, owned[name], optimizers)
         move_module(self.module, self.device)
         self._broadcast_weights()
+        if self.tensors is not None:
+            self.tensors.split(self.sharding.held())
         self._attach()
 
     @contextmanager
@@ -139,6 +145,7 @@ class StageModule:
     def unshard(self) -> None:
         """Undo all of :meth:`shard`, where this rank has all stages; the module becomes dense."""
         self._detach()
+        self._join()
         densify(self.module, self._optimizers[0] if self._optimizers else None)
         scratch.clear()
         self.module.cpu()
@@ -146,16 +153,26 @@ class StageModule:
     def end_run(self) -> None:
         """Undo all of :meth:`shard` but that tensors of other stages are freed."""
         self._detach()
+        self._join()
         with following_parameters(self.module, self._optimizers):
             self._freed = self.sharding.put_back()
         scratch.clear()
         self.share_outer_buffers(self.module)
 
+    def _join(self) -> None:
+        if self.tensors is not None:
+            self.tensors.join(self.sharding.held())
+
+    def counted(self) -> set[str]:
+        """The names that this rank counts, so that each part is counted once over a replica."""
+        names = self.sharding.counted()
+        return names if self.tensors is None else self.tensors.counted(names)
+
     @torch.no_grad()
     def share_outer_buffers(self, module: nn.Module) -> None:
         """Give every stage the last one's buffers outside the layers; collective over stages."""
         outer = {n: b for n, b in module.named_buffers() if self.sharding.stage_of(n) is None}
-        for stage, source in enumerate(self.grid.pipeline(self.grid.replica)):
+        for stage, source in enumerate(self.grid.pipeline):
             own = {n: b for n, b in outer.items() if self.sharding.source_of(n) == stage}
             if own:
                 for name, value in self.groups.broadcast_along_pipeline(own, stage).items():
@@ -165,10 +182,10 @@ class StageModule:
     @torch.no_grad()
     def broadcast_buffers(self) -> None:
         """Give every replica the first one's buffers; collective over the replicas of a stage."""
-        if self.groups.data is not None:
-            for buffer in self.module.buffers():
-                if not buffer.is_meta and buffer.numel():
-                    dist.broadcast(buffer, src=self.grid.stage, group=self.groups.data)
+        for buffer in self.module.buffers():
+            if not buffer.is_meta and buffer.numel():
+                _broadcast_from_first(buffer, self.groups.data)
+                _broadcast_from_first(buffer, self.groups.tensor)
 
     def leave_sharded(self) -> None:
         """Leave the tensors of other stages on the meta device, after :meth:`end_run`."""
@@ -179,7 +196,7 @@ class StageModule:
         """Yield what the caller gets of this rank, by name and dense, and free it, after a run."""
         take(self.module)
         owned, sparse = owners(self.module), sparse_parameters(self.module)
-        first = self.grid.replica == 0
+        first = self.grid.pipeline_index == 0
         for name, parameter in self.sharding.held().items():
             if first and min(self.sharding.holders_of(name)) in self.stages:
                 dense = sparse[name].dense() if name in sparse else parameter.detach()
@@ -196,6 +213,8 @@ class StageModule:
         held = self.sharding.held()
         for name, stages in self.sharding.holders.items():
             own, stage = held.get(name), min(stages)
+            if own is not None and self.tensors is not None:
+                own = self.tensors.whole_parameter(name, own)
             values = own if own is None else (own.detach().cpu(), _on_cpu(own.grad))
             values = self.groups.broadcast_along_pipeline(values, stage)
             if own is not None:
@@ -221,6 +240,13 @@ class StageModule:
         finally:
             self._reduces = True
 
+    def validate_replicated_gradients(self, tolerance: float) -> None:
+        """Once a run, compare gradients that a tensor group should have alike; collective."""
+        if self.tensors is not None and self.step_reducer is self.reducer:
+            held = self.sharding.held()
+            self.await_gradients(held.values())
+            self.tensors.validate_gradients(held, tolerance)
+
     def await_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Wait until the gradients of these parameters are reduced."""
         if self.reducer is not None:
@@ -240,7 +266,9 @@ class StageModule:
 
         stage, grid = self.grid.stage, self.grid
         staging = PinnedStaging(self.device) if self.device.type == "cuda" else Staging()
-        previous, following = connect_stages(stage, grid.g_inter, grid.replica, window, staging)
+        previous, following = connect_stages(
+            stage, grid.g_inter, grid.pipeline_index, window, staging
+        )
         return {stage: ChannelLink(previous, following, self.device)}
 
     def _pipelined_layers(self, partition: Partition) -> PipelinedLayers:
@@ -322,12 +350,14 @@ class StageModule:
     def _broadcast_weights(self) -> None:
         """Give every replica the first one's parameters and buffers."""
         for name, parameter in self.sharding.held().items():
-            stages = self._holders(name)
-            group = self.groups.holding(stages)
-            if group is not None:
-                source = self.grid.ranks_holding(stages)[0]
-                dist.broadcast(parameter.data, src=source, group=group)
+            _broadcast_from_first(parameter.data, self.groups.holding(self._holders(name)))
+            _broadcast_from_first(parameter.data, self.groups.tensor)
         self.broadcast_buffers()
+
+
+def _broadcast_from_first(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+    if group is not None:
+        dist.broadcast(tensor, group_src=0, group=group)
 
 
 def _on_cpu(tensor: Tensor | None) -> Tensor | None:

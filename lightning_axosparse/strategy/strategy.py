@@ -25,6 +25,7 @@ from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.pipeline_strategy import PipelineStrategy
 from lightning_axosparse.strategy.sharded_module import summoned
 from lightning_axosparse.strategy.states import AtRest, LeftSharded, Running
+from lightning_axosparse.strategy.tensor_parallel import TensorPlan
 from lightning_axosparse.support.arguments import (
     BOOL,
     COUNT,
@@ -141,6 +142,14 @@ class AxoSparseStrategy(PipelineStrategy):
         regrid: continues, from the epoch after the ticket was drawn, with shorter pipelines and
             more replicas: with this number of stages, a divisor of ``g_inter``; with "auto" as few
             as memory allows. Batches, their order and the losses stay the same.
+        g_tensor: ranks of a stage that share its layers: each has a part of every weight that a
+            plan names (tensor parallelism), and all run the same passes in the same order. The
+            number of replicas is ``world_size // (g_inter * g_tensor)``.
+        tensor_plan: which weights they share, and how: "auto" takes the plan of a Hugging Face
+            module; a dict has torch's ``ColwiseParallel``, ``RowwiseParallel`` and the like by
+            names of modules, such as ``{"layers.*.up": ColwiseParallel()}``. None: the module's
+            ``configure_model`` calls ``parallelize_module`` on
+            ``self.device_mesh["tensor_parallel"]``, as for Lightning's ``ModelParallelStrategy``.
         timeout: seconds, or a ``timedelta``, for which a rank waits for others at a time; after
             that every rank that can be reached prints where it is, and the job ends with the names
             of those that do not answer. It should be longer than what one rank may do while others
@@ -178,6 +187,8 @@ class AxoSparseStrategy(PipelineStrategy):
         offload_optimizer=BOOL,
         shard_optimizer=BOOL,
         regrid=COUNT | one_of("auto") | NONE,
+        g_tensor=COUNT,
+        tensor_plan=one_of("auto") | instance_of("a dict", dict) | NONE,
     )
     def __init__(
         self,
@@ -197,6 +208,8 @@ class AxoSparseStrategy(PipelineStrategy):
         offload_optimizer: bool = False,
         shard_optimizer: bool = False,
         regrid: int | Literal["auto"] | None = None,
+        g_tensor: int = 1,
+        tensor_plan: TensorPlan | None = None,
         timeout: float | timedelta = timedelta(minutes=30),
         restarts: int = 0,
         **plugins: Any,
@@ -221,6 +234,8 @@ class AxoSparseStrategy(PipelineStrategy):
             offload_optimizer,
             shard_optimizer,
             regrid,
+            g_tensor,
+            tensor_plan,
         )
         super().__init__(
             config,

@@ -28,12 +28,14 @@ from torchmetrics import Metric
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_path
 from lightning_axosparse.sparse.module.elementwise import trial_steps
 from lightning_axosparse.strategy.compat.internals import (
+    callbacks_of,
     overrides,
     reading_files,
     writes_in_background,
 )
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.optimizers import BucketwiseOptimizer, HostMemory
+from lightning_axosparse.strategy.tensor_parallel import hugging_face_plan
 from lightning_axosparse.support.messages import rank_zero_info
 from lightning_axosparse.support.troubleshooting import see, without_link
 
@@ -52,6 +54,8 @@ def validate_run(config: Config, trainer: Trainer, io: CheckpointIO) -> None:
             validate_split_module(module)
     if config.stages > 1 and config.transport != "loopback":
         validate_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+    if config.g_tensor > 1:
+        validate_tensor_parallel(config, trainer)
     if config.save_distributed_checkpoint:
         validate_default_checkpoint_io(io)
 
@@ -159,6 +163,44 @@ def validate_regrid_module(module: nn.Module) -> None:
             )
 
 
+# Tensor parallelism
+
+_GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+
+
+def validate_tensor_parallel(config: Config, trainer: Trainer) -> None:
+    """Check that there is a plan, and that nothing takes a part of a weight for all of it."""
+    module, plan = trainer.lightning_module, config.tensor_plan
+    configures = overrides(module, "configure_model")
+    if plan is None and not configures:
+        raise MisconfigurationException(
+            f"g_tensor={config.g_tensor} ranks share layers, but there is no plan. Give the "
+            "strategy a tensor_plan, or call parallelize_module in `configure_model` of "
+            f"{type(module).__name__}, on self.device_mesh['tensor_parallel']."
+            + see("tensor-parallel")
+        )
+    if plan == "auto" and not configures:
+        hugging_face_plan(module)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        own = type(callback).__module__.startswith("lightning_axosparse.callbacks")
+        if own or isinstance(callback, WeightAveraging):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} does not work with g_tensor={config.g_tensor}: it "
+                "would take the part of a weight that a rank has for all of it. Leave one of the "
+                "two out." + see("tensor-parallel")
+            )
+    for owner in (module, *callbacks_of(trainer)):
+        hook = next((name for name in _GRADIENT_HOOKS if overrides(owner, name)), None)
+        if hook is not None:
+            raise MisconfigurationException(
+                f"{type(owner).__name__} overrides `{hook}`, which would see parts of gradients, "
+                f"as g_tensor={config.g_tensor} splits weights. Clip with the Trainer's "
+                "gradient_clip_val, and read whole parameters and gradients in "
+                "`on_train_batch_end`, by `trainer.strategy.whole_parameters()`."
+                + see("tensor-parallel")
+            )
+
+
 # Callbacks
 
 
@@ -234,11 +276,15 @@ def validate_optimizers(config: Config, optimizers: Sequence[Optimizer], g_data:
                 " optimizer that takes one step a batch, such as AdamW or SGD, or train on one"
                 " rank with g_inter=1 and microbatches=1." + see("optimizers")
             )
-    for feature in ("offload_optimizer", "shard_optimizer"):
-        if getattr(config, feature):
-            validate_one_optimizer(optimizers, feature)
-            for optimizer in optimizers:
-                validate_placement(optimizer, feature)
+    given = {
+        "offload_optimizer": config.offload_optimizer,
+        "shard_optimizer": config.shard_optimizer,
+        "g_tensor": config.g_tensor > 1,
+    }
+    for feature in (each for each, is_given in given.items() if is_given):
+        validate_one_optimizer(optimizers, feature)
+        for optimizer in optimizers:
+            validate_placement(optimizer, feature)
 
 
 def validate_one_optimizer(optimizers: Sequence[Optimizer], feature: str) -> None:
@@ -269,13 +315,19 @@ _TRIALS = {
         partial(trial_steps, prepare=_in_buckets),
         "cannot be offloaded",
         "one parameter after the other gives other numbers",
-        "steps parameters on the CPU, bucket by bucket",
+        "offload_optimizer=True steps parameters on the CPU, bucket by bucket",
     ),
     "shard_optimizer": _Trial(
         partial(trial_steps, in_parts=True),
         "cannot be divided",
         "parts of a parameter get other numbers than all of it",
-        "gives each replica a part of every parameter",
+        "shard_optimizer=True gives each replica a part of every parameter",
+    ),
+    "g_tensor": _Trial(
+        partial(trial_steps, in_parts=True),
+        "cannot step parts of weights",
+        "parts of a parameter get other numbers than all of it",
+        "g_tensor gives each rank of a tensor group a part of every weight in the plan",
     ),
 }
 
@@ -300,7 +352,7 @@ def validate_placement(optimizer: Optimizer, feature: str) -> None:
 def _not_placed(optimizer: Optimizer, feature: str, reason: str) -> MisconfigurationException:
     trial = _TRIALS[feature]
     return MisconfigurationException(
-        f"{type(optimizer).__name__} {trial.impossible}: {reason}. {feature}=True {trial.needs}: "
+        f"{type(optimizer).__name__} {trial.impossible}: {reason}. {trial.needs}: "
         "use AdamW, Adam, SGD, RMSprop, NAdam, Adagrad or the like, with their default "
         f"`capturable=False`, or leave {feature} out." + see("optimizers")
     )

@@ -202,6 +202,11 @@ def saved_tensors_are_hooked() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
+def is_tensor_parallel(hook: object) -> bool:
+    """Whether a module's hook is one by which ``parallelize_module`` places its tensors."""
+    return getattr(hook, "__module__", "").startswith("torch.distributed.tensor")
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Return whether ``torch.compile(module)`` or ``module.compile()`` made this module."""
     return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None

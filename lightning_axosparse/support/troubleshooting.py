@@ -19,6 +19,7 @@ Entry = Literal[
     "starting-ranks",
     "layers",
     "layers-made-later",
+    "tensor-parallel",
     "steps",
     "values-between-layers",
     "losses",

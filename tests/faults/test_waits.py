@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from lightning_axosparse.strategy.launcher.launcher import RankFailedError
 from tests.faults import jobs
@@ -119,6 +120,34 @@ def test_a_stopped_rank_does_not_answer(tmp_path: Path, capfd: pytest.CaptureFix
     printed = capfd.readouterr().err
     assert re.search(r"rank 0 .*waits for .*, for [3-5] s now; timeout=6 s", printed)
     assert re.search(r"pipeline/engine\.py\", line \d+", printed)  # the stack of rank 0
+
+
+TENSOR = {
+    "g_inter": 1,
+    "g_tensor": 2,
+    "tensor_plan": {"model.0": ColwiseParallel(), "model.1": RowwiseParallel()},
+}
+
+
+@warm
+def test_a_killed_rank_of_a_tensor_group_ends_those_that_share_its_layers() -> None:
+    with fails(
+        r"rank 1 \(stage 0 of replica 0\) on host \S+ was killed by SIGKILL",
+        r"in training batch 2 of epoch 0, micro-batch \d, forward pass",
+    ):
+        jobs.train(jobs.Killed(), **TENSOR)
+
+
+@warm
+def test_a_stopped_rank_of_a_tensor_group_is_named_with_the_exchange(tmp_path: Path) -> None:
+    try:
+        with fails(
+            r"rank 0 .*waits for `\w+` \(ranks that share layers\) of ranks 0, 1",
+            "No answer from rank 1 on host.* stopped",
+        ):
+            jobs.train(jobs.Stopped(tmp_path), timeout=timedelta(seconds=6), **TENSOR)
+    finally:
+        os.kill(int((tmp_path / "stopped").read_text()), signal.SIGKILL)
 
 
 @warm

@@ -19,9 +19,12 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_axosparse.support.torch_internals import tree_leaves, tree_map_only
+from lightning_axosparse.support.troubleshooting import see
 
 if TYPE_CHECKING:  # It starts MPI, which the stages of one process do without.
     from lightning_axosparse.distributed.mpi.transport import Channel
@@ -370,6 +373,12 @@ def encode(tree: Any, device: torch.device) -> tuple[bytes, Tensor]:
 
     def place(tensor: Tensor) -> _Place:
         nonlocal end
+        if isinstance(tensor, DTensor):
+            raise MisconfigurationException(
+                f"A tensor of shape {tuple(tensor.shape)} goes to another stage as a DTensor, of "
+                f"placements {tensor.placements}, but stages exchange plain tensors. Give the style"
+                " of the layer that returns it use_local_output=True." + see("tensor-parallel")
+            )
         offset = -(-end // _ALIGNMENT) * _ALIGNMENT
         if offset > end:
             pieces.append(torch.zeros(offset - end, dtype=torch.uint8, device=device))

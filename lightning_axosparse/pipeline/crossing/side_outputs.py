@@ -40,6 +40,7 @@ from lightning_axosparse.pipeline.crossing.placeholder import (
 from lightning_axosparse.pipeline.crossing.skip_tensors import DerivedValues
 from lightning_axosparse.support.torch_internals import (
     is_compiled,
+    is_tensor_parallel,
     never_compiled,
     tree_leaves,
     version_of,
@@ -246,7 +247,7 @@ class SideOutputs:
         for registry in _REGISTRIES:
             hooks = getattr(module, registry)
             for position, (key, hook) in enumerate(list(hooks.items())):
-                if getattr(hook, "watched_by", None) is self:
+                if getattr(hook, "watched_by", None) is self or is_tensor_parallel(hook):
                     continue
                 hooks[key] = self._watched(hook, registry, position)
                 self._hooks.append((hooks, key, hook))

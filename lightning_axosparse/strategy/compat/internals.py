@@ -22,6 +22,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_path
@@ -127,6 +128,11 @@ def files_mapped() -> Iterator[Callable[[Tensor], bool]]:
 
     with patched(saving, "pl_load", load):
         yield mapped.__contains__
+
+
+def set_device_mesh(module: LightningModule, mesh: DeviceMesh | None) -> None:
+    """Set what ``module.device_mesh`` returns, as ``ModelParallelStrategy`` does."""
+    module._device_mesh = mesh
 
 
 def with_atomic_files(given: CheckpointIO | None) -> CheckpointIO:

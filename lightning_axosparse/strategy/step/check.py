@@ -75,7 +75,7 @@ class StepCheck:
         self._parts = [part._replace(number=0) for part in step.microbatches]
         self._whole_batch = [MicroBatch(batch, samples, 1.0)]
         self._rehearsal = Rehearsal(stage_module.module, samples, trains, stage_module.device)
-        self._gather = partial(all_gather, group=stage_module.groups.inter)
+        self._gather = partial(all_gather, group=stage_module.groups.replica)
         self._again: tuple[Seen, Seen] | None = None
         """The runs of the batch and its micro-batches that begin with what the batch has left."""
 

@@ -9,6 +9,7 @@ from functools import partial
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_axosparse.distributed.process_groups import all_gather
+from lightning_axosparse.pipeline.agreed_order import agreed_order
 from lightning_axosparse.pipeline.choice import InFlightLimit, ScheduleRule
 from lightning_axosparse.pipeline.engine import Pipeline
 from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
@@ -51,11 +52,11 @@ class OpenPipeline:
         self.tracker = ReductionTracker(module.buffers())
         with ExitStack() as undo:  # What fails half-way is undone.
             held = stage_module.sharding.held()
-            counted = {held[name] for name in stage_module.sharding.counted()}
+            counted = {held[name] for name in stage_module.counted()}
             undo.callback(restore_precision, precision)
             pipeline_precision(
                 precision,
-                groups.inter,
+                groups.replica,
                 groups.world,
                 counted.__contains__,
                 stage_module.remote_gradients.forget_norms,
@@ -71,12 +72,13 @@ class OpenPipeline:
                 self.tracker,
                 stage_module.split,
                 partial(all_gather, group=groups.inter),
+                agreed_order(groups.tensor),
             )
             self.metrics = PipelinedMetrics(
                 module,
                 groups.inter,
                 groups.data,
-                last_stage_rank=grid.pipeline(grid.replica)[-1],
+                last_stage_rank=grid.pipeline[-1],
                 is_last_stage=stage_module.runs_last_stage,
             )
             if not stage_module.runs_last_stage:

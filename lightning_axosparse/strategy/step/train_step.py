@@ -95,6 +95,7 @@ class StepRunner:
         self._compared: dict[tuple[object, int], Compared] = {}
         self._late: set[Place] = set()
         self._waits = not steps_in_parts or gradients_are_seen(trainer)
+        self._tolerance = tolerance_of(precision, device)
         _agree_on_seed(stage_module)
         self._rng = PipelineRNG(torch.initial_seed(), config.stages, device)
         self._tells_times = config.balance == "parameters"
@@ -194,6 +195,7 @@ class StepRunner:
                     with self._rng.after_passes(stage_module.stages[-1]):
                         gradients.call_hooks(stage_module.sharing_batch(hooks.parameters))
                 gradients.finish(parameters, self._waits)
+                stage_module.validate_replicated_gradients(self._tolerance)
             return self._combine(step, last, microbatches, rules, weights.terms, compare)
 
     def evaluate(
@@ -237,8 +239,7 @@ class StepRunner:
         used = self._rules.get(key)
         is_shared = len(microbatches) != len(step.microbatches)
         if self._compares and not is_shared:
-            tolerance = tolerance_of(self._precision, self._open.stage_module.device)
-            check = StepCheck(self._open, step, batch, trains, tolerance, self._warned)
+            check = StepCheck(self._open, step, batch, trains, self._tolerance, self._warned)
             if len(microbatches) > 1:
                 rules = check.rules(self._in_flight.free, self._rule, used)
             elif not self._open.stage_module.is_whole:

@@ -37,7 +37,7 @@ class Groups:
 
     @property
     def last_rank(self) -> int:
-        return self.grid.pipeline(self.grid.replica)[-1]
+        return self.grid.pipeline[-1]
 
     @property
     def is_last(self) -> bool:
@@ -66,8 +66,8 @@ def connect(g_inter: int) -> Groups:
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=world.rank, world_size=world.size
     )
     grid = Grid(world.size, g_inter, world.rank)
-    inter, _ = dist.new_subgroups_by_enumeration([grid.pipeline(r) for r in range(grid.g_data)])
-    stages = [grid.ranks_holding(frozenset({stage})) for stage in range(g_inter)]
+    inter, _ = dist.new_subgroups_by_enumeration(grid.pipelines)
+    stages = [grid.ranks_holding(frozenset({stage}))[0] for stage in range(g_inter)]
     data, _ = dist.new_subgroups_by_enumeration(stages)
     return Groups(grid, inter if g_inter > 1 else None, data if grid.g_data > 1 else None)
 

@@ -80,7 +80,7 @@ def batches(replica: int, workers: int) -> dict[str, list[Any]]:
 
 def batches_on_stages(groups: Groups) -> tuple[dict[str, list[Any]], int]:
     seed_everything(7 if groups.grid.stage == 0 else 1234, workers=True, verbose=False)
-    broadcast_seed(groups.inter, groups.grid.pipeline(groups.grid.replica)[0])
+    broadcast_seed(groups.inter, groups.grid.pipeline[0])
     found = batches(groups.grid.replica, workers=1)
     return found, torch.initial_seed()
 

@@ -1,0 +1,344 @@
+"""Splits weights over the ranks of a tensor group, as torch's plans of tensor parallelism say.
+
+While a run has the module, the parameter of a split weight is this rank's part of it, a tensor like
+any other: gradients, their all-reduce, optimizers and clipping know nothing of the group. Where its
+layer reads it, it is the ``DTensor`` that the plan has made of it. What the layer then computes and
+exchanges is torch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import Placement
+
+from lightning_axosparse.pipeline.backward.parameter_gradients import GradientHooks
+from lightning_axosparse.strategy.compat.internals import set_device_mesh
+from lightning_axosparse.support.torch_internals import is_tensor_parallel
+from lightning_axosparse.support.troubleshooting import see
+
+TensorPlan = Literal["auto"] | Mapping[str, ParallelStyle]
+"""The plan of a Hugging Face module, or styles by names of modules."""
+
+_WHOLE_OUTPUT = partial(ColwiseParallel, output_layouts=Replicate())
+_HUGGING_FACE: Mapping[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_rep": _WHOLE_OUTPUT,
+    "colwise_gather_output": _WHOLE_OUTPUT,
+}
+
+
+def hugging_face_plan(module: nn.Module) -> dict[str, ParallelStyle]:
+    """The plan that Hugging Face modules inside a module have of themselves, by its names.
+
+    Raises:
+        MisconfigurationException: where there is none, or it has a style that torch has not.
+    """
+    plan: dict[str, ParallelStyle] = {}
+    planned: list[str] = []
+    for path, part in module.named_modules():
+        styles = getattr(part, "tp_plan", None)
+        if not isinstance(styles, Mapping) or any(path.startswith(each) for each in planned):
+            continue
+        planned += [f"{path}."] if styles else []
+        for name, style in styles.items():
+            if style not in _HUGGING_FACE:
+                raise MisconfigurationException(
+                    f"tensor_plan='auto' takes the styles {', '.join(_HUGGING_FACE)}, but "
+                    f"{type(part).__name__} wants {style!r} for {name!r}. Give tensor_plan a dict "
+                    "of torch's styles by names of modules." + see("tensor-parallel")
+                )
+            plan[f"{path}.{name}".lstrip(".")] = _HUGGING_FACE[style]()
+    if not plan:
+        raise MisconfigurationException(
+            f"tensor_plan='auto' takes the plan of a Hugging Face module, but in "
+            f"{type(module).__name__} none has one. Give tensor_plan a dict of torch's styles by "
+            "names of modules." + see("tensor-parallel")
+        )
+    return plan
+
+
+class TensorShards:
+    """The parameters of a module that a plan splits over a tensor group.
+
+    Args:
+        module: the module, whole.
+        group: the ranks that share its layers.
+        device: the device of this rank.
+    """
+
+    def __init__(
+        self, module: LightningModule, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self._module, self._group = module, group
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("tensor_parallel",))
+        self._placements: dict[str, Placement] = {}
+        self._shapes: dict[str, torch.Size] = {}
+        self._gradients_are_compared = False
+
+    @contextmanager
+    def configuring(self) -> Iterator[None]:
+        """Give the module its device mesh, and take in what it has parallelized in the context."""
+        set_device_mesh(self._module, self._mesh)
+        tied = _tied(self._module)
+        yield
+        self._take_in(tied)
+
+    def parallelize(self, plan: TensorPlan | None) -> None:
+        """Parallelize the module by a plan, unless it has done so itself.
+
+        Raises:
+            MisconfigurationException: if no weight is split in the end.
+        """
+        if plan is not None:
+            styles = hugging_face_plan(self._module) if plan == "auto" else dict(plan)
+            tied = _tied(self._module)
+            parallelize_module(self._module, self._mesh, styles)
+            self._take_in(tied)
+        if not any(isinstance(each, Shard) for each in self._placements.values()):
+            raise MisconfigurationException(
+                f"g_tensor={self._size} ranks share the layers of {type(self._module).__name__}, "
+                "but no plan splits a weight of it. Give the strategy a tensor_plan whose names "
+                "are those of modules, or call parallelize_module in `configure_model`, each time "
+                "that it is called." + see("tensor-parallel")
+            )
+
+    def _take_in(self, tied: Sequence[Sequence[str]]) -> None:
+        """Note how weights are placed, and have them whole again until :meth:`split`."""
+        made: dict[Tensor, nn.Parameter] = {}
+        for path, owner in self._module.named_modules():
+            for key, parameter in owner._parameters.items():
+                if isinstance(parameter, DTensor):
+                    name = f"{path}.{key}".lstrip(".")
+                    self._placements[name] = self._placement(name, parameter)
+                    if parameter not in made:
+                        made[parameter] = nn.Parameter(_whole(parameter), parameter.requires_grad)
+                    owner._parameters[key] = made[parameter]
+        for names in tied:
+            split = [name for name in names if name in self._placements]
+            if split:
+                raise MisconfigurationException(
+                    f"The plan of g_tensor={self._size} splits {split[0]!r}, which is tied to "
+                    f"{', '.join(repr(name) for name in names if name != split[0])}: torch's plans "
+                    "would untie them. Leave it out of the plan, or untie the weights (in Hugging "
+                    "Face's models with tie_word_embeddings=False)." + see("tensor-parallel")
+                )
+
+    def _placement(self, name: str, parameter: DTensor) -> Placement:
+        placement = parameter.placements[0]
+        can_be_split = type(placement) in (Shard, Replicate) and parameter.device_mesh == self._mesh
+        if not can_be_split:
+            raise MisconfigurationException(
+                f"{name!r} is placed as {parameter.placements} on {parameter.device_mesh}. With "
+                "g_tensor, weights are Shard or Replicate on self.device_mesh['tensor_parallel']; "
+                "fully_shard is not needed, as the strategy averages gradients over replicas."
+                + see("tensor-parallel")
+            )
+        if isinstance(placement, Shard) and parameter.shape[placement.dim] % self._size:
+            raise MisconfigurationException(
+                f"{name!r} of shape {tuple(parameter.shape)} is split along dimension "
+                f"{placement.dim}, which g_tensor={self._size} does not divide. Choose another "
+                "g_tensor, or leave it out of the plan." + see("tensor-parallel")
+            )
+        return placement
+
+    # From whole weights to parts, and back
+
+    def split(self, held: Mapping[str, nn.Parameter]) -> None:
+        """Keep this rank's part of the parameters that its stage holds."""
+        hooked = GradientHooks(held.values()).parameters
+        for name, parameter in held.items():
+            if name not in self._placements:
+                continue
+            if parameter in hooked:
+                raise MisconfigurationException(
+                    f"{name!r} has a gradient hook, which would see a part of the gradient, as "
+                    "g_tensor splits it. Leave the hook out." + see("tensor-parallel")
+                )
+            self._shapes[name] = parameter.shape
+            parameter.data = self._local(name, parameter.data).clone()
+        kept = set(held.values())
+        for path, owner in self._module.named_modules():
+            placed = {
+                key: self._placements[name]
+                for key, parameter in owner._parameters.items()
+                if (name := f"{path}.{key}".lstrip(".")) in self._placements and parameter in kept
+            }
+            if placed:
+                _read_as_dtensors(owner, self._mesh, placed)
+
+    def join(self, held: Mapping[str, nn.Parameter]) -> None:
+        """Make the parameters whole and the layers ordinary ones; collective over the group."""
+        for name, parameter in held.items():
+            if name in self._shapes:
+                parameter.grad = None
+                parameter.data = self._whole(name, parameter.data)
+        for owner in self._module.modules():
+            if isinstance(owner, _DTensorReader):
+                owner.__class__ = type(owner).__bases__[1]
+            for hooks in (owner._forward_pre_hooks, owner._forward_hooks):
+                for key, hook in list(hooks.items()):
+                    if is_tensor_parallel(hook):
+                        del hooks[key]
+        self._placements.clear()
+        self._shapes.clear()
+        set_device_mesh(self._module, None)
+
+    def _local(self, name: str, whole: Tensor) -> Tensor:
+        placement = self._placements[name]
+        if not isinstance(placement, Shard):
+            return whole
+        return whole.chunk(self._size, placement.dim)[self._rank].contiguous()
+
+    def _whole(self, name: str, local: Tensor) -> Tensor:
+        placement = self._placements[name]
+        if not isinstance(placement, Shard):
+            return local
+        parts = [torch.empty_like(local).contiguous() for _ in range(self._size)]
+        dist.all_gather(parts, local.detach().contiguous(), group=self._group)
+        return torch.cat(parts, placement.dim)
+
+    # What clipping, hooks and checkpoints ask
+
+    def counted(self, names: set[str]) -> set[str]:
+        """Those of the names that this rank counts: of replicated parameters the first rank."""
+        return {
+            name
+            for name in names
+            if self._rank == 0 or isinstance(self._placements.get(name), Shard)
+        }
+
+    def whole_values(self, held: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """The whole values of the split parameters, by name; collective over the group."""
+        return {
+            name: self._whole(name, parameter.data)
+            for name, parameter in held.items()
+            if name in self._shapes
+        }
+
+    def whole_parameter(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        """A parameter, or a copy of all of it with its gradient; collective over the group."""
+        if not isinstance(self._placements.get(name), Shard):
+            return parameter
+        whole = nn.Parameter(self._whole(name, parameter.data), parameter.requires_grad)
+        if parameter.grad is not None:
+            whole.grad = self._whole(name, parameter.grad)
+        return whole
+
+    def whole_state(self, name: str, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A parameter's optimizer state, with whole tensors; collective over the group."""
+        if name not in self._shapes:
+            return state
+        local = self._local_shape(name)
+        return {
+            key: self._whole(name, value) if _has_shape(value, local) else value
+            for key, value in state.items()
+        }
+
+    def local_values(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A module's state with this rank's parts in place of whole tensors."""
+        return {
+            name: self._local(name, value)
+            if name in self._shapes and _has_shape(value, self._shapes[name])
+            else value
+            for name, value in state.items()
+        }
+
+    def split_states(
+        self, states: dict[int, dict[str, Any]], groups: Sequence[Sequence[str]]
+    ) -> None:
+        """Replace whole tensors of an optimizer's state, by number, by this rank's parts."""
+        names = [name for group in groups for name in group]
+        for number, state in states.items():
+            name = names[number]
+            if name in self._shapes:
+                for key, value in state.items():
+                    if _has_shape(value, self._shapes[name]):
+                        state[key] = self._local(name, value).clone()
+
+    def _local_shape(self, name: str) -> torch.Size:
+        shape, placement = list(self._shapes[name]), self._placements[name]
+        if isinstance(placement, Shard):
+            shape[placement.dim] //= self._size
+        return torch.Size(shape)
+
+    def validate_gradients(self, held: Mapping[str, nn.Parameter], tolerance: float) -> None:
+        """Check, once, that all ranks have the same gradients of what is not split; collective.
+
+        They differ where the plan lets a layer see another part of the activation on each rank, but
+        does not say that its gradient is a sum over the ranks.
+        """
+        if self._gradients_are_compared:
+            return
+        self._gradients_are_compared = True
+        names = [name for name in held if not isinstance(self._placements.get(name), Shard)]
+        gradients = [held[name].grad for name in names]
+        mine = torch.tensor([0.0 if g is None else float(g.double().norm()) for g in gradients])
+        norms = [torch.empty_like(mine) for _ in range(self._size)]
+        dist.all_gather(norms, mine, group=self._group)
+        for name, (first, *others) in zip(names, torch.stack(norms, 1).tolist(), strict=True):
+            if any(abs(other - first) > tolerance * max(first, other) for other in others):
+                raise MisconfigurationException(
+                    f"The ranks that share layers have different gradients of {name!r}, of norms "
+                    f"{first:.6g} and {', '.join(f'{other:.6g}' for other in others)}: its layer "
+                    "gets another part of the activation on each. Name the layer in the plan, as "
+                    "with SequenceParallel()." + see("tensor-parallel")
+                )
+
+
+class _DTensorReader:
+    """Marks the class of a layer whose weights are parts, and which reads them as ``DTensor``."""
+
+
+def _read_as_dtensors(
+    owner: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]
+) -> None:
+    """Let these parameters of a layer read as parts of whole tensors."""
+    own = type(owner)
+
+    def read(self: nn.Module, key: str) -> Tensor:
+        local = self._parameters[key]
+        assert local is not None
+        return DTensor.from_local(local, mesh, [placements[key]], run_check=False)
+
+    properties = {key: property(partial(read, key=key)) for key in placements}
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    owner.__class__ = type(own.__name__, (_DTensorReader, own), {**names, **properties})
+
+
+def _tied(module: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[Tensor, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
+def _whole(parameter: DTensor) -> Tensor:
+    if parameter.to_local().is_meta:
+        return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    with torch.no_grad():
+        whole: Tensor = parameter.full_tensor()
+    return whole
+
+
+def _has_shape(value: Any, shape: torch.Size) -> bool:
+    return isinstance(value, Tensor) and value.shape == shape

@@ -1,0 +1,334 @@
+"""Tensor parallelism gives the same numbers as one process, on every grid.
+
+All rows of one number of ranks run in one job, because starting ranks takes longer than a row.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_axosparse import AxoSparseStrategy
+from tests.parity.cases import Record, difference, recorded, trainer
+from tests.ranks import run_ranks
+
+VOCABULARY, WIDTH, LAYERS, LENGTH, HEADS = 24, 16, 4, 6, 4
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [
+            layer(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        ]
+        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(WIDTH), Attention()
+        self.norm_2 = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        return x + self.down(nn.functional.gelu(self.up(self.norm_2(x))))
+
+
+def plan(sequence: bool) -> dict[str, Any]:
+    """Column- and row-wise; with ``sequence``, norms run on a part of each sequence."""
+    columns = ("attention.query", "attention.key", "attention.value", "up")
+    rows = ("attention.out", "down")
+    if not sequence:
+        return {
+            **{name: ColwiseParallel() for name in columns},
+            **{name: RowwiseParallel() for name in rows},
+        }
+    whole = {"desired_input_layouts": (Replicate(),), "input_layouts": (Shard(1),)}
+    return {
+        "norm": SequenceParallel(),
+        "norm_2": SequenceParallel(),
+        "attention": PrepareModuleInput(**whole),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        **{name: ColwiseParallel() for name in columns[:3]},
+        **{name: RowwiseParallel(output_layouts=Shard(1)) for name in rows},
+    }
+
+
+class Own(L.LightningModule):
+    """A transformer as it is written for Lightning's ModelParallelStrategy."""
+
+    def __init__(self, sequence: bool = False, slow: bool = False) -> None:
+        super().__init__()
+        self.sequence, self.slow = sequence, slow
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def configure_model(self) -> None:
+        if self.device_mesh is None:
+            return
+        mesh = self.device_mesh["tensor_parallel"]
+        for block in self.blocks:
+            parallelize_module(block, mesh, plan(self.sequence))
+        if self.sequence:
+            outer: dict[str, Any] = {
+                "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+                "norm": SequenceParallel(),
+                "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+            }
+            parallelize_module(self, mesh, outer)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            if self.slow:
+                time.sleep(random.SystemRandom().random() * 0.004)
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def loss(self, ids: Tensor) -> Tensor:
+        logits = self(ids[:, :-1])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+    def training_step(self, ids: Tensor, index: int) -> Tensor:
+        loss = self.loss(ids)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, ids: Tensor, index: int) -> None:
+        self.log("val_loss", self.loss(ids), sync_dist=True)
+
+    def predict_step(self, ids: Tensor, index: int) -> Tensor:
+        return self(ids)
+
+    def configure_optimizers(self) -> Any:
+        if self.dtype == torch.float64:
+            return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9)
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+class Llama(Own):
+    """Hugging Face's Llama with grouped queries, whose plan the strategy takes."""
+
+    def __init__(self) -> None:
+        L.LightningModule.__init__(self)
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=WIDTH,
+            intermediate_size=2 * WIDTH,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            num_key_value_heads=HEADS // 2,
+            use_cache=False,
+        )
+        self.network = LlamaForCausalLM(config)
+
+    configure_model = L.LightningModule.configure_model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.network(ids).logits
+
+
+class Tokens(Dataset):
+    def __init__(self, seed: int, samples: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.ids = torch.randint(VOCABULARY, (samples, LENGTH + 1), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.ids[index]
+
+
+def loader(seed: int, g_data: int, batches: int = 4) -> DataLoader:
+    """One process's batches are those of all replicas, joined."""
+    return DataLoader(Tokens(seed, batches * 8), batch_size=8 // g_data)
+
+
+OWN: dict[str, Any] = {"pipeline": "blocks"}
+LLAMA: dict[str, Any] = {"pipeline": "network.model.layers", "tensor_plan": "auto"}
+# Row: module, strategy, trainer.
+ROWS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "own, float64": (Own, OWN, {"precision": "64-true"}),
+    "own, float32": (Own, OWN, {}),
+    "sequence parallel": (lambda: Own(sequence=True), OWN, {"precision": "64-true"}),
+    "recomputed": (Own, {**OWN, "recompute": 1}, {"precision": "64-true"}),
+    "clipped": (Own, OWN, {"precision": "64-true", "gradient_clip_val": 0.05}),
+    "accumulated": (Own, OWN, {"precision": "64-true", "accumulate_grad_batches": 2}),
+    "Llama, float64": (Llama, LLAMA, {"precision": "64-true"}),
+    "Llama, float32": (Llama, LLAMA, {}),
+    "slow ranks": (lambda: Own(slow=True), OWN, {"precision": "64-true", "max_epochs": 3}),
+}
+
+
+def run(row: str, strategy: Any, ranks: int, g_data: int, **options: Any) -> Record:
+    make, _, settings = ROWS[row]
+    L.seed_everything(0, verbose=False)
+    module = make()
+    fit = trainer(strategy, ranks, **{"max_epochs": 2, **settings, **options})
+    fit.fit(module, loader(1, g_data), loader(2, g_data, 2))
+    return recorded(fit, module)
+
+
+def on_grid(grid: tuple[int, int, int], folder: Path) -> dict[str, Any]:
+    g_inter, g_tensor, g_data = grid
+    ranks = g_inter * g_tensor * g_data
+    found: dict[str, Any] = {}
+    for row, (_, options, _) in ROWS.items():
+        strategy = AxoSparseStrategy(g_inter, 2, g_tensor=g_tensor, **options)
+        found[row] = run(row, strategy, ranks, g_data)
+    if grid == (2, 2, 1):
+        found["resumed"] = resumed(ranks, folder, g_inter=2, g_tensor=2)
+        found["resumed elsewhere"] = resumed(ranks, folder, g_inter=4)
+        found["predicted"] = predicted(ranks)
+        found["facts"] = facts(ranks)
+    return found
+
+
+def half_way(folder: Path, make: Any) -> None:
+    """Train the first of two epochs, and save."""
+    L.seed_everything(0, verbose=False)
+    module = Own()
+    fit = make(max_epochs=1)
+    fit.fit(module, loader(1, 1), loader(2, 1, 2))
+    fit.save_checkpoint(folder / "half.ckpt")
+
+
+SGD: dict[str, Any] = {"precision": "64-true"}
+
+
+def resumed(ranks: int, folder: Path, **grid: int) -> Record:
+    """The second epoch of a run whose first one was on a 2 x 2 x 1 grid."""
+    if "g_tensor" in grid:
+        saving = AxoSparseStrategy(g_inter=2, microbatches=2, g_tensor=2, **OWN)
+        half_way(folder, lambda **options: trainer(saving, ranks, **SGD, **options))
+    L.seed_everything(1, verbose=False)
+    module = Own()
+    strategy = AxoSparseStrategy(microbatches=2, **grid, **OWN)
+    fit = trainer(strategy, ranks, max_epochs=2, **SGD)
+    fit.fit(module, loader(1, 1), loader(2, 1, 2), ckpt_path=folder / "half.ckpt")
+    return recorded(fit, module)
+
+
+def predicted(ranks: int) -> list[Tensor]:
+    L.seed_everything(0, verbose=False)
+    strategy = AxoSparseStrategy(g_inter=2, microbatches=2, g_tensor=2, **OWN)
+    return trainer(strategy, ranks, **SGD).predict(Own(), loader(3, 1, 2))
+
+
+class Looks(L.Callback):
+    """Notes what a rank keeps and what hooks see."""
+
+    def on_train_batch_end(self, run: L.Trainer, module: Any, *_: Any) -> None:
+        held = run.strategy.held_parameters()
+        self.kept = {name: tuple(p.shape) for name, p in held.items()}
+        self.whole = {n: tuple(p.shape) for n, p in run.strategy.whole_parameters()}
+        self.shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}
+
+
+def facts(ranks: int) -> dict[str, Any]:
+    looks = Looks()
+    strategy = AxoSparseStrategy(g_inter=2, microbatches=2, g_tensor=2, **OWN)
+    run = trainer(strategy, ranks, max_steps=1, callbacks=[looks])
+    run.fit(Own(), loader(1, 1))
+    return vars(looks)
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Record]:
+    return {row: run(row, "auto", 1, 1) for row in ROWS}
+
+
+@pytest.fixture(scope="module")
+def two_by_two(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return run_ranks(4, on_grid, (2, 2, 1), folder), folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", [(1, 2, 1), (1, 2, 2), (2, 2, 2)], ids=str)
+def test_grids_train_as_one_process(
+    grid: tuple[int, int, int], alone: dict[str, Record], tmp_path: Path
+) -> None:
+    compare(run_ranks(grid[0] * grid[1] * grid[2], on_grid, grid, tmp_path), alone)
+
+
+@pytest.mark.slow
+def test_two_stages_of_two_ranks_train_as_one_process(
+    alone: dict[str, Record], two_by_two: Any
+) -> None:
+    compare(two_by_two[0], alone)
+
+
+def compare(ranks: list[dict[str, Record]], alone: dict[str, Record]) -> None:
+    for found in ranks:
+        for row, (_, _, options) in ROWS.items():
+            tolerance = 1e-10 if "precision" in options else 1e-5
+            assert difference(found[row], alone[row]) <= tolerance, row
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_that_of_one_process_and_resumes_on_other_grids(
+    alone: dict[str, Record], two_by_two: Any, tmp_path: Path
+) -> None:
+    ranks, folder = two_by_two
+    half_way(tmp_path, lambda **options: trainer(**SGD, **options))
+    ours, theirs = (
+        torch.load(path / "half.ckpt", weights_only=False) for path in (folder, tmp_path)
+    )
+    torch.testing.assert_close(ours["state_dict"], theirs["state_dict"], atol=1e-12, rtol=0)
+    mine, other = (saved["optimizer_states"][0] for saved in (ours, theirs))
+    torch.testing.assert_close(mine["state"], other["state"], atol=1e-12, rtol=0)
+    for found in ranks:
+        for how in ("resumed", "resumed elsewhere"):
+            assert found[how].losses == pytest.approx(alone["own, float64"].losses[4:], abs=1e-10)
+            weights = alone["own, float64"].weights
+            torch.testing.assert_close(found[how].weights, weights, atol=1e-10, rtol=0)
+
+
+@pytest.mark.slow
+def test_every_rank_gets_the_predictions_of_one_process(two_by_two: Any) -> None:
+    L.seed_everything(0, verbose=False)
+    expected = trainer(**SGD).predict(Own(), loader(3, 1, 2))
+    for found in two_by_two[0]:
+        torch.testing.assert_close(found["predicted"], expected, atol=1e-12, rtol=0)
+
+
+@pytest.mark.slow
+def test_a_rank_keeps_its_part_of_each_weight_and_hooks_get_all_of_it(two_by_two: Any) -> None:
+    shapes = {name: tuple(p.shape) for name, p in Own().named_parameters()}
+    for rank, found in enumerate(two_by_two[0]):
+        facts, stage = found["facts"], rank % 2
+        assert facts["whole"] == shapes
+        assert facts["kept"][f"blocks.{2 * stage}.up.weight"] == (2 * WIDTH, WIDTH)
+        assert facts["kept"][f"blocks.{2 * stage}.down.weight"] == (WIDTH, 2 * WIDTH)
+        assert facts["kept"][f"blocks.{2 * stage}.down.bias"] == (WIDTH,)
+        # Layers of other stages show their whole shape.
+        assert facts["shapes"][f"blocks.{2 - 2 * stage}.up.weight"] == (4 * WIDTH, WIDTH)

@@ -1,0 +1,134 @@
+"""Ranks that share layers run the same passes, whatever the order in which messages arrive."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_axosparse.pipeline.agreed_order import (
+    FollowingOrder,
+    LeadingOrder,
+    Order,
+    agreed_order,
+    own_order,
+)
+from lightning_axosparse.pipeline.schedule import SCHEDULES, ForwardOnly, Op, PassKind, Schedule
+
+
+class Rank:
+    """One stage of one pipeline: its schedule, and the messages that have arrived."""
+
+    def __init__(self, schedule: Schedule, order: Order, is_first: bool, is_last: bool) -> None:
+        self.schedule, self.order = schedule, order
+        self.activations = schedule.microbatches if is_first else 0
+        self.gradients = schedule.microbatches if is_last else 0
+        self.passes: list[Op] = []
+
+    def start_next(self) -> Op | None:
+        op = self.order.start_next(self.schedule, self.activations, self.gradients)
+        if op is not None:
+            self.passes.append(op)
+            if op.kind == "weight gradient":
+                self.schedule.end_weight_gradients()
+        return op
+
+
+def follower(told: deque[PassKind]) -> FollowingOrder:
+    return FollowingOrder(lambda: told.popleft() if told else None, "rank 0")
+
+
+@given(
+    data=st.data(),
+    name=st.sampled_from([*SCHEDULES, "forward only"]),
+    stages=st.integers(1, 4),
+    g_tensor=st.integers(1, 3),
+    microbatches=st.integers(1, 6),
+    slack=st.integers(0, 3),
+)
+def test_every_order_of_messages_ends_with_the_same_passes_in_a_group(
+    data: st.DataObject, name: str, stages: int, g_tensor: int, microbatches: int, slack: int
+) -> None:
+    kind = ForwardOnly if name == "forward only" else SCHEDULES[name]
+    limit = stages + slack
+    ranks: dict[tuple[int, int], Rank] = {}
+    arriving: list[tuple[int, int, str]] = []  # messages between stages, under way
+    channels: list[tuple[deque[PassKind], deque[PassKind]]] = []  # told, and delivered
+    for stage in range(stages):
+        mine = [(deque[PassKind](), deque[PassKind]()) for _ in range(g_tensor - 1)]
+        channels += mine
+
+        def tell(op: PassKind, mine: list = mine) -> None:
+            for sent, _ in mine:
+                sent.append(op)
+
+        orders: list[Order] = [LeadingOrder(tell), *(follower(there) for _, there in mine)]
+        for tensor_rank, order in enumerate(orders):
+            schedule = kind(stage, stages, microbatches, limit)
+            ranks[stage, tensor_rank] = Rank(schedule, order, stage == 0, stage == stages - 1)
+    moves = 0
+    while not all(rank.schedule.finished for rank in ranks.values()):
+        moves += 1
+        # Each message and each rank may be the slowest one; all move on sooner or later.
+        places = data.draw(st.permutations(list(ranks)), "ranks") if moves < 8 else list(ranks)
+        progress = False
+        for place in places:
+            rank = ranks[place]
+            op = None if rank.schedule.finished else rank.start_next()
+            if op is None:
+                continue
+            progress = True
+            stage, tensor_rank = place
+            if op.kind == "forward" and stage < stages - 1:
+                arriving.append((stage + 1, tensor_rank, "activations"))
+            if op.kind == "backward" and stage > 0:
+                arriving.append((stage - 1, tensor_rank, "gradients"))
+        pending = len(arriving)
+        late = data.draw(st.integers(0, pending), "late") if pending and progress else 0
+        for stage, tensor_rank, what in arriving[late:]:
+            rank = ranks[stage, tensor_rank]
+            setattr(rank, what, getattr(rank, what) + 1)
+        del arriving[late:]
+        for sent, there in channels:
+            if sent and (not progress or data.draw(st.booleans(), "told")):
+                there.append(sent.popleft())
+                progress = True
+        assert progress or pending, "no rank can move on"
+    for stage in range(stages):
+        passes = [ranks[stage, tensor_rank].passes for tensor_rank in range(g_tensor)]
+        assert all(each == passes[0] for each in passes)
+
+
+def test_a_rank_waits_for_the_message_of_the_pass_that_it_was_told() -> None:
+    schedule = SCHEDULES["1f1b"](1, 2, 2, 2)
+    told: deque[PassKind] = deque()
+    order = follower(told)
+    assert order.awaited == "the next pass from rank 0, which shares its layers"
+    assert order.start_next(schedule, 1, 2) is None  # It has a message, but was told nothing.
+    told.append("forward")
+    assert order.start_next(schedule, 0, 2) is None
+    assert order.awaited == ""
+    assert order.start_next(schedule, 1, 2) == Op("forward", 0)
+
+
+def test_a_rank_that_shares_no_layers_keeps_the_order_of_its_schedule() -> None:
+    assert agreed_order(None) is own_order
+    own, chosen = (SCHEDULES["together"](0, 2, 4, 4) for _ in range(2))
+    assert [own_order.start_next(own, 4, 0) for _ in range(4)] == [
+        chosen.start_next(4, 0) for _ in range(4)
+    ]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_replayed_passes_leave_the_counts_of_the_schedule(name: str) -> None:
+    chooses, replays = (SCHEDULES[name](0, 1, 3, 3) for _ in range(2))
+    while not chooses.finished:
+        op = chooses.start_next(3, 3)
+        assert op is not None
+        assert replays.start(op.kind) == op
+        if op.kind == "weight gradient":
+            chooses.end_weight_gradients()
+            replays.end_weight_gradients()
+    assert replays.finished

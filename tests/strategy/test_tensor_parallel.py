@@ -1,0 +1,166 @@
+"""What tensor parallelism cannot do is refused in words, before any rank is started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, PipelineTimeline
+from lightning_axosparse.strategy.tensor_parallel import hugging_face_plan
+from tests.faults import jobs
+from tests.ranks import run_ranks
+
+PLAN = {"model.0": ColwiseParallel(), "model.1": RowwiseParallel()}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"transport": "loopback"}, "transport='loopback' does not work with g_tensor=2"),
+        ({"g_inter": "auto"}, "g_inter='auto' does not work"),
+        ({"balance": "time"}, "balance='time' does not work"),
+        ({"schedule": "deferred"}, "schedule='deferred' does not work"),
+        ({"g_inter": 2, "regrid": 1}, "regrid=1 does not work"),
+        ({"offload_optimizer": True}, "offload_optimizer=True does not work"),
+        ({"shard_optimizer": True}, "shard_optimizer=True does not work"),
+        ({"save_distributed_checkpoint": True}, "save_distributed_checkpoint=True does not work"),
+        ({"g_tensor": 0}, "g_tensor=0 must be"),
+        ({"tensor_plan": "mine"}, "tensor_plan='mine' must be"),
+    ],
+)
+def test_arguments(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        AxoSparseStrategy(**{"g_tensor": 2, "tensor_plan": PLAN, **options})
+
+
+class Watches(Callback):
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        """Reads gradients."""
+
+
+class Clips(jobs.Plain):
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        """Clips by a rule of its own."""
+
+
+class Rows(jobs.Plain):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters())
+
+
+def fit(module: L.LightningModule, ranks: int = 2, **options: Any) -> None:
+    callbacks = options.pop("callbacks", [])
+    strategy = {"g_inter": 1, "g_tensor": 2, "tensor_plan": PLAN, **options}
+    jobs.train(module, ranks=ranks, callbacks=callbacks, **strategy)
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "message"),
+    [
+        (jobs.Plain, {"tensor_plan": None}, "there is no plan.*configure_model"),
+        (jobs.Plain, {"tensor_plan": "auto"}, "tensor_plan='auto' .* none has one"),
+        (jobs.Plain, {"ranks": 3}, r"g_tensor=2 .* 3 rank.*\[1, 3\]"),
+        (jobs.Plain, {"callbacks": [EarlyBirdTicket(0.5)]}, "EarlyBirdTicket does not work"),
+        (jobs.Plain, {"callbacks": [PipelineTimeline()]}, "PipelineTimeline does not work"),
+        (jobs.Plain, {"callbacks": [EMAWeightAveraging()]}, "EMAWeightAveraging does not work"),
+        (jobs.Plain, {"callbacks": [Watches()]}, "Watches overrides `on_before_optimizer_step`"),
+        (Clips, {}, "Clips overrides `configure_gradient_clipping`"),
+        (Rows, {}, "Adafactor cannot step parts of weights.*leave g_tensor out"),
+    ],
+)
+def test_runs(module: type, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(module(), **options)
+
+
+class Planned(nn.Module):
+    """As Hugging Face's modules name the plan of all of their parts."""
+
+    def __init__(self, **styles: str) -> None:
+        super().__init__()
+        self.inner, self.tp_plan = nn.Linear(2, 2), styles
+
+
+def test_the_plan_of_a_hugging_face_module_goes_by_names_of_the_whole_module() -> None:
+    outer = Planned(**{"inner.*.up": "colwise", "inner.head": "colwise_gather_output"})
+    outer.part = Planned(up="rowwise")  # named by the outer one already
+    plan = hugging_face_plan(nn.ModuleDict({"network": outer}))
+    assert list(plan) == ["network.inner.*.up", "network.inner.head"]
+    assert all(isinstance(style, ColwiseParallel) for style in plan.values())
+    with pytest.raises(MisconfigurationException, match="Planned wants 'packed_rowwise' for 'up'"):
+        hugging_face_plan(Planned(up="packed_rowwise"))
+
+
+class Normed(jobs.Plain):
+    """A norm between layers, which with a wrong plan sees a part of the activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(4), nn.Linear(8, 4))
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        up, norm, down = self.model
+        hidden = up(batch)
+        return down(norm(hidden.unflatten(-1, (-1, 4))).flatten(-2)).square().mean()
+
+
+class Tied(jobs.Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model[1].weight = self.model[0].weight
+
+
+def refusals() -> list[str]:
+    """The errors of runs that are known on ranks alone."""
+    normed = {"model.0": ColwiseParallel(), "model.2": RowwiseParallel()}
+    sequence = {"model.0": SequenceParallel()}
+    hooked = jobs.Plain()
+    hooked.model[0].weight.register_hook(lambda gradient: gradient)
+    narrow = jobs.Plain()
+    narrow.model[0] = nn.Linear(4, 3)
+    narrow.model[1] = nn.Linear(3, 4)
+    found = []
+    for module, plan in (
+        (Normed(), normed),
+        (Tied(), PLAN),
+        (jobs.Plain(), {"layers.*": ColwiseParallel()}),
+        (jobs.Plain(), sequence),
+        (hooked, PLAN),
+        (narrow, PLAN),
+    ):
+        trainer = L.Trainer(
+            strategy=AxoSparseStrategy(g_tensor=2, tensor_plan=plan),
+            accelerator="cpu",
+            devices=2,
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.strategy.on_exception = lambda exception: None  # It would end the job.
+        try:
+            trainer.fit(module, jobs.Unequal())
+            found.append("")
+        except MisconfigurationException as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.slow
+def test_plans_that_would_compute_something_else_are_refused() -> None:
+    for found in run_ranks(2, refusals):
+        differs, tied, unmatched, unsplit, hooked, narrow = found
+        assert "different gradients of 'model.1.weight'" in differs
+        assert "splits 'model.0.weight', which is tied to 'model.1.weight'" in tied
+        assert "no plan splits a weight" in unmatched
+        assert "no plan splits a weight" in unsplit
+        assert "'model.0.weight' has a gradient hook" in hooked
+        assert "'model.0.weight' of shape (3, 4)" in narrow
