@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_axosparse.distributed.grid import Grid
 
@@ -58,6 +59,24 @@ class ProcessGroups:
             )
         self.logged = _group_of(grid, grid.across_batch_ranks, "logged values")
         self.loop_ends = _group_of(grid, [range(grid.world_size)], "the ends of loops")
+
+    def device_mesh(self, device: torch.device) -> DeviceMesh:
+        """Lightning's mesh of the ranks of this stage: ``data_parallel`` x ``tensor_parallel``.
+
+        Collective over the job, with a tensor group.
+        """
+        grid, data = self.grid, self.data
+        if data is None:
+            data = _group_of(grid, grid.stage_ranks, "a replica alone", smallest=1)
+        mesh = [ranks for ranks in grid.tensor_ranks if ranks[0] % grid.g_inter == grid.stage]
+        assert data is not None
+        assert self.tensor is not None
+        return DeviceMesh.from_group(
+            [data, self.tensor],
+            device.type,
+            mesh,
+            mesh_dim_names=("data_parallel", "tensor_parallel"),
+        )
 
     def create_shared(self, sets: Iterable[frozenset[int]]) -> None:
         """Create the groups for sets of stages that hold the same parameters; collective."""
@@ -118,12 +137,12 @@ before its world, each has a communicator of its own, and an MPI has only so man
 
 
 def _group_of(
-    grid: Grid, partition: Sequence[Sequence[int]], description: str
+    grid: Grid, partition: Sequence[Sequence[int]], description: str, smallest: int = 2
 ) -> dist.ProcessGroup | None:
     """Create a group for each part of a partition of ranks, and return the one with this rank."""
     mine = None
     for part in partition:
-        if len(part) > 1:
+        if len(part) >= smallest:
             created = _created.setdefault(dist.group.WORLD, {})
             key = description, tuple(part)
             if key not in created:

@@ -79,8 +79,8 @@ class StageCheckpoints:
         if self._is_ordinary:
             return module.state_dict()
         with self._metrics_shared(), in_parts(module):
-            held, tensors = stage_module.sharding.held(), stage_module.tensors
-            whole = {} if tensors is None else tensors.whole_values(held)
+            tensors = stage_module.tensors
+            whole = {} if tensors is None else tensors.whole_values()
             if grid.pipeline_index > 0:
                 return {}
             for average in weight_averages(module.trainer):

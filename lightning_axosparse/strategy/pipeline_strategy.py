@@ -158,8 +158,8 @@ class PipelineStrategy(MPIStrategy):
             if is_left_sharded(self._module):
                 bring(self._module, everything(self._module))
                 take(self._module)
-            group, device = self._groups.tensor, self.root_device
-            self._tensors = TensorShards(self._module, group, device)
+            mesh = self._groups.device_mesh(self.root_device)
+            self._tensors = TensorShards(self._module, mesh)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Shard the module over the stages, after its optimizers were configured for all of it."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -161,12 +162,16 @@ class StageModule:
 
     def _join(self) -> None:
         if self.tensors is not None:
-            self.tensors.join(self.sharding.held())
+            # After an exception others may not be there any more.
+            interrupted = self.module.trainer.state.status == TrainerStatus.INTERRUPTED
+            self.tensors.join(self._optimizers, not interrupted)
 
-    def counted(self) -> set[str]:
-        """The names that this rank counts, so that each part is counted once over a replica."""
-        names = self.sharding.counted()
-        return names if self.tensors is None else self.tensors.counted(names)
+    def counter(self) -> Callable[[Tensor], bool]:
+        """What says whether this rank counts a parameter: each part once over a replica."""
+        held = self.sharding.held()
+        names: dict[Tensor, str] = {held[name]: name for name in self.sharding.counted()}
+        tensors = self.tensors
+        return lambda p: p in names and (tensors is None or tensors.counts(names[p]))
 
     @torch.no_grad()
     def share_outer_buffers(self, module: nn.Module) -> None:

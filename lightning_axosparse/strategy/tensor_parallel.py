@@ -8,7 +8,7 @@ exchanges is torch's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.distributed.tensor.placement_types import Placement
+from torch.optim import Optimizer
 
 from lightning_axosparse.pipeline.backward.parameter_gradients import GradientHooks
 from lightning_axosparse.strategy.compat.internals import set_device_mesh
@@ -42,6 +43,7 @@ _HUGGING_FACE: Mapping[str, Callable[[], ParallelStyle]] = {
     "rowwise": RowwiseParallel,
     "colwise_rep": _WHOLE_OUTPUT,
     "colwise_gather_output": _WHOLE_OUTPUT,
+    "embedding_rowwise": partial(RowwiseParallel, input_layouts=Replicate()),
 }
 
 
@@ -80,24 +82,25 @@ class TensorShards:
 
     Args:
         module: the module, whole.
-        group: the ranks that share its layers.
-        device: the device of this rank.
+        mesh: Lightning's mesh, whose dimension ``tensor_parallel`` has the ranks that share layers.
     """
 
-    def __init__(
-        self, module: LightningModule, group: dist.ProcessGroup, device: torch.device
-    ) -> None:
-        self._module, self._group = module, group
+    def __init__(self, module: LightningModule, mesh: DeviceMesh) -> None:
+        self._module, self._all_dimensions = module, mesh
+        self._mesh = mesh["tensor_parallel"]
+        self._group = group = self._mesh.get_group()
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
-        self._mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("tensor_parallel",))
         self._placements: dict[str, Placement] = {}
         self._shapes: dict[str, torch.Size] = {}
+        self._placed: dict[str, nn.Parameter] = {}
+        self._split: dict[str, nn.Parameter] = {}
+        self._is_whole = True
         self._gradients_are_compared = False
 
     @contextmanager
     def configuring(self) -> Iterator[None]:
         """Give the module its device mesh, and take in what it has parallelized in the context."""
-        set_device_mesh(self._module, self._mesh)
+        set_device_mesh(self._module, self._all_dimensions)
         tied = _tied(self._module)
         yield
         self._take_in(tied)
@@ -165,91 +168,120 @@ class TensorShards:
     def split(self, held: Mapping[str, nn.Parameter]) -> None:
         """Keep this rank's part of the parameters that its stage holds."""
         hooked = GradientHooks(held.values()).parameters
-        for name, parameter in held.items():
-            if name not in self._placements:
-                continue
+        self._placed = {name: p for name, p in held.items() if name in self._placements}
+        for name, parameter in self._placed.items():
             if parameter in hooked:
                 raise MisconfigurationException(
                     f"{name!r} has a gradient hook, which would see a part of the gradient, as "
                     "g_tensor splits it. Leave the hook out." + see("tensor-parallel")
                 )
-            self._shapes[name] = parameter.shape
-            parameter.data = self._local(name, parameter.data).clone()
-        kept = set(held.values())
-        for path, owner in self._module.named_modules():
-            placed = {
-                key: self._placements[name]
-                for key, parameter in owner._parameters.items()
-                if (name := f"{path}.{key}".lstrip(".")) in self._placements and parameter in kept
-            }
-            if placed:
-                _read_as_dtensors(owner, self._mesh, placed)
+            if isinstance(self._placements[name], Shard):
+                self._split[name], self._shapes[name] = parameter, parameter.shape
+        self._divide()
 
-    def join(self, held: Mapping[str, nn.Parameter]) -> None:
-        """Make the parameters whole and the layers ordinary ones; collective over the group."""
-        for name, parameter in held.items():
-            if name in self._shapes:
+    def join(self, optimizers: Iterable[Optimizer], together: bool) -> None:
+        """Make parameters and optimizers' state whole, and the layers ordinary ones.
+
+        Args:
+            optimizers: those that step the parameters.
+            together: whether all ranks of the group do so; else parts stay parts.
+        """
+        if together:
+            for state in [optimizer.state for optimizer in optimizers]:
+                for name in (n for n, parameter in self._split.items() if parameter in state):
+                    state[self._split[name]] = self.whole_state(name, state[self._split[name]])
+            for parameter in self._split.values():
                 parameter.grad = None
-                parameter.data = self._whole(name, parameter.data)
+            self._gather()
         for owner in self._module.modules():
-            if isinstance(owner, _DTensorReader):
-                owner.__class__ = type(owner).__bases__[1]
             for hooks in (owner._forward_pre_hooks, owner._forward_hooks):
                 for key, hook in list(hooks.items()):
                     if is_tensor_parallel(hook):
                         del hooks[key]
+        self._read_plainly()
+        self._placed, self._split = {}, {}
         self._placements.clear()
         self._shapes.clear()
         set_device_mesh(self._module, None)
 
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Have whole parameters with whole gradients for hooks; collective over the group.
+
+        What the hooks change, the ranks of the group have to change alike.
+        """
+        self._gather()
+        try:
+            yield
+        finally:
+            self._divide()
+
+    def _gather(self) -> None:
+        self._read_plainly()
+        self._is_whole = True
+        for name, parameter in self._split.items():
+            gradient, parameter.grad = parameter.grad, None
+            parameter.data = self._whole(name, parameter.data)
+            if gradient is not None:
+                parameter.grad = self._whole(name, gradient)
+
+    def _divide(self) -> None:
+        self._is_whole = False
+        for name, parameter in self._split.items():
+            gradient, parameter.grad = parameter.grad, None
+            parameter.data = self._local(name, parameter.data).clone()
+            if gradient is not None:
+                parameter.grad = self._local(name, gradient).clone()
+        placed = {parameter: self._placements[name] for name, parameter in self._placed.items()}
+        for owner in self._module.modules():
+            own = {k: placed[p] for k, p in owner._parameters.items() if p in placed}
+            if own:
+                _read_as_dtensors(owner, self._mesh, own)
+
+    def _read_plainly(self) -> None:
+        for owner in self._module.modules():
+            if isinstance(owner, _DTensorReader):
+                owner.__class__ = type(owner).__bases__[1]
+
     def _local(self, name: str, whole: Tensor) -> Tensor:
-        placement = self._placements[name]
-        if not isinstance(placement, Shard):
-            return whole
-        return whole.chunk(self._size, placement.dim)[self._rank].contiguous()
+        return whole.chunk(self._size, self._dimension(name))[self._rank].contiguous()
 
     def _whole(self, name: str, local: Tensor) -> Tensor:
-        placement = self._placements[name]
-        if not isinstance(placement, Shard):
-            return local
         parts = [torch.empty_like(local).contiguous() for _ in range(self._size)]
         dist.all_gather(parts, local.detach().contiguous(), group=self._group)
-        return torch.cat(parts, placement.dim)
+        return torch.cat(parts, self._dimension(name))
+
+    def _dimension(self, name: str) -> int:
+        placement = self._placements[name]
+        assert isinstance(placement, Shard)
+        return placement.dim
 
     # What clipping, hooks and checkpoints ask
 
-    def counted(self, names: set[str]) -> set[str]:
-        """Those of the names that this rank counts: of replicated parameters the first rank."""
-        return {
-            name
-            for name in names
-            if self._rank == 0 or isinstance(self._placements.get(name), Shard)
-        }
+    def counts(self, name: str) -> bool:
+        """Whether this rank counts a parameter: of what all ranks have, the first one."""
+        return self._rank == 0 or (name in self._split and not self._is_whole)
 
-    def whole_values(self, held: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    def whole_values(self) -> dict[str, Tensor]:
         """The whole values of the split parameters, by name; collective over the group."""
-        return {
-            name: self._whole(name, parameter.data)
-            for name, parameter in held.items()
-            if name in self._shapes
-        }
+        return {name: self._whole(name, parameter.data) for name, parameter in self._split.items()}
 
     def whole_parameter(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         """A parameter, or a copy of all of it with its gradient; collective over the group."""
-        if not isinstance(self._placements.get(name), Shard):
+        if name not in self._split:
             return parameter
         whole = nn.Parameter(self._whole(name, parameter.data), parameter.requires_grad)
         if parameter.grad is not None:
             whole.grad = self._whole(name, parameter.grad)
         return whole
 
-    def whole_state(self, name: str, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    def whole_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
         """A parameter's optimizer state, with whole tensors; collective over the group."""
-        if name not in self._shapes:
-            return state
-        local = self._local_shape(name)
+        if name not in self._split:
+            return dict(state)
+        part = self._split[name].shape
         return {
-            key: self._whole(name, value) if _has_shape(value, local) else value
+            key: self._whole(name, value) if _has_shape(value, part) else value
             for key, value in state.items()
         }
 
@@ -274,12 +306,6 @@ class TensorShards:
                     if _has_shape(value, self._shapes[name]):
                         state[key] = self._local(name, value).clone()
 
-    def _local_shape(self, name: str) -> torch.Size:
-        shape, placement = list(self._shapes[name]), self._placements[name]
-        if isinstance(placement, Shard):
-            shape[placement.dim] //= self._size
-        return torch.Size(shape)
-
     def validate_gradients(self, held: Mapping[str, nn.Parameter], tolerance: float) -> None:
         """Check, once, that all ranks have the same gradients of what is not split; collective.
 
@@ -289,7 +315,7 @@ class TensorShards:
         if self._gradients_are_compared:
             return
         self._gradients_are_compared = True
-        names = [name for name in held if not isinstance(self._placements.get(name), Shard)]
+        names = [name for name in held if name not in self._split]
         gradients = [held[name].grad for name in names]
         mine = torch.tensor([0.0 if g is None else float(g.double().norm()) for g in gradients])
         norms = [torch.empty_like(mine) for _ in range(self._size)]

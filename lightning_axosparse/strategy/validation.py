@@ -28,7 +28,6 @@ from torchmetrics import Metric
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_path
 from lightning_axosparse.sparse.module.elementwise import trial_steps
 from lightning_axosparse.strategy.compat.internals import (
-    callbacks_of,
     overrides,
     reading_files,
     writes_in_background,
@@ -52,7 +51,7 @@ def validate_run(config: Config, trainer: Trainer, io: CheckpointIO) -> None:
             validate_module(module)
         if config.defers_gradients:
             validate_split_module(module)
-    if config.stages > 1 and config.transport != "loopback":
+    if config.g_tensor > 1 or (config.stages > 1 and config.transport != "loopback"):
         validate_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
     if config.g_tensor > 1:
         validate_tensor_parallel(config, trainer)
@@ -165,8 +164,6 @@ def validate_regrid_module(module: nn.Module) -> None:
 
 # Tensor parallelism
 
-_GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
-
 
 def validate_tensor_parallel(config: Config, trainer: Trainer) -> None:
     """Check that there is a plan, and that nothing takes a part of a weight for all of it."""
@@ -188,16 +185,6 @@ def validate_tensor_parallel(config: Config, trainer: Trainer) -> None:
                 f"{type(callback).__name__} does not work with g_tensor={config.g_tensor}: it "
                 "would take the part of a weight that a rank has for all of it. Leave one of the "
                 "two out." + see("tensor-parallel")
-            )
-    for owner in (module, *callbacks_of(trainer)):
-        hook = next((name for name in _GRADIENT_HOOKS if overrides(owner, name)), None)
-        if hook is not None:
-            raise MisconfigurationException(
-                f"{type(owner).__name__} overrides `{hook}`, which would see parts of gradients, "
-                f"as g_tensor={config.g_tensor} splits weights. Clip with the Trainer's "
-                "gradient_clip_val, and read whole parameters and gradients in "
-                "`on_train_batch_end`, by `trainer.strategy.whole_parameters()`."
-                + see("tensor-parallel")
             )
 
 

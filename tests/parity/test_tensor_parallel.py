@@ -13,6 +13,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -34,7 +35,9 @@ VOCABULARY, WIDTH, LAYERS, LENGTH, HEADS = 24, 16, 4, 6, 4
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.query, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        # A bias of keys changes no output: its gradient is rounding, of which AdamW makes steps.
+        self.key = nn.Linear(WIDTH, WIDTH, bias=False)
         self.out = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,7 +94,7 @@ class Own(L.LightningModule):
     def configure_model(self) -> None:
         if self.device_mesh is None:
             return
-        mesh = self.device_mesh["tensor_parallel"]
+        mesh, self.replicas = self.device_mesh["tensor_parallel"], self.device_mesh["data_parallel"]
         for block in self.blocks:
             parallelize_module(block, mesh, plan(self.sequence))
         if self.sequence:
@@ -129,6 +132,18 @@ class Own(L.LightningModule):
         if self.dtype == torch.float64:
             return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9)
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+class Hooked(Own):
+    """Logs norms of gradients, and clips by a rule of its own, which reads a layer's weight."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict({name: float(norm) for name, norm in grad_norm(self, 2).items()})
+
+    def configure_gradient_clipping(self, optimizer: Any, **_: Any) -> None:
+        gradient = self.blocks[0].up.weight.grad
+        assert gradient is not None
+        self.clip_gradients(optimizer, float(gradient.norm(2)) / 2, "norm")
 
 
 class Llama(Own):
@@ -181,6 +196,7 @@ ROWS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "sequence parallel": (lambda: Own(sequence=True), OWN, {"precision": "64-true"}),
     "recomputed": (Own, {**OWN, "recompute": 1}, {"precision": "64-true"}),
     "clipped": (Own, OWN, {"precision": "64-true", "gradient_clip_val": 0.05}),
+    "gradients in hooks": (Hooked, OWN, {"precision": "64-true"}),
     "accumulated": (Own, OWN, {"precision": "64-true", "accumulate_grad_batches": 2}),
     "Llama, float64": (Llama, LLAMA, {"precision": "64-true"}),
     "Llama, float32": (Llama, LLAMA, {}),

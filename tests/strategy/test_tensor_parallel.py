@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
@@ -40,16 +40,6 @@ def test_arguments(options: dict[str, Any], message: str) -> None:
         AxoSparseStrategy(**{"g_tensor": 2, "tensor_plan": PLAN, **options})
 
 
-class Watches(Callback):
-    def on_before_optimizer_step(self, *_: Any) -> None:
-        """Reads gradients."""
-
-
-class Clips(jobs.Plain):
-    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
-        """Clips by a rule of its own."""
-
-
 class Rows(jobs.Plain):
     def configure_optimizers(self) -> Any:
         return torch.optim.Adafactor(self.parameters())
@@ -70,8 +60,7 @@ def fit(module: L.LightningModule, ranks: int = 2, **options: Any) -> None:
         (jobs.Plain, {"callbacks": [EarlyBirdTicket(0.5)]}, "EarlyBirdTicket does not work"),
         (jobs.Plain, {"callbacks": [PipelineTimeline()]}, "PipelineTimeline does not work"),
         (jobs.Plain, {"callbacks": [EMAWeightAveraging()]}, "EMAWeightAveraging does not work"),
-        (jobs.Plain, {"callbacks": [Watches()]}, "Watches overrides `on_before_optimizer_step`"),
-        (Clips, {}, "Clips overrides `configure_gradient_clipping`"),
+        (jobs.Plain, {"callbacks": [ModelPruning("l1_unstructured")]}, "ModelPruning masks"),
         (Rows, {}, "Adafactor cannot step parts of weights.*leave g_tensor out"),
     ],
 )

@@ -7,7 +7,7 @@ scales them as all ranks need it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -112,17 +112,24 @@ def clearing_is_seen(trainer: pl.Trainer) -> bool:
     )
 
 
+def _hooks_that_read(trainer: pl.Trainer) -> tuple[bool, bool]:
+    """Whether hooks of the user may read gradients after ``backward``, and before the step."""
+    module = trainer.lightning_module
+    callbacks = (c for c in callbacks_of(trainer) if not isinstance(c, RankLocalCallback))
+    owners = (module, *callbacks)
+    after_backward = any(overrides(each, "on_after_backward") for each in owners)
+    before_step = overrides(module, "configure_gradient_clipping") or any(
+        overrides(each, "on_before_optimizer_step") for each in owners
+    )
+    return after_backward, before_step
+
+
 class GradientNorms(RankLocalCallback):
     """Lets hooks know the norms of all stages' gradients; collective where a hook may read them."""
 
     def __init__(self, trainer: pl.Trainer, gradients: RemoteGradients) -> None:
         self._gradients = gradients
-        module = trainer.lightning_module
-        owners = (module, *callbacks_of(trainer))
-        self._after_backward = any(overrides(each, "on_after_backward") for each in owners)
-        self._before_step = overrides(module, "configure_gradient_clipping") or any(
-            overrides(each, "on_before_optimizer_step") for each in owners
-        )
+        self._after_backward, self._before_step = _hooks_that_read(trainer)
 
     def on_after_backward(self, *_: Any) -> None:
         """Measure what the hooks of this name may read."""
@@ -168,6 +175,15 @@ def replace_backward(plugin: Precision, give_gradients: Callable[[], None]) -> N
     _mix_in(plugin, _ReplacedBackward, _give_gradients=staticmethod(give_gradients))
 
 
+def show_whole_gradients(
+    plugin: Precision, trainer: pl.Trainer, whole: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Run the hooks of the user that read gradients in a context in which these are whole."""
+    contexts = [whole if reads else nullcontext for reads in _hooks_that_read(trainer)]
+    functions = zip(("_after_backward", "_before_step"), map(staticmethod, contexts), strict=True)
+    _mix_in(plugin, _WholeGradients, **dict(functions))
+
+
 def surround_backward(
     plugin: Precision, context: Callable[[], AbstractContextManager[None]]
 ) -> None:
@@ -179,6 +195,7 @@ def surround_backward(
 def restore_precision(plugin: Precision) -> None:
     """Give the plugin its own methods back; the loss scale keeps its value."""
     _take_out(plugin, _SurroundedBackward)
+    _take_out(plugin, _WholeGradients)
     _take_out(plugin, _ReplacedBackward)
     _take_out(plugin, _PipelineClipping)
     _take_out(getattr(plugin, "scaler", None), _AgreedScaler)
@@ -208,6 +225,23 @@ class _SurroundedBackward(_Mixin):
         """Differentiate a loss."""
         with self._context():
             super().backward(*args, **kwargs)  # type: ignore[misc]
+
+
+class _WholeGradients(_Mixin):
+    """Makes a precision plugin call hooks that read gradients in contexts."""
+
+    _after_backward: Callable[[], AbstractContextManager[None]]
+    _before_step: Callable[[], AbstractContextManager[None]]
+
+    def post_backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Call the hooks after ``backward``."""
+        with self._after_backward():
+            loss: Tensor = super().post_backward(*args, **kwargs)  # type: ignore[misc]
+            return loss
+
+    def _after_closure(self, *args: Any, **kwargs: Any) -> None:
+        with self._before_step():
+            super()._after_closure(*args, **kwargs)  # type: ignore[misc]
 
 
 class _ReplacedBackward(_Mixin):

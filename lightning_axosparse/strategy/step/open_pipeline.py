@@ -20,6 +20,7 @@ from lightning_axosparse.strategy.compat.gradients import (
     pipeline_precision,
     replace_backward,
     restore_precision,
+    show_whole_gradients,
 )
 from lightning_axosparse.strategy.compat.logging import MicrobatchLog, MicrobatchPrint
 from lightning_axosparse.strategy.compat.metrics import PipelinedMetrics
@@ -51,17 +52,17 @@ class OpenPipeline:
         self.stage_module = stage_module
         self.tracker = ReductionTracker(module.buffers())
         with ExitStack() as undo:  # What fails half-way is undone.
-            held = stage_module.sharding.held()
-            counted = {held[name] for name in stage_module.counted()}
             undo.callback(restore_precision, precision)
             pipeline_precision(
                 precision,
                 groups.replica,
                 groups.world,
-                counted.__contains__,
+                stage_module.counter(),
                 stage_module.remote_gradients.forget_norms,
             )
             replace_backward(precision, give_gradients)
+            if stage_module.tensors is not None:
+                show_whole_gradients(precision, module.trainer, stage_module.tensors.whole)
             links = stage_module.links(limit.largest)
             self.pipeline = Pipeline(
                 stage_module.layers,
