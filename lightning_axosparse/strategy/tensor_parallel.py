@@ -29,9 +29,8 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
-from lightning_axosparse.pipeline.backward.parameter_gradients import GradientHooks
 from lightning_axosparse.strategy.compat.internals import set_device_mesh
-from lightning_axosparse.support.torch_internals import is_tensor_parallel
+from lightning_axosparse.support.torch_internals import hooked, is_tensor_parallel
 from lightning_axosparse.support.troubleshooting import see
 
 TensorPlan = Literal["auto"] | Mapping[str, ParallelStyle]
@@ -101,9 +100,9 @@ class TensorShards:
     def configuring(self) -> Iterator[None]:
         """Give the module its device mesh, and take in what it has parallelized in the context."""
         set_device_mesh(self._module, self._all_dimensions)
-        tied = _tied(self._module)
+        before = _tied(self._module), _hooked(self._module)
         yield
-        self._take_in(tied)
+        self._take_in(*before)
 
     def parallelize(self, plan: TensorPlan | None) -> None:
         """Parallelize the module by a plan, unless it has done so itself.
@@ -113,9 +112,9 @@ class TensorShards:
         """
         if plan is not None:
             styles = hugging_face_plan(self._module) if plan == "auto" else dict(plan)
-            tied = _tied(self._module)
+            before = _tied(self._module), _hooked(self._module)
             parallelize_module(self._module, self._mesh, styles)
-            self._take_in(tied)
+            self._take_in(*before)
         if not any(isinstance(each, Shard) for each in self._placements.values()):
             raise MisconfigurationException(
                 f"g_tensor={self._size} ranks share the layers of {type(self._module).__name__}, "
@@ -124,8 +123,9 @@ class TensorShards:
                 "that it is called." + see("tensor-parallel")
             )
 
-    def _take_in(self, tied: Sequence[Sequence[str]]) -> None:
+    def _take_in(self, tied: Sequence[Sequence[str]], with_hooks: set[str]) -> None:
         """Note how weights are placed, and have them whole again until :meth:`split`."""
+        with_hooks = with_hooks | _hooked(self._module)
         made: dict[Tensor, nn.Parameter] = {}
         for path, owner in self._module.named_modules():
             for key, parameter in owner._parameters.items():
@@ -144,6 +144,12 @@ class TensorShards:
                     "would untie them. Leave it out of the plan, or untie the weights (in Hugging "
                     "Face's models with tie_word_embeddings=False)." + see("tensor-parallel")
                 )
+        for name in with_hooks & self._placements.keys():
+            raise MisconfigurationException(
+                f"{name!r} has a gradient hook, which would see a part of the gradient, as g_tensor"
+                " splits it. Leave the hook out, and change gradients in `on_after_backward`, where"
+                " they are whole." + see("tensor-parallel")
+            )
 
     def _placement(self, name: str, parameter: DTensor) -> Placement:
         placement = parameter.placements[0]
@@ -167,14 +173,8 @@ class TensorShards:
 
     def split(self, held: Mapping[str, nn.Parameter]) -> None:
         """Keep this rank's part of the parameters that its stage holds."""
-        hooked = GradientHooks(held.values()).parameters
         self._placed = {name: p for name, p in held.items() if name in self._placements}
         for name, parameter in self._placed.items():
-            if parameter in hooked:
-                raise MisconfigurationException(
-                    f"{name!r} has a gradient hook, which would see a part of the gradient, as "
-                    "g_tensor splits it. Leave the hook out." + see("tensor-parallel")
-                )
             if isinstance(self._placements[name], Shard):
                 self._split[name], self._shapes[name] = parameter, parameter.shape
         self._divide()
@@ -356,6 +356,12 @@ def _tied(module: nn.Module) -> list[list[str]]:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     return [each for each in names.values() if len(each) > 1]
+
+
+def _hooked(module: nn.Module) -> set[str]:
+    """The names of parameters that have gradient hooks."""
+    with_hooks = set(hooked(module.parameters()))
+    return {name for name, parameter in module.named_parameters() if parameter in with_hooks}
 
 
 def _whole(parameter: DTensor) -> Tensor:
