@@ -36,19 +36,6 @@ class Order(Protocol):
         """Start the next pass, if there is one; arguments as for :meth:`Schedule.start_next`."""
 
 
-class OwnOrder:
-    """A rank that shares no layers: its schedule decides."""
-
-    awaited = ""
-
-    def start_next(self, schedule: Schedule, activations: int, gradients: int) -> Op | None:
-        """Start what the schedule chooses."""
-        return schedule.start_next(activations, gradients)
-
-
-own_order = OwnOrder()
-
-
 class LeadingOrder:
     """The first rank of a group, whose schedule decides for all.
 
@@ -121,10 +108,10 @@ class _Told:
         return work
 
 
-def agreed_order(group: dist.ProcessGroup | None) -> Order:
-    """The order of a stage's passes on the ranks of a group that share its layers; None for one."""
+def agreed_order(group: dist.ProcessGroup | None) -> Order | None:
+    """Who decides on the ranks of a group that share layers; None: each stage for itself."""
     if group is None:
-        return own_order
+        return None
     told = _Told(group)
     if dist.get_rank(group) == 0:
         return LeadingOrder(told.tell)

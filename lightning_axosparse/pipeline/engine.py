@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from lightning_axosparse.distributed.rank_status import BackOff, this_rank
-from lightning_axosparse.pipeline.agreed_order import Order, own_order
+from lightning_axosparse.pipeline.agreed_order import Order
 from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
 from lightning_axosparse.pipeline.choice import InFlightLimit, ScheduleChoice
 from lightning_axosparse.pipeline.crossing.message import Crossing, Gradients, Link, Probe, tensors
@@ -37,7 +37,7 @@ class StageRun:
         schedule: Schedule,
         link: Link,
         passes: StageStep,
-        order: Order = own_order,
+        order: Order | None = None,
     ) -> None:
         self.stage, self.schedule, self.passes = stage, schedule, passes
         self._order = order
@@ -59,6 +59,8 @@ class StageRun:
             activations = self._activations_used + len(link.activations)
         if not self._last:
             gradients = self._gradients_used + len(link.gradients)
+        if self._order is None:
+            return self.schedule.start_next(activations, gradients)
         return self._order.start_next(self.schedule, activations, gradients)
 
     def receive_activation(self) -> Any:
@@ -96,7 +98,7 @@ class StageRun:
 
     def awaited(self) -> str:
         """The messages without which this stage cannot continue, in words."""
-        if self._order.awaited:
+        if self._order is not None and self._order.awaited:
             return self._order.awaited
         missing, forwards, backwards = [], self.schedule.forwards, self.schedule.backwards
         if not self._first and forwards < self.schedule.microbatches:
@@ -168,7 +170,7 @@ class Pipeline:
         tracker: ReductionTracker,
         split: SplitLayers,
         gather: Callable[[Any], list[Any]],
-        agreed_order: Order = own_order,
+        agreed_order: Order | None = None,
     ) -> None:
         self._agreed_order = agreed_order
         self.limit, self.choice = limit, choice

@@ -12,8 +12,6 @@ from lightning_axosparse.pipeline.agreed_order import (
     FollowingOrder,
     LeadingOrder,
     Order,
-    agreed_order,
-    own_order,
 )
 from lightning_axosparse.pipeline.schedule import SCHEDULES, ForwardOnly, Op, PassKind, Schedule
 
@@ -111,14 +109,6 @@ def test_a_rank_waits_for_the_message_of_the_pass_that_it_was_told() -> None:
     assert order.start_next(schedule, 0, 2) is None
     assert order.awaited == ""
     assert order.start_next(schedule, 1, 2) == Op("forward", 0)
-
-
-def test_a_rank_that_shares_no_layers_keeps_the_order_of_its_schedule() -> None:
-    assert agreed_order(None) is own_order
-    own, chosen = (SCHEDULES["together"](0, 2, 4, 4) for _ in range(2))
-    assert [own_order.start_next(own, 4, 0) for _ in range(4)] == [
-        chosen.start_next(4, 0) for _ in range(4)
-    ]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -144,6 +144,8 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             "offload_optimizer": NO_BOOL,
             "shard_optimizer": NO_BOOL,
             "regrid": ["some", *NO_COUNT],
+            "g_tensor": NO_COUNT,
+            "tensor_plan": [True, 1, "x", []],
             "accelerator": NO_OBJECT,
             "cluster_environment": NO_OBJECT,
             "checkpoint_io": NO_OBJECT,

@@ -6,7 +6,6 @@ each test compares with runs the same module without micro-batches.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -58,13 +57,13 @@ def connect(g_inter: int) -> Groups:
     """Start torch.distributed (gloo) on the ranks of this MPI job and form its groups."""
     from mpi4py import MPI
 
-    world = MPI.COMM_WORLD
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = world.bcast(probe.getsockname()[1])
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=world.rank, world_size=world.size
-    )
+    world, host = MPI.COMM_WORLD, "127.0.0.1"
+    if world.rank == 0:  # It listens before others know the port, so nobody can take it.
+        store = dist.TCPStore(host, 0, world.size, is_master=True, wait_for_workers=False)
+    port = world.bcast(store.port if world.rank == 0 else None)
+    if world.rank > 0:
+        store = dist.TCPStore(host, port, world.size)
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
     grid = Grid(world.size, g_inter, world.rank)
     inter, _ = dist.new_subgroups_by_enumeration(grid.pipelines)
     stages = [grid.ranks_holding(frozenset({stage}))[0] for stage in range(g_inter)]
