@@ -138,7 +138,7 @@ def _graph(nodes: Iterable[Any]) -> set[Any]:
         seen.add(node)
         if isinstance(node, Tensor):
             continue
-        if node.name() == "torch::autograd::AccumulateGrad":
+        if type(node).__name__ == "AccumulateGrad":
             waiting.append(node.variable)
         waiting += [following for following, _ in node.next_functions]
     return seen

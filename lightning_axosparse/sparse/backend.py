@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Literal, NamedTuple, get_args
 
-import torch
+from lightning_axosparse.support.processor import cpu_info
 
 Compute = Literal["auto", "dense", "sparse"]
 COMPUTES: tuple[str, ...] = get_args(Compute)
@@ -56,10 +56,10 @@ def this_processor() -> Processor:
     """Return the kind of this machine's processor."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return "unmeasured"
-    abilities = torch.cpu.get_capabilities()
-    if abilities.get("amx_tile"):
+    flags = cpu_info()["flags"].split()
+    if "amx_tile" in flags:
         return "matrix"
-    return "bfloat16" if abilities.get("avx512_bf16") else "float32"
+    return "bfloat16" if "avx512_bf16" in flags else "float32"
 
 
 def most_cautious(processors: Iterable[Processor]) -> Processor:

@@ -174,7 +174,7 @@ class OptimizerShards:
         for room, part in zip(mine.split(longest), parts, strict=True):
             room[: part.numel()].copy_(part)
         whole = mine.new_empty(size * mine.numel())
-        work = dist.all_gather_single(whole, mine, group=group, async_op=True)
+        work = group.allgather_into_tensor_coalesced([whole], [mine])
 
         def finish() -> None:
             work.wait()

@@ -9,7 +9,6 @@ the shapes of a product alone, so it is the same in all passes, schedules and ru
 
 from __future__ import annotations
 
-import platform
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from lightning_axosparse.support.processor import cpu_info
 from lightning_axosparse.support.torch_internals import onednn_product
 
 MIN_MULTIPLICATIONS = 2**22
@@ -56,7 +56,7 @@ def by_onednn() -> Iterator[None]:
         warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
         for name, kernel in _KERNELS.items():
             own = torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed
-            library.impl(name, partial(kernel, own), "CPU", with_keyset=True)
+            library.impl(name, partial(kernel, own), "CPU", with_keyset=True, allow_override=True)
     try:
         yield
     finally:
@@ -64,8 +64,7 @@ def by_onednn() -> Iterator[None]:
 
 
 def _made_by_amd() -> bool:
-    named: Any = torch.cpu.get_capabilities().get("cpu_name", "")
-    return platform.machine().lower() in ("x86_64", "amd64") and "AMD" in str(named)
+    return cpu_info()["vendor_id"] == "AuthenticAMD"
 
 
 def _product(left: Tensor, right: Tensor, added: Tensor | None = None) -> Tensor | None:

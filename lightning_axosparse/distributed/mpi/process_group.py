@@ -305,7 +305,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         """Wait for all ranks."""
         return MPIWork([self._comm.Ibarrier()])
 
-    # What torch 2.13 calls the same operations.
+    # What torch calls the same operations from 2.13 on.
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     all_to_all_single = alltoall_base

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -62,6 +63,8 @@ def trial_copy(
     vars(copy).update({**vars(optimizer), **without_hooks, "defaults": optimizer.defaults})
     copy.param_groups = [settings]
     copy.state = defaultdict(dict)
+    with suppress(TypeError, ValueError):  # where the constructor wants other arguments
+        copy.state = type(optimizer)(parameters, **optimizer.defaults).state
     return copy
 
 

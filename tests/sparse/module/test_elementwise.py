@@ -40,6 +40,25 @@ class TrustRatio(optim.SGD):
         return super().step(closure)
 
 
+class EarlyState(optim.Optimizer):
+    """Makes its state before the first step, as Adagrad did until torch 2.12."""
+
+    def __init__(self, parameters, lr=1e-2):
+        super().__init__(parameters, {"lr": lr})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = {"step": 0, "sum": torch.full_like(parameter, 0.5)}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["step"] += 1
+                state["sum"].addcmul_(parameter.grad, parameter.grad)
+                parameter.addcdiv_(parameter.grad, state["sum"].sqrt(), value=-group["lr"])
+
+
 MATRIX = {
     "Adafactor": lambda ps: optim.Adafactor(ps),
     "Muon": lambda ps: optim.Muon([p for p in ps if p.dim() == 2]),
@@ -55,6 +74,14 @@ def snapshot(model, optimizer):
 
 def assert_same(one, other):
     torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_state_that_was_made_before_the_first_step_is_copied():
+    model = Net()
+    optimizer = EarlyState(model.parameters())
+    before = snapshot(model, optimizer)
+    validate_elementwise_optimizers(optimizer)
+    assert_same(before, snapshot(model, optimizer))
 
 
 @pytest.mark.parametrize("warm_up", [False, True])
