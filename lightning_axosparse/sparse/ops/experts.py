@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from lightning_axosparse.sparse.ops.linear import eligible, mm, multiply, outer_factors, sddmm
 from lightning_axosparse.sparse.store.layout import Layout, is_stack
-from lightning_axosparse.sparse.store.slices import read_slices
+from lightning_axosparse.sparse.store.slices import read_chosen, read_slices
 from lightning_axosparse.sparse.store.weight import SparseWeight
 from lightning_axosparse.support.torch_internals import apply_untransformed, backward_transformed
 
@@ -44,7 +44,7 @@ def selecting(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def getitem(input: Any, index: Any) -> Any:
-    """Compute ``input[index]`` where it begins with a number or a slice of the matrices."""
+    """Compute ``input[index]`` where it begins with a number, numbers or a slice of matrices."""
     first, *others = index if isinstance(index, tuple) else (index,)
     if isinstance(first, slice):
         found, whole = _slices(input, first), not others
@@ -52,9 +52,12 @@ def getitem(input: Any, index: Any) -> Any:
         return found if whole or found is NotImplemented else found[tuple(others)]
     if isinstance(first, Tensor) and first.dim() == 0 and first.dtype in _INTEGERS:
         first = int(first)
-    if type(first) is not int or not _is_read_stack(input):
+    numbers = isinstance(first, Tensor) and first.dim() == 1 and first.dtype in _INDICES
+    if not (numbers or type(first) is int) or not _is_read_stack(input):
         return NotImplemented
     matrices = input.entries.shape[0]
+    if numbers:
+        return NotImplemented if others else _chosen(input, first.tolist())
     if not -matrices <= first < matrices:
         return NotImplemented
     found = read_slices(input, first % matrices)
@@ -102,7 +105,15 @@ def grouped_mm(
     return _grouped(input, mat2, [0, *offs.tolist()], autocasts=False)
 
 
+def _chosen(weight: SparseWeight, numbers: list[int]) -> Any:
+    matrices = weight.entries.shape[0]
+    if not numbers or min(numbers) < -matrices or max(numbers) >= matrices:
+        return NotImplemented
+    return read_chosen(weight, [number % matrices for number in numbers])
+
+
 _slices = selecting(Tensor.__getitem__)
+_INDICES = torch.int32, torch.int64
 _INTEGERS = torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
 
 

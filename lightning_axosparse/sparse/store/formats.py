@@ -15,6 +15,7 @@ bitmap    0.25 / 0.63 / 1.26 / 2.52              the default on CUDA, where a ke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
@@ -93,16 +94,23 @@ class SegmentLayout(Layout):
         return self.counts, self.offsets, self.starts, block_rows(self.shape), width
 
     def _part(self, shape: torch.Size, first: int, last: int) -> SegmentLayout:
+        counts = self.counts.view(self.shape[0], -1)[first:last]
+        return self._of_slices(shape, counts, self.offsets[self.edges[first] : self.edges[last]])
+
+    def _joined(self, shape: torch.Size, numbers: Sequence[int]) -> SegmentLayout:
+        counts = self.counts.view(self.shape[0], -1)[numbers]
+        slices = [self.offsets[self.edges[each] : self.edges[each + 1]] for each in numbers]
+        return self._of_slices(shape, counts, torch.cat(slices))
+
+    def _of_slices(self, shape: torch.Size, counts: Tensor, offsets: Tensor) -> SegmentLayout:
         line = _line_entries(self.shape)
-        begin, end = self.edges[first], self.edges[last]
-        segments = len(self.counts) // self.shape[0]
-        counts = self.counts[first * segments : last * segments]
+        counts = counts.reshape(-1)
         in_line = counts.view(-1, _segments(line)).sum(1)
         before = torch.cat([in_line.new_zeros(1), in_line.cumsum(0)])
         step = block_entries(shape) // line
         blocks = torch.arange(0, len(before) - 1 + step, step, device=counts.device)
-        starts = before[blocks.clamp(max=len(in_line))].to(index_dtype(end - begin + 1))
-        return SegmentLayout(shape, end - begin, starts, counts, self.offsets[begin:end])
+        starts = before[blocks.clamp(max=len(in_line))].to(index_dtype(len(offsets) + 1))
+        return SegmentLayout(shape, len(offsets), starts, counts, offsets)
 
     def _segments_in(self, tile: Tile) -> slice:
         line = _line_entries(self.shape)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import accumulate
 from math import gcd, prod
 from types import ModuleType
 from typing import Any
@@ -128,6 +130,19 @@ class Layout(ABC):
         if (first, last) not in self._parts:
             self._parts[first, last] = self._part(shape, first, last or first + 1)
         return self._parts[first, last]
+
+    def joined(self, numbers: Sequence[int]) -> Layout:
+        """Return the layout of a stack of slices with these numbers, which may repeat."""
+        joined = self._joined(torch.Size([len(numbers), *self.shape[1:]]), numbers)
+        # Products read each slice where it is, and no edges have to be found.
+        joined._parts.update({(at, None): self.part(each) for at, each in enumerate(numbers)})
+        sizes = (self.edges[each + 1] - self.edges[each] for each in numbers)
+        joined.edges = list(accumulate(sizes, initial=0))
+        return joined
+
+    def _joined(self, shape: torch.Size, numbers: Sequence[int]) -> Layout:
+        """Return the layout of these slices, together of this shape."""
+        return self.from_mask(self.mask()[numbers].view(shape))
 
     @cached_property
     def _parts(self) -> dict[tuple[int, int | None], Layout]:

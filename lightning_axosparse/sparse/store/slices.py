@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -37,6 +38,21 @@ def read_slices(weight: SparseWeight, first: int, last: int | None = None) -> Te
     node: Any = matrix.grad_fn
     node.pieces = pieces
     return matrix
+
+
+def read_chosen(weight: SparseWeight, numbers: Sequence[int]) -> Tensor:
+    """Return a stack of the slices with these numbers, which may repeat: a sparse weight.
+
+    Args:
+        weight: as it was read, a stack of matrices.
+        numbers: of slices, at least one.
+    """
+    values, layout = weight.source, weight.entries
+    assert values is not None
+    form = DenseForm(weight.dtype, backend=weight.backend)
+    pieces = values.split([end - begin for begin, end in pairwise(layout.edges)])
+    chosen = torch.cat([pieces[number] for number in numbers])
+    return sparse_weight(chosen, layout.joined(numbers), form, type(weight))
 
 
 class _Pieces:

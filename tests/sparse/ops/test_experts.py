@@ -72,9 +72,15 @@ WITHOUT_A_DENSE_STACK = {
     "matmul of one matrix of inputs": lambda x, w: x[0] @ w.mT,
     "matmul from the left": lambda x, w: w @ x.mT,
     "grouped_mm": grouped,
+    "numbers": lambda x, w: torch.bmm(x, w[torch.tensor([3, 0, 3, -3])].mT),
+    "numbers of 32 bits": lambda x, w: torch.bmm(x[:2], w[torch.tensor([2, 2]).int()].mT),
+    "numbers from the left": lambda x, w: torch.bmm(w[torch.tensor([3, 0, 3, 1])], x.mT),
+    "numbers, then one": lambda x, w: F.linear(x[0], w[torch.tensor([1, 0])][0]),
 }
 OTHERS = {
-    "an index of several numbers": lambda x, w: torch.bmm(x, w[torch.tensor([3, 0, 3, 1])].mT),
+    "numbers in two dimensions": lambda x, w: x @ w[torch.tensor([[3, 0], [3, 1]])][0, 1].mT,
+    "numbers and a row": lambda x, w: w[torch.tensor([3, 0]), 1].sum(0) * x[0],
+    "no numbers": lambda x, w: w[torch.tensor([], dtype=torch.long)].sum(0) * x[0, 0],
     "a row": lambda x, w: w[1, 3] * x[0],
     "the gate of an expert": lambda x, w: F.linear(x[1], w[1, :10]),
     "some columns": lambda x, w: F.linear(x[1, :, ::2], w[1:3, :, ::2][0]),
@@ -179,7 +185,7 @@ def twice_differentiated(function, module, mask=None):
     return inputs.grad, leaf.grad if mask is None else leaf.grad[mask]
 
 
-@pytest.mark.parametrize("name", ["linear of a number", "bmm", "grouped_mm"])
+@pytest.mark.parametrize("name", ["linear of a number", "bmm", "grouped_mm", "numbers"])
 def test_double_backward(name):
     sparse, dense, mask = stacks()
     function = WITHOUT_A_DENSE_STACK[name]
@@ -188,7 +194,7 @@ def test_double_backward(name):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["linear of a number", "unbind", "bmm", "grouped_mm"])
+@pytest.mark.parametrize("name", ["linear of a number", "unbind", "bmm", "grouped_mm", "numbers"])
 def test_autocast_and_16_bits(name):
     function = WITHOUT_A_DENSE_STACK[name]
     sparse, dense, mask = stacks(dtype=torch.float32)
@@ -202,7 +208,7 @@ def test_autocast_and_16_bits(name):
     assert found[0].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("name", ["linear of a number", "unbind", "bmm", "grouped_mm"])
+@pytest.mark.parametrize("name", ["linear of a number", "unbind", "bmm", "grouped_mm", "numbers"])
 def test_a_resident_copy_a_frozen_stack_and_saved_tensors_elsewhere(name):
     function = WITHOUT_A_DENSE_STACK[name]
     sparse, dense, mask = stacks()
@@ -218,7 +224,10 @@ def test_a_resident_copy_a_frozen_stack_and_saved_tensors_elsewhere(name):
     assert for_weight is None
 
 
-@pytest.mark.parametrize("index", [EXPERTS, -EXPERTS - 1, torch.tensor(EXPERTS), 1.5, (0, ROWS)])
+@pytest.mark.parametrize(
+    "index",
+    [EXPERTS, -EXPERTS - 1, torch.tensor(EXPERTS), torch.tensor([0, EXPERTS]), 1.5, (0, ROWS)],
+)
 def test_an_index_out_of_range_raises_as_for_a_dense_tensor(index):
     sparse, dense, _ = stacks()
     with pytest.raises(Exception) as expected:

@@ -135,6 +135,26 @@ def test_a_part_is_the_layout_of_some_slices(index_format, shape, ratio, seed, d
 
 
 @every_format
+@settings(max_examples=40, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 6), st.integers(1, 70), st.sampled_from([64, 65, 256, 600])),
+    ratio=st.sampled_from([0.0, 0.1, 1.0]),
+    seed=st.integers(0, 2**31),
+    data=st.data(),
+)
+def test_slices_are_joined_in_any_order(index_format, shape, ratio, seed, data):
+    mask = drawn_mask(shape, ratio, seed)
+    numbers = data.draw(st.lists(st.integers(0, len(mask) - 1), min_size=1, max_size=8))
+    whole, kept = layout_of(mask, index_format), mask[numbers]
+    joined, expected = whole.joined(numbers), layout_of(kept, index_format)
+    assert (joined.shape, joined.nnz, joined.edges) == (kept.shape, int(kept.sum()), expected.edges)
+    assert torch.equal(joined.starts, expected.starts)
+    assert torch.equal(joined.positions(), expected.positions())
+    for at, number in enumerate(numbers):
+        assert joined.part(at) is whole.part(number)
+
+
+@every_format
 def test_parts_read_the_index_of_the_whole_and_follow_it(index_format):
     whole = layout_of(drawn_mask((4, 64, 128), 0.3, 0), index_format)
     part, field = whole.part(2), {"segments": "offsets", "bitmap": "bits"}[index_format]
