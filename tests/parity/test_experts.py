@@ -12,6 +12,7 @@ from unittest import mock
 import lightning as L
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import MixtralConfig, MixtralForCausalLM
@@ -34,6 +35,9 @@ ROWS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "grouped, uneven last batch": ("grouped_mm", "AdamW", "32-true", {}),
     "batched": ("batched_mm", "SGD", "64-true", {}),
     "batched, AdamW": ("batched_mm", "AdamW", "64-true", {}),
+    "LoRA": ("eager", "SGD", "64-true", {}),
+    "LoRA, recomputed": ("grouped_mm", "AdamW", "32-true", {"recompute": 1}),
+    "LoRA, shards": ("eager", "AdamW", "64-true", {"g_inter": 1, "shard_optimizer": True}),
     # torch's own grouped_mm, which runs until the ticket is drawn, takes no float64.
     "grouped": ("grouped_mm", "SGD", "32-true", {}),
 }
@@ -42,7 +46,7 @@ ROWS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 class Language(L.LightningModule):
     """A small Mixtral of which few tokens of a micro-batch go to one expert, and none to some."""
 
-    def __init__(self, implementation: str, optimizer: str) -> None:
+    def __init__(self, implementation: str, optimizer: str, tuned: bool) -> None:
         super().__init__()
         config = MixtralConfig(
             vocab_size=VOCABULARY,
@@ -59,28 +63,38 @@ class Language(L.LightningModule):
         with torch.no_grad():
             for layer in self.network.model.layers:
                 layer.mlp.gate.weight[4:] = layer.mlp.gate.weight[:2] - 0.01
+        self.layers = "network.model.layers"
+        if tuned:  # what it adds to the experts, their routers and the queries; all else is frozen
+            parameters = ["experts.gate_up_proj", "experts.down_proj", "gate.weight"]
+            added = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=parameters)
+            added.init_lora_weights = False
+            self.network = get_peft_model(self.network, added)
+            self.layers = "network.base_model.model.model.layers"
 
     def training_step(self, ids: Tensor, batch_idx: int) -> dict[str, Tensor]:
         logits = self.network(input_ids=ids).logits
         return {"loss": nn.functional.cross_entropy(logits[:, :-1].mT, ids[:, 1:])}
 
     def configure_optimizers(self) -> Any:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         if self.optimizer == "SGD":
-            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+            return torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+        return torch.optim.AdamW(trained, lr=1e-3)
 
 
 def train(row: str, ranks: int) -> Record:
     L.seed_everything(0, verbose=False)
     implementation, optimizer, precision, options = ROWS[row]
-    module = Language(implementation, optimizer)
-    ticket = EarlyBirdTicket(0.7, method="early-bird", every=1, draw_after=1, draw_by=2)
+    tuned = row.startswith("LoRA")
+    module = Language(implementation, optimizer, tuned)
+    rule = {"prune": {"*.lora_*": False}, "score": "magnitude"} if tuned else {}
+    ticket = EarlyBirdTicket(0.7, method="early-bird", every=1, draw_after=1, draw_by=2, **rule)
     strategy: Any = AxoSparseStrategy()
     if ranks > 1:
         options = {
             "g_inter": ranks,
             "microbatches": 2,
-            "pipeline": "network.model.layers",
+            "pipeline": module.layers,
         } | options
         strategy = AxoSparseStrategy(**options)
     run = trainer(

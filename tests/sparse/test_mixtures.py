@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import MixtralConfig
@@ -122,6 +123,36 @@ def test_lora_on_experts_as_layers(optimizer):
         for model in (sparse, dense)
     ]
     torch.testing.assert_close(*losses, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_lora_on_experts_in_one_parameter(optimizer):
+    """PEFT adds to the whole parameter in each call, which then is stored sparse again."""
+    targets = ["gate.weight", "experts.gate_up_proj", "experts.down_proj"]
+    config = LoraConfig(r=2, target_parameters=targets, init_lora_weights=False)
+    tuned = get_peft_model(mixtral("eager"), config)
+    frozen = [name for name, p in tuned.named_parameters() if not p.requires_grad]
+    masks = {name: torch.rand(tuned.get_parameter(name).shape) < 0.3 for name in frozen}
+    assert len(masks) == len(targets)
+    sparse, dense = sparse_and_dense(tuned, masks)
+    before = {name: p.detach().clone() for name, p in sparse.named_parameters()}
+    losses = [
+        trained(model, OPTIMIZERS[optimizer](p for p in model.parameters() if p.requires_grad), {})
+        for model in (sparse, dense)
+    ]
+    torch.testing.assert_close(*losses, rtol=1e-12, atol=1e-12)
+    after = dict(sparse.named_parameters())
+    assert after.keys() == before.keys()
+    assert {n for n, p in after.items() if torch.equal(p, before[n])} == set(frozen)
+    assert sparse.state_dict().keys() == dense.state_dict().keys()
+
+
+def test_weights_that_are_trained_are_not_replaced():
+    tuned = get_peft_model(mixtral("eager"), LoraConfig(target_parameters=["experts.down_proj"]))
+    block = tuned.base_model.model.experts.base_layer.requires_grad_(True)
+    sparsify(block, {"down_proj": torch.rand(block.down_proj.shape) < 0.3})
+    with pytest.raises(MisconfigurationException, match="'down_proj' cannot be replaced"):
+        tuned(batch(0))
 
 
 def test_lora_beside_fused_experts():

@@ -43,9 +43,21 @@ class SparseModule(nn.Module):
             forget_layout(self, name)
 
     def __delattr__(self, name: str) -> None:
-        if name in self._layouts:  # as parametrizations do
+        if name in self._layouts and not self._may_be_replaced(name):  # as parametrizations do
             raise self._misuse(f"'{name}' cannot be replaced")
         super().__delattr__(name)
+
+    def _may_be_replaced(self, name: str) -> bool:
+        """Whether LoRA of PEFT may parametrize a weight in each call: it is frozen, and read."""
+        values = self._parameters[name]
+        return values is not None and not values.requires_grad and "forward" not in vars(type(self))
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Register a buffer; a weight that was read from this module is its parameter again."""
+        if isinstance(tensor, SparseWeight) and name in self._layouts:
+            self._parameters[name] = tensor.parameter
+        else:
+            super().register_buffer(name, tensor, persistent)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter.
@@ -270,8 +282,9 @@ def _new_class(dense_class: type[nn.Module], names: tuple[str, ...]) -> type[Spa
 
 def _reader(name: str) -> Callable[[SparseModule], Tensor | None]:
     def read_parameter(module: SparseModule) -> Tensor | None:
-        values = module._parameters.get(name)
-        layout = module._layouts[name]
+        if name not in module._parameters:
+            module.__getattr__(name)  # raises torch's AttributeError
+        values, layout = module._parameters[name], module._layouts[name]
         # torch.func.functional_call may have put a dense tensor in the parameter's place.
         if values is None or values.shape != torch.Size([layout.nnz]):
             return values

@@ -242,6 +242,10 @@ class SparseWeight(Tensor):
             )
         self.data.copy_(data)
 
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Do nothing for the weight itself, as parametrizations give it; else as torch does."""
+        return self if source is self else _tensors.set_(self, source, *args, **kwargs)
+
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Call ``hook`` with each new gradient, of the dense shape, before it is accumulated.
 
