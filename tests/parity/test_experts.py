@@ -23,6 +23,7 @@ from tests.parity.networks import VOCABULARY
 from tests.ranks import run_ranks
 
 STEPS, BATCH, LENGTH = 5, 4, 10
+WIDTH = 64
 
 # Row: how transformers computes the experts, optimizer, precision, options of the strategy.
 ROWS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
@@ -139,3 +140,110 @@ def test_pruned_experts_train_on_ranks_as_on_one_process(row: str, runs: Any) ->
         if ROWS[row][3].get("g_inter") == 1:  # a rank's loss is that of its share of the batch
             found.losses = expected.losses
         assert difference(expected, found) <= bound
+
+
+class Absent(nn.Module):
+    """Experts that samples of negative ``x[0]`` pass by; one of three never gets any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = nn.Parameter(0.1 * torch.randn(3, WIDTH, WIDTH))
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.shared = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sums = self.shared(x)
+        for expert, tokens in enumerate([x[:, 0] > 0, (x[:, 0] > 0) & (x[:, 1] > 0)]):
+            chosen = tokens.nonzero().squeeze(1)
+            if len(chosen):  # no product, so no gradient of this rank or micro-batch, without any
+                found = nn.functional.linear(x[chosen], self.stack[expert])
+                sums = sums.index_add(0, chosen, found + self.experts[expert](x[chosen]))
+        return x + nn.functional.pad(sums[:, 2:], (2, 0))  # what chooses experts stays as it is
+
+
+class Passed(L.LightningModule):
+    """Two such layers."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__()
+        self.model, self.optimizer = nn.Sequential(Absent(), Absent()), optimizer
+        self.gradients: dict[str, list[bool | None]] = {}
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.model(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters())
+
+
+class Noting(Passed):
+    """Notes which gradients the optimizer steps with, and which of them are zero."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for name, parameter in self.named_parameters():
+            if not parameter.is_meta:
+                gradient = parameter.grad
+                seen = None if gradient is None else bool(gradient.any())
+                self.gradients.setdefault(name, []).append(seen)
+
+
+STEPPED = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+}
+GRIDS: dict[str, dict[str, Any]] = {
+    "stages": {"g_inter": 2, "microbatches": 2},
+    "replicas": {"microbatches": 2},
+    "shards": {"microbatches": 2, "shard_optimizer": True},
+}
+
+
+def pass_experts(
+    optimizer: str, ranks: int, options: dict[str, Any]
+) -> tuple[Record, dict[str, Any]]:
+    """Train where one sample of four goes to experts, and none in the third batch of five."""
+    L.seed_everything(0, verbose=False)
+    # What reads gradients keeps replicas from dividing them.
+    module = (Passed if "shard_optimizer" in options else Noting)(STEPPED[optimizer])
+    ticket = EarlyBirdTicket(
+        0.7, method="early-bird", score="magnitude", every=1, draw_after=1, draw_by=2
+    )
+    run = trainer(
+        AxoSparseStrategy(**options),
+        ranks,
+        callbacks=[ticket],
+        precision="64-true",
+        max_epochs=2,
+        use_distributed_sampler=False,
+    )
+    places: Any = run.strategy.distributed_sampler_kwargs
+    samples = torch.randn(BATCH * STEPS, WIDTH, generator=torch.Generator().manual_seed(3))
+    numbers = torch.arange(len(samples))
+    samples[:, 0] = torch.where((numbers % BATCH == 0) & (numbers // BATCH != 2), 1.0, -1.0)
+    sampler = DistributedSampler(samples, shuffle=False, **places)  # type: ignore[arg-type, var-annotated]
+    run.fit(module, DataLoader(samples, BATCH // places["num_replicas"], sampler=sampler))  # type: ignore[arg-type]
+    return recorded(run, module), module.gradients
+
+
+def pass_experts_in_all_grids() -> Any:
+    return {
+        (optimizer, grid): pass_experts(optimizer, 2, options)
+        for optimizer in STEPPED
+        for grid, options in GRIDS.items()
+    }
+
+
+def test_ranks_and_micro_batches_without_a_token_step_as_one_process() -> None:
+    expected = {optimizer: pass_experts(optimizer, 1, {}) for optimizer in STEPPED}
+    for ranks in run_ranks(2, pass_experts_in_all_grids):
+        for (optimizer, grid), (record, gradients) in ranks.items():
+            one, its_gradients = expected[optimizer]
+            if grid != "stages":  # a rank's loss is that of its share of the batch
+                record.losses = one.losses
+            assert difference(one, record) <= 1e-12, (optimizer, grid)
+            for name, seen in gradients.items():
+                assert seen == its_gradients[name], (optimizer, grid, name)
+    _, gradients = expected["SGD"]
+    assert gradients["model.0.stack"] == gradients["model.1.stack"]
+    assert gradients["model.0.stack"][:5] == [True, True, None, True, True]
+    assert set(gradients["model.0.experts.2.weight"]) == {None}
