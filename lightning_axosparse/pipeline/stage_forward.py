@@ -33,6 +33,7 @@ from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.state.batch_state import StepState
 from lightning_axosparse.support.patched import replaced_forward
 from lightning_axosparse.support.torch_internals import (
+    AsyncCollectiveTensor,
     PausableMode,
     backward_passes_by,
     never_compiled,
@@ -434,6 +435,9 @@ def _replacement(
     running: _Running, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """What a layer of an earlier stage returns on this one."""
+    for unused in (*args, *kwargs.values()):
+        if isinstance(unused, AsyncCollectiveTensor):
+            unused.wait()  # torch keeps the results of collectives until somebody waits for them.
     running.inner.give(args, kwargs)
     if running.visit.received.side_outputs:
         with running.values.replaying():

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.autograd import forward_ad
+from torch.distributed._functional_collectives import (
+    AsyncCollectiveTensor as AsyncCollectiveTensor,
+)
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode

@@ -16,6 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
+from torch._C._distributed_c10d import _get_work_registry_size
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -274,13 +275,14 @@ class Looks(L.Callback):
         self.kept = {name: tuple(p.shape) for name, p in held.items()}
         self.whole = {n: tuple(p.shape) for n, p in run.strategy.whole_parameters()}
         self.shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}
+        self.kept_by_torch = _get_work_registry_size()
 
 
 def facts(ranks: int) -> dict[str, Any]:
     looks = Looks()
     strategy = AxoSparseStrategy(g_inter=2, microbatches=2, g_tensor=2, **OWN)
     run = trainer(strategy, ranks, max_steps=1, callbacks=[looks])
-    run.fit(Own(), loader(1))
+    run.fit(Own(sequence=True), loader(1))
     return vars(looks)
 
 
@@ -355,5 +357,6 @@ def test_a_rank_keeps_its_part_of_each_weight_and_hooks_get_all_of_it(two_by_two
         assert facts["kept"][f"blocks.{2 * stage}.up.weight"] == (2 * WIDTH, WIDTH)
         assert facts["kept"][f"blocks.{2 * stage}.down.weight"] == (WIDTH, 2 * WIDTH)
         assert facts["kept"][f"blocks.{2 * stage}.down.bias"] == (WIDTH,)
+        assert facts["kept_by_torch"] == 0  # results of collectives that nobody has waited for
         # Layers of other stages show their whole shape.
         assert facts["shapes"][f"blocks.{2 - 2 * stage}.up.weight"] == (4 * WIDTH, WIDTH)
