@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_axosparse.distributed.mpi.shared_memory import BlockPool
 from lightning_axosparse.pipeline.shard.remote_tensor import (
     RemoteTensor,
     closure_called,
@@ -102,6 +103,7 @@ class OptimizerShards:
 
     def __init__(self, optimizer: Optimizer, group: Callable[[], dist.ProcessGroup | None]) -> None:
         self._optimizer, self._find_group = optimizer, group
+        self._pool = BlockPool()
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -170,16 +172,18 @@ class OptimizerShards:
         assert group is not None
         size, first = group.size(), tensors[0]
         longest = [_longest(tensor, group) for tensor in tensors]
-        mine = first.new_zeros(sum(longest))
-        for room, part in zip(mine.split(longest), parts, strict=True):
-            room[: part.numel()].copy_(part)
-        whole = mine.new_empty(size * mine.numel())
-        work = group.allgather_into_tensor_coalesced([whole], [mine])
+        each = sum(longest)
+        # Sizes that are powers of two keep the number of different blocks small.
+        room = 1 << (size * each - 1).bit_length()
+        whole = self._pool.empty((room,), first.dtype, first.device)[: size * each].view(size, each)
+        mine = whole[dist.get_rank(group)]
+        for piece, part in zip(mine.split(longest), parts, strict=True):
+            piece[: part.numel()].copy_(part)
+        work = group.allgather_into_tensor_coalesced([whole.view(-1)], [mine])
 
         def finish() -> None:
             work.wait()
-            blocks = whole.view(size, -1).split(longest, dim=1)
-            for tensor, block in zip(tensors, blocks, strict=True):
+            for tensor, block in zip(tensors, whole.split(longest, dim=1), strict=True):
                 _fill(tensor, block, group)
 
         return finish

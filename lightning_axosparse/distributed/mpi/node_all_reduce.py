@@ -1,8 +1,9 @@
-"""All-reduces large tensors over the ranks of one node through shared memory.
+"""All-reduces and all-gathers large tensors over the ranks of one node through shared memory.
 
-It is a reduce-scatter and an all-gather without messages: every rank sums its own piece of a tensor
-over the memory of all ranks, and then copies each other piece from the rank that summed it. As one
-rank sums a piece for all, all ranks end with the same bits.
+An all-reduce is a reduce-scatter and an all-gather without messages: every rank sums its own piece
+of a tensor over the memory of all ranks, and then copies each other piece from the rank that summed
+it. As one rank sums a piece for all, all ranks end with the same bits. An all-gather is the second
+half alone.
 
 All ranks process the tensors in the same order. Each has counters that the others can read: how
 many tensors it has published, reduced and gathered. The ranks need no other synchronization.
@@ -70,6 +71,7 @@ class NodeAllReduce:
         self._pool = BlockPool()
         self._started = 0
         self._pending: dict[int, Tensor] = {}
+        self._gathered_only: set[int] = set()
         PROGRESS_ENGINES.add(self)
 
     def suits(self, tensors: Sequence[Tensor], reduce_op: Any) -> bool:
@@ -80,11 +82,30 @@ class NodeAllReduce:
     def all_reduce(self, tensors: Sequence[Tensor]) -> MPIWork:
         """Sum each tensor over all ranks."""
         shared = [self._in_arena(tensor) for tensor in tensors]
+        for tensor, room in zip(tensors, shared, strict=True):
+            if room is not tensor:
+                room.copy_(tensor)
+        return self._start(tensors, shared)
+
+    def _start(self, tensors: Sequence[Tensor], shared: Sequence[Tensor]) -> MPIWork:
         for tensor in shared:
             self._pending[self._started] = tensor.view(-1)
             self._started += 1
         self.advance()
         return _NodeWork(self, self._started, tensors, shared)
+
+    def suits_gather(self, output: Tensor) -> bool:
+        """Whether it is to be filled here: a large tensor of the other ranks' pieces."""
+        return output.nbytes >= MIN_BYTES
+
+    def all_gather(self, output: Tensor, source: Tensor) -> MPIWork:
+        """Fill ``output`` with the tensors of all ranks, of which each may be its piece already."""
+        shared = self._in_arena(output)
+        piece = shared.view(-1)[self._rank * source.numel() :][: source.numel()]
+        if piece.data_ptr() != source.data_ptr():
+            piece.copy_(source.reshape(-1))
+        self._gathered_only.add(self._started)
+        return self._start([output], [shared])
 
     def advance(self) -> bool:
         """Do what need not wait for another rank; return whether there was anything to do."""
@@ -98,12 +119,13 @@ class NodeAllReduce:
         return self._least(_GATHERED) >= count
 
     def _in_arena(self, tensor: Tensor) -> Tensor:
+        """Return a tensor, or one of its shape, in memory that the other ranks can read."""
         if tensor.is_contiguous() and self._own.offset(tensor) >= 0:
             return tensor
         # Sizes that are powers of two keep the number of different blocks small.
         size = 1 << (tensor.numel() - 1).bit_length()
         block = self._pool.empty((size,), tensor.dtype, tensor.device)
-        return block[: tensor.numel()].view(tensor.shape).copy_(tensor)
+        return block[: tensor.numel()].view(tensor.shape)
 
     def _publish(self) -> bool:
         number = int(self._counters[_PUBLISHED])
@@ -118,6 +140,14 @@ class NodeAllReduce:
         number = int(self._counters[_REDUCED])
         if self._least(_PUBLISHED) == number:
             return False
+        if number in self._gathered_only:
+            self._gathered_only.remove(number)
+        else:
+            self._sum(number)
+        self._counters[_REDUCED] = number + 1
+        return True
+
+    def _sum(self, number: int) -> None:
         mine = self._piece(number, self._rank, self._rank).split(CHUNK)
         theirs = [
             self._piece(number, self._rank, rank).split(CHUNK)
@@ -130,8 +160,6 @@ class NodeAllReduce:
                 total.add_(other)
             if total is not target:
                 target.copy_(total)
-        self._counters[_REDUCED] = number + 1
-        return True
 
     def _gather(self) -> bool:
         number = int(self._counters[_GATHERED])

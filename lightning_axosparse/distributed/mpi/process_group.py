@@ -219,7 +219,10 @@ class MPIProcessGroup(dist.ProcessGroup):
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> MPIWork:
         """Collect each rank's tensor into one tensor on every rank."""
-        sources = [source.contiguous() for source in inputs]
+        if self._node is not None and len(outputs) == 1 and self._node.suits_gather(outputs[0]):
+            return self._node.all_gather(outputs[0], inputs[0])
+        # A source may be its rank's piece of the output, which MPI would not read.
+        sources = [each.clone(memory_format=torch.contiguous_format) for each in inputs]
         buffers = [output.contiguous() for output in outputs]
         requests = [
             self._comm.Iallgather(raw(source), raw(buffer))

@@ -1,4 +1,4 @@
-"""The all-reduce through shared memory, with all ranks in one process and on real ranks."""
+"""All-reduces and all-gathers through shared memory, with all ranks in one process and on ranks."""
 
 from __future__ import annotations
 
@@ -36,12 +36,16 @@ def drawn(rank: int, number: int, size: int, dtype: torch.dtype) -> Tensor:
 
 @given(
     st.integers(1, 5),
-    st.lists(st.tuples(st.integers(1, 300), st.sampled_from(DTYPES)), min_size=1, max_size=6),
+    st.lists(
+        st.tuples(st.integers(1, 300), st.sampled_from(DTYPES), st.booleans()),
+        min_size=1,
+        max_size=6,
+    ),
     st.lists(st.integers(0, 4), max_size=40),
     st.integers(1, 4),
 )
 def test_the_order_in_which_ranks_advance_does_not_matter(
-    ranks: int, wanted: list[tuple[int, torch.dtype]], turns: list[int], ahead: int
+    ranks: int, wanted: list[tuple[int, torch.dtype, bool]], turns: list[int], ahead: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(node_all_reduce, "MAX_PENDING", ahead)
@@ -52,17 +56,27 @@ def test_the_order_in_which_ranks_advance_does_not_matter(
         every_rank_often = [r for r in range(ranks) for _ in wanted]
         for rank in [t for t in turns if t < ranks] + every_rank_often:
             if len(works[rank]) < len(wanted):
-                tensor = drawn(rank, len(works[rank]), *wanted[len(works[rank])])
+                size, dtype, gathers = wanted[len(works[rank])]
+                tensor = drawn(rank, len(works[rank]), size, dtype)
+                if gathers:
+                    output = tensor.new_empty(ranks * size)
+                    works[rank].append(nodes[rank].all_gather(output, tensor))
+                    tensor = output
+                else:
+                    works[rank].append(nodes[rank].all_reduce([tensor]))
                 tensors[rank].append(tensor)
-                works[rank].append(nodes[rank].all_reduce([tensor]))
             nodes[rank].advance()
         for rank in reversed(range(ranks)):
             for work in reversed(works[rank]):
                 assert work.wait()
-    for number, (size, dtype) in enumerate(wanted):
+    for number, (size, dtype, gathers) in enumerate(wanted):
         found = [of_rank[number] for of_rank in tensors]
         for tensor in found:
             assert torch.equal(tensor, found[0])
+        if gathers:
+            pieces = [drawn(rank, number, size, dtype) for rank in range(ranks)]
+            assert torch.equal(found[0], torch.cat(pieces))
+            continue
         exact = sum(drawn(rank, number, size, dtype).double() for rank in range(ranks))
         assert isinstance(exact, Tensor)
         # 16-bit sums are rounded once; float32 sums of five at most four times.
@@ -163,6 +177,13 @@ def on_ranks() -> dict[str, Any]:
     large = [each for each in wanted if each[0] > 100 and each[1].is_floating_point]
     assert through_memory == large
     found["bits"] = [tensor.view(torch.uint8).numpy().tobytes() for tensor in tensors]
+
+    for number, (size, dtype) in enumerate(wanted):
+        pieces = [of(r, number, size, dtype) for r in range(ranks)]
+        output = pool.empty((ranks, size), dtype, torch.device("cpu"))
+        source = output[rank].copy_(pieces[rank]) if number % 2 else pieces[rank]
+        again.allgather_into_tensor_coalesced([output.view(-1)], [source]).wait()
+        assert torch.equal(output, torch.stack(pieces)), (size, dtype)
 
     rows = torch.full((300, 600), float(rank)).t()
     dist.all_reduce(rows)
