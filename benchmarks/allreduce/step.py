@@ -6,7 +6,8 @@
 Ranks with a thread each train 8 transformer blocks 1024 wide (100 M parameters) with AdamW in
 float32. Each run is a Trainer's, in processes of its own; the runs alternate. A step is the time
 from the end of a batch to the end of the next, on rank 0; the state is what it has of weights,
-indices, gradients and AdamW's moments. Prints a Markdown table.
+indices, gradients and AdamW's moments after a step. ``--runs`` selects rows. Prints a Markdown
+table.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch.utils.data import DataLoader
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 from lightning_axosparse.examples.gpt import Block
 from lightning_axosparse.pruning.ticket import Ticket
-from lightning_axosparse.strategy.regrid import model_state_bytes
+from lightning_axosparse.sparse.module.state_size import state_bytes
 
 RUNS = {
     "dense, Lightning's ddp": (None, False),
@@ -78,7 +79,7 @@ class StepTimes(L.Callback):
         ends = self._ends[WARM_UP:]
         steps = [end - start for start, end in pairwise(ends)]
         if trainer.is_global_zero:
-            state = model_state_bytes(pl_module, trainer.optimizers)
+            state = state_bytes(pl_module, trainer.optimizers[0]).total
             Path(self._path).write_text(json.dumps([statistics.median(steps), state]))
 
 
@@ -129,6 +130,7 @@ def main() -> None:
     arguments.add_argument("--ranks", type=int, default=2)
     arguments.add_argument("--steps", type=int, default=7)
     arguments.add_argument("--trials", type=int, default=3)
+    arguments.add_argument("--runs", nargs="+", choices=list(RUNS), default=list(RUNS))
     arguments.add_argument("--run", choices=list(RUNS), help=argparse.SUPPRESS)
     arguments.add_argument("--path", help=argparse.SUPPRESS)
     options = arguments.parse_args()
@@ -140,7 +142,7 @@ def main() -> None:
         for name in ("width", "depth", "tokens", "ranks", "steps")
         for word in (f"--{name}", str(getattr(options, name)))
     ]
-    found: dict[str, list[tuple[float, int]]] = {name: [] for name in RUNS}
+    found: dict[str, list[tuple[float, int]]] = {name: [] for name in options.runs}
     for _ in range(options.trials):
         for name, measured in found.items():
             measured.append(measure(name, given))

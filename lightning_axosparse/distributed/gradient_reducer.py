@@ -7,11 +7,14 @@ ranks which have a gradient of it: so it takes no message of its own to find tho
 
 A sparse parameter consists of its kept values (SAMO, Singh & Bhatele, IPDPS 2023), so its gradient
 has no other entries, and this module needs no code for sparsity.
+
+Where replicas divide the optimizer's state, each may keep its part alone of a reduced gradient; the
+bucket is then free for the next one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_axosparse.distributed.divided_gradient import DividedGradient
 from lightning_axosparse.distributed.mpi.shared_memory import BlockPool
 from lightning_axosparse.support.trace import clock
 
@@ -65,13 +69,12 @@ class _Terms:
         return fresh if fresh is None or factor == 1 else fresh * factor
 
 
-@dataclass
+@dataclass(eq=False)
 class _Bucket:
     group: dist.ProcessGroup
     parameters: list[nn.Parameter]
     missing: set[nn.Parameter] = field(default_factory=set)
-    pieces: Sequence[Tensor] = ()
-    used: Tensor | None = None
+    flat: Tensor | None = None
     work: Any = None
 
     @property
@@ -79,31 +82,58 @@ class _Bucket:
         """Number of elements of each parameter."""
         return [parameter.numel() for parameter in self.parameters]
 
-    def pack_and_start(self, terms: _Terms, pool: BlockPool) -> int:
-        """Copy the gradients into one flat tensor, start its all-reduce, return their bytes."""
+    def pack_and_start(self, terms: _Terms, pool: BlockPool, room: int) -> int:
+        """Copy the gradients into one flat tensor, start its all-reduce, return their bytes.
+
+        Args:
+            terms: how the gradients are computed.
+            pool: where the tensor comes from.
+            room: elements of the block that is taken from there, at least.
+        """
         first, sizes = self.parameters[0], self.sizes
-        flat = pool.empty((sum(sizes) + len(sizes),), first.dtype, first.device)
-        *self.pieces, self.used = flat.split([*sizes, len(sizes)])
+        size = sum(sizes) + len(sizes)
+        self.flat = pool.empty((max(size, room),), first.dtype, first.device)[:size]
+        *pieces, used = self.flat.split([*sizes, len(sizes)])
         has_gradient = []
-        for parameter, piece in zip(self.parameters, self.pieces, strict=True):
+        for parameter, piece in zip(self.parameters, pieces, strict=True):
             gradient = terms.total(parameter)
             has_gradient.append(gradient is not None)
             if gradient is None:
                 piece.zero_()
             else:
                 torch.div(gradient.reshape(-1), terms.divisor, out=piece)
-                parameter.grad = piece.view_as(gradient)
-        self.used.copy_(torch.tensor(has_gradient))
-        self.work = dist.all_reduce(flat, group=self.group, async_op=True)
-        return sum(sizes) * flat.element_size()
+            parameter.grad = piece.view(parameter.shape)
+        used.copy_(torch.tensor(has_gradient))
+        self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
+        return sum(sizes) * self.flat.element_size()
 
-    def await_reduced(self) -> None:
-        """Wait for the all-reduce; what no rank has used gets None, as on one process."""
-        assert self.used is not None
+    def await_reduced(self, part: Part | None, pool: BlockPool) -> None:
+        """Wait for the all-reduce; what no rank has used gets None, as on one process.
+
+        Args:
+            part: the elements of each gradient that this rank keeps; None for all.
+            pool: where the memory of what is kept comes from.
+        """
+        assert self.flat is not None
         self.work.wait()
-        for parameter, ranks in zip(self.parameters, self.used.tolist(), strict=True):
+        *pieces, used = self.flat.split([*self.sizes, len(self.sizes)])
+        if part is not None:
+            parts = [part(piece) for piece in pieces]
+            sizes = [each.numel() for each in parts]
+            kept = pool.empty((sum(sizes),), self.flat.dtype, self.flat.device).split(sizes)
+            for parameter, own, each in zip(self.parameters, kept, parts, strict=True):
+                own.copy_(each)
+                whole = own.numel() == parameter.numel()
+                shape = parameter.shape
+                parameter.grad = own.view(shape) if whole else DividedGradient(own, shape)
+        for parameter, ranks in zip(self.parameters, used.tolist(), strict=True):
             if not ranks:
                 parameter.grad = None
+        self.flat = self.work = None
+
+
+Part = Callable[[Tensor], Tensor]
+"""Selects the elements of a flat gradient that this rank keeps, as a view of them."""
 
 
 class GradientReducer:
@@ -112,9 +142,13 @@ class GradientReducer:
     Args:
         groups: the parameters of this rank that other ranks hold, too, by those ranks.
         divisor: number by which the sums over ranks are divided: the data-parallel size.
+        part: what this rank keeps of each reduced gradient; None for all.
     """
 
-    def __init__(self, groups: Sequence[ReductionGroup], divisor: int) -> None:
+    def __init__(
+        self, groups: Sequence[ReductionGroup], divisor: int, part: Part | None = None
+    ) -> None:
+        self.part = part
         self.reduced_bytes = 0
         """Bytes of gradients that were all-reduced in the last step."""
         self.parameters = {parameter for group in groups for parameter in group.parameters}
@@ -179,10 +213,6 @@ class GradientReducer:
         makes it None where no rank has a gradient.
         """
         self._start(self._buckets)
-        for bucket in self._buckets:
-            for parameter, piece in zip(bucket.parameters, bucket.pieces, strict=True):
-                parameter.grad = piece.view(parameter.shape)
-        self._buckets = []
 
     def wait_for(self, parameters: Iterable[nn.Parameter]) -> None:
         """Wait until the all-reduces of these parameters, which have started, are done."""
@@ -190,7 +220,7 @@ class GradientReducer:
             for parameter in parameters:
                 bucket = self._bucket_of.get(parameter)
                 if bucket is not None:
-                    bucket.await_reduced()
+                    bucket.await_reduced(self.part, self._pool)
                     for reduced in bucket.parameters:
                         del self._bucket_of[reduced]
 
@@ -214,9 +244,19 @@ class GradientReducer:
         self._start(ready)
 
     def _start(self, buckets: Sequence[_Bucket]) -> None:
+        lengths = [sum(sizes) + len(sizes) for sizes in self._sizes]
+        room = 0 if self.part is None else max(lengths, default=0)
+        self._buckets = [bucket for bucket in self._buckets if bucket not in buckets]
         for bucket in buckets:
-            if bucket.work is None:
-                self.reduced_bytes += bucket.pack_and_start(self._terms, self._pool)
+            self.reduced_bytes += bucket.pack_and_start(self._terms, self._pool, room)
+            if self.part is not None:
+                self._free_reduced()
+
+    def _free_reduced(self) -> None:
+        """Let the next buckets have the memory of those whose all-reduce is done."""
+        for bucket in dict.fromkeys(self._bucket_of.values()):
+            if bucket.work is not None and bucket.work.is_completed():
+                self.wait_for(bucket.parameters)
 
 
 def _buckets(group: ReductionGroup) -> list[_Bucket]:

@@ -8,10 +8,10 @@ each element of a bucket; this takes none.
 
 With ``shard_optimizer`` each of N replicas keeps the state of one N-th of the elements of every
 parameter but the smallest, steps that share of each bucket, and gets the others' values by an
-all-gather while the next bucket is stepped. Gradients are all-reduced as without it, so that
-clipping, hooks and loggers see what they see on one process. The method is ZeRO stage 1 of
-Rajbhandari et al., SC 2020. A weight that is stored sparse is the vector of its kept values,
-divided as any other.
+all-gather while the next bucket is stepped. Gradients are all-reduced as without it, to the same
+bits; where clipping, hooks or loggers do not see them before the step, each replica keeps its share
+alone from then on. The methods are ZeRO stages 1 and 2 of Rajbhandari et al., SC 2020. A weight
+that is stored sparse is the vector of its kept values, divided as any other.
 
 As in AxoNN, the all-reduces that have not ended with the backward pass run while buckets whose
 gradients are reduced are stepped, those of the last layers first; but not where clipping, loss
@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_axosparse.distributed.divided_gradient import DividedGradient
 from lightning_axosparse.distributed.mpi.shared_memory import BlockPool
 from lightning_axosparse.pipeline.shard.remote_tensor import (
     RemoteTensor,
@@ -112,6 +113,8 @@ class OptimizerShards:
 
     def part(self, tensor: Tensor) -> Tensor:
         """The elements of a tensor that this replica steps, flat: a view if it is contiguous."""
+        if isinstance(tensor, DividedGradient):
+            return tensor.part
         group = self.group
         if group is None or not self._divides(tensor.shape):
             return tensor
@@ -198,16 +201,22 @@ class OptimizerShards:
         """
         self.make_whole(parameters)
         yield
-        for parameter, state in self._states(parameters):
+        for parameter, state in self._states(parameters or self._own_parameters()):
             state.update(self.own_state(state, parameter.shape))
 
     def make_whole(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Give each replica all of the state; collective over the replicas."""
+        """Give each replica all of the state; collective over the replicas.
+
+        Divided gradients, which the optimizer has stepped with, are given up.
+        """
+        parameters = self._own_parameters() if parameters is None else parameters
+        _drop_divided(parameters)
         for parameter, state in self._states(parameters):
             state.update(self.whole(parameter, state))
 
     def drop(self) -> None:
         """Forget the state, of which no replica has all."""
+        _drop_divided(self._own_parameters())
         self._optimizer.state.clear()
 
     def whole(self, parameter: Tensor, state: Mapping[str, Any]) -> State:
@@ -231,17 +240,22 @@ class OptimizerShards:
             },
         }
 
-    def _states(
-        self, parameters: Iterable[nn.Parameter] | None
-    ) -> Iterator[tuple[nn.Parameter, State]]:
-        """Parameters of this rank with their state, if there is some; None takes all."""
-        if parameters is None:
-            groups = self._optimizer.param_groups
-            every = (parameter for group in groups for parameter in group["params"])
-            parameters = [each for each in every if not isinstance(each, RemoteTensor)]
+    def _states(self, parameters: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Parameter, State]]:
+        """Those of the parameters that have state, with it."""
         for parameter in parameters:
             if parameter in self._optimizer.state:
                 yield parameter, self._optimizer.state[parameter]
+
+    def _own_parameters(self) -> list[nn.Parameter]:
+        """The parameters of this rank that the optimizer has."""
+        every = (p for group in self._optimizer.param_groups for p in group["params"])
+        return [parameter for parameter in every if not isinstance(parameter, RemoteTensor)]
+
+
+def _drop_divided(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        if isinstance(parameter.grad, DividedGradient):
+            parameter.grad = None
 
 
 def _longest(tensor: Tensor, group: dist.ProcessGroup) -> int:

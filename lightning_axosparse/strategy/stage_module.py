@@ -13,7 +13,8 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_axosparse.distributed.gradient_reducer import GradientReducer, ReductionGroup
+from lightning_axosparse.distributed.divided_gradient import DividedGradient
+from lightning_axosparse.distributed.gradient_reducer import GradientReducer, Part, ReductionGroup
 from lightning_axosparse.distributed.process_groups import ProcessGroups
 from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpointing
 from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
@@ -82,6 +83,7 @@ class StageModule:
         self._own_steps: list[OwnSteps] = []
         self.reducer: GradientReducer | None = None
         self._reduces = True
+        self._part: Part | None = None
         groups.create_shared(self._shared_by_stages())
         self.layers = self._pipelined_layers(partition)
         self.remote_gradients = RemoteGradients(self.sharding, lambda: self.groups.inter)
@@ -214,7 +216,10 @@ class StageModule:
                 yield name, buffer
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each parameter of the whole model with its gradient; collective over a pipeline."""
+        """Yield each parameter of the whole model with its gradient; collective over a pipeline.
+
+        Where replicas have divided gradients, those of other stages are None.
+        """
         held = self.sharding.held()
         for name, stages in self.sharding.holders.items():
             own, stage = held.get(name), min(stages)
@@ -251,6 +256,12 @@ class StageModule:
             held = self.sharding.held()
             self.await_gradients(held.values())
             self.tensors.validate_gradients(held, tolerance)
+
+    def divide_gradients(self, part: Part) -> None:
+        """Keep only this replica's part of each gradient from the time that it is reduced."""
+        self._part = part
+        if self.reducer is not None:
+            self.reducer.part = part
 
     def await_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Wait until the gradients of these parameters are reduced."""
@@ -302,7 +313,8 @@ class StageModule:
         if not self.is_whole:
             self._own_steps = [OwnSteps(optimizer) for optimizer in self._optimizers]
         if self.grid.world_size > 1:
-            self.reducer = GradientReducer(self._reduction_groups(), self.grid.data_size)
+            groups = self._reduction_groups()
+            self.reducer = GradientReducer(groups, self.grid.data_size, self._part)
 
     def _detach(self) -> None:
         """Undo :meth:`_attach`."""
@@ -366,4 +378,4 @@ def _broadcast_from_first(tensor: Tensor, group: dist.ProcessGroup | None) -> No
 
 
 def _on_cpu(tensor: Tensor | None) -> Tensor | None:
-    return tensor if tensor is None else tensor.cpu()
+    return None if tensor is None or isinstance(tensor, DividedGradient) else tensor.cpu()

@@ -26,7 +26,11 @@ from lightning_axosparse.strategy.compat.callbacks import (
     weight_averages,
     without_writing,
 )
-from lightning_axosparse.strategy.compat.gradients import GradientNorms
+from lightning_axosparse.strategy.compat.gradients import (
+    GradientNorms,
+    clearing_is_seen,
+    gradients_are_seen,
+)
 from lightning_axosparse.strategy.compat.internals import move_optimizers, writes_in_background
 from lightning_axosparse.strategy.compat.lockstep import JobEnd, LoopCheck, acting_together
 from lightning_axosparse.strategy.config import Config
@@ -119,6 +123,9 @@ class Running:
         self.shards: OptimizerShards | None = None
         if config.shard_optimizer and optimizers:
             self.shards = OptimizerShards(optimizers[0], lambda: stage_module.groups.data)
+            seen = gradients_are_seen(trainer) or clearing_is_seen(trainer)
+            if not seen and stage_module.tensors is None:  # a tensor group compares gradients
+                stage_module.divide_gradients(self.shards.part)
         stepped = _placed(config, optimizers, stage_module, self.shards, undo)
         strategy.setup_precision_plugin()
         self._tie_to(trainer, undo)

@@ -139,7 +139,8 @@ class AxoSparseStrategy(PipelineStrategy):
             weights.
         shard_optimizer: divides the optimizer's state of a stage among its replicas (ZeRO stage 1):
             each keeps and steps its part of every parameter, and they give each other the new
-            values. Gradients and weights are the same to the bit.
+            values. Weights are the same to the bit. Of gradients that nothing reads before the
+            step, each keeps its part alone, too.
         regrid: continues, from the epoch after the ticket was drawn, with shorter pipelines and
             more replicas: with this number of stages, a divisor of ``g_inter``; with "auto" as few
             as memory allows. Batches, their order and the losses stay the same.

@@ -24,6 +24,16 @@ def test_the_command_draws_the_best_plans(tmp_path: Path) -> None:
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
+def test_divided_optimizer_state_makes_shorter_pipelines_fit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    printed = []
+    for divided in ([], ["--shard-optimizer"]):
+        main([*SMALL, "--best", "80", "--memory", "2.6", *divided])
+        printed.append(capsys.readouterr().out)
+    assert ["1 x 4" in text for text in printed] == [False, True]
+
+
 def test_a_model_may_be_given_by_its_shape(capsys: pytest.CaptureFixture[str]) -> None:
     printed = []
     for model in (["--model", "gpt2"], ["--shape", "12", "768", "12", "1024", "50257"]):

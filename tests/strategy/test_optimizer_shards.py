@@ -7,12 +7,16 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from torch import Tensor
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer, RMSprop
+from torch.utils.data import DataLoader
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
+from lightning_axosparse.distributed import gradient_reducer
+from lightning_axosparse.sparse.module.state_size import state_bytes
 from lightning_axosparse.strategy.validation import validate_placement
 from tests.parity.cases import Net, Record, difference, loader, trainer, whole_state
 from tests.ranks import run_ranks
@@ -173,6 +177,96 @@ def test_one_replica_keeps_all(tmp_path: Path) -> None:
     assert difference(plain, sharded) == 0
     assert module.elements == same.elements
     assert all(kept == size for size, kept in same.elements.values())
+
+
+class Wide(L.LightningModule):
+    """A network whose small parameters count little, which notes the bytes of its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.model(batch).square().mean()
+
+    def configure_optimizers(self) -> Optimizer:
+        return AdamW(self.parameters(), 1e-3)
+
+    def on_train_epoch_end(self) -> None:
+        self.bytes = state_bytes(self, self.trainer.optimizers[0])
+        self.gradients = {name: p.grad for name, p in self.named_parameters()}
+
+
+class Reading(Wide):
+    """Reads its gradients before the optimizer steps."""
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        self.norms = {n: float(norm) for n, norm in grad_norm(self, 2).items()}
+
+
+def train_wide(
+    kind: type[Wide], shards: bool, ranks: int, **options: Any
+) -> tuple[Wide, dict[str, Tensor]]:
+    L.seed_everything(0, verbose=False)
+    module = kind()
+    callbacks = [make() for make in options.pop("callbacks", ())]
+    strategy = AxoSparseStrategy(shard_optimizer=shards, **options.pop("strategy", {}))
+    options = {"max_epochs": 1, "callbacks": callbacks, **options}
+    run = trainer(strategy, ranks, **options)
+    run.fit(module, DataLoader(torch.randn(24, 128, generator=torch.Generator().manual_seed(0)), 2))
+    return module, whole_state(run, module)
+
+
+def drawn() -> EarlyBirdTicket:
+    return EarlyBirdTicket(0.5, method="early-bird", every="1 epoch", draw_by="2 epochs")
+
+
+def averaged() -> EMAWeightAveraging:
+    return EMAWeightAveraging(decay=0.5)
+
+
+LONGER = {"max_epochs": 4}
+
+
+def divide_gradients() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    gradient_reducer.BUCKET_BYTES = 4 * (128 * 128 + 128)
+    for name, kind, options in (
+        ("plain", Wide, {}),
+        ("micro-batches", Wide, {"strategy": {"microbatches": 2}}),
+        ("accumulated", Wide, {"accumulate_grad_batches": 2}),
+        ("drawn", Wide, {"callbacks": [drawn], "max_epochs": 3}),
+        ("averaged", Wide, {"callbacks": [averaged], "max_epochs": 3}),
+        ("offloaded", Wide, {"strategy": {"offload_optimizer": True}}),
+        ("regrid", Wide, {"strategy": {"g_inter": 2, "regrid": 1}, "callbacks": [drawn]} | LONGER),
+        ("clipped", Wide, {"gradient_clip_val": 0.01}),
+        ("read", Reading, {}),
+    ):
+        ((plain, expected), (module, weights)) = (
+            train_wide(kind, shards, 2, **options) for shards in (False, True)
+        )
+        same = all(torch.equal(weights[key], value) for key, value in expected.items())
+        message = ""
+        try:
+            module.gradients["model.0.weight"].norm()
+        except RuntimeError as error:
+            message = str(error)
+        norms = getattr(module, "norms", None) == getattr(plain, "norms", None)
+        found[name] = same, plain.bytes, module.bytes, message, norms
+    return found
+
+
+def test_gradients_are_divided_unless_something_reads_them() -> None:
+    for found in run_ranks(2, divide_gradients):
+        for name, (same, plain, divided, message, norms) in found.items():
+            assert same, name
+            assert norms, name
+            whole = name in ("clipped", "read")
+            assert (message == "") == whole, name
+            assert whole or "on_before_optimizer_step" in message
+            expected = plain.weights + plain.indices + plain.gradients / (1 if whole else 2)
+            expected += plain.optimizer / 2
+            assert divided.total == pytest.approx(expected, rel=0.05), name
 
 
 class ByRow(SGD):

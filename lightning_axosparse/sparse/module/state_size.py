@@ -9,6 +9,7 @@ from itertools import chain
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_axosparse.distributed.divided_gradient import DividedGradient
 from lightning_axosparse.sparse.module.parameters import owned_parameters
 from lightning_axosparse.support.torch_internals import storage_id, tree_leaves
 
@@ -82,6 +83,8 @@ def _new_bytes(tensors: Iterable[Tensor], counted: set[int]) -> int:
 
 def _components(tensor: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors with storage of their own that ``tensor`` consists of."""
+    if isinstance(tensor, DividedGradient):
+        return (tensor.part,)
     if tensor.is_meta:
         return ()
     return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
