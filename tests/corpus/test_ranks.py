@@ -26,6 +26,7 @@ PATIENCE = 20.0
 
 OF_RANKS = (
     "LogsOnTheFirstRank",
+    "RegistersHooksInItsFirstStep",
     "WritesToTheLoggerItself",
     "divides_by_the_world",
     "gathers_from_all_ranks",

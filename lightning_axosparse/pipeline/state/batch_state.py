@@ -67,12 +67,13 @@ class Changing(NamedTuple):
 
     Attributes:
         place: the attribute.
-        rule: how micro-batches make up the batch; None if they change it one after the other.
+        rule: how micro-batches make up the batch; None if they change it one after the other;
+            "left" if stages do, each its own.
         sent: whether other stages get it from the last one; else they make it themselves.
     """
 
     place: Place
-    rule: Rule | None
+    rule: Rule | Literal["left"] | None
     sent: bool = True
 
 
@@ -166,7 +167,7 @@ class _Changed:
             What to warn of.
         """
         place, rule = self.changing.place, self.changing.rule
-        if rule is None:
+        if rule is None or rule == "left":
             self.made = Sent(place, "replace", held_by(self.owner, place.name))
             return None
         how: Literal["replace", "overwrite"] = "replace"
@@ -212,6 +213,7 @@ class BatchState(StepState):
         self._module, self._stages, self._last_stage = module, stages, last_stage
         self._stage_of, self._sends = stage_of, sends
         self._changed: dict[Place, _Changed] = {}
+        self._left: set[Place] = set()
         self._weights: list[float] = []
         self._weights_shared: list[float] = []
         self._begun: dict[int, int] = {}
@@ -234,7 +236,12 @@ class BatchState(StepState):
         total = sum(part.weight for part in microbatches) or 1.0
         self._weights = self._weights_shared = [part.weight / total for part in microbatches]
         self._begun = dict.fromkeys(self._stages, 0)
-        self._changed = {each.place: known for each in changing if (known := self._found(each))}
+        self._left = {each.place for each in changing if each.rule == "left"}
+        self._changed = {
+            each.place: known
+            for each in changing
+            if each.place not in self._left and (known := self._found(each))
+        }
 
     def _found(self, changing: Changing) -> _Changed | None:
         """An attribute as it is now; None if this rank has it not."""
@@ -283,7 +290,8 @@ class BatchState(StepState):
     def _note_number(self, name: str, before: Any) -> None:
         """Take in that a number of the module changes which did not in the first batch."""
         place = Place((), name)
-        if place in self._changed or type(before) not in _NUMBERS:
+        is_known = place in self._changed or place in self._left
+        if is_known or type(before) not in _NUMBERS:
             return
         changed = self._found(Changing(place, "once"))
         assert changed is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from lightning_axosparse.pipeline.state.advice import not_sent, trained, unexpla
 from lightning_axosparse.pipeline.state.batch_state import LARGEST_MESSAGE, Changing
 from lightning_axosparse.pipeline.state.module_state import Place, value_at
 from lightning_axosparse.pipeline.state.rules import Rule, Seen, Unexplained, find
-from lightning_axosparse.pipeline.state.values import size_of
+from lightning_axosparse.pipeline.state.values import same, size_of
 
 
 class Found(NamedTuple):
@@ -23,7 +23,7 @@ class Found(NamedTuple):
         stage: the stage.
         is_outside: whether it is outside the layers.
         is_trained: whether it is a parameter that is trained.
-        rule: how micro-batches make up the batch; None if it is not known.
+        rule: as for :class:`Changing`; None if it is not known.
         advice: what to say of it.
         is_sent: whether a message can hold it.
     """
@@ -32,7 +32,7 @@ class Found(NamedTuple):
     stage: int
     is_outside: bool
     is_trained: bool
-    rule: Rule | None
+    rule: Rule | Literal["left"] | None
     advice: str
     is_sent: bool
 
@@ -86,7 +86,10 @@ class StateCheck(NamedTuple):
         """
         found = []
         for stage, changes in first.items():
+            registers = any(place.is_of_hooks for place in changes.places)
             for place in changes.places:
+                if place.is_of_hooks:
+                    continue
                 layer_stage = self.stage_of(place.dotted)
                 if layer_stage in (None, stage):
                     value = value_at(self.module, place)
@@ -94,7 +97,11 @@ class StateCheck(NamedTuple):
                     if stage in again:
                         second = self._seen(place, again[stage], value, seen.whole)
                         seen = seen._replace(again=second)
-                    found.append(self._found(place, stage, layer_stage is None, value, seen))
+                    each = self._found(place, stage, layer_stage is None, value, seen)
+                    if registers and _is_settled(seen):
+                        # It says that hooks are registered, which no micro-batch takes back.
+                        each = each._replace(rule="left", advice="")
+                    found.append(each)
         return found
 
     def _seen(self, place: Place, changes: StageChanges, value: Any, before: Any) -> Seen:
@@ -117,6 +124,13 @@ class StateCheck(NamedTuple):
                 advice = unexplained(place, error.path, error.seen)
         is_sent = size_of(seen.whole) <= LARGEST_MESSAGE
         return Found(place, stage, is_outside, is_trained, rule, advice, is_sent)
+
+
+def _is_settled(seen: Seen) -> bool:
+    """Whether any step leaves the same value, and leaves it alone from then on."""
+    return seen.again is not None and all(
+        same(part, seen.whole) for part in (*seen.parts, seen.again.whole, *seen.again.parts)
+    )
 
 
 def _is_idempotent(seen: Seen) -> bool:
@@ -151,7 +165,8 @@ def agree(
         if own.is_trained:
             continue
         # The step of a stage that goes no further has not put back what it changed.
-        rule = "once" if own.is_outside and last_stage not in stages else own.rule
+        is_earlier = own.is_outside and last_stage not in stages
+        rule = "once" if is_earlier and own.rule != "left" else own.rule
         changing.append(Changing(place, rule, own.is_sent))
         if own.is_outside and not (own.is_sent or is_whole):
             warnings.append(not_sent(place))

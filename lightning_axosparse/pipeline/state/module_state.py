@@ -63,6 +63,11 @@ class Place(NamedTuple):
             names.append(key)
         return ".".join(names)
 
+    @property
+    def is_of_hooks(self) -> bool:
+        """Whether it is where torch keeps the hooks of a module."""
+        return self.name in _HOOKS
+
 
 def _spelled(step: Step) -> str:
     kind, key = step
@@ -260,9 +265,9 @@ class ModuleState:
     """The values of all that a step may change on a module, at the time when it is created.
 
     Left out are the states of torchmetrics objects, which have their own way, and tensors without
-    values. What torch and Lightning keep in a module, and the running statistics of BatchNorms,
-    which follow micro-batches as they do, are put back, but are not named as changes. Parameters
-    may fill the memory: they are copied when they are about to change (:meth:`watched`).
+    values. What torch and Lightning keep in a module, besides hooks, and the running statistics of
+    BatchNorms, which follow micro-batches as they do, are put back, but are not named as changes.
+    Parameters may fill the memory: they are copied when they are about to change (:meth:`watched`).
 
     Args:
         module: the user's module.
@@ -274,8 +279,12 @@ class ModuleState:
         for each in self._holders:
             if each.memory is not None:
                 self._parameters.setdefault(each.storage, []).append(each)
-        registries = [vars(part).get(name) for part in module.modules() for name in _HOOKS]
-        self._hooks = [(each, copy.copy(each)) for each in registries if each is not None]
+        self._hooks = [
+            (path, name, registry, copy.copy(registry))
+            for path, part in module.named_modules()
+            for name in _HOOKS
+            if (registry := vars(part).get(name)) is not None
+        ]
 
     @contextmanager
     def watched(self) -> Iterator[set[Place]]:
@@ -306,10 +315,12 @@ class ModuleState:
         Returns:
             What had changed: copies of the values; ``MISSING`` for an attribute that was deleted.
         """
-        for registry, before in self._hooks:
+        hooks = {}
+        for path, name, registry, before in self._hooks:
             if registry != before:
-                registry.clear()
-                registry.update(before)
+                owner = tuple((".", part) for part in path.split(".") if part)
+                hooks[Place(owner, name)] = copy.copy(registry)
+                overwrite(registry, before)
         changed = [each for each in self._holders if not each.is_same()]
         changes = {
             Place(each.of.path, name): _clone(held_by(each.of.owner, name))
@@ -319,7 +330,7 @@ class ModuleState:
         }
         for each in changed:
             each.put_back()
-        return changes
+        return changes | hooks
 
 
 def _is_statistic(owner: Any, name: str) -> bool:

@@ -273,7 +273,7 @@ class StepCheck:
                 stage: {
                     place: value
                     for place, value in each.whole.items()
-                    if stage_of(place.dotted) in (None, stage)
+                    if place.is_of_hooks or stage_of(place.dotted) in (None, stage)
                 }
                 for stage, each in first.items()
             }

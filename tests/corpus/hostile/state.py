@@ -413,3 +413,23 @@ class MasksAWeightInALayer(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.model[2] = self.Masked(12)
+
+
+@entry(equal=True)
+class RegistersHooksInItsFirstStep(Regression):
+    """As transformers does for the logits of routers: a number says that the hooks are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.are_registered = False
+        self.kept: list[Tensor] = []
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        if not self.are_registered:
+            for layer in (self.model[1], self.model[3]):
+                layer.register_forward_hook(lambda _, args, output: self.kept.append(output))
+            self.are_registered = True
+        self.kept.clear()
+        loss = F.mse_loss(self(x), y) + 0.1 * torch.stack(self.kept).pow(2).mean(-1).sum(0).mean()
+        self.kept.clear()
+        return loss

@@ -107,3 +107,12 @@ def test_what_is_too_large_is_sent_nowhere() -> None:
     assert changing == [Changing(KEPT, "once", False)]
     assert "larger than 1 MB" in advice
     assert agree(found, 1, is_whole=True) == (changing, [])
+
+
+def test_what_says_that_hooks_are_registered_is_left_as_it_is() -> None:
+    hooks = {Place(((".", "head"),), "_forward_hooks"): {1: print}}
+    runs = {STEPS: 1, BEST: 2.0}, [{STEPS: 1, BEST: 2.0}, {STEPS: 1, BEST: 3.0}]
+    again = {0: StageChanges(*runs)}
+    first = {0: StageChanges(runs[0] | hooks, runs[1])}
+    assert {each.place: each.rule for each in find(first, again)} == {STEPS: "left", BEST: None}
+    assert {each.place: each.rule for each in find(again, again)} == {STEPS: "once", BEST: None}

@@ -221,6 +221,18 @@ def test_a_buffer_that_is_replaced_or_deleted_is_put_back() -> None:
     assert "average" not in vars(module)
 
 
+def test_hooks_that_are_registered_are_named_and_removed() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    state = ModuleState(module)
+    module[0].register_forward_hook(lambda *_: None)
+    (place, hooks), *others = state.rewind().items()
+    assert (str(place), place.is_of_hooks, len(hooks)) == ("self[0]._forward_hooks", True, 1)
+    assert not others
+    assert not module[0]._forward_hooks
+    write(module, place, hooks)
+    assert module[0]._forward_hooks == hooks
+
+
 @given(st.dictionaries(st.sampled_from("abcd"), VALUES), st.data())
 @settings(max_examples=150, deadline=None)
 def test_any_change_is_found_and_undone(values: dict[str, Any], data: Any) -> None:
