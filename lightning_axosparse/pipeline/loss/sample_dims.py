@@ -7,14 +7,12 @@ has entries of samples, also where it joins their tokens.
 
 from __future__ import annotations
 
-import re
 import sys
-from types import CodeType, FrameType
+from types import CodeType
 
 from torch import Tensor
 
-_OURS = re.compile(rf"{__name__.partition('.')[0]}\.(?!examples\.)")
-"""The modules of this package; those of the examples are as a user's."""
+from lightning_axosparse.support.callers import users_frame
 
 _Place = tuple[CodeType, int, int, int]
 """The instruction that has called a function, the number of its tensor, and the dimension."""
@@ -70,26 +68,6 @@ class SampleDims:
     def _places(self, tensor: Tensor) -> list[_Place]:
         if not tensor.dim():
             return []
-        place, self._asked = (*_instruction(), self._asked), self._asked + 1
-        return [(*place, dim) for dim in range(tensor.dim())]
-
-
-def _instruction() -> tuple[CodeType, int]:
-    """The one that has called a torch function, outside of this package and of torch."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and (
-        is_ours(frame) or _module(frame).partition(".")[0] == "torch"
-    ):
-        frame = frame.f_back
-    return frame.f_code, frame.f_lasti
-
-
-def is_ours(caller: FrameType | None) -> bool:
-    """Whether code of this package has called a function, besides other modes that hand it on."""
-    while caller is not None and caller.f_code.co_name == "__torch_function__":
-        caller = caller.f_back
-    return caller is not None and _OURS.match(_module(caller)) is not None
-
-
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__"))
+        caller, asked = users_frame(sys._getframe(1)), self._asked
+        self._asked += 1
+        return [(caller.f_code, caller.f_lasti, asked, dim) for dim in range(tensor.dim())]

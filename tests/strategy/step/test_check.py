@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -42,14 +43,16 @@ def loader(samples: int = 16) -> DataLoader:
     return DataLoader(TensorDataset(x, y), 8)
 
 
-def fit(loss: Step, samples: int = 16, **options: Any) -> tuple[Net, list[str]]:
+def fit(
+    loss: Step, samples: int = 16, max_epochs: int = 1, **options: Any
+) -> tuple[Net, list[str]]:
     """Train, and return what was warned of."""
     L.seed_everything(0, verbose=False)
     module = Net(loss)
     strategy = AxoSparseStrategy(2, 4, transport="loopback", **options)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        trainer(strategy, precision="32-true", max_epochs=1).fit(module, loader(samples))
+        trainer(strategy, precision="32-true", max_epochs=max_epochs).fit(module, loader(samples))
     return module, [str(w.message) for w in said if "troubleshooting" in str(w.message)]
 
 
@@ -156,6 +159,19 @@ def test_it_leaves_no_trace() -> None:
     (weights, *others), (other_weights, *same) = seen
     assert others == same
     assert all(torch.equal(weight, other_weights[name]) for name, weight in weights.items())
+
+
+def test_it_runs_once_a_fit() -> None:
+    calls: Counter[int] = Counter()
+
+    def step(module: Net, z: Tensor, y: Tensor) -> Tensor:
+        calls[module.global_step] += 1
+        return F.mse_loss(z, y)
+
+    fit(step, max_epochs=3)
+    first, *others = (calls[batch] for batch in range(6))
+    assert first > 4 + 1  # also the whole batch, and its micro-batches once more
+    assert others == [4] * 5
 
 
 def test_ways_out() -> None:
