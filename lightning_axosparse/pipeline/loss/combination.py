@@ -181,7 +181,7 @@ def combine(terms: Sequence[Term], sizes: Sequence[float], rule: Rule | None = N
         with _default_dtype_of(terms):
             return _combined(terms, rule, sizes)
     except (RuntimeError, TypeError, ValueError):
-        return _joined([_number(Call(t.value, combine, ())) for t in terms], sizes, "samples")
+        return _joined([Leaf(term.value) for term in terms], sizes, "samples")
 
 
 @contextmanager

@@ -186,7 +186,7 @@ class ReductionTracker(PausableMode):
         leaf = Leaf(copy, kind, count, value.requires_grad and value.is_floating_point())
         if self._keeps_sources and leaf.differentiable:
             is_given = isinstance(value, (Parameter, SparseWeight))
-            self._sources[id(leaf)] = leaf, value if is_given else _unchanged(value)
+            self._sources[id(leaf)] = leaf, value if is_given else value.clone()
         return leaf
 
     def _unreduced(self, value: Tensor) -> Leaf:
@@ -298,32 +298,13 @@ class ReductionTracker(PausableMode):
         return (1 if is_second and samples > 1 else 0) in reduced
 
 
-class _Unchanged(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-def _unchanged(tensor: Tensor) -> Tensor:
-    """A tensor with the graph that another one has now, whatever is done to that in place."""
-    alias: Tensor = _Unchanged.apply(tensor)  # type: ignore[no-untyped-call]
-    return alias
-
-
 def at_least_one(count: float) -> float:
     """What a sum is divided by, if ``count`` may be zero."""
     return max(1, count)
 
 
-class _Samples:
-    """Stands for an argument that belongs to samples."""
-
-
-_SAMPLES = _Samples()
+_SAMPLES = object()
+"""Stands for an argument that belongs to samples."""
 
 _REDUCING: dict[Callable[..., Any], Literal["mean", "sum"]] = {
     **dict.fromkeys((torch.mean, Tensor.mean, torch.nanmean, Tensor.nanmean), "mean"),

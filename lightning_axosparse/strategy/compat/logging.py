@@ -1,13 +1,11 @@
-"""Combines the calls of ``self.log`` and ``self.print`` in the micro-batches into one per batch."""
+"""Combines the calls of ``self.log`` in the micro-batches into one per batch."""
 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -60,7 +58,7 @@ class LoggedValue:
 
 @dataclass(frozen=True)
 class LogCall:
-    """One call of ``self.log`` inside a micro-batch of ``size`` samples; can be pickled.
+    """One call of ``self.log`` inside a micro-batch; can be pickled.
 
     Attributes:
         name: the first argument of ``self.log``.
@@ -68,8 +66,7 @@ class LogCall:
         origin: attribute path of the metric that returned the value, and the value's key there.
         logged_metric: attribute path of the metric object that was logged, or None.
         options: the other arguments of ``self.log``.
-        size: samples of the micro-batch.
-        weight: the micro-batch's weight in the batch, if the user gave ``microbatch_weight``.
+        weight: of the value in a mean of which no denominator is known.
         term: how the value was computed; None if it is no number.
     """
 
@@ -78,8 +75,7 @@ class LogCall:
     origin: tuple[str, str | None] | None
     logged_metric: str | None
     options: Mapping[str, Any]
-    size: int
-    weight: float | None
+    weight: float
     term: Term | None
 
 
@@ -218,12 +214,15 @@ class MicrobatchLog:
                 " over the replicas." + see("logging")
             )
         options["reduce_fx"] = _reduction(name, options.get("reduce_fx", "mean"))
-        size, weight = self._size, self._weight
+        weight = self._weight
+        if weight is None:
+            given = options.get("batch_size")
+            weight = float(self._size if given is None else given)
         if isinstance(value, Metric):
             path, cache = self._path(name, value), value._forward_cache
-            return LogCall(name, cache, (path, None), path, options, size, weight, None)
+            return LogCall(name, cache, (path, None), path, options, weight, None)
         term, scalar, origin = self._tracker.of(value), _scalar(name, value), self._origin(value)
-        return LogCall(name, scalar, origin, None, options, size, weight, term)
+        return LogCall(name, scalar, origin, None, options, weight, term)
 
     def _path(self, name: str, metric: Metric) -> str:
         for path, known in self._known_metrics().items():
@@ -315,103 +314,9 @@ def combined_calls(calls: Sequence[LogCall], rule: Rule | None) -> Any:
     terms = [call.term for call in calls if call.term is not None]
     if len(terms) < len(calls) or len(calls) == 1:
         return calls[-1].value
-    reduction, weights = calls[0].options["reduce_fx"], [weight_of(call) for call in calls]
+    reduction, weights = calls[0].options["reduce_fx"], [call.weight for call in calls]
     is_known = any(isinstance(term, Call) or term.kind for term in terms)
     if rule is None and reduction in ("sum", "max", "min") and not is_known:
         rule = reduction
     dtype = calls[0].value.dtype
     return torch.as_tensor(combine(terms, weights, rule), dtype=dtype).reshape(())
-
-
-def weight_of(call: LogCall) -> float:
-    """What the value of a micro-batch weighs in a mean of which no denominator is known."""
-    if call.weight is not None:
-        return call.weight
-    size = call.options.get("batch_size")
-    return float(call.size if size is None else size)
-
-
-@dataclass(frozen=True)
-class PrintCall:
-    """One call of ``self.print``; can be sent to another rank.
-
-    Attributes:
-        texts: of the values.
-        options: the other keyword arguments.
-        stream: the name in ``sys`` of its ``file``, if it was given one.
-    """
-
-    texts: tuple[str, ...]
-    options: dict[str, Any]
-    stream: str | None
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The keyword arguments of the call, on this rank."""
-        file = {} if self.stream is None else {"file": getattr(sys, self.stream)}
-        return {**self.options, **file}
-
-
-class MicrobatchPrint:
-    """Replaces ``module.print``: records inside a micro-batch, and calls the original outside.
-
-    Code behind the layers runs on the last stage alone, code before them on every stage, and all of
-    it once a micro-batch. So the last stage's calls count, and of the micro-batches' first calls
-    one, of their second calls one, and so on: that of the first micro-batch that has it.
-    """
-
-    def __init__(self, module: LightningModule) -> None:
-        self._module = module
-        self._open: list[PrintCall] | None = None
-        self._microbatches: list[list[PrintCall]] = []
-
-    def attached(self) -> AbstractContextManager[None]:
-        """Replace the module's ``print`` inside the context."""
-        return patched(self._module, "print", self._print)
-
-    @contextmanager
-    def microbatch(self) -> Iterator[None]:
-        """Record, instead of executing, the calls of ``self.print`` inside the context.
-
-        What an error would keep from being printed is printed here.
-        """
-        self._open = opened = list[PrintCall]()
-        try:
-            yield
-            self._microbatches.append(opened)
-        except Exception:
-            for call in [*self.combined(), *opened]:
-                print(*call.texts, **call.arguments)
-            raise
-        finally:
-            self._open = None
-
-    def combined(self) -> list[PrintCall]:
-        """The calls of the batch; none if no micro-batch reached the end of its step here."""
-        return [
-            next(call for call in calls if call is not None)
-            for calls in zip_longest(*self._microbatches)
-        ]
-
-    def replay(self, calls: list[PrintCall]) -> None:
-        """Call the module's own ``print``, which prints on the first rank."""
-        for call in calls:
-            type(self._module).print(self._module, *call.texts, **call.arguments)
-
-    def clear(self) -> None:
-        """Forget what was recorded."""
-        self._microbatches.clear()
-
-    def _print(self, *values: Any, file: Any = None, **options: Any) -> None:
-        if self._open is None:
-            file_given = {} if file is None else {"file": file}
-            type(self._module).print(self._module, *values, **options, **file_given)
-            return
-        streams = {None: None, sys.stdout: "stdout", sys.stderr: "stderr"}
-        if file not in streams:
-            raise MisconfigurationException(
-                f"`self.print(..., file={file!r})` in a step of a pipeline prints on the first rank"
-                " what the last stage says, which sends no files: use sys.stdout or sys.stderr, or"
-                " write to the file where a batch ends (on_train_batch_end)." + see("logging")
-            )
-        self._open.append(PrintCall(tuple(map(str, values)), options, streams[file]))

@@ -28,12 +28,7 @@ from lightning_axosparse.pipeline.loss.weights import LossRule, LossWeights
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.state.batch_state import Changing
 from lightning_axosparse.pipeline.state.values import same
-from lightning_axosparse.strategy.compat.logging import (
-    LogCall,
-    LogKey,
-    combined_calls,
-    weight_of,
-)
+from lightning_axosparse.strategy.compat.logging import LogCall, LogKey, combined_calls
 from lightning_axosparse.support.troubleshooting import see
 
 _MOST_COMPARISONS = 8
@@ -329,7 +324,7 @@ class Comparison:
     ) -> tuple[Rule | None, bool]:
         """How the values under a name combine, and whether only their numbers show it."""
         terms = [call.term for call in calls if call.term is not None]
-        sizes = [weight_of(call) for call in calls]
+        sizes = [call.weight for call in calls]
         assert whole.term is not None
         if len(terms) == len(calls) == len(self.parts):
             rules: Iterable[Rule | None] = found_rules(whole.term, terms, sizes, self._is_batch)
