@@ -157,7 +157,7 @@ def class_weights_of_the_batch(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(self(x), y, weight=weights)
 
 
-@entry(Classification)
+@entry(Classification, equal=True)
 def balance_of_predictions(self: Any, x: Tensor, y: Tensor) -> Tensor:
     logits = self(x)
     mean = logits.softmax(-1).mean(0)

@@ -166,7 +166,7 @@ class AuxiliaryVarianceOfALayer(Regression):
         return F.mse_loss(out, y) + 0.1 * self.model[1].penalty
 
 
-@entry(unread=("model.3.balance",))
+@entry(unread=("model.3.balance",), equal=True)
 class LoadBalanceOfRouters(Regression):
     """A product of a share and a mean, as mixtures of experts balance their routers."""
 

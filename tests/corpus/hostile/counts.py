@@ -21,36 +21,36 @@ def token_losses(self: Any, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
 
 
-@entry(Tagger, strategy=ONE_SAMPLE)
+@entry(Tagger, strategy=ONE_SAMPLE, equal=True)
 def at_least_one_as_int(self: Any, batch: dict[str, Tensor]) -> Tensor:
     mask = batch["lengths"][:, None] == LENGTH  # Only whole sentences count.
     return (token_losses(self, batch) * mask).sum() / max(1, int(mask.sum()))
 
 
-@entry(Tagger, strategy=ONE_SAMPLE)
+@entry(Tagger, strategy=ONE_SAMPLE, equal=True)
 def at_least_one_as_item(self: Any, batch: dict[str, Tensor]) -> Tensor:
     mask = batch["words"] == 3
     return (token_losses(self, batch) * mask).sum() / max(mask.sum().item(), 1)
 
 
-@entry(Scalar, strategy=ONE_SAMPLE)
+@entry(Scalar, strategy=ONE_SAMPLE, equal=True)
 def at_least_one_of_few_chosen(self: Any, x: Tensor, y: Tensor) -> Tensor:
     chosen = (y > 0.5).float()
     return ((self(x) - y).abs() * chosen).sum() / max(chosen.sum().item(), 1)
 
 
-@entry(Scalar)
+@entry(Scalar, equal=True)
 def plus_one_in_the_denominator(self: Any, x: Tensor, y: Tensor) -> Tensor:
     chosen = (y > 0).float()
     return ((self(x) - y) ** 2 * chosen).sum() / (chosen.sum() + 1)
 
 
-@entry(Regression)
+@entry(Regression, equal=True)
 def mean_times_samples(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(self(x), y) * x.size(0)
 
 
-@entry(Regression)
+@entry(Regression, equal=True)
 def mean_divided_by_samples(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(self(x), y) / len(x)
 
@@ -65,13 +65,13 @@ def sum_divided_by_samples_minus_one(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(self(x), y, reduction="sum") / (x.shape[0] - 1)
 
 
-@entry(Regression)
+@entry(Regression, equal=True)
 def sum_plus_mean(self: Any, x: Tensor, y: Tensor) -> Tensor:
     out = self(x)
     return F.mse_loss(out, y) + 1e-2 * out.pow(2).sum()
 
 
-@entry(Regression)
+@entry(Regression, equal=True)
 def mean_over_one_plus_sum_over_other(self: Any, x: Tensor, y: Tensor) -> Tensor:
     out = self(x)
     return F.mse_loss(out, y, reduction="sum") / len(x) + 0.1 * out.abs().sum()
@@ -83,7 +83,7 @@ def weight_by_one_over_samples_for_a_penalty(self: Any, x: Tensor, y: Tensor) ->
     return F.mse_loss(self(x), y) + penalty / x.shape[0]
 
 
-@entry(Tagger)
+@entry(Tagger, equal=True)
 def two_denominators(self: Any, batch: dict[str, Tensor]) -> Tensor:
     logits, labels, mask = self(batch["words"]), batch["labels"], batch["mask"]
     losses = F.cross_entropy(logits.mT, labels, reduction="none")
@@ -100,7 +100,7 @@ def means_of_two_groups(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return first + second
 
 
-@entry(Binary)
+@entry(Binary, equal=True)
 def positives_and_negatives_apart(self: Any, x: Tensor, y: Tensor) -> Tensor:
     losses = F.binary_cross_entropy_with_logits(self(x), y, reduction="none")
     positives, negatives = y.sum().clamp(min=1), (1 - y).sum().clamp(min=1)
@@ -138,7 +138,7 @@ def trimmed_to_the_longest(self: Any, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(self(words).mT, labels.clamp(min=0))
 
 
-@entry(Tagger)
+@entry(Tagger, equal=True)
 def mean_of_sentences_by_python(self: Any, batch: dict[str, Tensor]) -> Tensor:
     losses = token_losses(self, batch)
     kept = [row[mask].mean() for row, mask in zip(losses, batch["mask"], strict=True)
@@ -175,20 +175,20 @@ def relative_norm(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return torch.norm(self(x) - y) / torch.norm(y)
 
 
-@entry(Binary)
+@entry(Binary, equal=True)
 def soft_dice_of_the_batch(self: Any, x: Tensor, y: Tensor) -> Tensor:
     p = self(x).sigmoid()
     return 1 - (2 * (p * y).sum() + 1) / (p.sum() + y.sum() + 1)
 
 
-@entry(Binary)
+@entry(Binary, equal=True)
 def tversky_of_the_batch(self: Any, x: Tensor, y: Tensor) -> Tensor:
     p = self(x).sigmoid().view(-1)
     hit, false, missed = (p * y).sum(), ((1 - y) * p).sum(), (y * (1 - p)).sum()
     return 1 - (hit + 1) / (hit + 0.3 * false + 0.7 * missed + 1)
 
 
-@entry(Binary)
+@entry(Binary, equal=True)
 def soft_f1_of_the_batch(self: Any, x: Tensor, y: Tensor) -> Tensor:
     p = self(x).sigmoid()
     hit, false, missed = (p * y).sum(), (p * (1 - y)).sum(), ((1 - p) * y).sum()

@@ -57,7 +57,7 @@ def labelled_and_unlabelled_together(self: Any, batch: Any, batch_idx: int) -> T
     return F.mse_loss(labelled, y) + 0.1 * unlabelled.abs().mean()
 
 
-@entry(Regression, loaders=two_loaders(8, 8))
+@entry(Regression, loaders=two_loaders(8, 8), equal=True)
 def two_loaders_aligned_by_means(self: Any, batch: Any, batch_idx: int) -> Tensor:
     """Domain adaptation."""
     (x, y), (other, _) = batch["a"], batch["b"]
@@ -87,7 +87,7 @@ def second_validation_loader_differs(
         self.log("val_spread", out.std(), add_dataloader_idx=False)
 
 
-@entry(Classification, hook="validation_step")
+@entry(Classification, hook="validation_step", equal=True)
 def logs_accuracy_of_each_class(self: Any, batch: Any, batch_idx: int) -> None:
     """Some micro-batches have no sample of a class, and log nothing under its name."""
     x, y = batch
@@ -96,7 +96,7 @@ def logs_accuracy_of_each_class(self: Any, batch: Any, batch_idx: int) -> None:
         self.log(f"val_acc_{label}", (guess[y == label] == label).float().mean())
 
 
-@entry(Classification)
+@entry(Classification, equal=True)
 def logs_the_loss_of_each_class(self: Any, batch: Any, batch_idx: int) -> Tensor:
     x, y = batch
     losses = F.cross_entropy(self(x), y, reduction="none")
@@ -162,7 +162,7 @@ def logs_the_largest_of_an_epoch(self: Any, batch: Any, batch_idx: int) -> Tenso
     return error.mean()
 
 
-@entry()
+@entry(equal=True)
 class AnnealsAHyperparameter(Regression):
     def __init__(self, beta: float = 0.1) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class AnnealsAHyperparameter(Regression):
         return F.mse_loss(out, y) + self.hparams.beta * out.pow(2).mean()
 
 
-@entry()
+@entry(equal=True)
 class CountsOnTheClass(Regression):
     """The counter belongs to the class, not to the object."""
 
@@ -243,7 +243,7 @@ def takes_the_labels_out_of_the_batch(self: Any, batch: Any, batch_idx: int) -> 
     return F.cross_entropy(self(batch["words"]).mT, labels)
 
 
-@entry(Classification)
+@entry(Classification, equal=True)
 def catches_errors(self: Any, batch: Any, batch_idx: int) -> Any:
     """Skips a batch that does not fit into memory."""
     x, y = batch
@@ -254,7 +254,7 @@ def catches_errors(self: Any, batch: Any, batch_idx: int) -> Any:
     return loss
 
 
-@entry()
+@entry(equal=True)
 class CountsInFinally(Regression):
     def __init__(self) -> None:
         super().__init__()
@@ -335,7 +335,7 @@ class PythonGeneratorOfItsOwn(Regression):
         self.log("drawn", self.drawn)
 
 
-@entry()
+@entry(equal=True)
 class WeighsByAMetric(Classification):
     def __init__(self) -> None:
         super().__init__()
@@ -375,7 +375,7 @@ class ManualOptimization(Regression):
         optimizer.step()
 
 
-@entry()
+@entry(equal=True)
 class SharpnessAware(Regression):
     """SAM: two gradients a batch."""
 
@@ -447,7 +447,7 @@ def accumulates_a_correlation(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return 1 - torch.corrcoef(torch.stack([p, y]))[0, 1]
 
 
-@entry()
+@entry(equal=True)
 class CountsBatchesAmongAccumulated(Regression):
     """Counts steps of the optimizer by itself."""
 

@@ -217,7 +217,7 @@ def grad_norm_of_two_tasks(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return first + (one / two).detach() * second
 
 
-@entry()
+@entry(equal=True)
 class ScalesGradientsOfAParameterOutside(Regression):
     def __init__(self) -> None:
         super().__init__()

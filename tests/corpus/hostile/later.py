@@ -23,7 +23,7 @@ def decides_late(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return loss
 
 
-@entry(Scalar, strategy=ONE_SAMPLE)
+@entry(Scalar, strategy=ONE_SAMPLE, equal=True)
 def few_are_chosen_later(self: Any, x: Tensor, y: Tensor) -> Tensor:
     chosen = y > 2.0
     return ((self(x) - y).abs() * chosen).sum() / max(1, int(chosen.sum()))
@@ -53,7 +53,7 @@ def bins_that_differ_later(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.binary_cross_entropy(p, hit) + torch.stack(gaps).sum()
 
 
-@entry(Regression)
+@entry(Regression, equal=True)
 def constant_that_looks_like_a_count(self: Any, batch: Any, batch_idx: int) -> Tensor:
     """A number that is as large as a micro-batch, in the second batch."""
     x, y = batch
@@ -81,7 +81,7 @@ def starts_to_standardize(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return F.mse_loss(self(x), y)
 
 
-@entry(Regression)
+@entry(Regression, equal=True)
 def logs_every_second_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
     """A value that the first batch does not log."""
     x, y = batch

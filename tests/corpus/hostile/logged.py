@@ -136,7 +136,7 @@ def logs_accuracy_as_number(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return F.cross_entropy(logits, y)
 
 
-@entry(Classification)
+@entry(Classification, equal=True)
 def logs_hits_as_number(self: Any, batch: Any, batch_idx: int) -> Tensor:
     x, y = batch
     logits = self(x)
@@ -169,7 +169,7 @@ def logs_r2_by_hand(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return F.mse_loss(p, y)
 
 
-@entry(Scalar)
+@entry(Scalar, equal=True)
 def logs_the_largest_error(self: Any, batch: Any, batch_idx: int) -> Tensor:
     x, y = batch
     p = self(x)

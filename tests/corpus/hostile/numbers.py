@@ -14,7 +14,7 @@ from tests.corpus.harness import entry
 from tests.corpus.modules import Classification, Regression, Scalar
 
 
-@entry(Regression)
+@entry(Regression, equal=True)
 def loss_over_its_number(self: Any, x: Tensor, y: Tensor) -> Tensor:
     loss = F.mse_loss(self(x), y)
     return loss / loss.item()
@@ -79,7 +79,7 @@ def scipy_like_rank_weights(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return (errors * torch.from_numpy(ranks).float()).mean()
 
 
-@entry(Classification)
+@entry(Classification, equal=True)
 def difficulty_by_accuracy(self: Any, x: Tensor, y: Tensor) -> Tensor:
     logits = self(x)
     accuracy = (logits.argmax(-1) == y).float().mean().item()
@@ -100,7 +100,7 @@ def skips_bad_batches(self: Any, batch: Any, batch_idx: int) -> Any:
     return None if loss.item() > 3.2 else loss
 
 
-@entry(Regression)
+@entry(Regression, equal=True)
 def keeps_the_first_loss(self: Any, batch: Any, batch_idx: int) -> Tensor:
     """Losses relative to the first one, as in GradNorm."""
     x, y = batch

@@ -96,21 +96,21 @@ class AveragesInALayer(Regression):
         self.model[3] = self.Scaled()
 
 
-@entry()
+@entry(equal=True)
 class SpectralNorm(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.model[2] = torch.nn.utils.parametrizations.spectral_norm(self.model[2])
 
 
-@entry()
+@entry(equal=True)
 class SpectralNormOfOld(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.model[0] = torch.nn.utils.spectral_norm(self.model[0])
 
 
-@entry(strategy={"pipeline": "model"})
+@entry(strategy={"pipeline": "model"}, equal=True)
 class TeacherInTheStep(Regression):
     """A mean teacher that the step moves along before it uses it."""
 
@@ -128,7 +128,7 @@ class TeacherInTheStep(Regression):
         return F.mse_loss(out, y) + F.mse_loss(out, target)
 
 
-@entry(strategy={"pipeline": "model"})
+@entry(strategy={"pipeline": "model"}, equal=True)
 class TeacherOfOneLayer(Regression):
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class KeepsTheBest(Regression):
         return loss
 
 
-@entry()
+@entry(equal=True)
 class SumsInADict(Regression):
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class SumsInADict(Regression):
         self.log("epoch_loss", self.sums["loss"] / max(self.sums["samples"], 1))
 
 
-@entry()
+@entry(equal=True)
 class SumsInANestedDict(Classification):
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class SumsInANestedDict(Classification):
         self.log("per_batch", meter["correct"] / max(meter["batches"], 1))
 
 
-@entry()
+@entry(equal=True)
 class CountsWithACounter(Classification):
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class CountsWithACounter(Classification):
         return F.cross_entropy(logits, y)
 
 
-@entry()
+@entry(equal=True)
 class KeepsLossesInAList(Regression):
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class KeepsLossesInAList(Regression):
         return loss
 
 
-@entry()
+@entry(equal=True)
 class KeepsOutputsInADeque(Embedding):
     """A memory of earlier outputs as negatives, as MoCo has."""
 
@@ -250,7 +250,7 @@ class QueueInABuffer(Embedding):
         return loss
 
 
-@entry()
+@entry(equal=True)
 class SumsInNumpy(Regression):
     def __init__(self) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ class SumsInNumpy(Regression):
         return F.mse_loss(out, y)
 
 
-@entry()
+@entry(equal=True)
 class TensorsInAList(Regression):
     def __init__(self) -> None:
         super().__init__()
@@ -307,7 +307,7 @@ class RunningStatisticsOfTargets(Regression):
         return F.mse_loss(self(x), y - self.mean)
 
 
-@entry()
+@entry(equal=True)
 class DinoCentre(Embedding):
     """Teachers' outputs are centred by a moving average over batches."""
 
@@ -336,7 +336,7 @@ class LossScaleByHistory(Regression):
         return loss / self.history[: self.at].mean()
 
 
-@entry()
+@entry(equal=True)
 class PreviousOutput(Regression):
     """Truncated backpropagation by hand: the step continues from the last state."""
 
@@ -373,7 +373,7 @@ class CountsOnceABatchInAHook(Regression):
         return F.mse_loss(self(x), y) / self.count
 
 
-@entry()
+@entry(equal=True)
 class SwitchesByItself(Regression):
     """Trains only every second time it is called."""
 
@@ -397,7 +397,7 @@ class SetsAWeightFromAnother(Regression):
         return F.mse_loss(self(x), y)
 
 
-@entry()
+@entry(equal=True)
 class MasksAWeightInALayer(Regression):
     """The masked convolution of PixelCNN and the masked layers of MADE."""
 

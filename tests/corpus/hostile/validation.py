@@ -24,40 +24,40 @@ class Scaled(Scalar):
         self.register_buffer("offset", torch.tensor(3.0))
 
 
-@entry(Scaled, hook="validation_step")
+@entry(Scaled, hook="validation_step", equal=True)
 def nanmean_in_the_unit_of_the_data(self: Any, batch: Any, batch_idx: int) -> None:
     x, y = batch
     self.log("val_mae", torch.nanmean((self(x) - y).abs()) * self.y_std)
 
 
-@entry(Scaled, hook="validation_step")
+@entry(Scaled, hook="validation_step", equal=True)
 def product_plus_a_buffer(self: Any, batch: Any, batch_idx: int) -> None:
     x, y = batch
     e = self(x) - y
     self.log("val_mse", e @ e / len(e) + 1e-4 * self.offset)
 
 
-@entry(Scaled, hook="validation_step")
+@entry(Scaled, hook="validation_step", equal=True)
 def einsum_times_a_buffer(self: Any, batch: Any, batch_idx: int) -> None:
     x, y = batch
     e = self(x) - y
     self.log("val_mse", torch.einsum("i,i->", e, e) / e.numel() * self.y_std)
 
 
-@entry(Scaled, hook="validation_step")
+@entry(Scaled, hook="validation_step", equal=True)
 def numpy_mean_times_a_buffer(self: Any, batch: Any, batch_idx: int) -> None:
     x, y = batch
     error = (self(x) - y).abs().numpy().mean()
     self.log("val_mae", self.y_std * float(error))
 
 
-@entry(Scaled, hook="validation_step")
+@entry(Scaled, hook="validation_step", equal=True)
 def tensor_of_a_number(self: Any, batch: Any, batch_idx: int) -> None:
     x, y = batch
     self.log("val_mae", torch.tensor((self(x) - y).abs().mean().item()))
 
 
-@entry(Scaled, hook="validation_step")
+@entry(Scaled, hook="validation_step", equal=True)
 def tensor_of_a_maximum(self: Any, batch: Any, batch_idx: int) -> None:
     x, y = batch
     self.log("val_worst", torch.as_tensor(max((self(x) - y).abs().tolist())))
@@ -81,7 +81,7 @@ def r2_by_function(self: Any, batch: Any, batch_idx: int) -> None:
     self.log("val_r2", r2_score(self(x), y))
 
 
-@entry(strategy={"microbatches": None})
+@entry(strategy={"microbatches": None}, equal=True)
 class R2OfSingleSamples(Scalar):
     """An update of R2Score needs two samples."""
 
@@ -105,7 +105,7 @@ def balanced_accuracy_by_hand(self: Any, batch: Any, batch_idx: int) -> None:
     self.log("val_balanced", torch.stack(rates).mean())
 
 
-@entry(Classification, hook="validation_step")
+@entry(Classification, hook="validation_step", equal=True)
 def confusion_by_bincount(self: Any, batch: Any, batch_idx: int) -> None:
     x, y = batch
     guess = self(x).argmax(-1)
@@ -114,7 +114,7 @@ def confusion_by_bincount(self: Any, batch: Any, batch_idx: int) -> None:
     self.log("val_iou", iou.mean())
 
 
-@entry(Regression, hook="validation_step")
+@entry(Regression, hook="validation_step", equal=True)
 def worst_of_three_means(self: Any, batch: Any, batch_idx: int) -> None:
     x, y = batch
     errors = (self(x) - y).abs().mean(0)
@@ -127,7 +127,7 @@ def relative_norm_of_validation(self: Any, batch: Any, batch_idx: int) -> None:
     self.log("val_relative", torch.linalg.norm(self(x) - y) / torch.linalg.norm(y))
 
 
-@entry()
+@entry(equal=True)
 class CollectsOutputs(Regression):
     """Collects what the epoch's end evaluates."""
 
@@ -144,7 +144,7 @@ class CollectsOutputs(Regression):
         self.outputs.clear()
 
 
-@entry()
+@entry(equal=True)
 class CountsBatches(Regression):
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ def standardizes_in_validation(self: Any, batch: Any, batch_idx: int) -> None:
     self.log("val_loss", F.mse_loss(self(x), y))
 
 
-@entry(Scalar, hook="validation_step")
+@entry(Scalar, hook="validation_step", equal=True)
 def minimum_over_samples(self: Any, batch: Any, batch_idx: int) -> None:
     x, y = batch
     self.log("val_best", (self(x) - y).abs().amin())
@@ -181,7 +181,7 @@ def share_above_the_mean(self: Any, batch: Any, batch_idx: int) -> None:
     self.log("val_share", (p > p.mean()).float().mean())
 
 
-@entry(Scalar, hook="validation_step")
+@entry(Scalar, hook="validation_step", equal=True)
 def all_and_any(self: Any, batch: Any, batch_idx: int) -> None:
     x, y = batch
     p = self(x)
@@ -196,7 +196,7 @@ def mean_of_a_column_by_index(self: Any, batch: Any, batch_idx: int) -> None:
     self.log_dict({f"val_{number}": error**0.5 for number, error in enumerate(errors)})
 
 
-@entry()
+@entry(equal=True)
 class BinaryMetricOfLogits(Binary):
     """Torchmetrics takes the sigmoid of an update only if not all of it are probabilities."""
 

@@ -205,6 +205,13 @@ def masked_by_a_product(self: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 @entry(Tagger)
+def divided_by_the_count_before_the_sum(self: Any, batch: dict[str, Tensor]) -> Tensor:
+    logits, labels, mask = self(batch["words"]), batch["labels"], batch["mask"].float()
+    losses = F.cross_entropy(logits.mT, labels.clamp(min=0), reduction="none")
+    return (losses * mask / mask.sum()).sum()
+
+
+@entry(Tagger)
 def masked_by_an_index(self: Any, batch: dict[str, Tensor]) -> Tensor:
     mask = batch["mask"]
     return F.cross_entropy(self(batch["words"])[mask], batch["labels"][mask])
