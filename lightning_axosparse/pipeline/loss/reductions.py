@@ -277,12 +277,8 @@ class ReductionTracker(PausableMode):
         """The reduction of a loss function of ``torch.nn.functional``."""
         arguments = call.arguments
         reduction = arguments.get("reduction", "mean")
-        if arguments.get("size_average") is not None or arguments.get("reduce") is not None:
-            averages = arguments.get("size_average") is not False
-            reduction = (
-                "none" if arguments.get("reduce") is False else "mean" if averages else "sum"
-            )
-        if reduction == "none":
+        is_deprecated = any(arguments.get(name) is not None for name in ("size_average", "reduce"))
+        if is_deprecated or reduction == "none":
             return None
         first = next(value for value in arguments.values() if isinstance(value, Tensor))
         kind = "sum" if reduction == "sum" else "mean"

@@ -43,8 +43,6 @@ EXACT: dict[str, Step] = {
     "another label is left out": lambda x, y: F.cross_entropy(x.mT, y.clamp(min=0), ignore_index=0),
     "probabilities": lambda x, y: F.cross_entropy(x.mT, x.softmax(-1).mT),
     "negative log-likelihood": lambda x, y: F.nll_loss(x.log_softmax(-1).mT, y, weights()),
-    "old-fashioned": lambda x, y: F.cross_entropy(x.mT, y, size_average=True),
-    "old-fashioned sum": lambda x, y: F.mse_loss(x, x * 2, size_average=False),
     "selected": lambda x, y: F.mse_loss(x[kept(y)], x[kept(y)] * 2),
     "weighted": lambda x, y: F.mse_loss(x, x * 2, weight=(x > 0).double()),
     "selected mean": lambda x, y: each_loss(x, y)[kept(y)].mean(),

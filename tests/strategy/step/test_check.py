@@ -83,6 +83,9 @@ EQUAL: dict[str, Step] = {
     "two views": lambda m, z, y: F.mse_loss(*torch.cat([z, 2 * z]).chunk(2)),
     "root": lambda m, z, y: F.mse_loss(z, y).sqrt(),
     "over its samples": lambda m, z, y: F.mse_loss(z, y) / len(z),
+    "by deprecated arguments": lambda m, z, y: (
+        F.mse_loss(z, y, size_average=False) + F.mse_loss(z, y, reduce=False).sum()
+    ),
     "one": lambda m, z, y: F.mse_loss(z, y) / F.mse_loss(z, y).item(),
     "sum by a count": lambda m, z, y: (z - y).abs().sum() / (y > 0).sum().clamp(min=1),
 }
