@@ -273,7 +273,7 @@ def _loops_of(entry: OwnedParameter) -> Iterator[Callable[[], None]]:
     if any(isinstance(owner, nn.Conv1d | nn.Conv2d) for owner in owners):
         if kept_convolutions.chosen(entry.layout, *choice):
             yield kept_convolutions.load_loops
-    elif len(entry.shape) == 2 or is_stack(entry.shape):
+    elif len(entry.layout.shape) == 2 or is_stack(entry.layout.shape):
         if kept_products.chosen(entry.layout, "spmm_t", *choice):
             yield kept_products.load_loops
         looked_up = any(isinstance(owner, nn.Embedding) for owner in owners)
