@@ -140,6 +140,23 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
             "test",
         ),
     ),
+    "tuned": (
+        Comparison(
+            "The recipe scored by curvature, by its rate and times",
+            of(
+                LIBRARY,
+                DENSE,
+                CURVED,
+                replace(CURVED, rate=9e-3),
+                replace(CURVED, rate=1.2e-2),
+                replace(CURVED, rate=9e-3, begin=0.35, end=0.93),
+                replace(CURVED, rate=9e-3, begin=0.1),
+                replace(CURVED, rate=9e-3, decay=0.0),
+            ),
+            CHOOSING[:1],
+            "validation",
+        ),
+    ),
     "ratios": (
         Comparison(
             "Ratios",
@@ -168,6 +185,12 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
                     for dropout in (0.05, 0.1, 0.0)
                     for ratio in (0.8, 0.5)
                 ),
+                Arm(rate=3e-3, dropout=0.1),
+                Arm(rate=9e-3, dropout=0.1),
+                replace(CURVED, rate=9e-3, dropout=0.05),
+                replace(CURVED, ratio=0.5, rate=9e-3, dropout=0.1),
+                replace(CURVED, ratio=0.5, rate=9e-3, dropout=0.05),
+                replace(CURVED, rate=1.2e-2, dropout=0.05),
             ),
             CHOOSING[:1],
             "validation",
