@@ -44,11 +44,8 @@ class OwnedParameter:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape in which its owner reads it: dense, and of all parts of what ranks share."""
-        owner, attribute = self.owners[0]
-        with torch.no_grad():
-            shape: torch.Size = getattr(owner, attribute).shape
-        return shape
+        """Its dense shape."""
+        return self.parameter.shape if self.layout is None else self.layout.shape
 
     def dense(self) -> Tensor:
         """A dense copy of its values, in the dtype of its dense form."""
