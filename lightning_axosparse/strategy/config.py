@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -12,7 +12,6 @@ from lightning.pytorch import LightningModule
 
 from lightning_axosparse.distributed.grid import divisors
 from lightning_axosparse.pipeline.choice import ScheduleRule
-from lightning_axosparse.pipeline.loss.weights import LossRule, MicrobatchLoss
 from lightning_axosparse.pipeline.microbatch import MicrobatchWeight
 from lightning_axosparse.pipeline.schedule import is_message_driven
 from lightning_axosparse.planning.search import default_microbatches
@@ -33,7 +32,7 @@ class Config:
     schedule: str
     transport: Literal["mpi", "loopback"]
     split_batch: Callable[[Any, int], list[Any]] | None
-    microbatch_weight: MicrobatchWeight
+    microbatch_weight: MicrobatchWeight | None
     check_first_batch: bool
     step_outputs: Literal["last", "all"]
     save_distributed_checkpoint: bool
@@ -71,13 +70,6 @@ class Config:
         """Whether there are stages or micro-batches, or layers that are computed again."""
         split = self.stages > 1 or self.parts > 1 or self.g_tensor > 1
         return split or self.recompute is not None or self.defers_gradients
-
-    @property
-    def loss_rule(self) -> LossRule:
-        """How the losses of micro-batches make up that of the batch."""
-        weight: Any = self.microbatch_weight
-        is_known = isinstance(weight, str) and weight in get_args(MicrobatchLoss)
-        return LossRule(loss=weight) if is_known else LossRule(weight=weight)
 
     def schedules(self, module: LightningModule, device: torch.device) -> ScheduleRule:
         """How the training schedule is chosen."""

@@ -109,13 +109,12 @@ class AxoSparseStrategy(PipelineStrategy):
             along the first dimension, and gives to every micro-batch whole what has none; the first
             batch prints which. Where the loader does not collate as torch's does, all first
             dimensions must agree.
-        microbatch_weight: what the loss of each micro-batch weighs in the loss of the batch. "auto"
+        microbatch_weight: what the loss of each micro-batch weighs in the loss of the batch. None
             follows how ``training_step`` reduces: means are weighted by their denominators
             (samples, or tokens that are not padding, or class weights), sums are added up; for a
-            loss that does not combine it raises or warns. "mean" and "sum" always average by
-            samples or add up. Where a reduction cannot be followed: a function of a micro-batch
-            that returns the denominator of its loss, or the name of the batch entry that is
-            counted: integers that are not -100, or the sum of a mask.
+            loss that does not combine it raises. Where a reduction cannot be followed: a function
+            of a micro-batch that returns the denominator of its loss, or the name of the batch
+            entry that is counted: integers that are not -100, or the sum of a mask.
         check_first_batch: compares the first batch of each loader with its micro-batches: the loss,
             its gradient, and what the step logs and changes on the module. A loss that differs is
             an error, any other difference a warning. The step runs forward three times more for it,
@@ -178,7 +177,7 @@ class AxoSparseStrategy(PipelineStrategy):
         schedule=one_of("message-driven", "1f1b", *get_args(WeightGradients)),
         transport=one_of("mpi", "loopback"),
         split_batch=FUNCTION | NONE,
-        microbatch_weight=FUNCTION | TEXT,
+        microbatch_weight=FUNCTION | TEXT | NONE,
         check_first_batch=BOOL,
         step_outputs=one_of("last", "all"),
         save_distributed_checkpoint=BOOL,
@@ -201,7 +200,7 @@ class AxoSparseStrategy(PipelineStrategy):
         schedule: str = "message-driven",
         transport: Literal["mpi", "loopback"] = "mpi",
         split_batch: Callable[[Any, int], list[Any]] | None = None,
-        microbatch_weight: MicrobatchWeight = "auto",
+        microbatch_weight: MicrobatchWeight | None = None,
         check_first_batch: bool = True,
         step_outputs: Literal["last", "all"] = "last",
         save_distributed_checkpoint: bool = False,

@@ -74,7 +74,7 @@ def training(step: Any, batch: Any, microbatches: int) -> TrainingBatch:
         microbatches=parts,
         fingerprint=BatchFingerprint(),
         log=no_log,
-        weights=LossWeights(parts, sum(part.size for part in parts)),
+        weights=LossWeights(sizes := [part.size for part in parts], sum(sizes)),
         backward=Plainly(),
     )
 

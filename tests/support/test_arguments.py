@@ -134,7 +134,7 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             "schedule": NO_WORD,
             "transport": NO_WORD,
             "split_batch": [True, 1, "x", [], {}],
-            "microbatch_weight": [None, True, 1, "", [], {}],
+            "microbatch_weight": [True, 1, "", [], {}],
             "check_first_batch": [None, 1, "yes", []],
             "step_outputs": NO_WORD,
             "save_distributed_checkpoint": NO_BOOL,

@@ -15,7 +15,6 @@ backward passes begin when all forward passes have run, and each begins at these
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -23,55 +22,32 @@ from torch import Tensor
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.pipeline.loss.combination import Rule, own_rule, shares, slopes
 from lightning_axosparse.pipeline.loss.terms import Leaf, Term
-from lightning_axosparse.pipeline.microbatch import MicroBatch, MicrobatchWeight
-
-MicrobatchLoss = Literal["auto", "mean", "sum"]
-
-
-class LossRule(NamedTuple):
-    """How a user wants the losses of micro-batches to make up that of the batch.
-
-    Attributes:
-        loss: as for :class:`LossWeights`.
-        weight: as for :func:`lightning_axosparse.pipeline.microbatch.weigh_by`; None where
-            there is no such rule.
-    """
-
-    loss: MicrobatchLoss = "auto"
-    weight: MicrobatchWeight | None = None
-
-    @property
-    def is_given(self) -> bool:
-        """Whether the user has said how losses combine."""
-        return self.loss != "auto" or self.weight is not None
 
 
 class LossWeights:
     """The weights of one batch's micro-batches, on the last stage of a pipeline.
 
     Args:
-        microbatches: the micro-batches that this pipeline computes, in order.
-        samples: number of samples in the whole batch.
-        loss: "mean" weighs by denominators where they are known, otherwise by samples; "sum" adds
-            up; "auto" chooses between them by how the losses are computed; "given" takes the
-            weights of ``microbatches``.
+        sizes: samples of the micro-batches that this pipeline computes, in order; or what the user
+            weights them by.
+        total: the same of the whole batch.
         replicas: the last stages of the replicas that share the batch; None for one replica.
-        rule: how losses combine, as the first batch has shown; None if it has not.
+        rule: how losses combine, as the first batch has shown, or "samples" where the user has
+            given their weights; None if it is to follow from how they are computed.
         needs_batch: whether gradients depend on numbers of the whole batch, so that all losses have
             to be added before the first is differentiated; the first batch shows this, too.
     """
 
     def __init__(
         self,
-        microbatches: Sequence[MicroBatch],
-        samples: int,
-        loss: MicrobatchLoss | Literal["given"] = "auto",
+        sizes: Sequence[float],
+        total: float,
         replicas: dist.ProcessGroup | None = None,
         rule: Rule | None = None,
         needs_batch: bool = False,
     ) -> None:
-        self._microbatches, self._samples = microbatches, samples
-        self._loss, self._replicas, self._rule = loss, replicas, rule
+        self._sizes, self._size_of_batch = sizes, total
+        self._replicas, self._rule = replicas, rule
         self.needs_batch = needs_batch
         self.terms: list[Term] = []
         """The losses that were added."""
@@ -93,16 +69,15 @@ class LossWeights:
         if self.needs_batch:
             return term, self._rule
         compared = [index] if self._reference is None else [self._reference, index]
-        sizes = [self._microbatches[each].size for each in compared]
-        weights = self._weights([self.terms[each] for each in compared], sizes)
+        weights = self._weights(
+            [self.terms[each] for each in compared], [self._sizes[each] for each in compared]
+        )
         self._relative.append((weights[-1], weights[0]))
         if self._reference is None and weights[-1]:
             self._reference = index
-        if self._loss in ("sum", "given"):
-            return Leaf(term.value), "sum" if self._loss == "sum" else "samples"
         if self._rule is None and not self._fits:
             return Leaf(term.value), "samples"
-        return term, self._rule if self._loss == "auto" else self._rule_of([term], sizes[-1:])
+        return term, self._rule
 
     def weighted(self, index: int, loss: Tensor, sources: Sequence[Tensor]) -> Tensor | None:
         """What is differentiated of a micro-batch; its gradient is that part of the batch's.
@@ -126,7 +101,7 @@ class LossWeights:
             if found is not None and any(slope.any() for each in found for slope in each):
                 self._slopes = found[first : first + len(self.terms)]
         if self._slopes is None:  # Then losses are averaged over samples.
-            return loss * self._microbatches[index].weight
+            return loss * (self._sizes[index] / self._size_of_batch)
         return along(sources, self._slopes[index])
 
     def weight(self, index: int) -> float:
@@ -137,18 +112,16 @@ class LossWeights:
         whose denominator is zero has no weight; if all are zero, the last one is differentiated,
         which gives gradients of zero or NaN as on one process.
         """
-        part = self._microbatches[index]
         if self._adds_up:
             return 1.0
-        if self._loss == "given":
-            return part.weight
         if self._reference is None:
-            is_last = index == len(self._microbatches) - 1
-            return part.weight if is_last and not self._denominator()[1] else 0.0
+            is_last = index == len(self._sizes) - 1
+            share = self._sizes[index] / self._size_of_batch
+            return share if is_last and not self._denominator()[1] else 0.0
         own, reference = self._relative[index]
         if not own:
             return 0.0
-        return own * self._microbatches[self._reference].size / (reference * self._samples)
+        return own * self._sizes[self._reference] / (reference * self._size_of_batch)
 
     def factor(self) -> float:
         """What all provisional weights have to be multiplied by; known after the last was added."""
@@ -156,39 +129,31 @@ class LossWeights:
             self._everyone()  # Other replicas may wait for this one, which has no micro-batch.
             return 1.0
         of_reference, total = self._denominator()
-        if self._reference is None or self._adds_up or self._loss == "given":
+        if self._reference is None or self._adds_up:
             return 1.0
-        size = self._microbatches[self._reference].size
-        return of_reference * self._samples / (size * (total or 1.0))
+        return of_reference * self._size_of_batch / (self._sizes[self._reference] * (total or 1.0))
 
     @property
     def _adds_up(self) -> bool:
         """Whether the losses that were added are sums."""
-        sizes = [part.size for part in self._microbatches[: len(self.terms)]]
-        return bool(self.terms) and self._rule_of(self.terms, sizes) == "sum"
+        return bool(self.terms) and self._rule_of(self.terms, self._sizes) == "sum"
 
     def _rule_of(self, terms: Sequence[Term], sizes: Sequence[float]) -> Rule:
-        """How losses combine: as the user says, the first batch has shown, or they show."""
-        if self._loss in ("sum", "given"):
-            return "sum" if self._loss == "sum" else "samples"
-        rule = own_rule(terms, sizes) if self._rule is None else self._rule
-        return "samples" if rule == "sum" and self._loss == "mean" else rule
+        """How losses combine, as the first batch has shown, or they show."""
+        return own_rule(terms, sizes[: len(terms)]) if self._rule is None else self._rule
 
     def _weights(self, terms: Sequence[Term], sizes: Sequence[float]) -> list[float]:
         """The weights of micro-batches in a batch that is made of them, up to a common factor."""
         rule = self._rule_of(terms, sizes)
         if not isinstance(rule, str):
             weights = shares(terms, sizes, rule)
-            adds_up = self._loss == "mean" and len(terms) > 1 and set(weights or ()) == {1.0}
-            if weights is not None and not adds_up:
+            if weights is not None:
                 return weights
             self._fits, total = False, sum(sizes)
             return [size / total for size in sizes]
         if rule == "sum":
             return [1.0] * len(terms)
-        if rule == "mean" or (self._rule is None and self._loss != "given"):
-            return _counts(terms, sizes)
-        return list(sizes)
+        return _counts(terms, sizes) if rule == "mean" or self._rule is None else list(sizes)
 
     def _denominator(self) -> tuple[float, float]:
         """The weights of the reference and of the whole batch; collective when first asked for."""
@@ -206,9 +171,8 @@ class LossWeights:
         Collective when first asked for.
         """
         if self._gathered is None:
-            own = [float(part.size) for part in self._microbatches]
             mine = [term.to("cpu") for term in self.terms] if self._replicas else self.terms
-            everyone = all_gather((mine, own), self._replicas)
+            everyone = all_gather((mine, list(self._sizes)), self._replicas)
             terms = [term for theirs, _ in everyone for term in theirs]
             sizes = [size for _, of_rank in everyone for size in of_rank]
             rank = 0 if self._replicas is None else dist.get_rank(self._replicas)

@@ -19,7 +19,6 @@ from torchmetrics import Metric
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.pipeline.backward.parameter_gradients import GradientHooks
 from lightning_axosparse.pipeline.dry_run import Rehearsal
-from lightning_axosparse.pipeline.loss.weights import LossRule
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.stage_step import Batch
 from lightning_axosparse.pipeline.state.batch_state import Changing
@@ -80,13 +79,13 @@ class StepCheck:
         """The runs of the batch and its micro-batches that begin with what the batch has left."""
 
     def rules(
-        self, free: Callable[[], int], loss_rule: LossRule, used: StepRules | None
+        self, free: Callable[[], int], weights_given: bool, used: StepRules | None
     ) -> StepRules:
         """Compare, and tell the user what differs; collective over the pipeline.
 
         Args:
             free: returns the bytes that this rank may still take.
-            loss_rule: how the user wants losses to combine.
+            weights_given: whether the user has given the weights of micro-batches.
             used: how the batch was trained, if it was before it is compared; its loss has to have
                 combined so.
 
@@ -106,7 +105,7 @@ class StepCheck:
                     name,
                     parts,
                     self._tolerance,
-                    loss_rule,
+                    weights_given,
                     self._stage_module.last_stage,
                     used,
                     outputs_are_read(self._stage_module.module.trainer, name),

@@ -24,7 +24,7 @@ from lightning_axosparse.pipeline.loss.combination import (
 )
 from lightning_axosparse.pipeline.loss.outputs import merge
 from lightning_axosparse.pipeline.loss.terms import Leaf, Term
-from lightning_axosparse.pipeline.loss.weights import LossRule, LossWeights
+from lightning_axosparse.pipeline.loss.weights import LossWeights
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.state.batch_state import Changing
 from lightning_axosparse.pipeline.state.values import same
@@ -175,7 +175,7 @@ class Comparison:
         name: of the step.
         parts: the micro-batches.
         tolerance: largest relative difference.
-        loss_rule: how the user wants losses to combine.
+        weights_given: whether the user has given the weights of micro-batches.
         stage: the last stage.
         used: how the batch was trained before; None if it was not.
         outputs_are_read: whether anybody gets what the step returns besides the loss.
@@ -184,7 +184,7 @@ class Comparison:
     name: str
     parts: Sequence[MicroBatch]
     tolerance: float
-    loss_rule: LossRule
+    weights_given: bool
     stage: int
     used: StepRules | None
     outputs_are_read: bool = False
@@ -220,11 +220,11 @@ class Comparison:
 
     @property
     def _sizes(self) -> list[float]:
-        return [float(part.size) for part in self.parts]
+        return [part.weight if self.weights_given else part.size for part in self.parts]
 
     def _rule_of_numbers(self, whole: DryRun, cut: DryRun) -> Rule | None:
         """The rule of a loss whose gradients depend on numbers of the batch; None of others."""
-        if self.loss_rule.is_given or not whole.losses or len(cut.losses) < len(self.parts):
+        if self.weights_given or not whole.losses or len(cut.losses) < len(self.parts):
             return None
         if self.used is not None:
             return self.used.loss if self.used.needs_batch else None
@@ -240,11 +240,10 @@ class Comparison:
         whole, cut = whole_batch.stages[self.stage], parts.stages[self.stage]
         if not whole.losses or len(cut.losses) < len(self.parts):
             return None
-        rules: Iterable[Rule | None] = [None]
-        if self.used is not None:
-            rules = [self.used.loss]
-        elif not self.loss_rule.is_given:
+        rules: Iterable[Rule | None] = ["samples"]
+        if not self.weights_given:
             rules = found_rules(whole.losses[0], cut.losses, self._sizes, self._is_batch)
+            rules = rules if self.used is None else [self.used.loss]
         tried = []
         if (rule := self._rule_of_numbers(whole, cut)) is not None:
             by_batch, rules = parts.by_batch.get(self.stage, cut), [] if self.used else rules
@@ -272,7 +271,7 @@ class Comparison:
             )
         else:
             what = f"{theirs:.6g} on the whole first batch and {ours:.6g}"
-        kind: Literal["error", "warning"] = "warning" if self.loss_rule.is_given else "error"
+        kind: Literal["error", "warning"] = "warning" if self.weights_given else "error"
         self.findings.append(
             Finding(
                 kind,
@@ -290,13 +289,7 @@ class Comparison:
     def _weighted(
         self, whole: DryRun, cut: DryRun, rule: Rule | None, needs_batch: bool = False
     ) -> _WeightedLoss:
-        given = self.loss_rule.weight is not None
-        weights = LossWeights(
-            self.parts,
-            sum(part.size for part in self.parts),
-            "given" if given else self.loss_rule.loss,
-            rule=rule,
-        )
+        weights = LossWeights(self._sizes, sum(self._sizes), rule=rule)
         if needs_batch:
             final, loss = [1.0] * len(self.parts), float(combine(cut.losses, self._sizes, rule))
         else:

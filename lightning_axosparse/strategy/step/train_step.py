@@ -84,7 +84,8 @@ class StepRunner:
         module, device = stage_module.module, stage_module.device
         fewest = fewest_samples(module) if config.microbatches is None else 1
         self._trainer, self._precision, self._in_flight = trainer, precision, in_flight
-        self._schedules, self._rule = config.schedules(module, device), config.loss_rule
+        self._schedules = config.schedules(module, device)
+        self._microbatch_weight = config.microbatch_weight
         self._splitter = BatchSplitter(trainer, config.parts, config.split_batch, fewest)
         self._sends_outputs = config.step_outputs == "all"
         self._warned: set[str] = set()
@@ -174,11 +175,10 @@ class StepRunner:
                 self._trainer, stage_module.module, self._precision, reducer, self._stashed, hooks
             )
             weights = LossWeights(
-                step.microbatches,
-                sum(part.size for part in microbatches),
-                "given" if self._rule.weight is not None else self._rule.loss,
+                self._sizes(step.microbatches),
+                sum(self._sizes(microbatches)),
                 stage_module.groups.batch_replicas,
-                rules.loss,
+                "samples" if self._weights_given else rules.loss,
                 rules.needs_batch,
             )
             training = TrainingBatch(**vars(step), weights=weights, backward=gradients)
@@ -241,7 +241,7 @@ class StepRunner:
         if self._compares and not is_shared:
             check = StepCheck(self._open, step, batch, trains, self._tolerance, self._warned)
             if len(microbatches) > 1:
-                rules = check.rules(self._in_flight.free, self._rule, used)
+                rules = check.rules(self._in_flight.free, self._weights_given, used)
             elif not self._open.stage_module.is_whole:
                 rules = check.changes()
         self._rules[key] = rules if used is None else rules.besides(used)
@@ -305,7 +305,7 @@ class StepRunner:
             fingerprint=self._fingerprint(batch),
             log=run.log.microbatch,
             prints=run.prints.microbatch,
-            weights_given=self._rule.weight is not None,
+            weights_given=self._weights_given,
             is_shared=len(run.stage_module.stages) > 1,
         )
         return self._with_crossing(step)
@@ -319,9 +319,17 @@ class StepRunner:
 
     def _weighted(self, microbatches: list[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches with the weights that the user's rule gives them, if there is one."""
-        if self._rule.weight is None or self._trainer.predicting:
+        if self._microbatch_weight is None or self._trainer.predicting:
             return microbatches
-        return weigh_by(self._rule.weight, microbatches)
+        return weigh_by(self._microbatch_weight, microbatches)
+
+    def _sizes(self, microbatches: Sequence[MicroBatch]) -> list[float]:
+        """What losses are weighted by: samples, or what the user says."""
+        return [part.weight if self._weights_given else part.size for part in microbatches]
+
+    @property
+    def _weights_given(self) -> bool:
+        return self._microbatch_weight is not None
 
     def _combine(
         self,

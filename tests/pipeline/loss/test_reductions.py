@@ -15,7 +15,6 @@ from lightning_axosparse.pipeline.loss.combination import Rule, combine, found_r
 from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
 from lightning_axosparse.pipeline.loss.terms import Leaf, Term, leaves, mapped
 from lightning_axosparse.pipeline.loss.weights import LossWeights
-from lightning_axosparse.pipeline.microbatch import MicroBatch
 
 IGNORED = -100
 CLASSES = 5
@@ -416,9 +415,8 @@ def test_numbers_of_the_batch_give_its_gradient(name: str, sizes: list[int], see
             loss = step(x, y)
         found.append((tracker.of(loss), loss))
         sources.append(tracker.sources(found[-1][0]))
-    made = [MicroBatch(None, size, size / total, i) for i, size in enumerate(sizes)]
     rule = rule_of(step, parts)
-    weights = LossWeights(made, total, rule=rule, needs_batch=True)
+    weights = LossWeights(sizes, total, rule=rule, needs_batch=True)
     for term, _ in found:
         weights.add(term)
     WEIGHTS.grad = None

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,16 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_axosparse.distributed.mpi.process_group import init_process_group
+from lightning_axosparse.pipeline.loss.combination import Rule
 from lightning_axosparse.pipeline.loss.terms import Call, Leaf, Term
 from lightning_axosparse.pipeline.loss.weights import LossWeights
-from lightning_axosparse.pipeline.microbatch import MicroBatch
 from tests.ranks import run_ranks
 
 SIZES = [3, 3, 3]
-
-
-def parts(sizes: list[int]) -> list[MicroBatch]:
-    return [MicroBatch(None, size, size / sum(sizes), i) for i, size in enumerate(sizes)]
 
 
 def mean(count: float, value: float = 1.0) -> Term:
@@ -44,9 +38,9 @@ def over(value: float, count: float) -> Term:
     return Call(torch.tensor(value) / most, torch.div, (total(value), below))
 
 
-def final(sizes: list[int], losses: list[Term], loss: Any = "auto") -> list[float]:
+def final(sizes: list[int], losses: list[Term], rule: Rule | None = None) -> list[float]:
     """The weights, after each provisional one was asked for when it is needed."""
-    weights = LossWeights(parts(sizes), sum(sizes), loss)
+    weights = LossWeights(sizes, sum(sizes), rule=rule)
     provisional = []
     for index, term in enumerate(losses):
         weights.add(term)
@@ -73,39 +67,39 @@ def test_weights_are_shares_of_the_denominators(microbatches: list[tuple[int, in
 def test_proportional_denominators_give_shares_of_samples_to_the_bit(
     sizes: list[int], tokens: int
 ) -> None:
-    weights = LossWeights(parts(sizes), sum(sizes))
-    for index, part in enumerate(parts(sizes)):
-        weights.add(mean(tokens * part.size))
-        assert weights.weight(index) == part.weight
+    weights = LossWeights(sizes, sum(sizes))
+    for index, size in enumerate(sizes):
+        weights.add(mean(tokens * size))
+        assert weights.weight(index) == size / sum(sizes)
     assert weights.factor() == 1.0
 
 
 @pytest.mark.parametrize(
-    ("loss", "losses", "expected"),
+    ("rule", "losses", "expected"),
     [
-        ("auto", [unknown(1.0), unknown(2.0)], [0.75, 0.25]),
-        ("auto", [total(3.0), total(4.0)], [1, 1]),
-        ("auto", [added(mean(1), unknown(3.0)), added(mean(3), unknown(3.0))], [0.25, 0.75]),
-        ("auto", [over(6.0, 2.0), over(3.0, 6.0)], [0.25, 0.75]),
-        ("auto", [over(6.0, 0.0), over(3.0, 5.0)], [0.2, 1.0]),
-        ("auto", [over(6.0, 0.0), over(3.0, 0.0)], [1.0, 1.0]),
-        ("mean", [total(3.0), total(4.0)], [0.75, 0.25]),
+        (None, [unknown(1.0), unknown(2.0)], [0.75, 0.25]),
+        (None, [total(3.0), total(4.0)], [1, 1]),
+        (None, [added(mean(1), unknown(3.0)), added(mean(3), unknown(3.0))], [0.25, 0.75]),
+        (None, [over(6.0, 2.0), over(3.0, 6.0)], [0.25, 0.75]),
+        (None, [over(6.0, 0.0), over(3.0, 5.0)], [0.2, 1.0]),
+        (None, [over(6.0, 0.0), over(3.0, 0.0)], [1.0, 1.0]),
+        ("samples", [total(3.0), total(4.0)], [0.75, 0.25]),
         ("mean", [mean(1), mean(3)], [0.25, 0.75]),
         ("sum", [mean(1), mean(3)], [1, 1]),
         ("sum", [unknown(1.0), unknown(1.0)], [1, 1]),
-        ("auto", [mean(6), unknown(1.0)], [0.75, 0.25]),
-        ("auto", [unknown(1.0), mean(2)], [0.75, 0.25]),
-        ("given", [mean(1), mean(3)], [0.75, 0.25]),
+        (None, [mean(6), unknown(1.0)], [0.75, 0.25]),
+        (None, [unknown(1.0), mean(2)], [0.75, 0.25]),
+        ("samples", [mean(1), mean(3)], [0.75, 0.25]),
     ],
 )
-def test_rules(loss: str, losses: list[Term], expected: list[float]) -> None:
-    assert final([3, 1], losses, loss) == pytest.approx(expected, rel=1e-15)
+def test_rules(rule: Rule | None, losses: list[Term], expected: list[float]) -> None:
+    assert final([3, 1], losses, rule) == pytest.approx(expected, rel=1e-15)
 
 
 def weights_of_replica(counts: list[list[float]]) -> list[float]:
     """The weights of this rank's micro-batches, where each rank has other denominators."""
     init_process_group("cpu")
-    weights = LossWeights(parts([2, 2]), 8, replicas=dist.group.WORLD)
+    weights = LossWeights([2, 2], 8, replicas=dist.group.WORLD)
     for count in counts[dist.get_rank()]:
         weights.add(mean(count))
     factor = weights.factor()
