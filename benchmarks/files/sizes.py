@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 
 import lightning as L
 import torch
@@ -61,9 +62,10 @@ def main() -> None:
     print("| dtype | pruned | mask | by entropy | values as they are | as written |")
     print("| --- | --: | --- | --: | --: | --: |")
     for dtype in (torch.float32, torch.bfloat16):
-        weights = {n: p.detach().to(dtype) for n, p in model.named_parameters()}
+        cast = deepcopy(model).to(dtype)
+        weights = {n: p.detach() for n, p in cast.named_parameters()}
         for ratio in RATIOS:
-            masks = MaskRule(ratio, "magnitude").masks(model, weights=weights)
+            masks = MaskRule(ratio, "magnitude").masks(cast)
             drawn = {n: torch.rand(m.shape) >= ratio for n, m in masks.items()}
             for kind, chosen in (("magnitude", masks), ("random", drawn)):
                 ratios = " | ".join(f"{ratio:.3f}" for ratio in row(weights, chosen))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_axosparse.pruning.masks import MaskBits
-from lightning_axosparse.pruning.scores import Score, Scores, State
+from lightning_axosparse.pruning.scores import Score, Scores, State, Stored
 from lightning_axosparse.pruning.selection import highest
 
 Growth = Literal["random", "gradient"]
@@ -51,7 +51,7 @@ def regrown(
     kept = {name: int(mask.sum()) for name, mask in masks.items()}
     left = {name: count - int(fraction * count) for name, count in kept.items()}
     old = {name: {"kept": masks[name].to(weight.device)} for name, weight in own.items()}
-    survivors = _of_each(Scores(_magnitude, own, old.__getitem__), left)
+    survivors = _of_each(_scores(_magnitude, own, old), left)
     new: dict[str, State] = {
         name: {
             "kept": survivors[name],
@@ -60,8 +60,11 @@ def regrown(
         }
         for name, weight in own.items()
     }
-    grown = Scores(_GROWTH[growth], own, new.__getitem__)
-    return _of_each(grown, kept)
+    return _of_each(_scores(_GROWTH[growth], own, new), kept)
+
+
+def _scores(score: Score, weights: Mapping[str, Tensor], states: Mapping[str, State]) -> Scores:
+    return Scores(score, list(weights), lambda name: Stored(weights[name], states[name], None))
 
 
 def _magnitude(weight: Tensor, state: State) -> Tensor:

@@ -319,15 +319,13 @@ class EarlyBirdTicket(TicketSearch):
     def _masks(self, trainer: Trainer, module: LightningModule, ratio: float) -> MaskBits:
         """Compute the masks of the parameters that this rank counts."""
         strategy = strategy_of(trainer)
-        counted = strategy.counted_parameters()
-        weights = {n: p for n, p in strategy.held_parameters().items() if n in counted}
         return MaskBits(
             replace(self._rule, ratio=ratio).masks(
                 module,
                 trainer.optimizers,
-                weights,
+                strategy.counted_parameters(),
                 strategy.inter_group,
-                strategy.optimizer_state_of,
+                strategy.stored_weights(),
             )
         )
 
@@ -413,5 +411,4 @@ class EarlyBirdTicket(TicketSearch):
 def _agreed_processor(strategy: AxoSparseStrategy, recorded: Processor | None) -> Processor:
     """Return the kind of processor for which all ranks choose how products run; collective."""
     mine = most_cautious(filter(None, (this_processor(), recorded)))
-    stages = most_cautious(all_gather(mine, strategy.inter_group))
-    return most_cautious(all_gather(stages, strategy.data_group))
+    return most_cautious(all_gather(mine, strategy.world_group))

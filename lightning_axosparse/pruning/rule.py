@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,10 +17,11 @@ from lightning_axosparse.pruning.scores import (
     Score,
     Scores,
     State,
+    Stored,
     has_second_moment,
 )
 from lightning_axosparse.pruning.selection import highest, kept_entries
-from lightning_axosparse.sparse.module.parameters import layouts
+from lightning_axosparse.sparse.module.parameters import OwnedParameter, owned_parameters
 from lightning_axosparse.support.troubleshooting import see
 
 
@@ -118,34 +119,35 @@ class MaskRule:
         self,
         module: nn.Module,
         optimizers: Sequence[Optimizer] = (),
-        weights: Mapping[str, Tensor] | None = None,
+        counted: Collection[str] | None = None,
         group: ProcessGroup | None = None,
-        state_of: Callable[[Tensor], State] | None = None,
+        stored: Callable[[str], Stored] | None = None,
     ) -> dict[str, Tensor]:
         """Compute the masks of the weights that this rank counts, as one process would.
 
         Args:
             module: the whole model.
             optimizers: those that train it, for scores that need their state.
-            weights: name -> parameters that this rank counts, of which some may not be pruned; each
-                is counted by exactly one rank of ``group``. None: all of the module.
+            counted: the parameters that this rank counts, of which some may not be pruned; each is
+                counted by exactly one rank of ``group``. None: all of the module.
             group: the ranks whose stages make up the model; None if this rank has the whole model.
-            state_of: returns a parameter's optimizer state; None takes that of ``optimizers``.
+            stored: returns a weight by name; None takes it from ``module`` and ``optimizers``.
 
         Returns:
             name -> bool tensor of the weight's shape, True where an entry is kept.
         """
-        rule, sizes, stored = self.resolved(module, optimizers), self.sizes(module), layouts(module)
-        counted = dict(module.named_parameters()) if weights is None else weights
-        counted = {name: counted[name] for name in sizes if name in counted}
-        read = state_of or partial(_state_in, optimizers)
+        rule, sizes = self.resolved(module, optimizers), self.sizes(module)
+        names = [name for name in sizes if counted is None or name in counted]
+        stored = stored or partial(_stored_in, _by_name(module), optimizers)
 
         score = SCORES[rule.score] if isinstance(rule.score, str) else rule.score
-        scores = Scores(score, counted, lambda name: read(counted[name]), stored)
+        scores = Scores(score, names, stored)
         masks = highest(scores, sizes, kept_entries(sizes, self.ratio), self.floor, group)
-        for name in masks.keys() & stored.keys():
-            # Floors that fall are rounded, and may ask for one entry more than before.
-            masks[name] &= stored[name].mask()
+        for name in names:
+            layout = stored(name).layout
+            if layout is not None:
+                # Floors that fall are rounded, and may ask for one entry more than before.
+                masks[name] &= layout.mask()
         return masks
 
     @property
@@ -155,5 +157,13 @@ class MaskRule:
         return self.score if isinstance(self.score, str) else named
 
 
-def _state_in(optimizers: Sequence[Optimizer], weight: Tensor) -> State:
-    return next((o.state[weight] for o in optimizers if weight in o.state), {})
+def _by_name(module: nn.Module) -> dict[str, OwnedParameter]:
+    return {entry.names[0]: entry for entry in owned_parameters(module)}
+
+
+def _stored_in(
+    owned: Mapping[str, OwnedParameter], optimizers: Sequence[Optimizer], name: str
+) -> Stored:
+    weight = owned[name].parameter
+    state: State = next((o.state[weight] for o in optimizers if weight in o.state), {})
+    return Stored(weight, state, owned[name].layout)

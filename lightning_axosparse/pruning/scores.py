@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,27 +49,27 @@ def saliency(weight: Tensor, state: State) -> Tensor:
 SCORES: dict[str, Score] = {"magnitude": magnitude, "saliency": saliency}
 
 
+class Stored(NamedTuple):
+    """A weight as it is stored: dense, or its kept values and where they are."""
+
+    values: Tensor
+    state: State
+    layout: Layout | None
+
+
 class Scores(Mapping[str, Tensor]):
     """The scores of weights by name, each computed whenever it is read: no copy is kept.
 
-    Weights that are stored sparse are given as their kept values, and ``layouts`` says where these
-    are: entries that are pruned already have the lowest score of all.
+    Of weights that are stored sparse, entries that are pruned have the lowest score of all.
     """
 
-    def __init__(
-        self,
-        score: Score,
-        weights: Mapping[str, Tensor],
-        state_of: Callable[[str], State],
-        layouts: Mapping[str, Layout] = MappingProxyType({}),
-    ) -> None:
-        self._score, self._weights, self._state_of = score, weights, state_of
-        self._layouts = layouts
+    def __init__(self, score: Score, names: Sequence[str], stored: Callable[[str], Stored]) -> None:
+        self._score, self._names, self._stored = score, names, stored
 
     def __getitem__(self, name: str) -> Tensor:
         """Return the scores of a weight, without a graph."""
-        weight, state = self._weights[name].detach(), self._state_of(name)
-        layout = self._layouts.get(name)
+        values, state, layout = self._stored(name)
+        weight = values.detach()
         if layout is not None:
             weight, state = layout.densify(weight), expand_state(state, layout)
         with torch.no_grad():
@@ -92,10 +91,10 @@ class Scores(Mapping[str, Tensor]):
         return wide.masked_fill(~layout.mask(), -torch.inf)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._weights)
+        return len(self._names)
 
 
 def has_second_moment(optimizer: Optimizer) -> bool:

@@ -15,7 +15,7 @@ from typing_extensions import Self
 from lightning_axosparse.pruning.masks import MaskBits
 from lightning_axosparse.pruning.prunable import Prune, few
 from lightning_axosparse.pruning.rule import MaskRule
-from lightning_axosparse.sparse.module.parameters import layouts
+from lightning_axosparse.sparse.module.parameters import owned_parameters
 from lightning_axosparse.support import archive
 from lightning_axosparse.support.arguments import (
     DISTANCES,
@@ -282,8 +282,7 @@ class Ticket(TicketFile):
         Raises:
             ValueError: if there is no such parameter, or it has another shape.
         """
-        shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
-        shapes.update({name: layout.shape for name, layout in layouts(module).items()})
+        shapes = {entry.names[0]: entry.shape for entry in owned_parameters(module)}
         unknown = [name for name in self.shapes if name not in shapes]
         if unknown:
             raise ValueError(

@@ -25,7 +25,7 @@ from lightning_axosparse.checkpoint.gather import (
     local_optimizer_state,
 )
 from lightning_axosparse.sparse.module.optimizer_state import restore_masters
-from lightning_axosparse.sparse.module.parameters import sparse_parameters
+from lightning_axosparse.sparse.module.parameters import OwnedParameter, sparse_parameters
 from lightning_axosparse.strategy.compat.callbacks import weight_averages
 from lightning_axosparse.strategy.compat.internals import has_hook, move_optimizers
 from lightning_axosparse.strategy.config import Config
@@ -99,15 +99,16 @@ class StageCheckpoints:
             return {}
         if self._is_ordinary:
             return ordinary(optimizer)
+        groups, sparse = stage_module.group_names(optimizer), self._sparse
         return self._for_hooks(
-            gather_optimizer_state(
-                optimizer,
-                stage_module.group_names(optimizer),
-                states,
-                sparse_parameters(stage_module.module),
-                self._tensors,
-            )
+            gather_optimizer_state(optimizer, groups, states, sparse, self._tensors)
         )
+
+    @property
+    def _sparse(self) -> dict[str, OwnedParameter]:
+        """The sparsely stored parameters whose whole state is that of their kept entries."""
+        sparse, tensors = sparse_parameters(self._stage_module.module), self._stage_module.tensors
+        return {n: e for n, e in sparse.items() if tensors is None or not tensors.is_split(n)}
 
     def _states(self, optimizer: Optimizer) -> dict[str, Mapping[str, Any]]:
         """The state of each parameter that this rank keeps, by name; collective over replicas.
@@ -184,9 +185,9 @@ class StageCheckpoints:
             return
         sparse = sparse_parameters(stage_module.module)
         groups, held = stage_module.group_names(optimizer), stage_module.sharding.held()
-        local = local_optimizer_state(state, groups, held, sparse)
         if stage_module.tensors is not None:
-            stage_module.tensors.split_states(local["state"], groups)
+            state = {**state, "state": stage_module.tensors.local_states(state["state"], groups)}
+        local = local_optimizer_state(state, groups, held, sparse)
         if stepped is None:
             optimizer.load_state_dict(local)
             move_optimizers([optimizer], stage_module.device)

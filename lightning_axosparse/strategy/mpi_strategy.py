@@ -232,6 +232,11 @@ class MPIStrategy(ParallelStrategy):
             environment.abort_job(cause_of(exception), self.grid)
 
     @property
+    def world_group(self) -> dist.ProcessGroup | None:
+        """All ranks; None if there is one."""
+        return None if self._groups is None else self._groups.world
+
+    @property
     def inter_group(self) -> dist.ProcessGroup | None:
         """The stages of this rank's pipeline; None if this rank runs all of them."""
         return None if self._groups is None else self._groups.inter

@@ -22,6 +22,7 @@ from lightning_axosparse.checkpoint.atomic_io import (
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.pipeline.shard.partition import UnknownOrderError
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
+from lightning_axosparse.sparse import densify
 from lightning_axosparse.sparse.module.optimizer_state import dense_shapes
 from lightning_axosparse.sparse.module.parameters import owned_parameters
 from lightning_axosparse.strategy.checkpoints import load_whole_optimizer
@@ -44,6 +45,7 @@ from lightning_axosparse.strategy.states import AtRest, LeftSharded, Running
 from lightning_axosparse.strategy.tensor_parallel import TensorShards
 from lightning_axosparse.strategy.validation import (
     advise_on_batch_norm,
+    advise_on_dropout,
     optimizers_before_setup,
     unless_made_later,
     validate_copied_whole,
@@ -158,6 +160,7 @@ class PipelineStrategy(MPIStrategy):
             if is_left_sharded(self._module):
                 bring(self._module, everything(self._module))
                 take(self._module)
+            densify(self._module)  # Plans of torch split matrices.
             mesh = self._groups.device_mesh(self.root_device)
             self._tensors = TensorShards(self._module, mesh)
 
@@ -177,6 +180,8 @@ class PipelineStrategy(MPIStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self._configure_optimizers(trainer)
             advise_on_batch_norm(self._module, self.config.parts)
+            if self._tensors is not None:
+                advise_on_dropout(self._module)
             # Those of an earlier fit may belong to another module.
             optimizers = self.optimizers
         partition = layers.balanced(partition)

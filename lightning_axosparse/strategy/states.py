@@ -118,7 +118,7 @@ class Running:
         optimizers: Sequence[Optimizer],
         undo: ExitStack,
     ) -> None:
-        self.stage_module = stage_module
+        self.stage_module, self._optimizers = stage_module, optimizers
         trainer, precision = stage_module.module.trainer, strategy.precision_plugin
         self.shards: OptimizerShards | None = None
         if config.shard_optimizer and optimizers:
@@ -191,16 +191,22 @@ class Running:
         return nullcontext() if self.shards is None else self.shards.whole_state()
 
     def with_whole_state(self, masks: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
-        """Yield masks whose parameters have all of their optimizer state on each replica.
+        """Yield masks whose parameters are whole, with their optimizer state, on each rank.
 
-        They are yielded one by one where that state is put together for it; collective.
+        They are yielded one by one where parameters are put together for it; collective.
         """
-        if self.shards is None:
+        tensors = self.stage_module.tensors
+        if self.shards is None and tensors is None:
             yield masks
             return
         named = dict(self.stage_module.module.named_parameters(remove_duplicate=False))
         for name, mask in masks.items():
-            with self.shards.whole_state([named[name]]):
+            if self.shards is not None:
+                context = self.shards.whole_state([named[name]])
+            else:
+                assert tensors is not None
+                context = tensors.whole([name], self._optimizers)
+            with context:
                 yield {name: mask}
 
     def rejoin_state(self) -> None:

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from lightning_axosparse.pipeline.microbatch import MicrobatchWeight
 from lightning_axosparse.pipeline.schedule import WeightGradients
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
+from lightning_axosparse.pruning.scores import Stored
 from lightning_axosparse.sparse import sparsify
 from lightning_axosparse.sparse.backend import AUTO, Backend
 from lightning_axosparse.sparse.module.optimizer_state import restore_masters
-from lightning_axosparse.sparse.module.parameters import sparse_parameters
+from lightning_axosparse.sparse.module.parameters import layouts, sparse_parameters
 from lightning_axosparse.sparse.store.materialize import Policy
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.pipeline_strategy import PipelineStrategy
@@ -320,6 +321,22 @@ class AxoSparseStrategy(PipelineStrategy):
         shards = self._state.run.shards
         return state if shards is None else shards.whole(parameter, state)
 
+    def stored_weights(self) -> Callable[[str], Stored]:
+        """What returns a weight of this rank, with its optimizer state, as one process has them.
+
+        Calls are collective over ranks that share the weight or its state. What is returned is to
+        be read only.
+        """
+        held, sparse = self.held_parameters(), layouts(self._module)
+        tensors = self._state.stage_module.tensors
+
+        def read(name: str) -> Stored:
+            weight = held[name]
+            stored = Stored(weight, self.optimizer_state_of(weight), sparse.get(name))
+            return stored if tensors is None else tensors.whole_stored(name, stored)
+
+        return read
+
     def counted_parameters(self) -> set[str]:
         """The names of those that this rank counts: each is counted once over a pipeline."""
         return self._state.stage_module.sharding.counted()
@@ -337,8 +354,8 @@ class AxoSparseStrategy(PipelineStrategy):
         """Store the masked parameters of this rank, and their optimizer state, sparse.
 
         Args:
-            masks: name of a parameter of this rank -> bool tensor of its shape, True where an
-                entry is kept. Read one at a time.
+            masks: name of a parameter of this rank -> bool tensor of its whole shape, True where
+                an entry is kept. Read one at a time.
             policy: as for :func:`lightning_axosparse.sparsify`.
             backend: how their products run, the same on all ranks.
         """

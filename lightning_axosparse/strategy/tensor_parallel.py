@@ -8,7 +8,7 @@ exchanges is torch's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -24,12 +24,17 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
+from lightning_axosparse.pruning.scores import Stored
+from lightning_axosparse.sparse.module.parameters import PartOwner, owned_parameters
+from lightning_axosparse.sparse.module.sparse_module import SparseModule
 from lightning_axosparse.strategy.compat.internals import set_device_mesh
+from lightning_axosparse.strategy.split_parameter import SplitParameter
 from lightning_axosparse.support.torch_internals import hooked, is_tensor_parallel
 from lightning_axosparse.support.troubleshooting import see
 
@@ -42,12 +47,19 @@ _HUGGING_FACE: Mapping[str, Callable[[], ParallelStyle]] = {
     "rowwise": RowwiseParallel,
     "colwise_rep": _WHOLE_OUTPUT,
     "colwise_gather_output": _WHOLE_OUTPUT,
+    "rowwise_split_input": partial(RowwiseParallel, input_layouts=Replicate()),
     "embedding_rowwise": partial(RowwiseParallel, input_layouts=Replicate()),
+    # Norms of the heads of queries and keys, of which each rank has some.
+    "replicated_with_grad_allreduce": partial(
+        SequenceParallel, sequence_dim=-2, use_local_output=True
+    ),
 }
 
 
 def hugging_face_plan(module: nn.Module) -> dict[str, ParallelStyle]:
     """The plan that Hugging Face modules inside a module have of themselves, by its names.
+
+    Experts stay whole on each rank of the group, as torch has no style that splits them.
 
     Raises:
         MisconfigurationException: where there is none, or it has a style that torch has not.
@@ -59,7 +71,10 @@ def hugging_face_plan(module: nn.Module) -> dict[str, ParallelStyle]:
         if not isinstance(styles, Mapping) or any(path.startswith(each) for each in planned):
             continue
         planned += [f"{path}."] if styles else []
+        experts = tuple(name for name, style in styles.items() if style == "moe_tp_experts")
         for name, style in styles.items():
+            if name.startswith(experts):
+                continue
             if style not in _HUGGING_FACE:
                 raise MisconfigurationException(
                     f"tensor_plan='auto' takes the styles {', '.join(_HUGGING_FACE)}, but "
@@ -90,9 +105,8 @@ class TensorShards:
         self._group = group = self._mesh.get_group()
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._placements: dict[str, Placement] = {}
-        self._shapes: dict[str, torch.Size] = {}
-        self._placed: dict[str, nn.Parameter] = {}
-        self._split: dict[str, nn.Parameter] = {}
+        self._placed: dict[nn.Parameter, Placement] = {}
+        self._split: dict[str, SplitParameter] = {}
         self._is_whole = True
         self._gradients_are_compared = False
 
@@ -173,11 +187,13 @@ class TensorShards:
 
     def split(self, held: Mapping[str, nn.Parameter]) -> None:
         """Keep this rank's part of the parameters that its stage holds."""
-        self._placed = {name: p for name, p in held.items() if name in self._placements}
-        for name, parameter in self._placed.items():
-            if isinstance(self._placements[name], Shard):
-                self._split[name], self._shapes[name] = parameter, parameter.shape
-        self._divide()
+        owned = {entry.names[0]: entry for entry in owned_parameters(self._module)}
+        for name in (name for name in held if name in self._placements):
+            placement = self._placements[name]
+            self._placed[held[name]] = placement
+            if isinstance(placement, Shard):
+                self._split[name] = SplitParameter(owned[name], placement.dim, self._group)
+        self._divide(self._split.values(), ())
 
     def join(self, optimizers: Iterable[Optimizer], together: bool) -> None:
         """Make parameters and optimizers' state whole, and the layers ordinary ones.
@@ -186,125 +202,109 @@ class TensorShards:
             optimizers: those that step the parameters.
             together: whether all ranks of the group do so; else parts stay parts.
         """
+        self._read_plainly()
         if together:
-            for state in [optimizer.state for optimizer in optimizers]:
-                for name in (n for n, parameter in self._split.items() if parameter in state):
-                    state[self._split[name]] = self.whole_state(name, state[self._split[name]])
-            for parameter in self._split.values():
-                parameter.grad = None
-            self._gather()
+            for split in self._split.values():
+                split.entry.parameter.grad = None
+                split.gather(optimizers)
         for owner in self._module.modules():
             for hooks in (owner._forward_pre_hooks, owner._forward_hooks):
                 for key, hook in list(hooks.items()):
                     if is_tensor_parallel(hook):
                         del hooks[key]
-        self._read_plainly()
-        self._placed, self._split = {}, {}
-        self._placements.clear()
-        self._shapes.clear()
+        self._placed, self._split, self._placements = {}, {}, {}
         set_device_mesh(self._module, None)
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Have whole parameters with whole gradients for hooks; collective over the group.
+    def whole(
+        self, names: Collection[str] | None = None, optimizers: Sequence[Optimizer] = ()
+    ) -> Iterator[None]:
+        """Have whole parameters with whole gradients and state; collective over the group.
 
-        What the hooks change, the ranks of the group have to change alike.
+        What changes inside the context, the ranks of the group have to change alike.
+
+        Args:
+            names: the parameters; None for all of this stage.
+            optimizers: those whose state of the parameters is whole, too.
         """
-        self._gather()
+        splits = [s for name, s in self._split.items() if names is None or name in names]
+        self._read_plainly()
+        self._is_whole = names is None
+        for split in splits:
+            split.gather(optimizers)
         try:
             yield
         finally:
-            self._divide()
+            self._divide(splits, optimizers)
 
-    def _gather(self) -> None:
-        self._read_plainly()
-        self._is_whole = True
-        for name, parameter in self._split.items():
-            gradient, parameter.grad = parameter.grad, None
-            parameter.data = self._whole(name, parameter.data)
-            if gradient is not None:
-                parameter.grad = self._whole(name, gradient)
-
-    def _divide(self) -> None:
+    def _divide(self, splits: Iterable[SplitParameter], optimizers: Sequence[Optimizer]) -> None:
+        for split in splits:
+            split.divide(optimizers)
         self._is_whole = False
-        for name, parameter in self._split.items():
-            gradient, parameter.grad = parameter.grad, None
-            parameter.data = self._local(name, parameter.data).clone()
-            if gradient is not None:
-                parameter.grad = self._local(name, gradient).clone()
-        placed = {parameter: self._placements[name] for name, parameter in self._placed.items()}
+        shapes = {split.entry.parameter: split.shape for split in self._split.values()}
         for owner in self._module.modules():
-            own = {k: placed[p] for k, p in owner._parameters.items() if p in placed}
+            own = {k: p for k, p in owner._parameters.items() if p in self._placed}
             if own:
-                _read_as_dtensors(owner, self._mesh, own)
+                placements = {key: self._placed[parameter] for key, parameter in own.items()}
+                whole = {
+                    key: shapes[parameter] for key, parameter in own.items() if parameter in shapes
+                }
+                _read_as_dtensors(owner, self._mesh, placements, whole)
 
     def _read_plainly(self) -> None:
         for owner in self._module.modules():
             if isinstance(owner, _DTensorReader):
                 owner.__class__ = type(owner).__bases__[1]
 
-    def _local(self, name: str, whole: Tensor) -> Tensor:
-        return whole.chunk(self._size, self._dimension(name))[self._rank].contiguous()
-
-    def _whole(self, name: str, local: Tensor) -> Tensor:
-        parts = [torch.empty_like(local).contiguous() for _ in range(self._size)]
-        dist.all_gather(parts, local.detach().contiguous(), group=self._group)
-        return torch.cat(parts, self._dimension(name))
-
-    def _dimension(self, name: str) -> int:
-        placement = self._placements[name]
-        assert isinstance(placement, Shard)
-        return placement.dim
-
-    # What clipping, hooks and checkpoints ask
+    # What clipping, hooks, tickets and checkpoints ask
 
     def counts(self, name: str) -> bool:
         """Whether this rank counts a parameter: of what all ranks have, the first one."""
         return self._rank == 0 or (name in self._split and not self._is_whole)
 
+    def is_split(self, name: str) -> bool:
+        """Whether this rank has a part of a parameter."""
+        return name in self._split
+
     def whole_values(self) -> dict[str, Tensor]:
-        """The whole values of the split parameters, by name; collective over the group."""
-        return {name: self._whole(name, parameter.data) for name, parameter in self._split.items()}
+        """The whole, dense values of the split parameters; collective over the group."""
+        return {name: split.dense() for name, split in self._split.items()}
 
     def whole_parameter(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         """A parameter, or a copy of all of it with its gradient; collective over the group."""
         if name not in self._split:
             return parameter
-        whole = nn.Parameter(self._whole(name, parameter.data), parameter.requires_grad)
+        _, joined = self._split[name].joining()
+        whole = nn.Parameter(joined(parameter.detach()), parameter.requires_grad)
         if parameter.grad is not None:
-            whole.grad = self._whole(name, parameter.grad)
+            whole.grad = joined(parameter.grad)
         return whole
 
-    def whole_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A parameter's optimizer state, with whole tensors; collective over the group."""
-        if name not in self._split:
-            return dict(state)
-        part = self._split[name].shape
-        return {
-            key: self._whole(name, value) if _has_shape(value, part) else value
-            for key, value in state.items()
-        }
+    def whole_stored(self, name: str, stored: Stored) -> Stored:
+        """All of a parameter, with its optimizer state; collective over the group."""
+        return self._split[name].stored(stored.state) if name in self._split else stored
+
+    def whole_state(self, name: str, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A parameter's optimizer state, with whole, dense tensors; collective over the group."""
+        return self._split[name].dense_state(state) if name in self._split else state
 
     def local_values(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A module's state with this rank's parts in place of whole tensors."""
         return {
-            name: self._local(name, value)
-            if name in self._shapes and _has_shape(value, self._shapes[name])
-            else value
+            name: self._split[name].local({"": value})[""] if name in self._split else value
             for name, value in state.items()
         }
 
-    def split_states(
-        self, states: dict[int, dict[str, Any]], groups: Sequence[Sequence[str]]
-    ) -> None:
-        """Replace whole tensors of an optimizer's state, by number, by this rank's parts."""
+    def local_states(
+        self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Sequence[str]]
+    ) -> dict[int, Mapping[str, Any]]:
+        """An optimizer's state, by number, with this rank's parts in place of whole tensors."""
         names = [name for group in groups for name in group]
-        for number, state in states.items():
-            name = names[number]
-            if name in self._shapes:
-                for key, value in state.items():
-                    if _has_shape(value, self._shapes[name]):
-                        state[key] = self._local(name, value).clone()
+        return {
+            number: self._split[name].local(state) if name in self._split else state
+            for number, state in states.items()
+            for name in [names[number]]
+        }
 
     def validate_gradients(self, held: Mapping[str, nn.Parameter], tolerance: float) -> None:
         """Check, once, that all ranks have the same gradients of what is not split; collective.
@@ -330,23 +330,32 @@ class TensorShards:
                 )
 
 
-class _DTensorReader:
+class _DTensorReader(PartOwner):
     """Marks the class of a layer whose weights are parts, and which reads them as ``DTensor``."""
 
 
 def _read_as_dtensors(
-    owner: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]
+    owner: nn.Module,
+    mesh: DeviceMesh,
+    placements: Mapping[str, Placement],
+    whole_shapes: Mapping[str, torch.Size],
 ) -> None:
     """Let these parameters of a layer read as parts of whole tensors."""
     own = type(owner)
+    sparse = vars(own) if issubclass(own, SparseModule) else {}
 
     def read(self: nn.Module, key: str) -> Tensor:
-        local = self._parameters[key]
+        # The part itself may be a sparse weight, of which torch's operators get dense tensors.
+        local = sparse[key].fget(self) if key in sparse else self._parameters[key]
         assert local is not None
         return DTensor.from_local(local, mesh, [placements[key]], run_check=False)
 
     properties = {key: property(partial(read, key=key)) for key in placements}
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    names = {
+        "__module__": own.__module__,
+        "__qualname__": own.__qualname__,
+        "whole_shapes": whole_shapes,
+    }
     owner.__class__ = type(own.__name__, (_DTensorReader, own), {**names, **properties})
 
 
@@ -370,7 +379,3 @@ def _whole(parameter: DTensor) -> Tensor:
     with torch.no_grad():
         whole: Tensor = parameter.full_tensor()
     return whole
-
-
-def _has_shape(value: Any, shape: torch.Size) -> bool:
-    return isinstance(value, Tensor) and value.shape == shape

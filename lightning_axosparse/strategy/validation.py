@@ -26,6 +26,7 @@ from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_path
+from lightning_axosparse.pruning.prunable import few
 from lightning_axosparse.sparse.module.elementwise import trial_steps
 from lightning_axosparse.strategy.compat.internals import (
     overrides,
@@ -124,6 +125,23 @@ def advise_on_batch_norm(module: nn.Module, microbatches: int) -> None:
         )
 
 
+def advise_on_dropout(module: nn.Module) -> None:
+    """Say which masks of dropout repeat in a tensor group, if the module has dropout."""
+    found = [
+        f"{name}.{key}".lstrip(".")
+        for name, part in module.named_modules()
+        for key, value in vars(part).items()
+        if isinstance(value, float) and value > 0
+        if "dropout" in key or (key == "p" and "Dropout" in type(part).__name__)
+    ]
+    if found:
+        rank_zero_info(
+            f"The ranks that share layers draw the same random numbers: dropout ({few(found)}) "
+            "between a column-wise and a row-wise layer drops the same entries of each rank's "
+            "part. Elsewhere its masks are like those of one process."
+        )
+
+
 @contextmanager
 def unless_made_later(module: LightningModule) -> Iterator[None]:
     """Ignore errors about layers that the module's own hooks may yet make."""
@@ -180,6 +198,7 @@ def validate_tensor_parallel(config: Config, trainer: Trainer) -> None:
         hugging_face_plan(module)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         own = type(callback).__module__.startswith("lightning_axosparse.callbacks")
+        own &= not hasattr(callback, "prunes_at_start")
         if own or isinstance(callback, WeightAveraging):
             raise MisconfigurationException(
                 f"{type(callback).__name__} does not work with g_tensor={config.g_tensor}: it "

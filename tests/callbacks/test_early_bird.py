@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import WeightAveraging
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_axosparse.callbacks.early_bird import EarlyBirdTicket
 from lightning_axosparse.pruning import Ticket
+from lightning_axosparse.pruning.scores import Stored
 from lightning_axosparse.sparse import sparsify
 from lightning_axosparse.sparse.module.parameters import layouts
 from tests.ranks import run_ranks
@@ -51,6 +53,10 @@ class PartialStrategy(SingleDeviceStrategy):
         self.swaps = self.draws = 0
 
     @property
+    def world_group(self):
+        return dist.group.WORLD if self.inter_group_ or self.data_group_ else None
+
+    @property
     def inter_group(self):
         return self.inter_group_
 
@@ -66,8 +72,10 @@ class PartialStrategy(SingleDeviceStrategy):
         names = [name for name, _ in self.lightning_module.named_parameters()]
         return {name: {number % self.stages} for number, name in enumerate(names)}
 
-    def optimizer_state_of(self, parameter):
-        return self.optimizers[0].state[parameter]
+    def stored_weights(self):
+        held, sparse = self.held_parameters(), layouts(self.lightning_module)
+        state = self.optimizers[0].state
+        return lambda name: Stored(held[name], state[held[name]], sparse.get(name))
 
     def counted_parameters(self):
         return set(self.held_parameters())

@@ -6,6 +6,7 @@ from torch import nn
 
 from lightning_axosparse.pruning.scores import (
     Scores,
+    Stored,
     has_second_moment,
     magnitude,
     saliency,
@@ -81,7 +82,7 @@ def test_each_is_computed_when_it_is_read():
         return weight**2
 
     weights = {name: nn.Parameter(torch.full((2, 2), 3.0)) for name in "ab"}
-    scores = Scores(score, weights, lambda name: {"name": name})
+    scores = Scores(score, list(weights), lambda name: Stored(weights[name], {"name": name}, None))
     assert list(scores) == ["a", "b"]
     assert calls == []
     assert torch.equal(scores["b"], torch.full((2, 2), 9.0))
@@ -98,4 +99,4 @@ def test_each_is_computed_when_it_is_read():
 )
 def test_what_is_no_score_is_refused_by_name(score, message):
     with pytest.raises(ValueError, match=message):
-        Scores(score, {"w": torch.ones(2, 3)}, lambda name: {})["w"]
+        Scores(score, ["w"], lambda name: Stored(torch.ones(2, 3), {}, None))["w"]

@@ -12,8 +12,9 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, PipelineTimeline
+from lightning_axosparse import AxoSparseStrategy, EarlyBirdChannels, PipelineTimeline
 from lightning_axosparse.strategy.tensor_parallel import hugging_face_plan
+from lightning_axosparse.strategy.validation import advise_on_dropout
 from tests.faults import jobs
 from tests.ranks import run_ranks
 
@@ -57,7 +58,7 @@ def fit(module: L.LightningModule, ranks: int = 2, **options: Any) -> None:
         (jobs.Plain, {"tensor_plan": None}, "there is no plan.*configure_model"),
         (jobs.Plain, {"tensor_plan": "auto"}, "tensor_plan='auto' .* none has one"),
         (jobs.Plain, {"ranks": 3}, r"g_tensor=2 .* 3 rank.*\[1, 3\]"),
-        (jobs.Plain, {"callbacks": [EarlyBirdTicket(0.5)]}, "EarlyBirdTicket does not work"),
+        (jobs.Plain, {"callbacks": [EarlyBirdChannels(0.5)]}, "EarlyBirdChannels does not work"),
         (jobs.Plain, {"callbacks": [PipelineTimeline()]}, "PipelineTimeline does not work"),
         (jobs.Plain, {"callbacks": [EMAWeightAveraging()]}, "EMAWeightAveraging does not work"),
         (jobs.Plain, {"callbacks": [ModelPruning("l1_unstructured")]}, "ModelPruning masks"),
@@ -85,6 +86,31 @@ def test_the_plan_of_a_hugging_face_module_goes_by_names_of_the_whole_module() -
     assert all(isinstance(style, ColwiseParallel) for style in plan.values())
     with pytest.raises(MisconfigurationException, match="Planned wants 'packed_rowwise' for 'up'"):
         hugging_face_plan(Planned(up="packed_rowwise"))
+
+
+def test_experts_stay_whole_and_norms_of_heads_see_the_heads_of_their_rank() -> None:
+    plan = hugging_face_plan(
+        Planned(
+            **{
+                "mlp.experts.gate_up_proj": "packed_colwise",
+                "mlp.experts.down_proj": "rowwise",
+                "mlp.experts": "moe_tp_experts",
+                "mlp.down_proj": "rowwise_split_input",
+                "q_norm": "replicated_with_grad_allreduce",
+            }
+        )
+    )
+    assert {name: type(style) for name, style in plan.items()} == {
+        "mlp.down_proj": RowwiseParallel,
+        "q_norm": SequenceParallel,
+    }
+
+
+def test_where_masks_of_dropout_repeat_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    advise_on_dropout(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0), nn.GRU(2, 2, 2)))
+    assert capsys.readouterr().err == ""
+    advise_on_dropout(nn.Sequential(nn.Dropout(0.1), nn.GRU(2, 2, 2, dropout=0.2)))
+    assert "dropout (0.p, 1.dropout) between a column-wise and" in capsys.readouterr().err
 
 
 class Normed(jobs.Plain):

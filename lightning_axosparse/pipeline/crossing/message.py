@@ -377,7 +377,8 @@ def encode(tree: Any, device: torch.device) -> tuple[bytes, Tensor]:
             raise MisconfigurationException(
                 f"A tensor of shape {tuple(tensor.shape)} goes to another stage as a DTensor, of "
                 f"placements {tensor.placements}, but stages exchange plain tensors. Give the style"
-                " of the layer that returns it use_local_output=True." + see("tensor-parallel")
+                " of the layer that returns it use_local_output=True; where that is a whole layer "
+                "of the pipeline, make it a part of one." + see("tensor-parallel")
             )
         offset = -(-end // _ALIGNMENT) * _ALIGNMENT
         if offset > end:

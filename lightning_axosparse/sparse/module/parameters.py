@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,16 @@ from lightning_axosparse.support.troubleshooting import see
 
 Owner = tuple[nn.Module, str]
 """A module, and the name of the attribute by which it has a parameter."""
+
+
+class PartOwner(nn.Module):
+    """Mixin of a module's class while ranks have each a part of some of its parameters.
+
+    Attributes:
+        whole_shapes: the dense shape of all of each of them, by attribute.
+    """
+
+    whole_shapes: Mapping[str, torch.Size]
 
 
 @dataclass
@@ -44,7 +55,10 @@ class OwnedParameter:
 
     @property
     def shape(self) -> torch.Size:
-        """Its dense shape."""
+        """Its dense shape; of a parameter of which this rank has a part, that of all of it."""
+        owner, attribute = self.owners[0]
+        if isinstance(owner, PartOwner) and attribute in owner.whole_shapes:
+            return owner.whole_shapes[attribute]
         return self.parameter.shape if self.layout is None else self.layout.shape
 
     def dense(self) -> Tensor:

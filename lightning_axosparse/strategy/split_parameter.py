@@ -1,0 +1,117 @@
+"""Converts a parameter between all of it and the part of one rank of a tensor group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_axosparse.pruning.scores import Stored
+from lightning_axosparse.sparse.module.optimizer_state import expand_state, with_master
+from lightning_axosparse.sparse.module.parameters import OwnedParameter, set_values
+from lightning_axosparse.sparse.module.sparse_module import make_sparse
+from lightning_axosparse.sparse.store.formats import layout_of
+from lightning_axosparse.sparse.store.layout import Layout
+from lightning_axosparse.sparse.store.materialize import DenseForm
+
+
+class SplitParameter:
+    """A parameter of which each rank of a group has a part, along one dimension.
+
+    Of one that is stored sparse each rank keeps the entries that are kept of its part.
+
+    Attributes:
+        entry: the parameter and its owners, which must not read it as ``DTensor`` meanwhile.
+        shape: the dense shape of all of it.
+    """
+
+    def __init__(self, entry: OwnedParameter, dimension: int, group: dist.ProcessGroup) -> None:
+        self.entry, self.shape = entry, entry.parameter.shape
+        self._dimension, self._group = dimension, group
+
+    def gather(self, optimizers: Iterable[Optimizer]) -> None:
+        """Have all of it, its gradient and state on each rank; collective."""
+        self._replace(*self.joining(), optimizers)
+
+    def divide(self, optimizers: Iterable[Optimizer]) -> None:
+        """Keep this rank's part of it, its gradient and state."""
+        self._replace(*self._converted(self._part), optimizers)
+
+    def _replace(
+        self,
+        layout: Layout | None,
+        converted: Callable[[Tensor], Tensor],
+        optimizers: Iterable[Optimizer],
+    ) -> None:
+        parameter, form = self.entry.parameter, self.entry.form
+        shape, gradient = parameter.shape, parameter.grad
+        for optimizer in optimizers:
+            if parameter in optimizer.state:
+                state = optimizer.state[parameter]
+                state.update(_with_shape(state, shape, converted))
+        gradient = None if gradient is None else converted(gradient)
+        set_values(parameter, converted(parameter.detach()), gradient)
+        if layout is not None:
+            assert form is not None
+            for owner, attribute in self.entry.owners:
+                made = DenseForm(form.dtype, backend=form.backend)
+                made.policy = form.policy
+                make_sparse(owner, attribute, layout, made)
+
+    def joining(self) -> tuple[Layout | None, Callable[[Tensor], Tensor]]:
+        """What makes all of a tensor of the parameter's shape, and its kept entries; collective."""
+        return self._converted(self._joined)
+
+    def _converted(
+        self, redistributed: Callable[[Tensor], Tensor]
+    ) -> tuple[Layout | None, Callable[[Tensor], Tensor]]:
+        layout = self.entry.layout
+        if layout is None:
+            return None, redistributed
+        made = layout_of(redistributed(layout.mask().to(torch.uint8)).bool())
+        return made, lambda kept: made.compress(redistributed(layout.densify(kept)))
+
+    def dense(self) -> Tensor:
+        """All of its values, dense; collective."""
+        parameter = self.entry.parameter.detach()
+        return self._joined(parameter if self.entry.layout is None else self.entry.dense())
+
+    def dense_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """All of its optimizer state, dense, as checkpoints hold it; collective."""
+        if self.entry.layout is None:
+            return _with_shape(state, self.entry.parameter.shape, self._joined)
+        state = expand_state(with_master(self.entry, state), self.entry.layout)
+        return _with_shape(state, self.entry.layout.shape, self._joined)
+
+    def stored(self, state: Mapping[str, Any]) -> Stored:
+        """All of it as one process would have it; collective."""
+        parameter = self.entry.parameter.detach()
+        layout, joined = self.joining()
+        return Stored(joined(parameter), _with_shape(state, parameter.shape, joined), layout)
+
+    def local(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's parts of what has the whole shape."""
+        return _with_shape(values, self.shape, self._part)
+
+    def _part(self, whole: Tensor) -> Tensor:
+        part = whole.chunk(self._group.size(), self._dimension)[self._group.rank()]
+        return part.clone(memory_format=torch.contiguous_format)
+
+    def _joined(self, part: Tensor) -> Tensor:
+        parts = [torch.empty_like(part).contiguous() for _ in range(self._group.size())]
+        dist.all_gather(parts, part.detach().contiguous(), group=self._group)
+        return torch.cat(parts, self._dimension)
+
+
+def _with_shape(
+    state: Mapping[str, Any], shape: torch.Size, converted: Callable[[Tensor], Tensor]
+) -> dict[str, Any]:
+    """A state in which tensors of a shape are converted."""
+    return {
+        key: converted(value) if isinstance(value, Tensor) and value.shape == shape else value
+        for key, value in state.items()
+    }

@@ -1,0 +1,161 @@
+"""Weights that ranks share are pruned as on one process: by the same masks, and to the same values.
+
+All rows of one number of ranks run in one job, because starting ranks takes longer than a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, Ticket
+from tests.parity.cases import Record, difference, recorded, trainer
+from tests.parity.test_tensor_parallel import FIXED, LLAMA, OWN, Hooked, Llama, Own, loader
+from tests.ranks import run_ranks
+
+RATIO, EPOCHS = 0.6, 3
+
+
+class Adam(Own):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+@dataclass
+class Kept:
+    """What a rank keeps after the last step, in entries, and the bytes that it has reduced."""
+
+    sizes: dict[str, tuple[int, ...]]
+    states: list[dict[str, int]]
+    reduced: int
+
+
+class Counts(L.Callback):
+    def on_train_end(self, run: L.Trainer, *_: Any) -> None:
+        held = run.strategy.held_parameters()
+        state = run.optimizers[0].state
+        self.kept = Kept(
+            {name: tuple(parameter.shape) for name, parameter in held.items()},
+            [{key: value.numel() for key, value in state[p].items()} for p in held.values()],
+            run.strategy.reduced_bytes,
+        )
+
+
+GRADUAL = {"draw_after": 3, "every": 3, "draw_by": 9}
+EARLY = {"method": "early-bird", "every": 2, "draw_after": None, "draw_by": 5}
+F64: dict[str, Any] = {"precision": "64-true"}
+# Row: module, strategy, callback, trainer.
+ROWS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "gradual": (Own, OWN, GRADUAL, F64),
+    "by saliency, clipped": (Adam, OWN, GRADUAL, {**F64, "gradient_clip_val": 0.05}),
+    "early bird": (Own, OWN, EARLY, F64),
+    "sequence parallel": (lambda: Own(sequence=True), OWN, GRADUAL, F64),
+    "gradients in hooks": (Hooked, OWN, GRADUAL, F64),
+    "resident copies": (Adam, OWN, {**GRADUAL, "compute": "samo"}, F64),
+    "Llama": (Llama, LLAMA, GRADUAL, F64),
+}
+
+Found = tuple[Record, Ticket, Kept]
+
+
+def run(
+    row: str, strategy: Any, ranks: int, g_data: int, folder: Path | None = None, **resumed: Any
+) -> Found:
+    make, _, search, settings = ROWS[row]
+    L.seed_everything(0, verbose=False)
+    # Loaded as they are saved: Lightning loads weights before precision converts the module.
+    module, draw, counts = make().double(), EarlyBirdTicket(RATIO, **search), Counts()
+    callbacks = [draw, counts]
+    if folder is not None:
+        callbacks.append(ModelCheckpoint(folder, "{epoch}", save_top_k=-1))
+    options = {**FIXED, "max_epochs": EPOCHS, "enable_checkpointing": folder is not None}
+    fit = trainer(strategy, ranks, **{**options, **settings}, callbacks=callbacks)
+    replica = 0
+    if g_data > 1:
+        from mpi4py import MPI
+
+        replica = MPI.COMM_WORLD.rank * g_data // ranks
+    data = loader(1, g_data, 4, replica), loader(2, g_data, 2, replica)
+    fit.fit(module, *data, weights_only=False, **resumed)
+    return recorded(fit, module), draw.ticket, counts.kept
+
+
+def on_grid(grid: tuple[int, int, int], folder: Path) -> dict[str, Found]:
+    g_inter, g_tensor, g_data = grid
+    ranks = g_inter * g_tensor * g_data
+    found: dict[str, Found] = {}
+    for row, (_, options, _, _) in ROWS.items():
+        strategy = AxoSparseStrategy(g_inter, 2, g_tensor=g_tensor, **options)
+        found[row] = run(row, strategy, ranks, g_data)
+    if grid == (2, 2, 1):
+        row = "by saliency, clipped"
+        run(row, AxoSparseStrategy(2, 2, g_tensor=2, **OWN), ranks, 1, folder)
+        # While weights are pruned, and once the ticket is drawn; here, and on another grid.
+        for epoch in (0, 1):
+            for name, g_inter in (("here", 2), ("elsewhere", 4)):
+                strategy = AxoSparseStrategy(g_inter, 2, g_tensor=4 // g_inter, **OWN)
+                path = folder / f"epoch={epoch}.ckpt"
+                found[f"{name}, {epoch}"] = run(row, strategy, ranks, 1, ckpt_path=path)
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Found]:
+    return {row: run(row, AxoSparseStrategy(1, 2), 1, 1) for row in ROWS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", [(1, 2, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2)], ids=str)
+def test_shared_weights_are_pruned_as_on_one_process(
+    grid: tuple[int, int, int], alone: dict[str, Found], tmp_path: Path
+) -> None:
+    ranks = run_ranks(grid[0] * grid[1] * grid[2], on_grid, grid, tmp_path)
+    for row in ROWS:
+        expected, ticket, _ = alone[row]
+        assert ticket.sparsity == pytest.approx(RATIO, abs=1e-3)
+        # A replica's loss is that of its part of the batch.
+        losses = [
+            fmean(each) for each in zip(*(found[row][0].losses for found in ranks), strict=True)
+        ]
+        for found in ranks:
+            record, drawn, _ = found[row]
+            record.losses = losses
+            assert drawn == ticket, row
+            assert difference(record, expected) <= 1e-10, row
+    for found in ranks:
+        for row in found.keys() - ROWS.keys():  # what was resumed
+            record, drawn, _ = found[row]
+            assert drawn.masks == alone["by saliency, clipped"][1].masks, row
+            for name, weight in alone["by saliency, clipped"][0].weights.items():
+                torch.testing.assert_close(record.weights[name], weight, atol=1e-10, rtol=0)
+
+
+def counted() -> Kept:
+    return run("gradual", AxoSparseStrategy(1, 2, g_tensor=2, **OWN), 4, 2)[2]
+
+
+@pytest.mark.slow
+def test_a_rank_keeps_the_kept_entries_of_its_parts_and_reduces_them_over_replicas(
+    alone: dict[str, Found],
+) -> None:
+    kept = run_ranks(4, counted)
+    _, ticket, whole = alone["gradual"]
+    for name, (entries,) in ((n, s) for n, s in whole.sizes.items() if n in ticket.masks):
+        mask = ticket.masks[name]
+        by_rows = any(each in name for each in ("query", "key", "value", "up"))
+        by_columns = any(each in name for each in ("out", "down"))
+        parts = mask.chunk(2, 0 if by_rows else 1) if by_rows or by_columns else [mask]
+        for rank, each in enumerate(kept):
+            assert each.sizes[name] == (int(parts[rank % len(parts)].sum()),), name
+        assert int(mask.sum()) == entries
+    for each in kept:
+        assert each.reduced == 8 * sum(torch.Size(shape).numel() for shape in each.sizes.values())
+        for state, shape in zip(each.states, each.sizes.values(), strict=True):
+            assert state == {"momentum_buffer": torch.Size(shape).numel()}
