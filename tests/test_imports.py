@@ -33,6 +33,7 @@ print(json.dumps([sorted(asked), sorted(set(sys.modules) - before)]))
 """
 WHERE_USED = {"hydra", "matplotlib", "mpi4py", "omegaconf", "psutil", "rich", "transformers"}
 WHERE_USED |= {"triton"}
+DTENSOR = "torch.distributed.tensor", "torch.distributed._functional_collectives"
 
 
 def test_what_few_runs_need_is_imported_where_it_is_used() -> None:
@@ -43,6 +44,7 @@ def test_what_few_runs_need_is_imported_where_it_is_used() -> None:
     assert "torch" in asked
     assert "lightning_axosparse.strategy" in loaded
     assert not WHERE_USED & {name.partition(".")[0] for name in asked}
+    assert not [name for name in asked if name.startswith(DTENSOR)]
     others = {name.partition(".")[0] for name in loaded} - {"lightning_axosparse", "lightning"}
     assert others <= {"cloudpickle", "safetensors"}
 

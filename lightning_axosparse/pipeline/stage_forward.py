@@ -33,8 +33,8 @@ from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.state.batch_state import StepState
 from lightning_axosparse.support.patched import replaced_forward
 from lightning_axosparse.support.torch_internals import (
-    AsyncCollectiveTensor,
     PausableMode,
+    await_collective,
     backward_passes_by,
     never_compiled,
     paused,
@@ -436,8 +436,7 @@ def _replacement(
 ) -> Any:
     """What a layer of an earlier stage returns on this one."""
     for unused in (*args, *kwargs.values()):
-        if isinstance(unused, AsyncCollectiveTensor):
-            unused.wait()  # torch keeps the results of collectives until somebody waits for them.
+        await_collective(unused)
     running.inner.give(args, kwargs)
     if running.visit.received.side_outputs:
         with running.values.replaying():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -16,8 +16,10 @@ from lightning_axosparse.pipeline.microbatch import MicrobatchWeight
 from lightning_axosparse.pipeline.schedule import is_message_driven
 from lightning_axosparse.planning.search import default_microbatches
 from lightning_axosparse.strategy.compat.internals import overrides
-from lightning_axosparse.strategy.tensor_parallel import TensorPlan
 from lightning_axosparse.support.troubleshooting import see
+
+if TYPE_CHECKING:  # DTensor, which only runs with g_tensor need.
+    from lightning_axosparse.strategy.tensor_parallel import TensorPlan
 
 
 @dataclass(frozen=True)

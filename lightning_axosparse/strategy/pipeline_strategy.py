@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -42,7 +42,6 @@ from lightning_axosparse.strategy.sharded_module import (
 )
 from lightning_axosparse.strategy.stage_module import StageModule
 from lightning_axosparse.strategy.states import AtRest, LeftSharded, Running
-from lightning_axosparse.strategy.tensor_parallel import TensorShards
 from lightning_axosparse.strategy.validation import (
     advise_on_batch_norm,
     advise_on_dropout,
@@ -58,6 +57,9 @@ from lightning_axosparse.support.dense_products import by_onednn, onednn_is_fast
 from lightning_axosparse.support.messages import rank_zero_info, rank_zero_warn
 from lightning_axosparse.support.trace import clock, now
 from lightning_axosparse.support.troubleshooting import see
+
+if TYPE_CHECKING:  # DTensor, which only runs with g_tensor need.
+    from lightning_axosparse.strategy.tensor_parallel import TensorShards
 
 
 class PipelineStrategy(MPIStrategy):
@@ -160,6 +162,9 @@ class PipelineStrategy(MPIStrategy):
             if is_left_sharded(self._module):
                 bring(self._module, everything(self._module))
                 take(self._module)
+            # Imported here, because it loads DTensor.
+            from lightning_axosparse.strategy.tensor_parallel import TensorShards
+
             densify(self._module)  # Plans of torch split matrices.
             mesh = self._groups.device_mesh(self.root_device)
             self._tensors = TensorShards(self._module, mesh)

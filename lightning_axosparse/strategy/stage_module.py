@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,8 +36,10 @@ from lightning_axosparse.strategy.sharded_module import (
     take,
     validate_values,
 )
-from lightning_axosparse.strategy.tensor_parallel import TensorShards
 from lightning_axosparse.strategy.validation import validate_parameters_known
+
+if TYPE_CHECKING:  # DTensor, which only runs with g_tensor need.
+    from lightning_axosparse.strategy.tensor_parallel import TensorShards
 
 
 class StageModule:

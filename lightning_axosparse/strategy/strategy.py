@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -26,7 +26,6 @@ from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.pipeline_strategy import PipelineStrategy
 from lightning_axosparse.strategy.sharded_module import summoned
 from lightning_axosparse.strategy.states import AtRest, LeftSharded, Running
-from lightning_axosparse.strategy.tensor_parallel import TensorPlan
 from lightning_axosparse.support.arguments import (
     BOOL,
     COUNT,
@@ -43,6 +42,9 @@ from lightning_axosparse.support.arguments import (
     one_of,
 )
 from lightning_axosparse.support.troubleshooting import see
+
+if TYPE_CHECKING:  # DTensor, which only runs with g_tensor need.
+    from lightning_axosparse.strategy.tensor_parallel import TensorPlan
 
 PLUGINS = {
     "accelerator": instance_of("a Lightning Accelerator", Accelerator) | NONE,

@@ -35,7 +35,6 @@ from lightning_axosparse.strategy.compat.internals import (
 )
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.optimizers import BucketwiseOptimizer, HostMemory
-from lightning_axosparse.strategy.tensor_parallel import hugging_face_plan
 from lightning_axosparse.support.messages import rank_zero_info
 from lightning_axosparse.support.troubleshooting import see, without_link
 
@@ -195,6 +194,9 @@ def validate_tensor_parallel(config: Config, trainer: Trainer) -> None:
             + see("tensor-parallel")
         )
     if plan == "auto" and not configures:
+        # Imported here, because it loads DTensor.
+        from lightning_axosparse.strategy.tensor_parallel import hugging_face_plan
+
         hugging_face_plan(module)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         own = type(callback).__module__.startswith("lightning_axosparse.callbacks")

@@ -6,21 +6,21 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.autograd import forward_ad
-from torch.distributed._functional_collectives import (
-    AsyncCollectiveTensor as AsyncCollectiveTensor,
-)
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from lightning_axosparse.support.patched import patched
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -208,6 +208,30 @@ def saved_tensors_are_hooked() -> bool:
 def is_tensor_parallel(hook: object) -> bool:
     """Whether a module's hook is one by which ``parallelize_module`` places its tensors."""
     return getattr(hook, "__module__", "").startswith("torch.distributed.tensor")
+
+
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Return whether a tensor is a ``DTensor``."""
+    if type(tensor) is Tensor:
+        return False
+    # Imported here, because few runs need it.
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def await_collective(value: object) -> None:
+    """Wait for a collective, if ``value`` is its result and nothing has read it.
+
+    Torch keeps such results until something waits for them.
+    """
+    if not isinstance(value, Tensor) or type(value) is Tensor:
+        return
+    # Imported here, because few runs need it.
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    if isinstance(value, AsyncCollectiveTensor):
+        value.wait()
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from lightning_axosparse.support.torch_internals import tree_leaves, tree_map_only
+from lightning_axosparse.support.torch_internals import is_dtensor, tree_leaves, tree_map_only
 from lightning_axosparse.support.troubleshooting import see
 
 if TYPE_CHECKING:  # It starts MPI, which the stages of one process do without.
@@ -373,7 +372,7 @@ def encode(tree: Any, device: torch.device) -> tuple[bytes, Tensor]:
 
     def place(tensor: Tensor) -> _Place:
         nonlocal end
-        if isinstance(tensor, DTensor):
+        if is_dtensor(tensor):
             raise MisconfigurationException(
                 f"A tensor of shape {tuple(tensor.shape)} goes to another stage as a DTensor, of "
                 f"placements {tensor.placements}, but stages exchange plain tensors. Give the style"
