@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torchmetrics import Metric
@@ -44,6 +44,22 @@ def without_trace(run: OpenPipeline) -> Iterator[set[str]]:
     silenced = loggers_silenced(module.trainer)
     with run.metrics.kept(), silenced as written, hooks.set_aside():
         yield written
+
+
+class Outcome(NamedTuple):
+    """What the step has shown on this rank.
+
+    Attributes:
+        reason: why it could not be compared; None if it was.
+        rules: how the values of micro-batches combine, on the last stage.
+        findings: what to tell the user, on the last stage.
+        changing: what the step changes on the module; the same on all ranks.
+    """
+
+    reason: str | None = None
+    rules: StepRules = StepRules()
+    findings: Sequence[Finding] = ()
+    changing: Sequence[Changing] = ()
 
 
 class StepCheck:
@@ -96,55 +112,26 @@ class StepCheck:
             MisconfigurationException: on every rank, if the losses of micro-batches do not make up
                 the loss of the batch.
         """
-        rules, findings, changing = StepRules(), list[Finding](), list[Changing]()
-        parts, name = self._parts, self._step.step.__name__
-        reason: str | None
+        name, parts = self._step.step.__name__, self._parts
+        comparison = Comparison(
+            name,
+            parts,
+            self._tolerance,
+            weights_given,
+            self._stage_module.last_stage,
+            used,
+            outputs_are_read(self._stage_module.module.trainer, name),
+        )
         with without_trace(self._run) as written:
             if self._fits(free):
-                comparison = Comparison(
-                    name,
-                    parts,
-                    self._tolerance,
-                    weights_given,
-                    self._stage_module.last_stage,
-                    used,
-                    outputs_are_read(self._stage_module.module.trainer, name),
-                )
-                whole, cut = self._both(comparison)
-                reason = self._incomparable(whole, cut)
-                is_last = self._stage_module.runs_last_stage
-                if reason is None and is_last:
-                    rules, findings = comparison.compare(whole, cut)
-                    numbers = self._rehearsal.numbers.values()
-                    if findings and any(each.is_unclear for each in numbers):
-                        reason = "it is not clear to which samples its random numbers belong"
-                if any(self._gather(any(each.of_gradient for each in findings))):
-                    # Rounding decides which of equal values has the gradient of a maximum.
-                    with self._rehearsal.shifted():
-                        others = self._both(comparison)
-                    if findings and comparison.is_equal(*others):
-                        findings = [each for each in findings if not each.of_gradient]
-                changing, advice, failure = self._changing(self._whole_batch, whole, cut)
-                if reason is None and failure is not None and is_last:
-                    findings.append(
-                        Finding(
-                            "info",
-                            f"What {name} changes on the module could not be compared: {failure}."
-                            + see("steps"),
-                        )
-                    )
-                elif reason is None and is_last:
-                    findings += [Finding("warning", text) for text in advice]
-                    if self._again is not None and not findings:
-                        # By the rules that were found: they may have held by chance.
-                        findings = replace(comparison, used=rules).compare(*self._again)[1]
+                outcome = self._outcome(comparison)
             else:
-                reason = (
+                outcome = Outcome(
                     f"{self._rehearsal.samples} samples at once would not fit into memory, as "
                     f"{parts[0].size} take what was measured"
                 )
-        findings += self._unread(written)
-        everyone = self._gather((reason, findings, rules.needs_batch))
+        findings = [*outcome.findings, *self._unread(written)]
+        everyone = self._gather((outcome.reason, findings, outcome.rules.needs_batch))
         reason = next((theirs for theirs, *_ in everyone if theirs is not None), None)
         needs_batch = any(theirs for *_, theirs in everyone)
         if reason is None:
@@ -160,7 +147,41 @@ class StepCheck:
                 "them."
             )
             self._tell([Finding("info", text + see("losses"))])
-        return rules._replace(state=changing, needs_batch=needs_batch)
+        return outcome.rules._replace(state=outcome.changing, needs_batch=needs_batch)
+
+    def _outcome(self, comparison: Comparison) -> Outcome:
+        """What the step shows on the batch and its micro-batches; collective over the pipeline."""
+        whole, cut = self._both(comparison)
+        reason = self._incomparable(whole, cut)
+        is_compared = reason is None and self._stage_module.runs_last_stage
+        rules, findings = StepRules(), list[Finding]()
+        if is_compared:
+            rules, findings = comparison.compare(whole, cut)
+            if findings and any(each.is_unclear for each in self._rehearsal.numbers.values()):
+                reason = "it is not clear to which samples its random numbers belong"
+        findings = self._beyond_rounding(findings, comparison)
+        changing, advice, failure = self._changing(self._whole_batch, whole, cut)
+        if is_compared:
+            if failure is not None:
+                text = f"What {comparison.name} changes on the module could not be compared: "
+                findings.append(Finding("info", f"{text}{failure}." + see("steps")))
+            findings += [Finding("warning", text) for text in advice]
+            if self._again is not None and not findings:
+                # By the rules that were found: they may have held by chance.
+                findings = replace(comparison, used=rules).compare(*self._again)[1]
+        return Outcome(reason, rules, findings, changing)
+
+    def _beyond_rounding(self, findings: list[Finding], comparison: Comparison) -> list[Finding]:
+        """The findings without gradients that differ by rounding; collective over the pipeline.
+
+        Rounding decides which of equal values has the gradient of a maximum.
+        """
+        if not any(self._gather(any(each.of_gradient for each in findings))):
+            return findings
+        with self._rehearsal.shifted():
+            others = self._both(comparison)
+        is_rounding = bool(findings) and comparison.is_equal(*others)
+        return [each for each in findings if not (is_rounding and each.of_gradient)]
 
     def changes(self) -> StepRules:
         """Find what the step changes on the module, where a batch is not divided."""
