@@ -32,7 +32,6 @@ import lightning_axosparse
 print(json.dumps([sorted(asked), sorted(set(sys.modules) - before)]))
 """
 WHERE_USED = {"hydra", "matplotlib", "mpi4py", "omegaconf", "psutil", "rich", "transformers"}
-WHERE_USED |= {"triton"}
 DTENSOR = "torch.distributed.tensor", "torch.distributed._functional_collectives"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 from lightning_axosparse.sparse.backend import Backend, Processor
 from lightning_axosparse.sparse.cpu.threads import in_threads
 from lightning_axosparse.sparse.kernels import LANES, ROWS, kernel_module
-from lightning_axosparse.sparse.store.formats import SegmentLayout, layout_of
 from lightning_axosparse.sparse.store.layout import Layout, block_rows, row_length
 from lightning_axosparse.sparse.store.scratch import scratch
 from lightning_axosparse.support.memory import reusable_empty, reusable_zeros
@@ -52,19 +51,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NO_BIAS: Any = np.empty(0, np.float32)
 
 
-def readable(layout: Layout, operand: Tensor) -> TypeGuard[SegmentLayout]:
+def readable(layout: Layout, operand: Tensor) -> bool:
     """Return whether compiled loops can read these kept values.
 
     Args:
         layout: the kept entries.
         operand: the kept values or another operand.
     """
-    return operand.is_cpu and isinstance(layout, SegmentLayout) and layout.has_row_segments
+    return operand.is_cpu and layout.has_row_segments
 
 
-def chosen(
-    layout: Layout, product: str, backend: Backend, operand: Tensor
-) -> TypeGuard[SegmentLayout]:
+def chosen(layout: Layout, product: str, backend: Backend, operand: Tensor) -> bool:
     """Return whether a product with a sparse weight is to run here.
 
     Args:
@@ -101,8 +98,7 @@ def load_loops() -> None:
     with its activations should not have to find.
     """
     mask = torch.ones(1, 64, dtype=torch.bool, device="cpu")
-    layout = layout_of(mask, "segments")
-    assert isinstance(layout, SegmentLayout)
+    layout = Layout.from_mask(mask)
     for tokens in (1, 2):
         inputs = torch.zeros(tokens, 64, dtype=torch.float32, device="cpu")
         values = sddmm(inputs[:, :1], inputs, layout)
@@ -110,9 +106,7 @@ def load_loops() -> None:
         layout.densify(values)  # for products that keep too many entries, on panels
 
 
-def spmm_t(
-    inputs: Tensor, values: Tensor, layout: SegmentLayout, bias: Tensor | None = None
-) -> Tensor:
+def spmm_t(inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = None) -> Tensor:
     """Multiply ``inputs`` by the transposed weight.
 
     Args:
@@ -144,9 +138,7 @@ def spmm_t(
     return _like(result, inputs)
 
 
-def spmm(
-    inputs: Tensor, values: Tensor, layout: SegmentLayout, bias: Tensor | None = None
-) -> Tensor:
+def spmm(inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = None) -> Tensor:
     """Multiply ``inputs`` by the weight.
 
     Args:
@@ -177,7 +169,7 @@ def spmm(
     return _like(result, inputs)
 
 
-def sddmm(left: Tensor, right: Tensor, layout: SegmentLayout) -> Tensor:
+def sddmm(left: Tensor, right: Tensor, layout: Layout) -> Tensor:
     """Return the kept entries of ``left.t() @ right``.
 
     Args:
@@ -203,7 +195,7 @@ def sddmm(left: Tensor, right: Tensor, layout: SegmentLayout) -> Tensor:
     return _like(result, left)
 
 
-def _index(layout: SegmentLayout) -> tuple[Any, Any]:
+def _index(layout: Layout) -> tuple[Any, Any]:
     return layout.counts.numpy(), layout.offsets.numpy()
 
 
