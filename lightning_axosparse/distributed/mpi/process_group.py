@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,10 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from mpi4py import MPI
 from torch import Tensor
-from torch.distributed import PrefixStore, Store
+from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from lightning_axosparse.distributed.mpi.environment import placement
 from lightning_axosparse.distributed.mpi.node_all_reduce import node_all_reduce
-from lightning_axosparse.distributed.mpi.rendezvous import common_store
 from lightning_axosparse.distributed.mpi.work import (
     MPIWork,
     ReduceOperation,
@@ -337,8 +337,32 @@ def init_process_group(device_type: str) -> None:
         )
     placed = placement()
     backend = NAME if device_type == "cpu" else f"cpu:{NAME},cuda:nccl"
-    store = common_store(required=device_type != "cpu")
+    store = _store_in_memory() or (HashStore() if device_type == "cpu" else _store_over_tcp())
     dist.init_process_group(backend, store=store, rank=placed.rank, world_size=placed.world_size)
+
+
+def _store_in_memory() -> Store | None:
+    """A store of all ranks in a file of rank 0's memory; None if a rank, as on another host, can't.
+
+    Processes of other users cannot open it, and nobody listens. Collective over the job. Groups of
+    MPI alone can do without one that is shared.
+    """
+    world, path = MPI.COMM_WORLD, ""
+    if world.rank == 0 and hasattr(os, "memfd_create"):
+        path = f"/proc/{os.getpid()}/fd/{os.memfd_create('axosparse-store')}"
+    path = world.bcast(path)
+    opened = placement().nodes == 1 and os.access(path, os.R_OK | os.W_OK)
+    return FileStore(path, world.size) if all(world.allgather(opened)) else None
+
+
+def _store_over_tcp() -> Store:
+    """A store that rank 0 serves over TCP, as NCCL needs one; collective over the job."""
+    world, address = MPI.COMM_WORLD, placement().main_address
+    server = None
+    if world.rank == 0:
+        server = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    port = world.bcast(server and server.port)
+    return server or TCPStore(address, port, is_master=False)
 
 
 def _create(options: Any, _: Any) -> MPIProcessGroup:

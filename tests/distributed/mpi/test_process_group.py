@@ -6,6 +6,7 @@ import operator
 from functools import reduce
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import init_device_mesh
 from torchmetrics import CatMetric, MeanMetric
 
+from lightning_axosparse.distributed.mpi import process_group as module
 from lightning_axosparse.distributed.mpi.process_group import MPIProcessGroup, init_process_group
 from tests.ranks import run_ranks
 
@@ -339,3 +341,30 @@ def test_cuda_tensors_go_to_nccl():
     assert here.device.type == "cpu"
     group.barrier().wait()
     assert len(calls) == 2
+
+
+def stores() -> list[Any]:
+    """What the other rank finds in each kind of store, and where the first rank listens for it."""
+    from mpi4py import MPI
+
+    world, found = MPI.COMM_WORLD, []
+    for make in (module._store_in_memory, module._store_over_tcp):
+        before, store = listening(), make()
+        assert store is not None
+        store.set(f"from {world.rank}", "written")
+        value = store.get(f"from {1 - world.rank}")
+        found.append((value, world.bcast({address.ip for address in listening() - before})))
+        world.Barrier()
+    return found
+
+
+def listening() -> set[Any]:
+    """Where this process listens: MPI does, too."""
+    connections = psutil.Process().net_connections("inet")
+    return {connection.laddr for connection in connections if connection.status == "LISTEN"}
+
+
+def test_ranks_share_a_store_for_which_nobody_listens_on_one_host():
+    for in_memory, (value, _) in run_ranks(2, stores):
+        assert in_memory == (b"written", set())
+        assert value == b"written"
