@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -109,20 +109,6 @@ _REPEATS = 5
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class LayerProfile(NamedTuple):
-    """The measurements of one layer.
-
-    Attributes:
-        seconds: of one forward and backward pass.
-        activation_bytes: what it keeps from forward for backward, besides its inputs.
-        output_bytes: of what it returns.
-    """
-
-    seconds: float
-    activation_bytes: int
-    output_bytes: int
-
-
 def validate_example_input(module: LightningModule) -> None:
     """Check that a module has an input on which its layers can be timed."""
     if module.example_input_array is None:
@@ -135,12 +121,8 @@ def validate_example_input(module: LightningModule) -> None:
 
 def profile_example(
     module: LightningModule, partition: Partition, precision: Precision, device: torch.device
-) -> list[LayerProfile]:
-    """Measure the layers on the module's ``example_input_array``.
-
-    Returns:
-        The measurements of each layer.
-    """
+) -> list[float]:
+    """Measure a forward and backward pass of each layer on ``example_input_array``, in seconds."""
     example = precision.convert_input(module.example_input_array)
 
     def forward() -> None:
@@ -158,34 +140,33 @@ def profile_layers(
     forward: Callable[[], Any],
     context: Callable[[], AbstractContextManager[Any]],
     device: torch.device,
-) -> list[LayerProfile]:
+) -> list[float]:
     """Measure each layer; the fastest of a few passes counts, as other processes may slow some.
 
     Weights, buffers and random generators are left as they were. No more than one layer is on
     ``device`` at a time.
 
     Returns:
-        The measurements of each layer.
+        Seconds of a forward and backward pass of each layer.
     """
     buffers = [(b, b.clone()) for layer in layers.values() for b in layer.buffers()]
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             with context(), torch.no_grad():
                 inputs = _inputs(layers, forward)
-            profiles = []
+            seconds = []
             for name, layer in layers.items():
                 try:
                     layer.to(device)
                     given = tree_map_only(Tensor, lambda t: t.to(device), inputs[name])
-                    sizes = _sizes(layer, given, context, device)
-                    seconds = min(_pass(layer, given, context, device) for _ in range(_REPEATS))
-                    profiles.append(LayerProfile(seconds, *sizes))
+                    times = (_pass(layer, given, context, device) for _ in range(_REPEATS))
+                    seconds.append(min(times))
                 finally:
                     layer.to("cpu")
     finally:
         for buffer, value in buffers:
             buffer.data.copy_(value)
-    return profiles
+    return seconds
 
 
 def _inputs(layers: Mapping[str, nn.Module], forward: Callable[[], Any]) -> dict[str, Inputs]:
@@ -205,26 +186,11 @@ def _inputs(layers: Mapping[str, nn.Module], forward: Callable[[], Any]) -> dict
     missing = [name for name in layers if name not in inputs]
     if missing:
         raise MisconfigurationException(
-            f"balance='time' and g_inter='auto' run the module on its example_input_array, but "
-            f"that did not call layer {missing[0]!r}. Let `forward` call every layer, or use "
-            "balance='parameters' and a number for g_inter." + see("layers")
+            f"balance='time' runs the module on its example_input_array, but that did not call "
+            f"layer {missing[0]!r}. Let `forward` call every layer, or use balance='parameters'."
+            + see("layers")
         )
     return inputs
-
-
-def _sizes(
-    layer: nn.Module,
-    inputs: Inputs,
-    context: Callable[[], AbstractContextManager[Any]],
-    device: torch.device,
-) -> tuple[int, int]:
-    """The bytes that a forward pass keeps, and those of its output; also warms up."""
-    args, kwargs = tree_map_only(Tensor, _leaf, inputs)
-    with context(), torch.enable_grad(), activation_bytes(device, None) as kept:
-        output = layer(*args, **kwargs)
-        size = kept()
-    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    return size, sum(leaf.numel() * leaf.itemsize for leaf in leaves)
 
 
 def _pass(

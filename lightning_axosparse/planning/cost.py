@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torch import nn
-
-from lightning_axosparse.pipeline.profile import LayerProfile
-from lightning_axosparse.pipeline.shard.partition import count_parameters
 from lightning_axosparse.planning.simulate import Wire
 
 _BLOCK_ENTRIES, _SEGMENT_ENTRIES = 4096, 256
@@ -70,11 +65,6 @@ SPARSE = Storage(
     per_weight=4 / _BLOCK_ENTRIES + 2 / _SEGMENT_ENTRIES, per_kept=16 + 1, gradient=4, optimizer=8
 )
 """Policy "sparse": one byte of index per kept weight, two per segment."""
-
-
-_FORWARD = 1 / 3
-"""Fraction of a layer's time that is its forward pass, and that makes its weights' gradients:
-backward computes two gradients, forward one output."""
 
 
 @dataclass(frozen=True)
@@ -228,49 +218,6 @@ class Cluster:
         bandwidth = min(self.node.bandwidth, self.network.bandwidth / rings)
         return Wire(self.network.latency, bandwidth)
 
-    def with_free_transfers(self) -> Cluster:
-        """Return this cluster with infinitely fast transfers, for work that is not in seconds."""
-        free = Wire()
-        return replace(self, node=free, network=free, memory_bandwidth=float("inf"))
-
     def _inside_node(self, stage: int, g_inter: int) -> bool:
         ranks = range(stage, self.devices, g_inter)
         return all((rank % self.devices_per_node) + 1 < self.devices_per_node for rank in ranks)
-
-
-def layer_costs(
-    module: nn.Module, layers: Sequence[nn.Module], profiles: Sequence[LayerProfile] | None
-) -> LayerCosts:
-    """Return the costs of a module's layers; a sample is the batch they were profiled on.
-
-    Without profiles a layer's work is its number of parameters, and activations and messages take
-    no memory.
-    """
-    weights = count_parameters(layers)
-    if profiles is None:
-        profiles = [
-            LayerProfile(seconds=weight, activation_bytes=0, output_bytes=0) for weight in weights
-        ]
-    forward = tuple(_FORWARD * profile.seconds for profile in profiles)
-    return LayerCosts(
-        forward=forward,
-        backward=tuple((1 - _FORWARD) * profile.seconds for profile in profiles),
-        weight_gradients=forward,
-        recomputed=forward,
-        weights=tuple(weights),
-        activation_bytes=tuple(profile.activation_bytes for profile in profiles),
-        output_bytes=tuple(profile.output_bytes for profile in profiles),
-        outside_weights=sum(p.numel() for p in module.parameters()) - sum(weights),
-    )
-
-
-def default_cluster(kind: str, devices: int, devices_per_node: int, memory: float) -> Cluster:
-    """Return a cluster with bandwidths of ordinary hardware, whose work is measured in seconds.
-
-    ``kind`` is "cpu" or "cuda", ``memory`` the bytes available to a rank.
-    """
-    if kind == "cuda":
-        memory_bandwidth, node, network = 1.5e12, Wire(1e-5, 2e11), Wire(1e-5, 2.5e10)
-    else:
-        memory_bandwidth, node, network = 5e9, Wire(2e-5, 5e9), Wire(5e-5, 2.5e9)
-    return Cluster(devices, devices_per_node, memory, 1.0, memory_bandwidth, node, network)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from typing import Literal
 
 import numpy as np
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_axosparse.distributed.grid import divisors
 from lightning_axosparse.pipeline.schedule import SCHEDULES, WeightGradients
@@ -30,7 +28,6 @@ class Workload:
         pruning_ratio: fraction of the weights that are pruned.
         recompute: whether layers use activation checkpointing.
         overhead: time that sparse storage adds to a pass, as a fraction of the pass.
-        balance: what the partition equalizes over the stages: time or parameters.
         weight_gradients: when weight gradients may be made.
         shard_optimizer: whether replicas divide the optimizer's state.
     """
@@ -42,7 +39,6 @@ class Workload:
     pruning_ratio: float = 0.0
     recompute: bool = False
     overhead: float = 0.0
-    balance: Literal["time", "parameters"] = "time"
     weight_gradients: tuple[WeightGradients, ...] = ("together",)
     shard_optimizer: bool = False
 
@@ -141,8 +137,7 @@ class _StepEstimate:
         layers, stages, ratio = workload.layers, choice.g_inter, workload.pruning_ratio
         self._g_data = workload.cluster.devices // stages
         self._microbatches = workload.batch // self._g_data // choice.microbatch
-        balanced = layers.forward if workload.balance == "time" else layers.weights
-        parts = _partition(balanced, stages)
+        parts = _partition(layers.forward, stages)
         seconds = choice.microbatch * (1 + workload.overhead) / workload.cluster.speed
         recomputed = workload.recompute * _sums(layers.recomputed, parts)
         self._forward: Seconds = seconds * _sums(layers.forward, parts)
@@ -235,95 +230,3 @@ def _activation_bytes(workload: Workload, choice: Choice, parts: Sequence[range]
     temporary[-1] += layers.loss_bytes
     kept = _sums(layers.output_bytes if workload.recompute else layers.activation_bytes, parts)
     return choice.microbatch * (choice.in_flight * kept + temporary)
-
-
-_SIMULATED = 64
-"""Most micro-batches per stage that are simulated: more hardly change the result, and take time."""
-
-
-@dataclass(frozen=True)
-class GridComparison:
-    """The compared grids: one plan for each number of stages, in ``fitting`` the fastest first.
-
-    ``available`` are the bytes of memory of a rank.
-    """
-
-    fitting: list[Plan]
-    too_large: list[Plan]
-    available: float
-
-    @property
-    def g_inter(self) -> int:
-        """Stages of the fastest grid."""
-        return self.fitting[0].choice.g_inter
-
-    def __str__(self) -> str:
-        """Describe the chosen grid and the alternatives."""
-        best, *others = self.fitting
-        sentences = [
-            f"g_inter='auto' takes {_grid(best)}: {best.memory / 1e9:.3g} of "
-            f"{self.available / 1e9:.3g} GB a rank, bubble {best.simulation.bubble:.0%}."
-        ]
-        if others:
-            second = others[0]
-            slower = _seconds(second) / _seconds(best) - 1
-            sentences.append(
-                f"Next best: {_grid(second)}, {second.memory / 1e9:.3g} GB, bubble "
-                f"{second.simulation.bubble:.0%}, {slower:.0%} slower."
-            )
-        if self.too_large:
-            needed = ", ".join(f"{_grid(p)} ({p.memory / 1e9:.3g} GB)" for p in self.too_large)
-            sentences.append(f"Too large: {needed}.")
-        return " ".join(sentences)
-
-
-def default_microbatches(g_inter: int) -> int:
-    """Return the micro-batches per batch and replica if the user sets no number."""
-    return 4 * g_inter if g_inter > 1 else 1
-
-
-def compare_grids(
-    workload: Workload, microbatches: int | None, in_flight: int | None
-) -> GridComparison:
-    """Compare all grids of a workload's devices by the time per sample.
-
-    The workload's ``batch`` is ignored: one sample stands for one micro-batch of a pipeline. With
-    one stage the default is one micro-batch of as many samples as a pipeline would have
-    micro-batches. The in-flight limit None is the larger of ``2 * g_inter`` and ``g_inter`` that
-    fits.
-    """
-    fitting: list[Plan] = []
-    too_large: list[Plan] = []
-    for g_inter in divisors(workload.cluster.devices):
-        if g_inter > len(workload.layers.forward):
-            break
-        limits = [in_flight] if in_flight else [2 * g_inter, g_inter]
-        batch = min(microbatches or 4 * g_inter, _SIMULATED * g_inter)
-        number = batch if microbatches else default_microbatches(g_inter)
-        most = microbatches or number
-        scaled = replace(workload, batch=batch * workload.cluster.devices // g_inter)
-        choices = (Choice(g_inter, batch // number, min(limit, most)) for limit in limits)
-        plans = [evaluate(scaled, choice) for choice in choices]
-        fits = [plan for plan in plans if plan.memory <= workload.cluster.memory]
-        (fitting if fits else too_large).append((fits or plans)[0 if fits else -1])
-    if not fitting:
-        least = min(too_large, key=lambda plan: plan.memory)
-        raise MisconfigurationException(
-            f"g_inter='auto' finds no grid of {workload.cluster.devices} ranks that fits: a rank "
-            f"may take {workload.cluster.memory / 1e9:.3g} GB, and {_grid(least)}, the most "
-            f"economical, needs about {least.memory / 1e9:.3g} GB. Use more ranks, more and "
-            "smaller micro-batches or recompute='sqrt', or give g_inter a number to try it "
-            "all the same." + see("grid")
-        )
-    return GridComparison(sorted(fitting, key=_seconds), too_large, workload.cluster.memory)
-
-
-def _seconds(plan: Plan) -> float:
-    """Return the seconds per sample."""
-    samples = plan.g_data * plan.microbatches * plan.choice.microbatch
-    return plan.simulation.makespan / samples
-
-
-def _grid(plan: Plan) -> str:
-    g_inter = plan.choice.g_inter
-    return f"{g_inter} stage{'s' * (g_inter > 1)} x {plan.g_data} replica{'s' * (plan.g_data > 1)}"

@@ -14,7 +14,6 @@ from lightning_axosparse.distributed.grid import divisors
 from lightning_axosparse.pipeline.choice import ScheduleRule
 from lightning_axosparse.pipeline.microbatch import MicrobatchWeight
 from lightning_axosparse.pipeline.schedule import is_message_driven
-from lightning_axosparse.planning.search import default_microbatches
 from lightning_axosparse.strategy.compat.internals import overrides
 from lightning_axosparse.support.troubleshooting import see
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:  # DTensor, which only runs with g_tensor need.
 class Config:
     """The arguments of ``AxoSparseStrategy``, whose docstring explains them."""
 
-    g_inter: int | Literal["auto"]
+    g_inter: int
     microbatches: int | None
     pipeline: str | Sequence[str] | None
     balance: Literal["parameters", "time"] | Sequence[int]
@@ -54,13 +53,13 @@ class Config:
 
     @property
     def stages(self) -> int:
-        """Stages per replica; 1 as long as "auto" is not decided."""
-        return 1 if self.g_inter == "auto" else self.g_inter
+        """Stages per replica."""
+        return self.g_inter
 
     @property
     def parts(self) -> int:
         """Micro-batches per batch and replica."""
-        return self.microbatches or default_microbatches(self.stages)
+        return self.microbatches or (4 * self.stages if self.stages > 1 else 1)
 
     @property
     def defers_gradients(self) -> bool:
@@ -87,17 +86,6 @@ class Config:
 
     def _check_grid(self) -> None:
         g_inter, balance = self.g_inter, self.balance
-        if g_inter == "auto" and self.transport == "loopback":
-            raise MisconfigurationException(
-                "g_inter='auto' divides the ranks that there are into stages and replicas, but "
-                "with transport='loopback' all stages share one. Give g_inter a number."
-                + see("grid")
-            )
-        if g_inter == "auto" and not isinstance(balance, str):
-            raise MisconfigurationException(
-                f"balance={list(balance)} gives the layers of {len(balance)} stages: say "
-                f"g_inter={len(balance)} instead of 'auto', or leave balance out." + see("grid")
-            )
         if not isinstance(balance, str) and len(balance) != g_inter:
             raise MisconfigurationException(
                 f"balance={list(balance)} gives the layers of {len(balance)} stages, but there "
@@ -123,7 +111,6 @@ class Config:
             return
         unsupported = {
             "transport": self.transport == "loopback",
-            "g_inter": self.g_inter == "auto",
             "balance": self.balance == "time",
             "schedule": self.defers_gradients,
             "regrid": self.regrid is not None,
@@ -153,8 +140,7 @@ class Config:
                 "message-driven schedules with in_flight=None alone. Leave these two as they are "
                 "by default, or give regrid a number of stages." + see("grid")
             )
-        is_number = isinstance(regrid, int) and self.g_inter != "auto"
-        if is_number and regrid not in (shorter := divisors(stages)[:-1]):
+        if isinstance(regrid, int) and regrid not in (shorter := divisors(stages)[:-1]):
             choice = f"Choose from {shorter}, or 'auto'" if shorter else "Leave regrid out"
             raise MisconfigurationException(
                 f"regrid={regrid} is no proper divisor of g_inter={stages}, so the ranks of a "

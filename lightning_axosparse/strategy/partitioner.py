@@ -1,4 +1,4 @@
-"""Finds the grid, which layers each stage computes, and which tensors it keeps, before a run."""
+"""Finds which layers each stage computes, and which tensors it keeps, before a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from lightning_axosparse.distributed.mpi.environment import from_first_rank
 from lightning_axosparse.pipeline.profile import profile_example, validate_example_input
 from lightning_axosparse.pipeline.shard.partition import (
     UNPARTITIONED,
@@ -21,8 +20,6 @@ from lightning_axosparse.pipeline.shard.partition import (
     partition_layers,
 )
 from lightning_axosparse.pipeline.shard.sharding import Sharding
-from lightning_axosparse.planning.cost import DENSE, default_cluster, layer_costs
-from lightning_axosparse.planning.search import GridComparison, Workload, compare_grids
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.sparse import sparsify
 from lightning_axosparse.sparse.module.optimizer_state import dense_shapes
@@ -37,41 +34,7 @@ from lightning_axosparse.strategy.sharded_module import (
     summoned,
 )
 from lightning_axosparse.strategy.validation import validate_regrid_module
-from lightning_axosparse.support.memory import free_bytes
 from lightning_axosparse.support.messages import rank_zero_info
-
-
-def choose_grid(config: Config, ranks: MPIStrategy, module: LightningModule) -> GridComparison:
-    """Choose the grid before ranks start, or let the first of those that run choose for all."""
-
-    def decide() -> GridComparison:
-        partition = partition_layers(module, config.pipeline, None, stages=1)
-        devices = len(ranks.parallel_devices or ())
-        device = ranks.root_device
-        free = free_bytes(device, ranks.ranks_on_device)
-        cluster = default_cluster(device.type, devices * ranks.num_nodes, devices, free)
-        profiles = None
-        if module.example_input_array is None:
-            cluster = cluster.with_free_transfers()
-        else:
-            profiles = profile_example(module, partition, ranks.precision_plugin, device)
-        costs = layer_costs(module, partition.layers, profiles)
-        recompute = config.recompute is not None
-        balance: Literal["time", "parameters"] = (
-            "time" if config.balance == "time" else "parameters"
-        )
-        workload = Workload(
-            costs,
-            cluster,
-            0,
-            DENSE,
-            recompute=recompute,
-            balance=balance,
-            shard_optimizer=config.shard_optimizer,
-        )
-        return compare_grids(workload, config.microbatches, config.in_flight)
-
-    return from_first_rank(decide)
 
 
 @runtime_checkable
@@ -132,8 +95,7 @@ class Partitioner:
             with summoned(self.module, self._ranks.is_global_zero):
                 if self._ranks.is_global_zero:
                     arguments = partition, self._ranks.precision_plugin, self._ranks.root_device
-                    layers = profile_example(self.module, *arguments)
-                    seconds = [layer.seconds for layer in layers]
+                    seconds = profile_example(self.module, *arguments)
             partition = partition.by_time(self._ranks.broadcast(seconds))
         rank_zero_info(str(partition))
         return partition

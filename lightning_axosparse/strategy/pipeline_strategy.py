@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +29,7 @@ from lightning_axosparse.strategy.compat.internals import files_mapped, reading_
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.launcher.launcher import MPILauncher
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
-from lightning_axosparse.strategy.partitioner import Partitioner, choose_grid
+from lightning_axosparse.strategy.partitioner import Partitioner
 from lightning_axosparse.strategy.regrid import Regridded
 from lightning_axosparse.strategy.sharded_module import (
     bring,
@@ -48,7 +47,6 @@ from lightning_axosparse.strategy.validation import (
     optimizers_before_setup,
     unless_made_later,
     validate_copied_whole,
-    validate_layers_exist,
     validate_optimizers,
     validate_run,
 )
@@ -96,19 +94,6 @@ class PipelineStrategy(MPIStrategy):
         # The ranks have loaders, whose batches show the order of the layers.
         with unless_made_later(self._module), suppress(UnknownOrderError):
             self._layers.partition()
-
-    def connect(self, model: pl.LightningModule) -> None:
-        """Take the module, and choose the number of stages if it is "auto"."""
-        if self.config.g_inter == "auto":
-            stages = 1
-            if self._ranks > 1:
-                validate_layers_exist(model)
-                decision = choose_grid(self.config, self, model)
-                rank_zero_info(str(decision))
-                stages = decision.g_inter
-            self.config = replace(self.config, g_inter=stages)
-            self._ranks_per_pipeline = stages
-        super().connect(model)
 
     def _validate_run(self, trainer: pl.Trainer) -> None:
         """Check what does not depend on the layers."""

@@ -70,10 +70,6 @@ class AxoSparseStrategy(PipelineStrategy):
 
     Args:
         g_inter: stages per replica. The number of replicas follows: ``world_size // g_inter``.
-            "auto" lets the planner choose before the ranks start, and prints why: by the time and
-            memory of the module's layers on its ``example_input_array``, which should be like a
-            micro-batch, and by the free memory. Without an example it takes the shortest balanced
-            pipeline whose parameters, gradients and optimizer state (AdamW's, float32) fit.
         microbatches: micro-batches per batch and replica; None takes ``4 * g_inter`` (one without a
             pipeline), or so many that each has two samples, if the module has BatchNorms. A batch
             that they do not divide is split unevenly, with the right weights; a batch with fewer
@@ -171,7 +167,7 @@ class AxoSparseStrategy(PipelineStrategy):
 
     @checked(
         MisconfigurationException,
-        g_inter=COUNT | one_of("auto"),
+        g_inter=COUNT,
         microbatches=COUNT | NONE,
         pipeline=TEXT | NAMES | NONE,
         balance=one_of("parameters", "time") | LAYERS,
@@ -194,7 +190,7 @@ class AxoSparseStrategy(PipelineStrategy):
     )
     def __init__(
         self,
-        g_inter: int | Literal["auto"] = 1,
+        g_inter: int = 1,
         microbatches: int | None = None,
         pipeline: str | Sequence[str] | None = None,
         balance: Literal["parameters", "time"] | Sequence[int] = "parameters",

@@ -151,16 +151,6 @@ def unless_made_later(module: LightningModule) -> Iterator[None]:
             raise
 
 
-def validate_layers_exist(module: LightningModule) -> None:
-    """Check that the layers exist before a grid is chosen for them."""
-    if overrides(module, "configure_model") and not list(module.parameters()):
-        raise MisconfigurationException(
-            "g_inter='auto' looks at the layers before any rank starts, but"
-            f" {type(module).__name__} makes them in `configure_model`. Give g_inter a number of"
-            " stages, or call `module.configure_model()` before the Trainer does." + see("layers")
-        )
-
-
 def validate_regrid_module(module: nn.Module) -> None:
     """Check that a module computes the same when several replicas share a batch."""
     for name, part in module.named_modules():

@@ -12,7 +12,6 @@ from lightning_axosparse.planning.cost import (
     Cluster,
     Storage,
     Transformer,
-    layer_costs,
 )
 from lightning_axosparse.planning.simulate import Wire
 from lightning_axosparse.sparse import sparsify
@@ -151,11 +150,3 @@ def test_rings_of_a_node_share_its_network() -> None:
     assert CLUSTER.ring(3).bandwidth == NETWORK.bandwidth / 3
     assert CLUSTER.ring(12).bandwidth == NETWORK.bandwidth / 6
     assert replace(CLUSTER, devices=6).ring(3) is NODE
-
-
-def test_every_stage_has_the_parameters_outside_the_layers() -> None:
-    layers = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(8)))
-    module = nn.ModuleDict({"layers": layers, "head": nn.Linear(100, 10, bias=False)})
-    costs = layer_costs(module, list(layers), None)
-    assert costs.outside_weights == 1000
-    assert costs.weights == (10_000,) * 8

@@ -17,7 +17,7 @@ from lightning_axosparse import AxoSparseStrategy
         ({"g_inter": 4, "regrid": "some"}, r"regrid='some' must be"),
         ({"g_inter": 4, "regrid": True}, r"regrid=True must be.*'auto'"),
         ({"g_inter": 4, "regrid": 2.0}, r"regrid=2.0 must be"),
-        ({"g_inter": "auto", "regrid": -1}, r"regrid=-1 must be"),
+        ({"g_inter": 4, "regrid": -1}, r"regrid=-1 must be"),
         ({"g_inter": 2, "regrid": 1, "transport": "loopback"}, "one process"),
         ({"g_inter": 2, "regrid": "auto", "in_flight": 2}, "in_flight=None"),
         ({"g_inter": 2, "regrid": "auto", "schedule": "1f1b"}, "message-driven"),

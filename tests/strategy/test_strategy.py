@@ -273,8 +273,6 @@ def test_layers_made_in_configure_model_are_dealt_pruned_and_brought_home() -> N
 
 
 def test_what_configure_model_makes_is_refused_once_it_is_there() -> None:
-    with pytest.raises(MisconfigurationException, match=r"in `configure_model`\. Give g_inter"):
-        fit(trainer(AxoSparseStrategy(g_inter="auto"), 2), MadeLater())
     wrong = EarlyBirdTicket(prune={"no.such": False})
     with pytest.raises(MisconfigurationException, match=r"'no\.such' matches no parameter"):
         fit(trainer(AxoSparseStrategy(), callbacks=[wrong]), MadeLater())

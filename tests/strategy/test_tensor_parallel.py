@@ -25,7 +25,6 @@ PLAN = {"model.0": ColwiseParallel(), "model.1": RowwiseParallel()}
     ("options", "message"),
     [
         ({"transport": "loopback"}, "transport='loopback' does not work with g_tensor=2"),
-        ({"g_inter": "auto"}, "g_inter='auto' does not work"),
         ({"balance": "time"}, "balance='time' does not work"),
         ({"schedule": "deferred"}, "schedule='deferred' does not work"),
         ({"g_inter": 2, "regrid": 1}, "regrid=1 does not work"),

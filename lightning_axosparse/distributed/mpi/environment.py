@@ -8,13 +8,13 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -51,9 +51,6 @@ _GET_MPI = (
     "Install one with `pip install mpich`, or load your cluster's MPI "
     "module and build mpi4py with it: `pip install --no-binary mpi4py mpi4py`."
 )
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -172,20 +169,6 @@ def _library() -> str:
     from mpi4py import MPI
 
     return MPI.Get_library_version().split("\n")[0].strip()
-
-
-def from_first_rank(decide: Callable[[], T]) -> T:
-    """Call ``decide`` on rank 0 and return its result on every rank; collective over the job.
-
-    It needs no process group, so it may be called before setup.
-    """
-    if job_size() == 1:
-        return decide()
-    from mpi4py import MPI
-
-    world = MPI.COMM_WORLD
-    decision: T = world.bcast(decide() if world.rank == 0 else None)
-    return decision
 
 
 class MPIJobEnvironment(ClusterEnvironment):
