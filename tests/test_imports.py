@@ -67,7 +67,7 @@ NO_OTHER_WAY = {
     # What torch and Lightning leave to subclasses.
     "distributed/divided_gradient.py": {"_make_wrapper_subclass"},
     "distributed/mpi/process_group.py": {"_register_backend", "_set_default_backend"},
-    "pipeline/norms.py": {"_BatchNorm"},
+    "pipeline/microbatch.py": {"_BatchNorm"},
     "sparse/ops/convolution.py": {"_conv_forward"},
     "sparse/store/weight.py": {"_make_wrapper_subclass"},
     "strategy/tensor_parallel.py": {"_forward_hooks", "_forward_pre_hooks", "_parameters"},

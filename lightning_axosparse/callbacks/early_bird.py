@@ -36,7 +36,7 @@ from lightning_axosparse.sparse.backend import (
     this_processor,
 )
 from lightning_axosparse.sparse.cpu.products import most_kept
-from lightning_axosparse.sparse.module.elementwise import validate_elementwise_optimizers
+from lightning_axosparse.sparse.module.optimizer_state import validate_elementwise_optimizers
 from lightning_axosparse.sparse.store.materialize import Policy, best_policy
 from lightning_axosparse.strategy.strategy import AxoSparseStrategy
 from lightning_axosparse.strategy.validation import (

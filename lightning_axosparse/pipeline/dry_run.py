@@ -22,7 +22,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from lightning_axosparse.pipeline.crossing.message import Activation
 from lightning_axosparse.pipeline.loss.terms import Term
 from lightning_axosparse.pipeline.loss.weights import along
-from lightning_axosparse.pipeline.norms import Norm
+from lightning_axosparse.pipeline.microbatch import Norm
 from lightning_axosparse.pipeline.profile import peak_bytes
 from lightning_axosparse.pipeline.stage_step import StageStep, loss_of
 from lightning_axosparse.pipeline.state.batch_state import StepState

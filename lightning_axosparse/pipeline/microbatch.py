@@ -1,4 +1,4 @@
-"""Splits a batch into micro-batches and weighs them; computes its fingerprint.
+"""Splits a batch into micro-batches and weighs them; what norms need of them; fingerprints.
 
 Every stage loads the batch itself. Where samples are picked or transformed at random, differently
 on each rank, the layers of one stage would be trained with the labels of another. So each
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from math import log
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_axosparse.distributed.grid import divisors
 from lightning_axosparse.pipeline.batch_layout import (
@@ -291,3 +292,33 @@ def _bytes(leaf: Any) -> Iterator[bytes]:
         yield leaf.reshape(-1)[:: max(1, leaf.size // _SAMPLED)].tobytes()
     elif not isinstance(leaf, (Tensor, np.ndarray)):
         yield repr(leaf).encode()
+
+
+Norm = nn.modules.batchnorm._BatchNorm
+
+
+def fewest_samples(module: nn.Module) -> int:
+    """The fewest samples of which every norm in a module can make statistics.
+
+    It does not depend on which norms train just now, so that all ranks have the same number.
+    """
+    return 2 if any(isinstance(part, Norm) for part in module.modules()) else 1
+
+
+@contextmanager
+def statistics_explained(part: MicroBatch, microbatches: Sequence[MicroBatch]) -> Iterator[None]:
+    """Say in terms of micro-batches what torch says of statistics of one value."""
+    try:
+        yield
+    # A compiled layer has errors of another type, which quote that of torch.
+    except (ValueError, RuntimeError) as error:
+        count = sum(each.size for each in microbatches)
+        if part.size > 1 or count < 2 or "more than 1 value per channel" not in str(error):
+            raise
+        raise MisconfigurationException(
+            f"A BatchNorm makes its statistics of a micro-batch, and one has a single sample: "
+            f"{count} samples are divided into {len(microbatches)} micro-batches. Give "
+            f"AxoSparseStrategy(microbatches=...) at most {count // 2}, or batches at least "
+            f"{2 * len(microbatches)} samples (drop_last=True leaves out a last one that is "
+            "smaller)." + see("batches")
+        ) from error

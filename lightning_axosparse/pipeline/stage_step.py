@@ -28,8 +28,11 @@ from lightning_axosparse.pipeline.crossing.placeholder import Progress
 from lightning_axosparse.pipeline.loss.outputs import Scalar
 from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
 from lightning_axosparse.pipeline.loss.weights import LossWeights
-from lightning_axosparse.pipeline.microbatch import BatchFingerprint, MicroBatch
-from lightning_axosparse.pipeline.norms import statistics_explained
+from lightning_axosparse.pipeline.microbatch import (
+    BatchFingerprint,
+    MicroBatch,
+    statistics_explained,
+)
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers, StageEdge, Visit
 from lightning_axosparse.support.troubleshooting import see

@@ -24,8 +24,7 @@ from lightning_axosparse.pruning.channels import (
 from lightning_axosparse.pruning.selection import highest
 from lightning_axosparse.pruning.ticket import TicketFile
 from lightning_axosparse.sparse.module.convert import renew_reducers
-from lightning_axosparse.sparse.module.elementwise import trial_state
-from lightning_axosparse.sparse.module.optimizer_state import validate_state
+from lightning_axosparse.sparse.module.optimizer_state import trial_state, validate_state
 from lightning_axosparse.sparse.module.parameters import owned_parameters, set_values
 from lightning_axosparse.support.arguments import (
     FRACTION,

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_axosparse.sparse.module.elementwise import trial_state
-from lightning_axosparse.sparse.module.optimizer_state import expand_state
+from lightning_axosparse.sparse.module.optimizer_state import expand_state, trial_state
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.support.troubleshooting import see, without_link
 

@@ -23,8 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.pipeline.shard.sharding import free
-from lightning_axosparse.sparse.module.parameter_state import forget, pack, unpack
-from lightning_axosparse.sparse.module.parameters import Owner, owners
+from lightning_axosparse.sparse.module.parameters import Owner, forget, owners, pack, unpack
 from lightning_axosparse.support.deferred_init import DeferredInit
 from lightning_axosparse.support.torch_internals import swap_values
 from lightning_axosparse.support.troubleshooting import see

@@ -24,8 +24,7 @@ from lightning_axosparse.pipeline.shard.remote_tensor import OwnSteps, following
 from lightning_axosparse.pipeline.shard.sharding import RemoteGradients, Sharding, free
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.sparse import densify
-from lightning_axosparse.sparse.module.parameter_state import forget
-from lightning_axosparse.sparse.module.parameters import owners, sparse_parameters
+from lightning_axosparse.sparse.module.parameters import forget, owners, sparse_parameters
 from lightning_axosparse.sparse.store.scratch import scratch
 from lightning_axosparse.strategy.compat.internals import move_module
 from lightning_axosparse.strategy.config import Config

@@ -27,7 +27,7 @@ from torchmetrics import Metric
 
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_path
 from lightning_axosparse.pruning.prunable import few
-from lightning_axosparse.sparse.module.elementwise import trial_steps
+from lightning_axosparse.sparse.module.optimizer_state import trial_steps
 from lightning_axosparse.strategy.compat.internals import (
     overrides,
     reading_files,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numba
 import torch
 
-from lightning_axosparse.sparse.kernels import jit, reference
+from lightning_axosparse.sparse.kernels import reference, vectors
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.support.trace import clock
 
@@ -32,7 +32,7 @@ def test_scatter_and_gather_are_differentiable():
 
 def test_compilation_is_said_once_and_what_is_loaded_is_not(monkeypatch):
     said = []
-    monkeypatch.setattr(jit, "rank_zero_info", said.append)
+    monkeypatch.setattr(vectors, "rank_zero_info", said.append)
 
     @numba.njit
     def one(x):
@@ -42,10 +42,10 @@ def test_compilation_is_said_once_and_what_is_loaded_is_not(monkeypatch):
     def two(x):
         return one(x) + 1
 
-    with jit.compilation_said():
+    with vectors.compilation_said():
         assert two(1) == 3
         assert two(1.0) == 3.0
     assert said == ["Compiling loops for sparse weights: only the first time on a machine."]
-    with jit.compilation_said():
+    with vectors.compilation_said():
         assert two(1) == 3  # compiled before
     assert len(said) == 1

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_axosparse.pipeline.batch_layout import Key
-from lightning_axosparse.pipeline.norms import Norm
+from lightning_axosparse.pipeline.microbatch import Norm
 from lightning_axosparse.pipeline.state.values import (
     MISSING,
     copied,

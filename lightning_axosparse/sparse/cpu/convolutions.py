@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_axosparse.sparse.backend import Backend
-from lightning_axosparse.sparse.cpu.products import readable
-from lightning_axosparse.sparse.cpu.threads import in_threads
+from lightning_axosparse.sparse.cpu.products import in_threads, readable
 from lightning_axosparse.sparse.kernels import SEGMENT, kernel_module
 from lightning_axosparse.sparse.store.layout import INT32_ENTRIES, Layout, row_length
 from lightning_axosparse.sparse.store.scratch import Use, scratch

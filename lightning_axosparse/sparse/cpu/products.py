@@ -7,8 +7,11 @@ dense weight.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,7 +19,6 @@ import torch
 from torch import Tensor
 
 from lightning_axosparse.sparse.backend import Backend, Processor
-from lightning_axosparse.sparse.cpu.threads import in_threads
 from lightning_axosparse.sparse.kernels import LANES, ROWS, kernel_module
 from lightning_axosparse.sparse.store.layout import Layout, block_rows, row_length
 from lightning_axosparse.sparse.store.scratch import scratch
@@ -224,3 +226,42 @@ def _packed(width: int) -> Any:
 
 def _entries_before(layout: Layout, row: int) -> int:
     return int(layout.starts[row // block_rows(layout.shape)]) if row else 0
+
+
+WORK_OF_A_THREAD = 2**20
+"""Fewer multiplications are not worth another thread."""
+
+
+def in_threads(part: Callable[[int, int], None], size: int, multiple: int, work: int) -> None:
+    """Run ``part`` on ranges that make up ``range(size)``.
+
+    Args:
+        part: takes the first number of a range and the one after its last; it may run in several
+            threads at once.
+        size: what is divided.
+        multiple: ranges begin at multiples of this.
+        work: multiplications in all.
+    """
+    threads = min(torch.get_num_threads(), work // WORK_OF_A_THREAD, -(-size // multiple))
+    if threads < 2:
+        part(0, size)
+        return
+    edges = _edges(size, multiple, threads)
+    others = [_threads().submit(part, *edge) for edge in pairwise(edges[1:])]
+    part(*edges[:2])
+    for other in others:
+        other.result()
+
+
+def _edges(size: int, multiple: int, parts: int) -> Sequence[int]:
+    pieces = -(-size // multiple)
+    return [min(pieces * part // parts * multiple, size) for part in range(parts + 1)]
+
+
+@cache  # One pool for the process, as torch has one.
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(thread_name_prefix="axosparse-product")
+
+
+# A forked process has the pool's threads no more.
+os.register_at_fork(after_in_child=_threads.cache_clear)

@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 
 from lightning_axosparse.sparse.kernels import SEGMENT
-from lightning_axosparse.sparse.kernels.jit import compiled
 from lightning_axosparse.sparse.kernels.vectors import (
     broadcast,
+    compiled,
     dot,
     item,
     lanes_of,

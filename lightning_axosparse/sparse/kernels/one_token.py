@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from lightning_axosparse.sparse.kernels import SEGMENT
-from lightning_axosparse.sparse.kernels.jit import compiled
 from lightning_axosparse.sparse.kernels.vectors import (
     AT_ONCE,
     FINDS,
     add_found_products,
     add_sparse_products,
     broadcast,
+    compiled,
     item,
     load,
     multiply_add,

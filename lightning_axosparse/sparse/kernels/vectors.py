@@ -1,4 +1,4 @@
-"""Gives numba functions a vector of float32 numbers that the compiler keeps in registers.
+"""Compiles loops with numba, and gives them vectors of float32 that stay in registers.
 
 numba has no such type, and it vectorizes no loop over a small array without writing the array back
 to memory at every turn. A vector may be wider than the processor's registers: LLVM splits it.
@@ -7,13 +7,18 @@ Offsets into arrays count entries; nothing checks them.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
+import numba
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, event
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, register_model
+
+from lightning_axosparse.support.messages import rank_zero_info
 
 _FLOAT = ir.FloatType()
 _INDEX = ir.IntType(32)
@@ -378,3 +383,33 @@ def _load(builder: Any, vector: ir.VectorType, pointer: Any) -> Any:
 
 def _store(builder: Any, vector: Any, pointer: Any) -> None:
     builder.store(vector, builder.bitcast(pointer, vector.type.as_pointer()), align=4)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def compiled(function: F) -> F:
+    """Compile a loop for the types that it is called with; numba keeps it in a file."""
+    loop: F = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
+    return loop
+
+
+def compilation_said() -> AbstractContextManager[Any]:
+    """Say once in the context that loops are compiled, if numba does not find them in its files."""
+    listener: Any = _Said()
+    context: AbstractContextManager[Any] = event.install_listener("numba:compile", listener)
+    return context
+
+
+class _Said(event.Listener):
+    """Says at the first compilation that there is one."""
+
+    said = False
+
+    def on_start(self, event: Any) -> None:
+        if not self.said:
+            rank_zero_info("Compiling loops for sparse weights: only the first time on a machine.")
+        self.said = True
+
+    def on_end(self, event: Any) -> None:
+        """Say nothing."""

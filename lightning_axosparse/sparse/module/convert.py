@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from lightning_axosparse.sparse.backend import COMPUTES, Backend, Compute
 from lightning_axosparse.sparse.cpu import convolutions as kept_convolutions
 from lightning_axosparse.sparse.cpu import products as kept_products
-from lightning_axosparse.sparse.module.elementwise import validate_elementwise_optimizers
 from lightning_axosparse.sparse.module.optimizer_state import (
     compress_state,
     expand_state,
+    validate_elementwise_optimizers,
     validate_state,
 )
 from lightning_axosparse.sparse.module.parameters import (
@@ -245,7 +245,7 @@ def load_loops_of(module: nn.Module) -> None:
     if not needed:
         return
     # numba takes a second to import, and only who multiplies on kept values needs it.
-    from lightning_axosparse.sparse.kernels.jit import compilation_said
+    from lightning_axosparse.sparse.kernels.vectors import compilation_said
 
     with compilation_said():
         for load in needed:

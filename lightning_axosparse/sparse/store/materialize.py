@@ -3,19 +3,22 @@
 With the policy "samo" (SAMO; Singh & Bhatele, IPDPS 2023) the dense weight stays in memory, in the
 dtype that products run in, and is filled once per optimizer step. With the policy "sparse" an
 operator multiplies with the kept values, or with a dense weight that is made, in parts, at every
-use.
+use. In graphs of torch.compile it is dense, and the backward pass makes it again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.checkpoint import checkpoint
 
 from lightning_axosparse.sparse.backend import AUTO, Backend
+from lightning_axosparse.sparse.kernels import reference
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.support.torch_internals import version_of
 
@@ -174,3 +177,40 @@ class _OptimizerSteps:
 
 # One for the process: a dense copy does not know which optimizers hold its parameter.
 _optimizer_steps = _OptimizerSteps()
+
+
+def recomputed_densify(values: Tensor, layout: Layout) -> Tensor:
+    """Return the dense tensor of kept ``values``, which the backward pass computes again.
+
+    Differentiable in ``values``.
+    """
+
+    def densify(values: Tensor) -> Tensor:
+        dense: Tensor = _densify(values, layout.positions(), layout.shape)
+        return dense
+
+    dense: Tensor = checkpoint(densify, values, use_reentrant=False)
+    return dense
+
+
+# One opaque operator: the compiler would save the zeros of a separate zeros and scatter.
+@torch.library.custom_op("axosparse::densify", mutates_args=())
+def _densify(values: Tensor, indices: Tensor, shape: Sequence[int]) -> Tensor:
+    return reference.scatter(values, indices, shape)
+
+
+@_densify.register_fake
+def _densify_fake(values: Tensor, indices: Tensor, shape: Sequence[int]) -> Tensor:
+    return values.new_empty(tuple(shape))
+
+
+def _save_indices(ctx: Any, inputs: tuple[Tensor, Tensor, Sequence[int]], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    (indices,) = ctx.saved_tensors
+    return gradient.reshape(-1).index_select(0, indices), None, None
+
+
+_densify.register_autograd(_backward, setup_context=_save_indices)

@@ -13,9 +13,8 @@ from torch.autograd.graph import increment_version
 
 from lightning_axosparse.sparse.backend import AUTO, Backend
 from lightning_axosparse.sparse.kernels import reference
-from lightning_axosparse.sparse.store.compiled import recomputed_densify
 from lightning_axosparse.sparse.store.layout import Layout, row_length
-from lightning_axosparse.sparse.store.materialize import DenseCopy, DenseForm
+from lightning_axosparse.sparse.store.materialize import DenseCopy, DenseForm, recomputed_densify
 from lightning_axosparse.support.torch_internals import (
     apply_untransformed,
     backward_transformed,

@@ -24,11 +24,11 @@ from lightning_axosparse.pipeline.loss.weights import LossWeights
 from lightning_axosparse.pipeline.microbatch import (
     BatchFingerprint,
     MicroBatch,
+    fewest_samples,
     fingerprint,
     of_replica,
     weigh_by,
 )
-from lightning_axosparse.pipeline.norms import fewest_samples
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.stage_step import (
     Batch,

@@ -9,7 +9,7 @@ from torch.nn import grad as dense_gradients
 
 from lightning_axosparse.sparse.backend import Backend
 from lightning_axosparse.sparse.cpu import convolutions as kept_convolutions
-from lightning_axosparse.sparse.cpu import threads as threads_module
+from lightning_axosparse.sparse.cpu import products as threads_module
 from lightning_axosparse.sparse.cpu.convolutions import Geometry
 from lightning_axosparse.sparse.kernels import convolutions
 from lightning_axosparse.sparse.store.layout import Layout

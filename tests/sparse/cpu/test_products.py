@@ -16,7 +16,7 @@ from lightning_axosparse.sparse import backend as backend
 from lightning_axosparse.sparse.backend import COMPUTES, Backend
 from lightning_axosparse.sparse.cpu import panels
 from lightning_axosparse.sparse.cpu import products as kept_products
-from lightning_axosparse.sparse.cpu import threads as threads_module
+from lightning_axosparse.sparse.cpu import products as threads_module
 from lightning_axosparse.sparse.kernels import one_token, products, vectors
 from lightning_axosparse.sparse.store.layout import Layout
 from tests.sparse.masking import random_masks, sparse_and_dense
