@@ -24,10 +24,9 @@ from omegaconf import DictConfig
 from torch import nn
 
 from lightning_axosparse import Ticket, save_safetensors, sparsify
-from lightning_axosparse.cli import plan
+from lightning_axosparse.cli import plan, sweep
 from lightning_axosparse.cli.evaluate import METRICS, evaluate
-from lightning_axosparse.cli.sweep import gather as sweep
-from lightning_axosparse.cli.sweep.job import RESULT
+from lightning_axosparse.cli.job import RESULT
 from lightning_axosparse.cli.train import configuration, train
 from lightning_axosparse.examples.gpt import GPT
 from tests.cli.sweep.jobs import write_job

@@ -27,7 +27,7 @@ from rich.console import Console
 from lightning_axosparse.callbacks.report.facts import RunResult
 from lightning_axosparse.callbacks.report.report import TrainingReport
 from lightning_axosparse.callbacks.report.tables import sections, terminal
-from lightning_axosparse.cli.sweep.job import (
+from lightning_axosparse.cli.job import (
     RESULT,
     finished_before,
     recorded,

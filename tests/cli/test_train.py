@@ -16,7 +16,7 @@ from omegaconf.errors import InterpolationResolutionError
 
 from lightning_axosparse.callbacks.report.facts import RunResult
 from lightning_axosparse.cli import train as entry
-from lightning_axosparse.cli.sweep.job import settings_of
+from lightning_axosparse.cli.job import settings_of
 from lightning_axosparse.cli.train import configuration, printable, train
 from lightning_axosparse.strategy.launcher import mpiexec
 from tests.cli.sweep.jobs import write_job

@@ -52,7 +52,7 @@ WITHOUT_LINK = {
     ("strategy/launcher/pickling.py", "LookupError("): "of a file between caller and ranks",
     # The command line says the rest.
     ("cli/plan.py", "argparse.ArgumentTypeError("): "argparse adds how the command is used",
-    ("cli/sweep/gather.py", "SystemExit(1)"): "the table that was printed",
+    ("cli/sweep.py", "SystemExit(1)"): "the table that was printed",
     # They pass on a message, which has a link if it is one of this package.
     ("cli/__init__.py", "SystemExit(str(error))"): "",
     ("callbacks/ticket_search.py", "MisconfigurationException(str(error))"): "",

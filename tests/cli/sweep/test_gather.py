@@ -6,7 +6,7 @@ import re
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_axosparse.cli.sweep.gather import gather, main, resume_command, summary
+from lightning_axosparse.cli.sweep import gather, main, resume_command, summary
 from tests.cli.sweep.jobs import write_job
 
 PICTURES = ["all_reduce.png", "draw_step.png", "memory.png", "perplexity.png", "step_time.png"]

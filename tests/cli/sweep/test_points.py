@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from lightning_axosparse.cli.sweep.job import jobs_in
-from lightning_axosparse.cli.sweep.points import STATE, STEP, TEST, points, varying
+from lightning_axosparse.cli.job import jobs_in
+from lightning_axosparse.cli.sweep import STATE, STEP, TEST, points, varying
 from tests.cli.sweep.jobs import write_job
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from lightning_axosparse.cli import sweep as gathering
 from lightning_axosparse.cli import train as entry
-from lightning_axosparse.cli.sweep import gather as gathering
-from lightning_axosparse.cli.sweep.job import Job
+from lightning_axosparse.cli.job import Job
 from lightning_axosparse.cli.train import configuration
 
 PAGE = Path(__file__).parents[3] / "docs" / "sweeps.md"

@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lightning_axosparse import Ticket
-from lightning_axosparse.cli.sweep.job import (
+from lightning_axosparse.cli.job import (
     RESULT,
     Job,
     command,
