@@ -10,6 +10,7 @@ from lightning_axosparse.checkpoint.load import load_sparse
 from lightning_axosparse.checkpoint.safetensors import save_safetensors
 from lightning_axosparse.pruning import ChannelTicket, Ticket
 from lightning_axosparse.sparse import densify, sparsify
+from lightning_axosparse.strategy.compat.other_package import refuse_other_package
 from lightning_axosparse.strategy.launcher.launcher import RankFailedError
 from lightning_axosparse.strategy.strategy import AxoSparseStrategy, refuse_fabric
 from lightning_axosparse.support.corrupt_file import CorruptFileError
@@ -32,3 +33,4 @@ __all__ = [
 
 AxoSparseStrategy.register_strategies(StrategyRegistry)
 STRATEGY_REGISTRY.register(AxoSparseStrategy.strategy_name, refuse_fabric, override=True)
+refuse_other_package(AxoSparseStrategy.strategy_name)

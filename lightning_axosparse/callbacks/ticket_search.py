@@ -26,6 +26,7 @@ from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.pruning.masks import DISTANCES, Distance, MaskBits, MaskWindow
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.strategy.compat.internals import callbacks_of
+from lightning_axosparse.strategy.compat.other_package import validate_package
 from lightning_axosparse.strategy.strategy import AxoSparseStrategy
 from lightning_axosparse.support.arguments import NONE, number, one_of, whole
 from lightning_axosparse.support.corrupt_file import restoring
@@ -99,6 +100,7 @@ class TicketSearch(Callback, ABC):
                     f"not fit those that {name} leaves. Leave one of the two callbacks out."
                     + see("callbacks")
                 )
+        validate_package(trainer)
         if not hasattr(trainer.strategy, "use_freed_memory"):
             raise MisconfigurationException(
                 f"{name} needs strategy='axosparse' (AxoSparseStrategy); "
