@@ -31,6 +31,8 @@ LONGEST = (
 SLOW = (
     "benchmarks/test_perplexity.py",
     "cli/sweep/test_sweep.py",
+    "cli/test_run_folder.py::test_a_command_says_which_folder_it_cannot_make[evaluate",
+    "cli/test_run_folder.py::test_a_command_says_which_folder_it_cannot_make[train -m",
     "cli/test_train.py::test_every_grid",
     "corpus/test_published.py",
     "corpus/test_ranks.py",
