@@ -52,6 +52,7 @@ from lightning_axosparse.strategy.step.batch_splitting import BatchSplitter
 from lightning_axosparse.strategy.step.check import StepCheck, without_trace
 from lightning_axosparse.strategy.step.comparison import Compared, StepRules
 from lightning_axosparse.strategy.step.open_pipeline import OpenPipeline
+from lightning_axosparse.strategy.step.stage_times import StageTimes
 from lightning_axosparse.strategy.step.whole_step import StepContext
 from lightning_axosparse.support.messages import rank_zero_warn
 
@@ -98,6 +99,7 @@ class StepRunner:
         self._tolerance = tolerance_of(precision, device)
         _agree_on_seed(stage_module)
         self._rng = PipelineRNG(torch.initial_seed(), config.stages, device)
+        self._tells_times = config.balance == "parameters"
         self._open = self._opened(stage_module)
 
     def open(self, stage_module: StageModule) -> None:
@@ -113,6 +115,9 @@ class StepRunner:
         self._open.tracker.dims = known
 
     def _opened(self, stage_module: StageModule) -> OpenPipeline:
+        # On a GPU, the clock sees when passes are launched.
+        is_timed = self._tells_times and stage_module.device.type == "cpu"
+        self._times = StageTimes(stage_module.groups.inter if is_timed else None)
         limit = self._in_flight.limit(stage_module.last_stage + 1, stage_module.groups)
         return OpenPipeline(
             stage_module, limit, self._schedules, self._precision, self._rng, self._give_gradients
@@ -184,7 +189,7 @@ class StepRunner:
                     gradients.begin_last(weights.factor() if last_stage else 1.0)
                 run.state.begin_batch(rules.state, training.microbatches)
                 with run.metrics.batch(len(microbatches)), hooks.set_aside():
-                    with self._splitter.explained(args, batch):
+                    with self._splitter.explained(args, batch), self._times.batch():
                         last = run.pipeline.train(training)
                 if hooks.parameters:
                     with self._rng.after_passes(stage_module.stages[-1]):
