@@ -31,7 +31,7 @@ builtins.__import__ = spy
 import lightning_axosparse
 print(json.dumps([sorted(asked), sorted(set(sys.modules) - before)]))
 """
-WHERE_USED = {"hydra", "matplotlib", "mpi4py", "omegaconf", "rich", "transformers"}
+WHERE_USED = {"hydra", "matplotlib", "mpi4py", "omegaconf", "rich", "transformers", "triton"}
 DTENSOR = "torch.distributed.tensor", "torch.distributed._functional_collectives"
 
 

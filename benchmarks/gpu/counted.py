@@ -71,7 +71,7 @@ def peak(shape: Shape, ratio: float, recomputes: bool) -> int:
     """Return the peak bytes in the first two steps of a model of this shape."""
     model = shape.build(CPU)
     if ratio:
-        sparsify(model, masks(model, ratio))
+        sparsify(model, masks(model, ratio), index_format="bitmap")
     if recomputes:
         recompute(model)
     training = Training(model, CPU)

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from benchmarks.overhead.interleaved import median_seconds
 from lightning_axosparse.sparse.cpu import panels
 from lightning_axosparse.sparse.cpu import products as kept_products
+from lightning_axosparse.sparse.store.formats import layout_of
 from lightning_axosparse.sparse.store.layout import Layout
 
 READ = 2**28
@@ -42,7 +43,7 @@ def row(height: int, width: int, ratio: float, dtype: torch.dtype, trials: int) 
     torch.manual_seed(0)
     number = READ // (dtype.itemsize * height * width)
     dense = [(torch.randn(height, width).to(dtype),) for _ in range(number)]
-    layouts = [Layout.from_mask(torch.rand(height, width) > ratio) for _ in range(number)]
+    layouts = [layout_of(torch.rand(height, width) > ratio, "segments") for _ in range(number)]
     kept = [(torch.randn(layout.nnz).to(dtype), layout) for layout in layouts]
     cells = []
     for name, product, size in (

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from benchmarks.overhead.interleaved import median_seconds
 from lightning_axosparse.sparse.cpu import panels
 from lightning_axosparse.sparse.cpu import products as kept_products
-from lightning_axosparse.sparse.store.layout import Layout
+from lightning_axosparse.sparse.store.formats import layout_of
 
 Runners = Mapping[str, Callable[[], Any]]
 
@@ -31,7 +31,7 @@ def products(width: int, tokens: int, ratio: float, dtype: torch.dtype) -> dict[
     height = 4 * width
     mask = torch.rand(height, width) > ratio
     weight = (torch.randn(height, width) * mask).to(dtype)
-    layout = Layout.from_mask(mask)
+    layout = layout_of(mask, "segments")
     values = layout.compress(weight)
     inputs, gradient = torch.randn(tokens, width).to(dtype), torch.randn(tokens, height).to(dtype)
 

@@ -26,6 +26,7 @@ from lightning_axosparse.sparse.module.parameters import (
     validate_made,
 )
 from lightning_axosparse.sparse.module.sparse_module import make_sparse
+from lightning_axosparse.sparse.store.formats import layout_of
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.materialize import DenseForm, master_dtype
 from lightning_axosparse.sparse.store.weight import SparseWeight
@@ -138,7 +139,7 @@ def _load_kept(
 def _store_sparse(entry: OwnedParameter, tensor: Tensor, mask: Tensor) -> None:
     """Set a parameter to the entries of ``tensor`` that ``mask`` keeps."""
     parameter = entry.parameter
-    layout = Layout.from_mask(mask.to(tensor.device))
+    layout = layout_of(mask.to(tensor.device))
     form = entry.form or DenseForm(parameter.dtype)
     values = _kept(tensor.detach(), layout).to(form.dtype).to(master_dtype(form.dtype))
     if parameter.is_meta:

@@ -22,7 +22,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from lightning_axosparse.sparse.store.layout import Layout
+from lightning_axosparse.sparse.store.formats import layout_of
 from lightning_axosparse.sparse.store.weight import SparseWeight
 from lightning_axosparse.support.arguments import BOOL, MODULE, PATH, checked
 from lightning_axosparse.support.corrupt_file import CorruptFileError, reading, stored_shape
@@ -253,7 +253,7 @@ def decoded(values: Tensor, mask: Tensor, dtype: torch.dtype) -> SparseWeight:
     if planes.size != size:
         raise CorruptFileError("an encoded tensor has fewer values than positions")
     rows = planes.reshape(dtype.itemsize, -1).T.copy()
-    return SparseWeight(torch.from_numpy(rows).view(-1).view(dtype), Layout.from_mask(mask))
+    return SparseWeight(torch.from_numpy(rows).view(-1).view(dtype), layout_of(mask))
 
 
 def _distances(mask: Tensor) -> np.ndarray[Any, Any]:

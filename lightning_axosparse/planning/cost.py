@@ -64,7 +64,8 @@ DENSE = Storage(per_weight=0, per_kept=16, gradient=4, optimizer=8)
 SPARSE = Storage(
     per_weight=4 / _BLOCK_ENTRIES + 2 / _SEGMENT_ENTRIES, per_kept=16 + 1, gradient=4, optimizer=8
 )
-"""Policy "sparse": one byte of index per kept weight, two per segment."""
+"""Policy "sparse" in the index format "segments": one byte of index per kept weight, two per
+segment."""
 
 
 @dataclass(frozen=True)

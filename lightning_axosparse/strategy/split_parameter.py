@@ -14,6 +14,7 @@ from lightning_axosparse.pruning.scores import Stored
 from lightning_axosparse.sparse.module.optimizer_state import expand_state, with_master
 from lightning_axosparse.sparse.module.parameters import OwnedParameter, set_values
 from lightning_axosparse.sparse.module.sparse_module import make_sparse
+from lightning_axosparse.sparse.store.formats import layout_of
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.materialize import DenseForm
 
@@ -71,7 +72,7 @@ class SplitParameter:
         layout = self.entry.layout
         if layout is None:
             return None, redistributed
-        made = Layout.from_mask(redistributed(layout.mask().to(torch.uint8)).bool())
+        made = layout_of(redistributed(layout.mask().to(torch.uint8)).bool())
         return made, lambda kept: made.compress(redistributed(layout.densify(kept)))
 
     def dense(self) -> Tensor:

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.gpu import counted, step, training
+from benchmarks.gpu import counted, kernels, step, training
 from lightning_axosparse.sparse.store import layout
 
 
@@ -27,6 +31,23 @@ def test_steps_of_a_small_model(monkeypatch, capsys):
     assert state["0%", ""] == 1
     assert state["90%", "sparse"] > state["80%", "sparse"] > 3
     assert state["80%", "sparse"] > state["80%", "samo"] > 1
+
+
+def test_kernels_of_a_small_weight(monkeypatch, capsys):
+    rows = table(kernels.main, monkeypatch, capsys, "--trials", "1")
+    assert [row[2] for row in rows] == 4 * ["segments", "bitmap"]
+
+
+def test_products_of_a_small_weight():
+    """In a process of its own: Triton asks whether to interpret when it is first imported."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "benchmarks.gpu.products", "--tiny", "--trials", "1"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=root)
+    assert done.returncode == 0, done.stderr
+    found = [(row[0], row[1]) for row in cells(done.stdout)]
+    assert found == list(product(["80%", "90%", "95%"], ["1", "4", "16", "64"]))
 
 
 def test_training_keeps_to_plain_lightnings_losses(monkeypatch, capsys):

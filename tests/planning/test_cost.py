@@ -35,7 +35,7 @@ def measured(precision: str, policy: str, ratio: float) -> int:
             mask = torch.zeros(parameter.numel(), dtype=torch.bool)
             mask[torch.randperm(mask.numel())[round(ratio * mask.numel()) :]] = True
             masks[name] = mask.view(parameter.shape)
-        sparsify(model, masks, optimizer, policy)
+        sparsify(model, masks, optimizer, "segments", policy)
     for _ in range(2):
         dtype = AUTOCAST.get(precision, torch.bfloat16)
         with torch.autocast("cpu", dtype, enabled=precision in AUTOCAST):

@@ -1,16 +1,24 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numba
+import pytest
 import torch
 
 from lightning_axosparse.sparse.kernels import reference, vectors
-from lightning_axosparse.sparse.store.layout import Layout
+from lightning_axosparse.sparse.store.formats import layout_of
 from lightning_axosparse.support.trace import clock
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_kernels_account_for_their_time():
     clock.totals.clear()
-    layout = Layout.from_mask(torch.eye(2, dtype=torch.bool))
+    layout = layout_of(torch.eye(2, dtype=torch.bool))
     [tile] = layout.tiles
     dense, values = torch.empty(4), torch.empty(2)
     layout.densify_tile(tile, torch.tensor([1.0, 2.0]), dense)
@@ -28,6 +36,33 @@ def test_scatter_and_gather_are_differentiable():
     assert torch.autograd.gradcheck(
         lambda v: reference.gather(reference.scatter(v, indices, (2, 2)).square(), indices), values
     )
+
+
+def test_fused_kernels_agree_with_the_reference():
+    """In a process of its own: Triton asks whether to interpret when it is first imported."""
+    pytest.importorskip("triton")
+    cases = Path(__file__).with_name("fused_kernels.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout
+
+
+@pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
+@pytest.mark.parametrize("operation", ["densify", "compress"])
+def test_fused_kernels_compile_for_a_gpu(operation, dtype):
+    """For compute capability 9.0 (an H100), which no GPU is needed for."""
+    triton = pytest.importorskip("triton")
+    from lightning_axosparse.sparse.kernels import fused
+
+    kernel = getattr(fused, f"_{operation}_bits")
+    signature = {"values": dtype, "dense": dtype, "starts": "*i32", "first": "i32", "numel": "i32"}
+    signature |= {"bits": "*u8", "block": "i32", "CHUNK": "constexpr"}
+    assert list(signature) == kernel.arg_names
+    source = triton.compiler.ASTSource(kernel, signature=signature, constexprs={"CHUNK": 1024})
+    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    assert triton.compile(source, target=target).asm["cubin"]
 
 
 def test_compilation_is_said_once_and_what_is_loaded_is_not(monkeypatch):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import prod
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_axosparse.sparse.backend import Backend
 from lightning_axosparse.sparse.cpu.products import in_threads, readable
 from lightning_axosparse.sparse.kernels import SEGMENT, kernel_module
+from lightning_axosparse.sparse.store.formats import SegmentLayout, layout_of
 from lightning_axosparse.sparse.store.layout import INT32_ENTRIES, Layout, row_length
 from lightning_axosparse.sparse.store.scratch import Use, scratch
 
@@ -94,7 +95,7 @@ class Geometry:
         return _Planes(self)
 
 
-def chosen(layout: Layout, backend: Backend, operand: Tensor) -> bool:
+def chosen(layout: Layout, backend: Backend, operand: Tensor) -> TypeGuard[SegmentLayout]:
     """Return whether convolutions with a sparse weight are to run here, if their geometry fits.
 
     Args:
@@ -118,7 +119,8 @@ def large_enough(backend: Backend, geometry: Geometry) -> bool:
 @cache
 def load_loops() -> None:
     """Compile the loops, or load them from numba's cache, before a convolution needs them."""
-    layout = Layout.from_mask(torch.ones(1, 64, 1, 1, dtype=torch.bool, device="cpu"))
+    layout = layout_of(torch.ones(1, 64, 1, 1, dtype=torch.bool, device="cpu"), "segments")
+    assert isinstance(layout, SegmentLayout)
     images = torch.zeros(1, 64, 2, 8, dtype=torch.float32, device="cpu")
     geometry = Geometry((1, 64, 1, 1), tuple(images.shape), (1, 1), (0, 0), (1, 1), 1)
     values = sddmm(images[:, :1], images, layout, geometry)
@@ -128,7 +130,7 @@ def load_loops() -> None:
 def forward(
     images: Tensor,
     values: Tensor,
-    layout: Layout,
+    layout: SegmentLayout,
     geometry: Geometry,
     bias: Tensor | None = None,
 ) -> Tensor:
@@ -161,7 +163,9 @@ def forward(
     return result
 
 
-def transposed(gradient: Tensor, values: Tensor, layout: Layout, geometry: Geometry) -> Tensor:
+def transposed(
+    gradient: Tensor, values: Tensor, layout: SegmentLayout, geometry: Geometry
+) -> Tensor:
     """Return the gradient of the images from that of the outputs; arguments as for the others."""
     planes = geometry.planes
     result = gradient.new_empty(geometry.images)
@@ -180,7 +184,7 @@ def transposed(gradient: Tensor, values: Tensor, layout: Layout, geometry: Geome
     return result
 
 
-def sddmm(gradient: Tensor, images: Tensor, layout: Layout, geometry: Geometry) -> Tensor:
+def sddmm(gradient: Tensor, images: Tensor, layout: SegmentLayout, geometry: Geometry) -> Tensor:
     """Return the kept entries of the gradient of the weight; arguments as for the others."""
     planes = geometry.planes
     result = images.new_zeros(layout.nnz)
@@ -342,7 +346,7 @@ def _spread(numbers: int) -> int:
     return (-(-numbers // _LINE) | 1) * _LINE
 
 
-def _places(layout: Layout, geometry: Geometry) -> tuple[Any, Any]:
+def _places(layout: SegmentLayout, geometry: Geometry) -> tuple[Any, Any]:
     """Return the place of each kept entry in the inputs, and the first entry of each row."""
     planes, rows = geometry.planes, geometry.weight[0]
     plane, shift = planes.columns
@@ -354,7 +358,9 @@ def _places(layout: Layout, geometry: Geometry) -> tuple[Any, Any]:
     return places, begins
 
 
-def _transposed_places(values: Tensor, layout: Layout, geometry: Geometry) -> tuple[Any, Any, Any]:
+def _transposed_places(
+    values: Tensor, layout: SegmentLayout, geometry: Geometry
+) -> tuple[Any, Any, Any]:
     """Return the kept entries by input plane: places in the outputs, values, the first of each."""
     planes = geometry.planes
     memory = scratch.take("positions", 2 * layout.nnz, torch.int32, torch.device("cpu"))
@@ -374,7 +380,7 @@ def _transposed_places(values: Tensor, layout: Layout, geometry: Geometry) -> tu
     return places, kept, begins
 
 
-def _index(layout: Layout) -> tuple[Any, Any, int]:
+def _index(layout: SegmentLayout) -> tuple[Any, Any, int]:
     segments = -(-row_length(layout.shape) // SEGMENT)
     return layout.counts.numpy(), layout.offsets.numpy(), segments
 

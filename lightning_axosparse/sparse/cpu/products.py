@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_axosparse.sparse.backend import Backend, Processor
 from lightning_axosparse.sparse.kernels import LANES, ROWS, kernel_module
+from lightning_axosparse.sparse.store.formats import SegmentLayout, layout_of
 from lightning_axosparse.sparse.store.layout import Layout, block_rows, row_length
 from lightning_axosparse.sparse.store.scratch import scratch
 from lightning_axosparse.support.memory import reusable_empty, reusable_zeros
@@ -53,17 +54,19 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NO_BIAS: Any = np.empty(0, np.float32)
 
 
-def readable(layout: Layout, operand: Tensor) -> bool:
+def readable(layout: Layout, operand: Tensor) -> TypeGuard[SegmentLayout]:
     """Return whether compiled loops can read these kept values.
 
     Args:
         layout: the kept entries.
         operand: the kept values or another operand.
     """
-    return operand.is_cpu and layout.has_row_segments
+    return operand.is_cpu and isinstance(layout, SegmentLayout) and layout.has_row_segments
 
 
-def chosen(layout: Layout, product: str, backend: Backend, operand: Tensor) -> bool:
+def chosen(
+    layout: Layout, product: str, backend: Backend, operand: Tensor
+) -> TypeGuard[SegmentLayout]:
     """Return whether a product with a sparse weight is to run here.
 
     Args:
@@ -100,7 +103,8 @@ def load_loops() -> None:
     with its activations should not have to find.
     """
     mask = torch.ones(1, 64, dtype=torch.bool, device="cpu")
-    layout = Layout.from_mask(mask)
+    layout = layout_of(mask, "segments")
+    assert isinstance(layout, SegmentLayout)
     for tokens in (1, 2):
         inputs = torch.zeros(tokens, 64, dtype=torch.float32, device="cpu")
         values = sddmm(inputs[:, :1], inputs, layout)
@@ -108,7 +112,9 @@ def load_loops() -> None:
         layout.densify(values)  # for products that keep too many entries, on panels
 
 
-def spmm_t(inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = None) -> Tensor:
+def spmm_t(
+    inputs: Tensor, values: Tensor, layout: SegmentLayout, bias: Tensor | None = None
+) -> Tensor:
     """Multiply ``inputs`` by the transposed weight.
 
     Args:
@@ -140,7 +146,9 @@ def spmm_t(inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None =
     return _like(result, inputs)
 
 
-def spmm(inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = None) -> Tensor:
+def spmm(
+    inputs: Tensor, values: Tensor, layout: SegmentLayout, bias: Tensor | None = None
+) -> Tensor:
     """Multiply ``inputs`` by the weight.
 
     Args:
@@ -171,7 +179,7 @@ def spmm(inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = N
     return _like(result, inputs)
 
 
-def sddmm(left: Tensor, right: Tensor, layout: Layout) -> Tensor:
+def sddmm(left: Tensor, right: Tensor, layout: SegmentLayout) -> Tensor:
     """Return the kept entries of ``left.t() @ right``.
 
     Args:
@@ -197,7 +205,7 @@ def sddmm(left: Tensor, right: Tensor, layout: Layout) -> Tensor:
     return _like(result, left)
 
 
-def _index(layout: Layout) -> tuple[Any, Any]:
+def _index(layout: SegmentLayout) -> tuple[Any, Any]:
     return layout.counts.numpy(), layout.offsets.numpy()
 
 

@@ -1,13 +1,15 @@
 """The kernels that write a dense tile from its kept entries and read them back, and products.
 
-``segments`` densifies and compresses on a CPU, ``reference`` on any other device. The products with
-kept values, which need no dense tile, are in ``products``, ``one_token`` and ``convolutions``.
+A kernel module has the functions ``densify`` and ``compress``: ``reference`` runs on every device,
+``fused`` on CUDA where Triton is installed, ``segments`` on CPU. The products with kept values,
+which need no dense tile, are in ``products``, ``one_token`` and ``convolutions``.
 """
 
 from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 
 SEGMENT = 256
@@ -22,5 +24,11 @@ LANES = 128
 
 @cache
 def kernel_module(name: str) -> ModuleType:
-    """Import a module of this package at its first use: numba takes time to import."""
+    """Import a module of this package at its first use: numba and Triton take time to import."""
     return import_module(f"{__name__}.{name}")
+
+
+@cache
+def triton_installed() -> bool:
+    """Return whether ``fused`` can be imported."""
+    return find_spec("triton") is not None

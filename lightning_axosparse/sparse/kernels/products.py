@@ -1,6 +1,6 @@
 """Multiplies by kept values on a CPU, in compiled code that reads them and their index once.
 
-A product with a weight that is stored in segments (``layout.py``) runs over groups of tokens. The
+A product with a weight that is stored in segments (``formats.py``) runs over groups of tokens. The
 numbers of one feature, for all tokens of a group, lie side by side and are one vector, so each kept
 value is multiplied with a vector of consecutive numbers, whatever the pattern. 64 rows of the
 weight are multiplied with one segment of columns before the next, so that the features of a segment

@@ -28,6 +28,7 @@ from lightning_axosparse.sparse.module.parameters import (
 )
 from lightning_axosparse.sparse.module.sparse_module import SparseModule, make_dense, make_sparse
 from lightning_axosparse.sparse.ops import embedding
+from lightning_axosparse.sparse.store.formats import FORMATS, layout_of
 from lightning_axosparse.sparse.store.layout import Layout, is_stack
 from lightning_axosparse.sparse.store.materialize import POLICIES, DenseForm, Policy, master_dtype
 from lightning_axosparse.sparse.store.weight import compress_gradient
@@ -49,6 +50,7 @@ from lightning_axosparse.support.troubleshooting import see
     module=MODULE,
     masks=MASKS,
     optimizer=OPTIMIZER | NONE,
+    index_format=one_of(*FORMATS) | NONE,
     policy=one_of(*POLICIES),
     compute=one_of(*COMPUTES),
 )
@@ -56,6 +58,7 @@ def sparsify(
     module: nn.Module,
     masks: Mapping[str, Tensor],
     optimizer: Optimizer | None = None,
+    index_format: str | None = None,
     policy: Policy = "sparse",
     compute: Compute = "auto",
 ) -> None:
@@ -77,21 +80,25 @@ def sparsify(
             of the kept entries, as a ratio that rises does.
         optimizer: the optimizer that holds the parameters, if there is one; its state of them is
             compressed.
+        index_format: how the positions of kept entries are stored: "segments" or "bitmap"
+            (``sparse/store/formats.py``); None selects the fastest on the parameter's device.
         policy: "sparse": no dense weight stays in memory (see ``compute``); "samo": it stays in
             memory, in the dtype that products run in, and is filled once per optimizer step. With
             both, the kept values of a weight of less than 32 bits are float32.
         compute: how linear layers and, in float32, convolutions run on CPU, with the policy
-            "sparse": "sparse": with the kept values; "dense": with a dense weight, made in parts at
-            every use; "auto": as is faster for the share of weights that is kept and, in 16 bits,
-            on this processor (``sparse/cpu/products.py``, ``sparse/cpu/convolutions.py``). Sums run
-            in another order than in dense products, so results differ in their last bits. In 16
-            bits products with the kept values run in float32, and are rounded.
+            "sparse" and the index format "segments": "sparse": with the kept values; "dense": with
+            a dense weight, made in parts at every use; "auto": as is faster for the share of
+            weights that is kept and, in 16 bits, on this processor (``sparse/cpu/products.py``,
+            ``sparse/cpu/convolutions.py``). Sums run in another order than in dense products, so
+            results differ in their last bits. In 16 bits products with the kept values run in
+            float32, and are rounded.
 
     Raises:
         ValueError: for an argument of another type, ``compute="sparse"`` with the policy "samo",
-            a policy, name, shape or dtype that does not fit, a parameter or a mask on the meta
-            device, a mask that keeps what is pruned already, and optimizer state that is not
-            elementwise. Nothing has changed then.
+            a policy, an index format, name, shape or
+            dtype that does not fit, a parameter or a mask on the meta device, a mask that keeps
+            what is pruned already, and optimizer state that is not elementwise. Nothing has changed
+            then.
         MisconfigurationException: for an optimizer that updates a matrix otherwise than the vector
             of its entries. Nothing has changed then, either.
     """
@@ -111,7 +118,7 @@ def sparsify(
                 + see("sparse-storage")
             )
         entry = by_name[name]
-        layout = _checked_layout(name, entry, mask)
+        layout = _checked_layout(name, entry, mask, index_format)
         _, known = layouts.setdefault(id(entry.parameter), (entry, layout))
         if not known.same_entries(layout):
             raise ValueError(
@@ -157,7 +164,9 @@ def densify(module: nn.Module, optimizer: Optimizer | None = None) -> None:
     renew_reducers(module)
 
 
-def _checked_layout(name: str, entry: OwnedParameter, mask: Tensor) -> Layout:
+def _checked_layout(
+    name: str, entry: OwnedParameter, mask: Tensor, index_format: str | None
+) -> Layout:
     parameter, present, shape = entry.parameter, entry.layout, entry.shape
     validate_mask(name, mask)
     if mask.shape != shape:
@@ -176,7 +185,7 @@ def _checked_layout(name: str, entry: OwnedParameter, mask: Tensor) -> Layout:
             f"'{name}' is of {parameter.dtype}; only floating parameters are pruned."
             + see("sparse-storage")
         )
-    layout = Layout.from_mask(mask.to(parameter.device))
+    layout = layout_of(mask.to(parameter.device), index_format)
     if present is not None and int(present.compress(layout.mask()).sum()) < layout.nnz:
         raise ValueError(
             f"The mask of '{name}' keeps entries that are pruned already ({present.nnz} of "

@@ -19,7 +19,7 @@ from lightning_axosparse.sparse.cpu import convolutions as kept_convolutions
 from lightning_axosparse.sparse.cpu.convolutions import Geometry
 from lightning_axosparse.sparse.kernels import reference
 from lightning_axosparse.sparse.ops.linear import stored_weight
-from lightning_axosparse.sparse.store.layout import Layout
+from lightning_axosparse.sparse.store.formats import SegmentLayout
 from lightning_axosparse.sparse.store.materialize import DenseForm, autocast_dtype
 from lightning_axosparse.sparse.store.weight import check_unchanged, sparse_weight
 from lightning_axosparse.support.torch_internals import (
@@ -118,7 +118,7 @@ class _Convolution(torch.autograd.Function):
         inputs: Tensor,
         values: Tensor,
         bias: Tensor | None,
-        layout: Layout,
+        layout: SegmentLayout,
         geometry: Geometry,
     ) -> Tensor:
         ctx.save_for_backward(inputs)

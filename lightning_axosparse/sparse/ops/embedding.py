@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from lightning_axosparse.sparse.kernels import kernel_module
+from lightning_axosparse.sparse.store.formats import SegmentLayout, layout_of
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.weight import SparseWeight
 from lightning_axosparse.support.torch_internals import backward_transformed, transformed
@@ -56,6 +57,7 @@ class _Lookup(torch.autograd.Function):
     def forward(indices: Tensor, weight: SparseWeight, padding: int | None) -> Tensor:
         if weight.dense_copy is not None:
             return weight.operand()[indices]
+        assert isinstance(weight.entries, SegmentLayout)
         rows = take_rows(indices.reshape(-1), weight.kept_values(), weight.entries)
         return rows.view(*indices.shape, rows.shape[1])
 
@@ -107,27 +109,30 @@ def layer_forward(
     return forward
 
 
-def found_by_row(layout: Layout) -> bool:
+def found_by_row(layout: Layout) -> TypeGuard[SegmentLayout]:
     """Return whether compiled loops find the kept entries of a row."""
-    return layout.has_row_segments and layout.starts.is_cpu
+    return isinstance(layout, SegmentLayout) and layout.has_row_segments and layout.starts.is_cpu
 
 
 @cache
 def load_loops() -> None:
     """Compile the loops, or load them from numba's cache, before a layer needs them."""
-    layout = Layout.from_mask(torch.ones(1, 64, dtype=torch.bool, device="cpu"))
+    layout = layout_of(torch.ones(1, 64, dtype=torch.bool, device="cpu"), "segments")
+    assert isinstance(layout, SegmentLayout)
     indices = torch.zeros(1, dtype=torch.int64, device="cpu")
     values = torch.zeros(64, dtype=torch.float32, device="cpu")
     add_rows(indices, take_rows(indices, values, layout), layout)
 
 
-def take_rows(indices: Tensor, values: Tensor, layout: Layout) -> Tensor:
+def take_rows(indices: Tensor, values: Tensor, layout: SegmentLayout) -> Tensor:
     """Return the dense rows ``indices`` (shape ``(n,)``) of a weight: shape ``(n, columns)``."""
     taken: Tensor = kernel_module("segments").take_rows(indices, values, layout.rows)
     return taken
 
 
-def add_rows(indices: Tensor, rows: Tensor, layout: Layout, padding: int | None = None) -> Tensor:
+def add_rows(
+    indices: Tensor, rows: Tensor, layout: SegmentLayout, padding: int | None = None
+) -> Tensor:
     """Add ``rows`` to the rows ``indices`` of a zero matrix and return its kept entries.
 
     Args:

@@ -1,1 +1,1 @@
-"""The tensor of kept values, their positions, and the dense copy that operators use."""
+"""The tensor of kept values, its index formats, and the dense copy that operators use."""

@@ -1,17 +1,15 @@
-"""Describes which entries of a pruned tensor are kept, and compresses tensors to them.
-
-A kept entry takes 1.02 to 1.18 bytes, from 50 to 95 % pruned; compiled code multiplies with kept
-values as they are stored (``sparse/cpu``).
-"""
+"""Describes which entries of a pruned tensor are kept, and compresses tensors to them."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate
-from math import prod
+from math import gcd, prod
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from typing_extensions import Self
 
-from lightning_axosparse.sparse.kernels import SEGMENT, kernel_module, reference
+from lightning_axosparse.sparse.kernels import reference
 from lightning_axosparse.support.trace import clock, now
 from lightning_axosparse.support.troubleshooting import see
 
@@ -49,12 +47,14 @@ class Tile:
     Attributes:
         rows: the rows.
         entries: the kept entries in them, as a slice of the tensor's kept entries.
+        blocks: the layout's blocks that they consist of.
         start: flat position of the first entry.
         numel: number of entries, kept or not.
     """
 
     rows: slice
     entries: slice
+    blocks: slice
     start: int
     numel: int
 
@@ -65,28 +65,22 @@ class Tile:
 
 
 @dataclass(eq=False)
-class Layout:
+class Layout(ABC):
     """The kept entries of one tensor, shared by its values, gradient and optimizer state.
 
-    Kept entries are in ascending order of their flat position. One byte for each says where it is
-    in a segment of a row; two for each segment, how many it has. A segment has ``SEGMENT`` entries,
-    the last one of a row has what is left. Rows of fewer than ``SHORTEST_LINE`` entries are indexed
-    a block at a time, as if a block were one long row.
+    An index format (``formats.py``) is a subclass that stores their positions in tensor fields of
+    its own. Kept entries are in ascending order of their flat position.
 
     Attributes:
         shape: shape of the dense tensor.
         nnz: number of kept entries.
         starts: the number of kept entries before each block and in the whole tensor, shape
             ``(blocks + 1,)``, int32 (int64 for 2^31 kept entries or more).
-        counts: kept entries in each segment, int16.
-        offsets: the offset of each kept entry in its segment, shape ``(nnz,)``, uint8.
     """
 
     shape: torch.Size
     nnz: int
     starts: Tensor
-    counts: Tensor
-    offsets: Tensor
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> Self:
@@ -95,52 +89,35 @@ class Layout:
         block = block_entries(mask.shape)
         edges = torch.arange(0, mask.numel() + block, max(block, 1), device=mask.device)
         starts = torch.searchsorted(positions, edges).to(index_dtype(len(positions) + 1))
-        line = _line_entries(mask.shape)
-        segments, lines = _segments(line), -(-mask.numel() // line)
-        within = positions % line
-        numbers = positions // line * segments + within // SEGMENT
-        counts = torch.bincount(numbers, minlength=lines * segments).short()
-        offsets = (within % SEGMENT).to(torch.uint8)
-        return cls(mask.shape, len(positions), starts, counts, offsets)
+        return cls(mask.shape, len(positions), starts, **cls._index(positions, starts, mask))
 
-    @cached_property
-    def has_row_segments(self) -> bool:
-        """Whether each row has segments of its own, as products with kept values need."""
-        return _line_entries(self.shape) == row_length(self.shape)
+    @staticmethod
+    @abstractmethod
+    def _index(positions: Tensor, starts: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        """Return the format's own fields for kept entries at the flat ``positions`` (int64)."""
 
-    @property
-    def rows(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
-        """The kept entries by row, as ``segments`` takes them, if each has its own segments."""
-        width = row_length(self.shape)
-        return self.counts, self.offsets, self.starts, block_rows(self.shape), width
-
+    @abstractmethod
     def positions(self) -> Tensor:
-        """Return the flat positions of all kept entries, shape ``(nnz,)``, int64.
+        """Return the flat positions of all kept entries, shape ``(nnz,)``, int32 or int64.
 
         It uses only operators that torch.compile can trace.
         """
-        return self._positions(self.counts, self.offsets)
 
+    @abstractmethod
     def positions_in(self, tile: Tile) -> Tensor:
         """Return the positions of the tile's kept entries, counted from its start, int64."""
-        return self._positions(self.counts[self._segments_in(tile)], self.offsets[tile.entries])
 
-    def _positions(self, counts: Tensor, offsets: Tensor) -> Tensor:
-        line = _line_entries(self.shape)
-        number = torch.arange(len(counts), device=counts.device)
-        begin = number // _segments(line) * line + number % _segments(line) * SEGMENT
-        repeats = torch.repeat_interleave(begin, counts.long(), output_size=len(offsets))
-        return repeats + offsets
+    @abstractmethod
+    def kernels(self, tensor: Tensor) -> ModuleType | None:
+        """Return the kernels that do without positions, if there are any for a tile ``tensor``."""
 
-    def _segments_in(self, tile: Tile) -> slice:
-        line = _line_entries(self.shape)
-        end = tile.start + tile.numel
-        return slice(tile.start // line * _segments(line), -(-end // line) * _segments(line))
+    @abstractmethod
+    def index_in(self, tile: Tile) -> tuple[Any, ...]:
+        """Return the tile's part of the index as these kernels read it."""
 
-    def _index_in(self, tile: Tile) -> tuple[Tensor, Tensor, int]:
-        """Return the tile's part of the index, as ``segments`` reads it."""
-        counts, offsets = self.counts[self._segments_in(tile)], self.offsets[tile.entries]
-        return counts, offsets, _line_entries(self.shape)
+    @abstractmethod
+    def _part(self, shape: torch.Size, first: int, last: int) -> Layout:
+        """Return the layout of the slices from ``first`` to ``last``, which have this shape."""
 
     def part(self, first: int, last: int | None = None) -> Layout:
         """Return the layout of some slices along the first dimension, on this one's index.
@@ -151,33 +128,21 @@ class Layout:
         """
         shape = self.shape[1:] if last is None else torch.Size([last - first, *self.shape[1:]])
         if (first, last) not in self._parts:
-            end = last or first + 1
-            counts = self.counts.view(self.shape[0], -1)[first:end]
-            offsets = self.offsets[self.edges[first] : self.edges[end]]
-            self._parts[first, last] = self._of_slices(shape, counts, offsets)
+            self._parts[first, last] = self._part(shape, first, last or first + 1)
         return self._parts[first, last]
 
     def joined(self, numbers: Sequence[int]) -> Layout:
         """Return the layout of a stack of slices with these numbers, which may repeat."""
-        counts = self.counts.view(self.shape[0], -1)[numbers]
-        slices = [self.offsets[self.edges[each] : self.edges[each + 1]] for each in numbers]
-        shape = torch.Size([len(numbers), *self.shape[1:]])
-        joined = self._of_slices(shape, counts, torch.cat(slices))
+        joined = self._joined(torch.Size([len(numbers), *self.shape[1:]]), numbers)
         # Products read each slice where it is, and no edges have to be found.
         joined._parts.update({(at, None): self.part(each) for at, each in enumerate(numbers)})
         sizes = (self.edges[each + 1] - self.edges[each] for each in numbers)
         joined.edges = list(accumulate(sizes, initial=0))
         return joined
 
-    def _of_slices(self, shape: torch.Size, counts: Tensor, offsets: Tensor) -> Layout:
-        line = _line_entries(self.shape)
-        counts = counts.reshape(-1)
-        in_line = counts.view(-1, _segments(line)).sum(1)
-        before = torch.cat([in_line.new_zeros(1), in_line.cumsum(0)])
-        step = block_entries(shape) // line
-        blocks = torch.arange(0, len(before) - 1 + step, step, device=counts.device)
-        starts = before[blocks.clamp(max=len(in_line))].to(index_dtype(len(offsets) + 1))
-        return Layout(shape, len(offsets), starts, counts, offsets)
+    def _joined(self, shape: torch.Size, numbers: Sequence[int]) -> Layout:
+        """Return the layout of these slices, together of this shape."""
+        return self.from_mask(self.mask()[numbers].view(shape))
 
     @cached_property
     def _parts(self) -> dict[tuple[int, int | None], Layout]:
@@ -206,6 +171,7 @@ class Layout:
                 Tile(
                     slice(top, bottom),
                     slice(kept[first], kept[last]),
+                    slice(first, last),
                     top * length,
                     (bottom - top) * length,
                 )
@@ -260,10 +226,11 @@ class Layout:
             out: where to write, shape ``(tile.numel,)``, contiguous, dtype of ``values``.
         """
         start = now()
-        if out.is_cpu:
-            kernel_module("segments").densify(*self._index_in(tile), values, out)
-        else:
+        kernels = self.kernels(out)
+        if kernels is None:
             reference.densify(self.positions_in(tile), values, out)
+        else:
+            kernels.densify(*self.index_in(tile), values, out)
         clock.add("densify", start, now())
 
     def compress_tile(self, tile: Tile, dense: Tensor, out: Tensor) -> None:
@@ -275,10 +242,11 @@ class Layout:
             out: where to write them, shape ``(tile.nnz,)``, contiguous, dtype of ``dense``.
         """
         start = now()
-        if out.is_cpu:
-            kernel_module("segments").compress(*self._index_in(tile), dense, out)
-        else:
+        kernels = self.kernels(out)
+        if kernels is None:
             reference.compress(self.positions_in(tile), dense, out)
+        else:
+            kernels.compress(*self.index_in(tile), dense, out)
         clock.add("compress", start, now())
 
     def mask(self) -> Tensor:
@@ -325,12 +293,11 @@ class Layout:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def same_entries(self, other: Layout) -> bool:
-        """Return whether ``other`` keeps the same entries of the same shape."""
+        """Return whether ``other``, in any format, keeps the same entries of the same shape."""
         if self.shape != other.shape or self.nnz != other.nnz:
             return False
         there = other.to(self.starts.device)
-        same_counts = torch.equal(self.counts, there.counts)
-        return same_counts and torch.equal(self.offsets, there.offsets)
+        return torch.equal(self.positions().long(), there.positions().long())
 
 
 def row_length(shape: torch.Size) -> int:
@@ -341,8 +308,8 @@ def row_length(shape: torch.Size) -> int:
 def is_stack(shape: torch.Size) -> bool:
     """Return whether a tensor is a stack of matrices that are multiplied with, as experts are.
 
-    The rows of the matrices are then cut into segments, each by itself. Kernels of ``nn.Conv1d``
-    have three dimensions, too, of which the last is shorter.
+    The rows of the matrices are then cut into segments, each by itself (``formats.py``). Kernels of
+    ``nn.Conv1d`` have three dimensions, too, of which the last is shorter.
     """
     return len(shape) == 3 and shape[-1] >= SHORTEST_LINE
 
@@ -353,15 +320,7 @@ def block_entries(shape: torch.Size) -> int:
 
 
 def block_rows(shape: torch.Size) -> int:
-    """Return the rows of a block of a tensor of this shape."""
-    return -(-BLOCK_ENTRIES // max(row_length(shape), 1))
-
-
-def _line_entries(shape: torch.Size) -> int:
-    """Return the entries that are cut into segments together: those of a row, or of a block."""
-    length = shape[-1] if is_stack(shape) else row_length(shape)
-    return length if length >= SHORTEST_LINE else max(block_entries(shape), 1)
-
-
-def _segments(line: int) -> int:
-    return -(-line // SEGMENT)
+    """Return the rows of a block of a tensor of this shape; its entries are a multiple of eight."""
+    length = max(row_length(shape), 1)
+    multiple = 8 // gcd(8, length)
+    return -(-BLOCK_ENTRIES // (length * multiple)) * multiple

@@ -12,7 +12,7 @@ from lightning_axosparse.sparse.cpu import convolutions as kept_convolutions
 from lightning_axosparse.sparse.cpu import products as threads_module
 from lightning_axosparse.sparse.cpu.convolutions import Geometry
 from lightning_axosparse.sparse.kernels import convolutions
-from lightning_axosparse.sparse.store.layout import Layout
+from lightning_axosparse.sparse.store.formats import layout_of
 
 pairs = st.tuples(st.integers(1, 3), st.integers(1, 3))
 none_or_more = st.tuples(st.integers(0, 4), st.integers(0, 4))
@@ -24,7 +24,7 @@ def case(geometry, kept=0.2, seed=0):
     mask = torch.rand(geometry.weight, generator=generator) < kept
     mask[1::5] = False  # output channels of which nothing is kept
     dense = torch.randn(geometry.weight, generator=generator).where(mask, torch.zeros(()))
-    layout = Layout.from_mask(mask)
+    layout = layout_of(mask, "segments")
     images = torch.randn(geometry.images, generator=generator)
     gradient = torch.randn(geometry.outputs, generator=generator)
     return dense, layout, layout.compress(dense), images, gradient
@@ -188,7 +188,7 @@ def test_what_does_not_fit(geometry):
 
 def test_what_is_chosen():
     operand = torch.zeros(1)
-    few, many = (Layout.from_mask(torch.rand(30, 64, 3, 3) < kept) for kept in (0.2, 0.3))
+    few, many = (layout_of(torch.rand(30, 64, 3, 3) < kept) for kept in (0.2, 0.3))
     choices = [
         (compute, layout is few)
         for compute in ("auto", "dense", "sparse")
@@ -198,7 +198,7 @@ def test_what_is_chosen():
     assert choices == [("auto", True), ("sparse", True), ("sparse", False)]
     assert not kept_convolutions.chosen(few, Backend("auto", "unmeasured"), operand)
     assert not kept_convolutions.chosen(few, Backend("sparse"), operand.bfloat16())
-    depthwise = Layout.from_mask(torch.rand(30, 1, 3, 3) < 0.2)
+    depthwise = layout_of(torch.rand(30, 1, 3, 3) < 0.2)
     assert not kept_convolutions.chosen(depthwise, Backend("sparse"), operand)
     assert not kept_convolutions.large_enough(Backend("auto"), square(1, 64, 8, 3, 7))
     assert kept_convolutions.large_enough(Backend("sparse"), square(1, 64, 8, 3, 7))

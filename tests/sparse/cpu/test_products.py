@@ -18,7 +18,7 @@ from lightning_axosparse.sparse.cpu import panels
 from lightning_axosparse.sparse.cpu import products as kept_products
 from lightning_axosparse.sparse.cpu import products as threads_module
 from lightning_axosparse.sparse.kernels import one_token, products, vectors
-from lightning_axosparse.sparse.store.layout import Layout
+from lightning_axosparse.sparse.store.formats import FORMATS, layout_of
 from tests.sparse.masking import random_masks, sparse_and_dense
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
@@ -31,7 +31,7 @@ def weight(height, width, kept, seed=0):
     mask = torch.rand(height, width, generator=generator) < kept
     mask[1::5] = False  # rows of which nothing is kept
     dense = torch.randn(height, width, generator=generator).where(mask, torch.zeros(()))
-    layout = Layout.from_mask(mask)
+    layout = layout_of(mask, "segments")
     return dense, layout, layout.compress(dense)
 
 
@@ -82,7 +82,7 @@ def test_one_token_reads_no_input_of_a_pruned_weight(height, width, kept):
     generator = torch.Generator().manual_seed(0)
     mask = torch.rand(height, width, generator=generator) < kept
     mask[:, ::3] = False
-    layout, values = Layout.from_mask(mask), torch.randn(int(mask.sum()))
+    layout, values = layout_of(mask, "segments"), torch.randn(int(mask.sum()))
     inputs = torch.randn(1, width)
     dense, bias = layout.densify(values), torch.randn(height)
     close(
@@ -247,8 +247,14 @@ def test_products_in_16_bits_are_those_in_float32_rounded(dtype):
         assert torch.equal(found, one.to(dtype))
 
 
+@pytest.mark.parametrize("index_format", [name for name in FORMATS if name != "segments"])
+def test_other_formats_are_multiplied_on_panels(index_format):
+    layout = layout_of(torch.rand(80, 100) < 0.1, index_format)
+    assert not kept_products.chosen(layout, "spmm", Backend("sparse"), torch.zeros(1))
+
+
 def test_rows_that_share_segments_are_multiplied_on_panels():
-    layout = Layout.from_mask(torch.rand(80, 60) < 0.1)
+    layout = layout_of(torch.rand(80, 60) < 0.1)
     assert not kept_products.chosen(layout, "spmm", Backend("sparse"), torch.zeros(1))
 
 
@@ -389,10 +395,10 @@ def test_dense_computes_on_panels(monkeypatch):
 IN_A_FORK = """
 import os, torch
 from lightning_axosparse.sparse.cpu import products as kept_products
-from lightning_axosparse.sparse.store.layout import Layout
+from lightning_axosparse.sparse.store.formats import layout_of
 
 torch.set_num_threads(2)
-layout = Layout.from_mask(torch.rand(256, 256) < 0.8)
+layout = layout_of(torch.rand(256, 256) < 0.8)
 values, inputs = torch.randn(layout.nnz), torch.randn(64, 256)
 expected = kept_products.spmm_t(inputs, values, layout)
 child = os.fork()

@@ -287,7 +287,8 @@ def test_a_name_that_is_no_text_raises(model, masks):
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_masks_that_keep_nothing_or_all_train_as_masked_dense_weights_do(keep):
+@pytest.mark.parametrize("index_format", [None, "segments", "bitmap"])
+def test_masks_that_keep_nothing_or_all_train_as_masked_dense_weights_do(keep, index_format):
     torch.manual_seed(0)
     sparse = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
     dense = copy.deepcopy(sparse)
@@ -295,7 +296,7 @@ def test_masks_that_keep_nothing_or_all_train_as_masked_dense_weights_do(keep):
     with torch.no_grad():
         dense[0].weight *= mask
     optimizers = [torch.optim.AdamW(each.parameters(), 0.1) for each in (sparse, dense)]
-    sparsify(sparse, {"0.weight": mask}, optimizers[0])
+    sparsify(sparse, {"0.weight": mask}, optimizers[0], index_format)
     x = torch.randn(5, 6)
     for _ in range(3):
         for each, optimizer in zip((sparse, dense), optimizers, strict=True):

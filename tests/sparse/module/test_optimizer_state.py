@@ -14,7 +14,7 @@ from lightning_axosparse.sparse.module.optimizer_state import (
     expand_state,
     validate_elementwise_optimizers,
 )
-from lightning_axosparse.sparse.store.layout import Layout
+from lightning_axosparse.sparse.store.formats import BitmapLayout
 from tests.sparse.masking import apply_masks, kept, random_masks
 
 ELEMENTWISE = {
@@ -136,7 +136,7 @@ def test_densify_expands_the_state():
 
 def test_state_of_one_parameter_to_compact_and_back():
     mask = torch.tensor([[True, False, True]])
-    layout = Layout.from_mask(mask)
+    layout = BitmapLayout.from_mask(mask)
     dense = {"step": torch.tensor(3.0), "exp_avg": torch.tensor([[1.0, 0.0, 2.0]]), "mode": "max"}
     compact = compress_state(dense, layout)
     assert compact["exp_avg"].tolist() == [1.0, 2.0]

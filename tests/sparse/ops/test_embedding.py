@@ -9,6 +9,7 @@ from lightning_axosparse import sparsify
 from lightning_axosparse.sparse.kernels import segments
 from lightning_axosparse.sparse.ops import embedding, torch_functions
 from lightning_axosparse.sparse.store import layout as layout_module
+from lightning_axosparse.sparse.store.formats import layout_of
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.materialize import DenseForm
 
@@ -29,7 +30,7 @@ def pair(request, monkeypatch):
     mask[10:20] = False
     values = nn.Parameter(torch.randn(int(mask.sum())))
     dense = torch.zeros(mask.shape).masked_scatter(mask, values.detach()).requires_grad_()
-    layout = Layout.from_mask(mask)
+    layout = layout_of(mask)
     assert len(layout.tiles) > 2
     return values, layout, mask, dense
 

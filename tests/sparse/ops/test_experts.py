@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_axosparse import sparsify
+from lightning_axosparse.sparse.store.formats import FORMATS
 from lightning_axosparse.sparse.store.layout import Layout
 
 EXPERTS, ROWS, COLUMNS, TOKENS = 4, 72, 80, 5
@@ -23,14 +24,14 @@ class Stack(nn.Module):
         self.weight = nn.Parameter(torch.randn(shape, dtype=dtype))
 
 
-def stacks(**options):
+def stacks(index_format=None, **options):
     torch.manual_seed(0)
     dense = Stack(**options)
     mask = torch.rand(dense.weight.shape) < 0.2
     with torch.no_grad():
         dense.weight.mul_(mask)
     sparse = copy.deepcopy(dense)
-    sparsify(sparse, {"weight": mask})
+    sparsify(sparse, {"weight": mask}, index_format=index_format)
     return sparse, dense, mask
 
 
@@ -115,10 +116,11 @@ def results(function, module, mask=None):
     return output, inputs.grad, leaf.grad if mask is None else leaf.grad[mask]
 
 
+@pytest.mark.parametrize("index_format", FORMATS)
 @pytest.mark.parametrize("name", [*WITHOUT_A_DENSE_STACK, *OTHERS])
-def test_outputs_and_gradients_are_those_of_dense_experts(name):
+def test_outputs_and_gradients_are_those_of_dense_experts(name, index_format):
     function = (WITHOUT_A_DENSE_STACK | OTHERS)[name]
-    sparse, dense, mask = stacks()
+    sparse, dense, mask = stacks(index_format)
     found, expected = results(function, sparse), results(function, dense, mask)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 

@@ -19,6 +19,7 @@ from lightning_axosparse.sparse.module import sparse_module as module_module
 from lightning_axosparse.sparse.module.parameters import layouts
 from lightning_axosparse.sparse.ops import torch_functions
 from lightning_axosparse.sparse.store import layout as layout_module
+from lightning_axosparse.sparse.store.formats import FORMATS, layout_of
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.materialize import DenseForm
 from lightning_axosparse.sparse.store.scratch import scratch
@@ -196,14 +197,14 @@ def read(values, layout):
     return torch_functions.read_weight(values, layout, form)
 
 
-def pair(dtype=torch.float32):
+def pair(index_format=None, dtype=torch.float32):
     """The kept values of a weight, their layout, the mask, and the dense weight as a leaf."""
     torch.manual_seed(0)
     mask = torch.rand(ROWS, COLUMNS) < 0.2
     mask[40:80] = False
     values = nn.Parameter(torch.randn(int(mask.sum()), dtype=dtype))
     dense = torch.zeros(mask.shape, dtype=dtype).masked_scatter(mask, values.detach())
-    layout = Layout.from_mask(mask)
+    layout = layout_of(mask, index_format)
     assert len(layout.tiles) == 4
     return values, layout, mask, dense.requires_grad_()
 
@@ -223,8 +224,8 @@ MATRICES = {
 }
 
 
-def agree(function, inputs, dtype=torch.float32, **tolerance):
-    values, layout, mask, dense = pair(dtype)
+def agree(function, inputs, dtype=torch.float32, index_format=None, **tolerance):
+    values, layout, mask, dense = pair(index_format, dtype)
     results = []
     for weight, leaf in ((read(values, layout), values), (dense, dense)):
         x = inputs.detach().to(dtype).requires_grad_()
@@ -284,6 +285,12 @@ def test_a_product_into_given_memory():
     out = torch.empty(7, ROWS)
     assert torch.mm(inputs, weight.t(), out=out) is out
     torch.testing.assert_close(out, inputs @ dense.detach().t())
+
+
+@never_dense
+@pytest.mark.parametrize("index_format", FORMATS)
+def test_formats(index_format):
+    agree(F.linear, torch.randn(3, COLUMNS), index_format=index_format)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

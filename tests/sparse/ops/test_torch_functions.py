@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from lightning_axosparse.sparse.ops import torch_functions
 from lightning_axosparse.sparse.ops.torch_functions import MIN_ENTRIES, read_weight
+from lightning_axosparse.sparse.store.formats import layout_of
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.materialize import DenseForm
 
@@ -27,7 +28,7 @@ def densified(monkeypatch):
 def weight(entries):
     mask = torch.rand(entries // COLUMNS, COLUMNS) < 0.1
     values = nn.Parameter(torch.randn(int(mask.sum())))
-    return read_weight(values, Layout.from_mask(mask), DenseForm(values.dtype))
+    return read_weight(values, layout_of(mask), DenseForm(values.dtype))
 
 
 def test_a_large_weight_is_never_dense_whole_while_gradients_are_recorded(densified):

@@ -8,15 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_axosparse.sparse.kernels import reference
 from lightning_axosparse.sparse.store import layout as layout_module
-from lightning_axosparse.sparse.store.layout import Layout, Tile, index_dtype
+from lightning_axosparse.sparse.store.formats import FORMATS, BitmapLayout, SegmentLayout, layout_of
+from lightning_axosparse.sparse.store.layout import Tile, block_rows, index_dtype
 
 shapes = st.one_of(
     st.lists(st.integers(0, 6), max_size=4),
     st.tuples(st.integers(1, 70), st.sampled_from([1, 7, 64, 257, 5000])),
 )
 dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
+every_format = pytest.mark.parametrize("index_format", FORMATS)
 
 
 @pytest.fixture
@@ -32,6 +33,7 @@ def drawn_mask(shape, ratio, seed):
     return mask
 
 
+@every_format
 @settings(max_examples=40, deadline=None)
 @given(
     shape=shapes,
@@ -39,12 +41,12 @@ def drawn_mask(shape, ratio, seed):
     ratio=st.sampled_from([0.0, 0.003, 0.1, 0.5, 1.0]),
     seed=st.integers(0, 2**31),
 )
-def test_densify_and_compress_agree_with_the_mask(shape, dtype, ratio, seed):
+def test_densify_and_compress_agree_with_the_mask(index_format, shape, dtype, ratio, seed):
     mask = drawn_mask(shape, ratio, seed)
     dense = torch.randn(tuple(shape)).to(dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(layout_module.TILE_ENTRIES, "cpu", 8192)
-        layout = Layout.from_mask(mask)
+        layout = layout_of(mask, index_format)
         values = layout.compress(dense)
         assert layout.nnz == mask.sum()
         assert torch.equal(layout.positions().long(), mask.reshape(-1).nonzero().squeeze(1))
@@ -52,19 +54,13 @@ def test_densify_and_compress_agree_with_the_mask(shape, dtype, ratio, seed):
         assert torch.equal(values, dense[mask])
         expected = dense.where(mask, torch.zeros((), dtype=dtype))
         assert torch.equal(layout.densify(values), expected)
-        for tile in layout.tiles:  # as on devices without kernels
-            positions, kept = layout.positions_in(tile), values[tile.entries]
-            part, read = dense.new_empty(tile.numel), torch.empty_like(kept)
-            reference.densify(positions, kept, part)
-            assert torch.equal(part, expected.reshape(-1)[tile.start :][: tile.numel])
-            reference.compress(positions, part, read)
-            assert torch.equal(read, kept)
 
 
+@every_format
 @pytest.mark.parametrize("shape", [(96, 130), (30, 10, 41), (9000,), (3, 6000)])
-def test_tiles_are_whole_rows_that_cover_the_tensor(shape, small_tiles):
+def test_tiles_are_whole_rows_that_cover_the_tensor(index_format, shape, small_tiles):
     mask = drawn_mask(shape, 0.2, 0)
-    layout = Layout.from_mask(mask)
+    layout = layout_of(mask, index_format)
     assert len(layout.tiles) > 1
     assert torch.equal(torch.cat([mask[tile.rows] for tile in layout.tiles]), mask)
     for tile in layout.tiles:
@@ -73,15 +69,25 @@ def test_tiles_are_whole_rows_that_cover_the_tensor(shape, small_tiles):
         assert torch.equal(layout.positions_in(tile), part.flatten().nonzero().squeeze(1))
 
 
-def test_compress_reads_a_transposed_tensor_in_its_own_order():
+@pytest.mark.parametrize("shape", [(), (7,), (10, 3), (100, 4096), (5, 70_000), (0, 3), (3, 0)])
+def test_a_block_is_a_multiple_of_eight_entries(shape):
+    entries = layout_module.block_entries(torch.Size(shape))
+    assert entries % 8 == 0
+    assert block_rows(torch.Size(shape)) > 0
+
+
+@every_format
+def test_compress_reads_a_transposed_tensor_in_its_own_order(index_format):
     dense = torch.arange(6.0).view(2, 3).t()
-    assert Layout.from_mask(dense > 2).compress(dense).tolist() == [3, 4, 5]
+    assert layout_of(dense > 2, index_format).compress(dense).tolist() == [3, 4, 5]
 
 
 @pytest.mark.parametrize(("kept", "most"), [(0.5, 1.02), (0.2, 1.05), (0.1, 1.1), (0.05, 1.2)])
 def test_the_default_takes_one_byte_a_kept_entry(kept, most):
-    layout = Layout.from_mask(torch.rand(1024, 1024) < kept)
+    layout = layout_of(torch.rand(1024, 1024) < kept)
     assert layout.nnz < layout.nbytes < most * layout.nnz
+    bits = layout_of(layout.mask(), "bitmap")
+    assert bits.nbytes == 1024 * 1024 / 8 + 4 * 257
 
 
 def test_indices_are_int32_below_two_to_the_31_entries():
@@ -96,12 +102,13 @@ def test_a_tensor_of_more_than_two_to_the_31_entries():
     starts = torch.searchsorted(kept, torch.arange(0, 2**32 + 1, 2**15)).int()
     counts = torch.zeros(2**24, dtype=torch.int16)
     counts[kept // 256] = torch.tensor([1, 1, 1], dtype=torch.int16)
-    layout = Layout(shape, 3, starts, counts, (kept % 256).to(torch.uint8))
+    layout = SegmentLayout(shape, 3, starts, counts, (kept % 256).to(torch.uint8))
     assert torch.equal(layout.positions(), kept)
     found = [tile.start + layout.positions_in(tile) for tile in layout.tiles if tile.nnz]
     assert torch.equal(torch.cat(found), kept)
 
 
+@every_format
 @settings(max_examples=40, deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 6), st.integers(1, 70), st.sampled_from([64, 65, 256, 600])),
@@ -109,13 +116,13 @@ def test_a_tensor_of_more_than_two_to_the_31_entries():
     seed=st.integers(0, 2**31),
     data=st.data(),
 )
-def test_a_part_is_the_layout_of_some_slices(shape, ratio, seed, data):
+def test_a_part_is_the_layout_of_some_slices(index_format, shape, ratio, seed, data):
     mask = drawn_mask(shape, ratio, seed)
-    whole = Layout.from_mask(mask)
+    whole = layout_of(mask, index_format)
     first = data.draw(st.integers(0, len(mask) - 1))
     last = data.draw(st.none() | st.integers(first + 1, len(mask)))
     kept = mask[first] if last is None else mask[first:last]
-    part, expected = whole.part(first, last), Layout.from_mask(kept)
+    part, expected = whole.part(first, last), layout_of(kept, index_format)
     assert (part.shape, part.nnz) == (expected.shape, expected.nnz)
     assert torch.equal(part.starts, expected.starts)
     assert torch.equal(part.positions(), expected.positions())
@@ -127,6 +134,7 @@ def test_a_part_is_the_layout_of_some_slices(shape, ratio, seed, data):
         assert torch.equal(part.part(0).mask(), kept[0])
 
 
+@every_format
 @settings(max_examples=40, deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 6), st.integers(1, 70), st.sampled_from([64, 65, 256, 600])),
@@ -134,11 +142,11 @@ def test_a_part_is_the_layout_of_some_slices(shape, ratio, seed, data):
     seed=st.integers(0, 2**31),
     data=st.data(),
 )
-def test_slices_are_joined_in_any_order(shape, ratio, seed, data):
+def test_slices_are_joined_in_any_order(index_format, shape, ratio, seed, data):
     mask = drawn_mask(shape, ratio, seed)
     numbers = data.draw(st.lists(st.integers(0, len(mask) - 1), min_size=1, max_size=8))
-    whole, kept = Layout.from_mask(mask), mask[numbers]
-    joined, expected = whole.joined(numbers), Layout.from_mask(kept)
+    whole, kept = layout_of(mask, index_format), mask[numbers]
+    joined, expected = whole.joined(numbers), layout_of(kept, index_format)
     assert (joined.shape, joined.nnz, joined.edges) == (kept.shape, int(kept.sum()), expected.edges)
     assert torch.equal(joined.starts, expected.starts)
     assert torch.equal(joined.positions(), expected.positions())
@@ -146,31 +154,40 @@ def test_slices_are_joined_in_any_order(shape, ratio, seed, data):
         assert joined.part(at) is whole.part(number)
 
 
-def test_parts_read_the_index_of_the_whole_and_follow_it():
-    whole = Layout.from_mask(drawn_mask((4, 64, 128), 0.3, 0))
-    part = whole.part(2)
-    own, shared = part.offsets, whole.offsets
+@every_format
+def test_parts_read_the_index_of_the_whole_and_follow_it(index_format):
+    whole = layout_of(drawn_mask((4, 64, 128), 0.3, 0), index_format)
+    part, field = whole.part(2), {"segments": "offsets", "bitmap": "bits"}[index_format]
+    own, shared = getattr(part, field), getattr(whole, field)
     assert own.untyped_storage().data_ptr() == shared.untyped_storage().data_ptr()
     assert copy.copy(whole).part(2) is not part
     whole.move(torch.device("meta"))
     assert "_parts" not in vars(whole)
 
 
-def test_compress_raises_for_another_shape():
-    layout = Layout.from_mask(torch.ones(2, 3, dtype=torch.bool))
+@every_format
+def test_compress_raises_for_another_shape(index_format):
+    layout = layout_of(torch.ones(2, 3, dtype=torch.bool), index_format)
     with pytest.raises(ValueError, match=r"\(2, 3\).*\(3, 2\)"):
         layout.compress(torch.zeros(3, 2))
 
 
-def test_same_entries():
-    one = Layout.from_mask(torch.tensor([[True, False]]))
-    assert one.same_entries(Layout.from_mask(torch.tensor([[True, False]])))
-    assert not one.same_entries(Layout.from_mask(torch.tensor([[False, True]])))
-    assert not one.same_entries(Layout.from_mask(torch.tensor([[True], [False]])))
+def test_an_unknown_format_raises():
+    with pytest.raises(ValueError, match=r"Unknown index format 'csr'.*'segments'"):
+        layout_of(torch.ones(2, 3, dtype=torch.bool), "csr")
 
 
-def test_move_changes_the_layout_and_to_copies_it():
-    layout = Layout.from_mask(torch.tensor([[True, False]]))
+@every_format
+def test_same_entries(index_format):
+    one = layout_of(torch.tensor([[True, False]]), index_format)
+    assert one.same_entries(BitmapLayout.from_mask(torch.tensor([[True, False]])))
+    assert not one.same_entries(BitmapLayout.from_mask(torch.tensor([[False, True]])))
+    assert not one.same_entries(BitmapLayout.from_mask(torch.tensor([[True], [False]])))
+
+
+@every_format
+def test_move_changes_the_layout_and_to_copies_it(index_format):
+    layout = layout_of(torch.tensor([[True, False]]), index_format)
     assert layout.to(torch.device("cpu")) is layout
     assert all(t.is_meta for t in layout.to(torch.device("meta")).tensors.values())
     assert not any(t.is_meta for t in layout.tensors.values())
@@ -178,9 +195,10 @@ def test_move_changes_the_layout_and_to_copies_it():
     assert all(t.is_meta for t in layout.tensors.values())
 
 
-def test_copies_and_pickles_keep_the_entries():
+@every_format
+def test_copies_and_pickles_keep_the_entries(index_format):
     mask = drawn_mask((40, 130), 0.1, 1)
-    layout = Layout.from_mask(mask)
+    layout = layout_of(mask, index_format)
     assert isinstance(layout.tiles[0], Tile)
     for other in (copy.deepcopy(layout), pickle.loads(pickle.dumps(layout))):
         assert torch.equal(other.mask(), mask)

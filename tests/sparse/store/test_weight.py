@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_axosparse import sparsify
-from lightning_axosparse.sparse.store.layout import Layout
+from lightning_axosparse.sparse.store.formats import layout_of
 from lightning_axosparse.sparse.store.scratch import scratch
 from lightning_axosparse.sparse.store.weight import SparseWeight, sparse_weight
 from tests.sparse.masking import sparse_and_dense
@@ -30,7 +30,7 @@ def values(mask):
 
 @pytest.fixture
 def weight(values, mask):
-    return sparse_weight(values, Layout.from_mask(mask))
+    return sparse_weight(values, layout_of(mask))
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_double_backward(weight, values, dense, mask):
 
 
 def test_torch_func_grad(values, dense, mask):
-    layout, inputs = Layout.from_mask(mask), torch.randn(3, 6)
+    layout, inputs = layout_of(mask), torch.randn(3, 6)
     gradient = torch.func.grad(lambda v: F.linear(inputs, sparse_weight(v, layout)).sum())(
         values.detach()
     )
@@ -169,7 +169,7 @@ def test_autocast_casts_the_values(values, weight, dense, mask):
 
 
 def test_reading_without_gradient(mask):
-    weight = sparse_weight(torch.ones(int(mask.sum())), Layout.from_mask(mask))
+    weight = sparse_weight(torch.ones(int(mask.sum())), layout_of(mask))
     assert not weight.requires_grad
     assert torch.equal(weight + 0, mask.float())
 
@@ -178,10 +178,11 @@ def test_a_sparse_weight_is_compressed_by_another_mask():
     torch.manual_seed(0)
     masks = [torch.rand(64, 96) < share for share in (0.5, 0.1)]
     values = torch.randn(int(masks[0].sum()))
-    weight = sparse_weight(values, Layout.from_mask(masks[0]))
+    weight = sparse_weight(values, layout_of(masks[0]))
     scratch.clear()
-    dense = torch.zeros(64, 96).masked_scatter(masks[0], values)
-    assert torch.equal(Layout.from_mask(masks[1]).compress(weight), dense[masks[1]])
+    for layout in (layout_of(masks[1]), layout_of(masks[1], "bitmap")):
+        dense = torch.zeros(64, 96).masked_scatter(masks[0], values)
+        assert torch.equal(layout.compress(weight), dense[masks[1]])
 
 
 # A weight that is read stands for its parameter: what is done to a dense one reaches it.
