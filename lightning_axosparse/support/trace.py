@@ -6,12 +6,12 @@ aligned with that clock once, so that spans of several ranks can be shown togeth
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
+from time import perf_counter, time
 from typing import Literal
 
 Activity = Literal[
@@ -37,7 +37,7 @@ class Span:
     microbatch: int | None
 
 
-_EPOCH = time.time() - time.perf_counter()
+_EPOCH = time() - perf_counter()
 
 
 def now() -> float:
@@ -45,7 +45,7 @@ def now() -> float:
 
     All processes of a host that start between two corrections agree.
     """
-    return _EPOCH + time.perf_counter()
+    return _EPOCH + perf_counter()
 
 
 class Clock:
