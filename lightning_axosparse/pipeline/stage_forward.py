@@ -63,7 +63,7 @@ class InnerBackward:
         first: str,
     ) -> None:
         self._parameters, self._received, self._first = parameters, received, first
-        self._given: list[Any] = []
+        self._given: set[Any] = set()
         self._gradients: dict[nn.Parameter, Tensor | None] = {}
 
     def end(self) -> None:
@@ -72,11 +72,14 @@ class InnerBackward:
             parameter.grad = gradient
 
     def give(self, args: Any, kwargs: Any) -> None:
-        """Note what the step gives to a layer of an earlier stage."""
+        """Note what the step gives to a layer of an earlier stage, and what that was made of.
+
+        The graph is followed now: later the node of a ``torch.autograd.Function`` may be gone with
+        its tensor, and a tensor that is kept would count as needed.
+        """
         with plain_torch_functions():
-            for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    self._given.append(_node(leaf))
+            leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            _follow((_node(leaf) for leaf in leaves if leaf.requires_grad), self._given)
 
     def run(
         self,
@@ -103,10 +106,9 @@ class InnerBackward:
 
     def _needs_earlier_stages(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> bool:
         """Whether an earlier stage has computed a part of ``outputs`` from one of ``inputs``."""
-        before = _graph(self._given)  # nodes, as a tensor that is kept would count as needed
-        if before.isdisjoint(map(_node, inputs)):
+        if self._given.isdisjoint(map(_node, inputs)):
             return False
-        return not _graph(map(_node, outputs)).isdisjoint(self._received())
+        return not _follow(map(_node, outputs), set()).isdisjoint(self._received())
 
     def _refuse(self) -> None:
         raise MisconfigurationException(
@@ -128,9 +130,8 @@ def _node(tensor: Any) -> Any:
     return tensor if node is None else node
 
 
-def _graph(nodes: Iterable[Any]) -> set[Any]:
-    """The nodes and leaves that these were computed from, and themselves."""
-    seen: set[Any] = set()
+def _follow(nodes: Iterable[Any], seen: set[Any]) -> set[Any]:
+    """Add these nodes to those seen, and all nodes and leaves that they were computed from."""
     waiting = list(nodes)
     while waiting:
         node = waiting.pop()
