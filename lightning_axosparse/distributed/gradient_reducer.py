@@ -160,6 +160,7 @@ class GradientReducer:
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
         self._deferred: Collection[nn.Parameter] = ()
         self._sizes: list[list[int]] = []
+        self._longest = 0
         self._pool = BlockPool()
 
     @property
@@ -196,6 +197,7 @@ class GradientReducer:
         sizes = [bucket.sizes for bucket in self._buckets]
         if sizes != self._sizes:
             self._sizes, self._pool = sizes, BlockPool()
+            self._longest = max((sum(each) + len(each) for each in sizes), default=0)
         # Parameters may be unfrozen at any time, and a frozen one takes no hook.
         for parameter in self._bucket_of.keys() - self._hooks.keys():
             hook = parameter.register_post_accumulate_grad_hook(self._on_accumulated)
@@ -244,8 +246,7 @@ class GradientReducer:
         self._start(ready)
 
     def _start(self, buckets: Sequence[_Bucket]) -> None:
-        lengths = [sum(sizes) + len(sizes) for sizes in self._sizes]
-        room = 0 if self.part is None else max(lengths, default=0)
+        room = 0 if self.part is None else self._longest
         self._buckets = [bucket for bucket in self._buckets if bucket not in buckets]
         for bucket in buckets:
             self.reduced_bytes += bucket.pack_and_start(self._terms, self._pool, room)

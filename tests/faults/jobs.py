@@ -159,6 +159,21 @@ class Unequal(L.LightningDataModule):
         return self._loader("val")
 
 
+def trainer(strategy: AxoSparseStrategy, devices: int = 2, **options: Any) -> L.Trainer:
+    """A quiet Trainer on the CPU that leaves loaders as they are."""
+    settings = {"max_epochs": 1, "enable_checkpointing": False, **options}
+    return L.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=devices,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        **settings,
+    )
+
+
 def train(
     module: L.LightningModule,
     data: Unequal | None = None,
@@ -168,21 +183,16 @@ def train(
     **options: Any,
 ) -> L.Trainer:
     """Train on ranks of their own."""
-    trainer = L.Trainer(
-        strategy=AxoSparseStrategy(g_inter, **options),
-        accelerator="cpu",
+    run = trainer(
+        AxoSparseStrategy(g_inter, **options),
         devices=ranks,
         max_epochs=2,
-        logger=False,
         callbacks=[*callbacks],
         enable_checkpointing=bool(callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
         num_sanity_val_steps=0,
     )
-    trainer.fit(module, data or Unequal())
-    return trainer
+    run.fit(module, data or Unequal())
+    return run
 
 
 def killed_while_connecting() -> None:

@@ -49,17 +49,7 @@ class Data(L.LightningDataModule):
 
 
 def train(data: Data, **options: Any) -> L.Trainer:
-    trainer = L.Trainer(
-        strategy=AxoSparseStrategy(**options),
-        accelerator="cpu",
-        devices=2,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
+    trainer = jobs.trainer(AxoSparseStrategy(**options))
     trainer.fit(jobs.Plain(), data)
     return trainer
 

@@ -149,16 +149,7 @@ def refusals() -> list[str]:
         (hooked, PLAN),
         (narrow, PLAN),
     ):
-        trainer = L.Trainer(
-            strategy=AxoSparseStrategy(g_tensor=2, tensor_plan=plan),
-            accelerator="cpu",
-            devices=2,
-            max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = jobs.trainer(AxoSparseStrategy(g_tensor=2, tensor_plan=plan))
         trainer.strategy.on_exception = lambda exception: None  # It would end the job.
         try:
             trainer.fit(module, jobs.Unequal())

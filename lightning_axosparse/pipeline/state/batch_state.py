@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -67,14 +67,36 @@ class Changing(NamedTuple):
 
     Attributes:
         place: the attribute.
-        rule: how micro-batches make up the batch; None if they change it one after the other;
-            "left" if stages do, each its own.
+        rule: how micro-batches make up the batch; None if they change it one after the other.
         sent: whether other stages get it from the last one; else they make it themselves.
     """
 
     place: Place
-    rule: Rule | Literal["left"] | None
+    rule: Rule | None
     sent: bool = True
+
+
+class StateRules(NamedTuple):
+    """What a step changes on the module, the same on all ranks.
+
+    Attributes:
+        changing: the attributes that make up that of the batch from those of micro-batches.
+        left: those that each stage leaves as its steps have, one after the other.
+    """
+
+    changing: Sequence[Changing] = ()
+    left: frozenset[Place] = frozenset()
+
+    @property
+    def places(self) -> frozenset[Place]:
+        """All that the step changes."""
+        return self.left.union(each.place for each in self.changing)
+
+    def besides(self, earlier: StateRules) -> StateRules:
+        """These rules, and those of an earlier batch for what this one did not change."""
+        known = self.places
+        changing = [each for each in earlier.changing if each.place not in known]
+        return StateRules([*changing, *self.changing], self.left | (earlier.left - known))
 
 
 class Sent(NamedTuple):
@@ -167,7 +189,7 @@ class _Changed:
             What to warn of.
         """
         place, rule = self.changing.place, self.changing.rule
-        if rule is None or rule == "left":
+        if rule is None:
             self.made = Sent(place, "replace", held_by(self.owner, place.name))
             return None
         how: Literal["replace", "overwrite"] = "replace"
@@ -213,7 +235,7 @@ class BatchState(StepState):
         self._module, self._stages, self._last_stage = module, stages, last_stage
         self._stage_of, self._sends = stage_of, sends
         self._changed: dict[Place, _Changed] = {}
-        self._left: set[Place] = set()
+        self._rules = StateRules()
         self._weights: list[float] = []
         self._weights_shared: list[float] = []
         self._begun: dict[int, int] = {}
@@ -226,21 +248,19 @@ class BatchState(StepState):
         ]
         self._buffers_before: list[Tensor] = []
 
-    def begin_batch(self, changing: Iterable[Changing], microbatches: Sequence[MicroBatch]) -> None:
+    def begin_batch(self, rules: StateRules, microbatches: Sequence[MicroBatch]) -> None:
         """Prepare for a batch.
 
         Args:
-            changing: what its step changes.
+            rules: what its step changes.
             microbatches: those that this rank computes.
         """
         total = sum(part.weight for part in microbatches) or 1.0
         self._weights = self._weights_shared = [part.weight / total for part in microbatches]
         self._begun = dict.fromkeys(self._stages, 0)
-        self._left = {each.place for each in changing if each.rule == "left"}
+        self._rules = rules
         self._changed = {
-            each.place: known
-            for each in changing
-            if each.place not in self._left and (known := self._found(each))
+            each.place: known for each in rules.changing if (known := self._found(each))
         }
 
     def _found(self, changing: Changing) -> _Changed | None:
@@ -290,7 +310,7 @@ class BatchState(StepState):
     def _note_number(self, name: str, before: Any) -> None:
         """Take in that a number of the module changes which did not in the first batch."""
         place = Place((), name)
-        is_known = place in self._changed or place in self._left
+        is_known = place in self._changed or place in self._rules.left
         if is_known or type(before) not in _NUMBERS:
             return
         changed = self._found(Changing(place, "once"))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.state.advice import not_sent, trained, unexplained
-from lightning_axosparse.pipeline.state.batch_state import LARGEST_MESSAGE, Changing
+from lightning_axosparse.pipeline.state.batch_state import LARGEST_MESSAGE, Changing, StateRules
 from lightning_axosparse.pipeline.state.module_state import Place, value_at
 from lightning_axosparse.pipeline.state.rules import Rule, Seen, Unexplained, find
 from lightning_axosparse.pipeline.state.values import same, size_of
@@ -26,15 +26,17 @@ class Found(NamedTuple):
         rule: as for :class:`Changing`; None if it is not known.
         advice: what to say of it.
         is_sent: whether a message can hold it.
+        is_left: whether the stage leaves it as its steps have.
     """
 
     place: Place
     stage: int
     is_outside: bool
     is_trained: bool
-    rule: Rule | Literal["left"] | None
+    rule: Rule | None
     advice: str
     is_sent: bool
+    is_left: bool = False
 
 
 class StageChanges(NamedTuple):
@@ -100,7 +102,7 @@ class StateCheck(NamedTuple):
                     each = self._found(place, stage, layer_stage is None, value, seen)
                     if registers and _is_settled(seen):
                         # It says that hooks are registered, which no micro-batch takes back.
-                        each = each._replace(rule="left", advice="")
+                        each = each._replace(is_left=True, advice="")
                     found.append(each)
         return found
 
@@ -141,9 +143,7 @@ def _is_idempotent(seen: Seen) -> bool:
     )
 
 
-def agree(
-    found: Iterable[Found], last_stage: int, is_whole: bool
-) -> tuple[list[Changing], list[str]]:
+def agree(found: Iterable[Found], last_stage: int, is_whole: bool) -> tuple[StateRules, list[str]]:
     """Combine what the stages of a pipeline have found, the same on all ranks.
 
     Args:
@@ -157,17 +157,18 @@ def agree(
     by_place: dict[Place, dict[int, Found]] = {}
     for each in found:
         by_place.setdefault(each.place, {})[each.stage] = each
-    changing, warnings = [], []
+    changing, left, warnings = list[Changing](), set[Place](), list[str]()
     for place, stages in by_place.items():
         own = stages.get(last_stage) or next(iter(stages.values()))
         if own.advice:
             warnings.append(own.advice)
-        if own.is_trained:
+        if own.is_left:
+            left.add(place)
+        if own.is_left or own.is_trained:
             continue
         # The step of a stage that goes no further has not put back what it changed.
         is_earlier = own.is_outside and last_stage not in stages
-        rule = "once" if is_earlier and own.rule != "left" else own.rule
-        changing.append(Changing(place, rule, own.is_sent))
+        changing.append(Changing(place, "once" if is_earlier else own.rule, own.is_sent))
         if own.is_outside and not (own.is_sent or is_whole):
             warnings.append(not_sent(place))
-    return changing, warnings
+    return StateRules(changing, frozenset(left)), warnings

@@ -21,7 +21,7 @@ from lightning_axosparse.pipeline.backward.parameter_gradients import GradientHo
 from lightning_axosparse.pipeline.dry_run import Rehearsal
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.stage_step import Batch
-from lightning_axosparse.pipeline.state.batch_state import Changing
+from lightning_axosparse.pipeline.state.batch_state import StateRules
 from lightning_axosparse.pipeline.state.check import StageChanges, StateCheck, agree
 from lightning_axosparse.strategy.compat.callbacks import loggers_silenced
 from lightning_axosparse.strategy.compat.internals import outputs_are_read
@@ -53,13 +53,13 @@ class Outcome(NamedTuple):
         reason: why it could not be compared; None if it was.
         rules: how the values of micro-batches combine, on the last stage.
         findings: what to tell the user, on the last stage.
-        changing: what the step changes on the module; the same on all ranks.
+        state: what the step changes on the module; the same on all ranks.
     """
 
     reason: str | None = None
     rules: StepRules = StepRules()
     findings: Sequence[Finding] = ()
-    changing: Sequence[Changing] = ()
+    state: StateRules = StateRules()
 
 
 class StepCheck:
@@ -147,7 +147,7 @@ class StepCheck:
                 "them."
             )
             self._tell([Finding("info", text + see("losses"))])
-        return outcome.rules._replace(state=outcome.changing, needs_batch=needs_batch)
+        return outcome.rules._replace(state=outcome.state, needs_batch=needs_batch)
 
     def _outcome(self, comparison: Comparison) -> Outcome:
         """What the step shows on the batch and its micro-batches; collective over the pipeline."""
@@ -160,7 +160,7 @@ class StepCheck:
             if findings and any(each.is_unclear for each in self._rehearsal.numbers.values()):
                 reason = "it is not clear to which samples its random numbers belong"
         findings = self._beyond_rounding(findings, comparison)
-        changing, advice, failure = self._changing(self._whole_batch, whole, cut)
+        state, advice, failure = self._changing(self._whole_batch, whole, cut)
         if is_compared:
             if failure is not None:
                 text = f"What {comparison.name} changes on the module could not be compared: "
@@ -169,7 +169,7 @@ class StepCheck:
             if self._again is not None and not findings:
                 # By the rules that were found: they may have held by chance.
                 findings = replace(comparison, used=rules).compare(*self._again)[1]
-        return Outcome(reason, rules, findings, changing)
+        return Outcome(reason, rules, findings, state)
 
     def _beyond_rounding(self, findings: list[Finding], comparison: Comparison) -> list[Finding]:
         """The findings without gradients that differ by rounding; collective over the pipeline.
@@ -188,10 +188,10 @@ class StepCheck:
         self._rehearsal.differentiates = False
         with without_trace(self._run) as written:
             seen = self._dry_run(self._parts)
-            changing, advice, _ = self._changing(self._parts, seen, seen)
+            state, advice, _ = self._changing(self._parts, seen, seen)
         findings = [Finding("warning", text) for text in advice] + self._unread(written)
         self._tell([each for of_rank in self._gather(findings) for each in of_rank])
-        return StepRules(state=changing)
+        return StepRules(state=state)
 
     def _unread(self, written: set[str]) -> list[Finding]:
         """What to say of a step that writes to loggers itself."""
@@ -270,7 +270,7 @@ class StepCheck:
 
     def _changing(
         self, batch: Sequence[MicroBatch], whole: Seen, cut: Seen
-    ) -> tuple[list[Changing], list[str], str | None]:
+    ) -> tuple[StateRules, list[str], str | None]:
         """What the step changes, and by which rules; collective over the pipeline.
 
         Args:
@@ -285,7 +285,7 @@ class StepCheck:
         stage_module, rehearsal, gather = self._stage_module, self._rehearsal, self._gather
         stage_of = stage_module.sharding.stage_of
         if any(gather(_failure(whole, cut))):
-            return [], [], None  # It has been said.
+            return StateRules(), [], None  # It has been said.
         first, again = _state_changes(whole, cut), dict[int, StageChanges]()
         changes = any(each.places for each in first.values())
         if len(self._parts) > 1 and any(gather(changes)):
@@ -306,7 +306,7 @@ class StepCheck:
             if of_parts and not of_batch:
                 raise MisconfigurationException(_torn(self._step.step.__name__, first, of_parts))
             if of_batch:
-                return [], [], f"on the state that it leaves it raised {of_batch}"
+                return StateRules(), [], f"on the state that it leaves it raised {of_batch}"
             self._again, again = runs, _state_changes(*runs)
         trainer, total = stage_module.module.trainer, sum(part.weight for part in self._parts)
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]

@@ -26,7 +26,7 @@ from lightning_axosparse.pipeline.loss.outputs import merge
 from lightning_axosparse.pipeline.loss.terms import Leaf, Term
 from lightning_axosparse.pipeline.loss.weights import LossWeights
 from lightning_axosparse.pipeline.microbatch import MicroBatch
-from lightning_axosparse.pipeline.state.batch_state import Changing
+from lightning_axosparse.pipeline.state.batch_state import StateRules
 from lightning_axosparse.pipeline.state.values import same
 from lightning_axosparse.strategy.compat.logging import LogCall, LogKey, combined_calls
 from lightning_axosparse.support.troubleshooting import see
@@ -56,20 +56,18 @@ class StepRules(NamedTuple):
     loss: Rule | None = None
     needs_batch: bool = False
     logged: Mapping[LogKey, Rule | None] = {}
-    state: Sequence[Changing] = ()
+    state: StateRules = StateRules()
     fitted: Collection[LogKey] = ()
 
     def besides(self, earlier: StepRules) -> StepRules:
         """These rules, and those of an earlier batch for what this one did not log or change."""
-        places = {each.place for each in self.state}
-        state = [each for each in earlier.state if each.place not in places]
         logged = {**earlier.logged, **self.logged}
         known = earlier if self.loss is None else self
         return self._replace(
             loss=known.loss,
             needs_batch=known.needs_batch,
             logged=logged,
-            state=[*state, *self.state],
+            state=self.state.besides(earlier.state),
             fitted={*earlier.fitted, *self.fitted},
         )
 

@@ -249,7 +249,7 @@ class StepRunner:
 
     def _is_late(self, rules: StepRules, sent: Sequence[Sent]) -> bool:
         """Whether the step has changed what it did not in batches that were compared."""
-        new = {each.place for each in sent} - {each.place for each in rules.state} - self._late
+        new = {each.place for each in sent} - rules.state.places - self._late
         self._late |= new
         return self._compares and bool(new)
 

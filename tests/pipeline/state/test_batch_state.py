@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_axosparse.pipeline.microbatch import MicroBatch
-from lightning_axosparse.pipeline.state.batch_state import BatchState, Changing, Sent
+from lightning_axosparse.pipeline.state.batch_state import BatchState, Changing, Sent, StateRules
 from lightning_axosparse.pipeline.state.module_state import Place
 from lightning_axosparse.pipeline.state.rules import Entries, Grown
 
@@ -78,7 +78,7 @@ def test_all_stages_in_one_process() -> None:
     module = Module()
     average, items = module.average, module.items
     state = batch_state(module, range(2))
-    state.begin_batch(CHANGING, PARTS)
+    state.begin_batch(StateRules(CHANGING), PARTS)
     run(module, state, range(2))
     assert values(module)[:4] == [0, [0.0, 0.0], [1], 5]
     sent, warnings = state.made_shared()
@@ -99,7 +99,7 @@ def test_other_stages_get_what_the_last_one_changes() -> None:
     for batch in range(2):
         for stage, (module, state) in enumerate(zip((first, last), states, strict=True)):
             module.steps, module.layer.calls = 10 * batch, 7
-            state.begin_batch(CHANGING, PARTS)
+            state.begin_batch(StateRules(CHANGING), PARTS)
             run(module, state, [stage])
         sent, _ = states[1].made_shared()
         for state in states:
@@ -113,7 +113,7 @@ def test_replicas_that_share_a_batch_join_their_parts() -> None:
     modules = Module(), Module()
     states = [batch_state(module, range(2), True) for module in modules]
     for module, state, part in zip(modules, states, PARTS, strict=True):
-        state.begin_batch(CHANGING, [part])
+        state.begin_batch(StateRules(CHANGING), [part])
         run(module, state, range(2), [part])
     states[0].join([state.recorded() for state in states], [part.weight for part in PARTS])
     sent, _ = states[0].made_shared()
@@ -125,7 +125,7 @@ def test_replicas_that_share_a_batch_join_their_parts() -> None:
 def test_what_is_too_large_stays_where_it_is() -> None:
     module = Module()
     state = batch_state(module, range(1, 2), True)
-    state.begin_batch([Changing(place("average"), "mean")], PARTS)
+    state.begin_batch(StateRules([Changing(place("average"), "mean")]), PARTS)
     for _ in PARTS:
         state.begin(1)
         module.average = torch.zeros(300_000)
@@ -144,7 +144,7 @@ def test_what_is_too_large_stays_where_it_is() -> None:
 def test_a_number_that_changes_later(parts: Any, expected: float, warned: bool) -> None:
     module = Module()
     state = batch_state(module, range(2))
-    state.begin_batch([], PARTS)
+    state.begin_batch(StateRules(), PARTS)
     for value in parts:
         for stage in range(2):
             state.begin(stage)
@@ -162,7 +162,7 @@ def test_a_number_that_changes_later(parts: Any, expected: float, warned: bool) 
 def test_a_rule_that_no_longer_holds_is_named() -> None:
     module = Module()
     state = batch_state(module, range(2))
-    state.begin_batch(CHANGING[:2], PARTS)
+    state.begin_batch(StateRules(CHANGING[:2]), PARTS)
     for part in PARTS:
         for stage in range(2):
             state.begin(stage)
@@ -177,7 +177,7 @@ def test_a_rule_that_no_longer_holds_is_named() -> None:
 def test_a_layer_that_is_computed_again_reads_what_it_has_read() -> None:
     module = Module()
     state = batch_state(module, range(2))
-    state.begin_batch(CHANGING, PARTS)
+    state.begin_batch(StateRules(CHANGING), PARTS)
     state.begin(0)
     module.layer.calls = 3  # by a hook
     remembered = state.remember(module.layer)
@@ -193,7 +193,7 @@ def test_a_list_that_no_longer_grows_is_named() -> None:
     first, last = Module(), Module()
     states = [batch_state(first, range(1), True), batch_state(last, range(1, 2), True)]
     for state in states:
-        state.begin_batch([Changing(place("items"), GROWN)], PARTS)
+        state.begin_batch(StateRules([Changing(place("items"), GROWN)]), PARTS)
     for part in PARTS:
         states[1].begin(1)
         last.items = [part.size]
@@ -210,7 +210,7 @@ def test_a_full_window_goes_on() -> None:
     module.items = deque([7, 8, 9], maxlen=3)
     state = batch_state(module, range(2))
     for first in range(2):
-        state.begin_batch([Changing(place("items"), GROWN)], PARTS)
+        state.begin_batch(StateRules([Changing(place("items"), GROWN)]), PARTS)
         for part in PARTS:
             for stage in range(2):
                 state.begin(stage)

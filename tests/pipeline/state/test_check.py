@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_axosparse.pipeline.state.batch_state import Changing
+from lightning_axosparse.pipeline.state.batch_state import Changing, StateRules
 from lightning_axosparse.pipeline.state.check import Found, StageChanges, StateCheck, agree
 from lightning_axosparse.pipeline.state.module_state import Place
 
@@ -49,22 +49,20 @@ def test_what_stages_find_of_their_own_counts() -> None:
     }
     found = find(first, {})
     assert [(each.stage, each.place) for each in found] == [(0, STEPS), (0, IN_LAYER), (1, STEPS)]
-    assert agree(found, 1, is_whole=False) == (
-        [Changing(STEPS, "once"), Changing(IN_LAYER, "once")],
-        [],
-    )
+    rules = StateRules([Changing(STEPS, "once"), Changing(IN_LAYER, "once")])
+    assert agree(found, 1, is_whole=False) == (rules, [])
 
 
 def test_what_only_a_stage_before_the_last_changes_is_put_back() -> None:
     found = find({0: changes(BEST, 1.0, 2.0, 3.0)}, {})
-    changing, _ = agree(found, 1, is_whole=False)
-    assert changing == [Changing(BEST, "once")]
+    rules, _ = agree(found, 1, is_whole=False)
+    assert rules == StateRules([Changing(BEST, "once")])
 
 
 def test_what_no_rule_explains_is_named() -> None:
     first, again = changes(BEST, 2.0, 1.0, 3.0), changes(BEST, 2.0, 1.0, 2.0)
-    (changing,), (advice,) = agree(find({1: first}, {1: again}), 1, is_whole=False)
-    assert changing == Changing(BEST, None)
+    rules, (advice,) = agree(find({1: first}, {1: again}), 1, is_whole=False)
+    assert rules == StateRules([Changing(BEST, None)])
     assert "`self.best` from 1e+09 to 2 with the whole batch" in advice
     assert "change it to 1, 3" in advice
 
@@ -80,14 +78,15 @@ def test_a_trained_parameter_may_be_put_in_order_but_not_moved() -> None:
     masked, moved = weight.triu(), weight + 1
     again = changes(WEIGHT, masked, masked, masked)
     found = find({1: changes(WEIGHT, masked, masked, masked)}, {1: again}, module)
-    assert agree(found, 1, is_whole=True) == ([], [])
+    assert agree(found, 1, is_whole=True) == (StateRules([]), [])
     again = changes(WEIGHT, moved + 1, moved + 1, moved + 1)
     found = find({1: changes(WEIGHT, moved, moved, moved)}, {1: again}, module)
-    changing, (advice,) = agree(found, 1, is_whole=True)
-    assert changing == []
+    rules, (advice,) = agree(found, 1, is_whole=True)
+    assert rules == StateRules([])
     assert "`self.head.weight`, which is trained" in advice
     found = find({1: changes(WEIGHT, moved, moved)}, {}, module)
-    assert agree(found, 1, is_whole=True) == ([], [])  # once a batch, without micro-batches
+    # Once a batch, without micro-batches.
+    assert agree(found, 1, is_whole=True) == (StateRules([]), [])
 
 
 def test_a_parameter_that_no_optimizer_trains_is_put_back() -> None:
@@ -96,17 +95,17 @@ def test_a_parameter_that_no_optimizer_trains_is_put_back() -> None:
     moved = module.teacher.weight.detach() + 1
     again = changes(place, moved, moved, moved)
     found = find({1: changes(place, moved, moved, moved)}, {1: again}, module)
-    assert agree(found, 1, is_whole=True) == ([Changing(place, "once")], [])
+    assert agree(found, 1, is_whole=True) == (StateRules([Changing(place, "once")]), [])
 
 
 def test_what_is_too_large_is_sent_nowhere() -> None:
     large = torch.ones(300_000)
     seen = changes(KEPT, large, large, large)
     found = find({0: seen, 1: seen}, {})
-    changing, (advice,) = agree(found, 1, is_whole=False)
-    assert changing == [Changing(KEPT, "once", False)]
+    rules, (advice,) = agree(found, 1, is_whole=False)
+    assert rules == StateRules([Changing(KEPT, "once", False)])
     assert "larger than 1 MB" in advice
-    assert agree(found, 1, is_whole=True) == (changing, [])
+    assert agree(found, 1, is_whole=True) == (rules, [])
 
 
 def test_what_says_that_hooks_are_registered_is_left_as_it_is() -> None:
@@ -114,5 +113,9 @@ def test_what_says_that_hooks_are_registered_is_left_as_it_is() -> None:
     runs = {STEPS: 1, BEST: 2.0}, [{STEPS: 1, BEST: 2.0}, {STEPS: 1, BEST: 3.0}]
     again = {0: StageChanges(*runs)}
     first = {0: StageChanges(runs[0] | hooks, runs[1])}
-    assert {each.place: each.rule for each in find(first, again)} == {STEPS: "left", BEST: None}
-    assert {each.place: each.rule for each in find(again, again)} == {STEPS: "once", BEST: None}
+    best = Changing(BEST, None)
+    rules, (advice,) = agree(find(first, again), 0, is_whole=True)
+    assert rules == StateRules([best], frozenset({STEPS}))
+    assert "`self.best`" in advice
+    rules, _ = agree(find(again, again), 0, is_whole=True)
+    assert rules == StateRules([Changing(STEPS, "once"), best])
