@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.nn.utils import parametrize
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
@@ -153,6 +155,38 @@ def test_weights_that_are_trained_are_not_replaced():
     sparsify(block, {"down_proj": torch.rand(block.down_proj.shape) < 0.3})
     with pytest.raises(MisconfigurationException, match="'down_proj' cannot be replaced"):
         tuned(batch(0))
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def test_a_frozen_stack_stays_sparse_in_a_parametrization():
+    block, masks = mixtral("eager").requires_grad_(False), masks_of(mixtral("eager"))
+    sparse, dense = sparse_and_dense(block, masks)
+    for model in (sparse, dense):
+        parametrize.register_parametrization(model.experts, "down_proj", Doubled())
+        model.float().double()
+    found, expected = sparse.state_dict(), dense.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    original = sparse.experts.parametrizations.down_proj.original
+    assert original.kept.numel() == masks["experts.down_proj"].sum()
+    file = io.BytesIO()
+    torch.save(found, file)
+    with torch.no_grad():
+        original.zero_()
+    sparse.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
+    inputs = batch(0)
+    torch.testing.assert_close(sparse(inputs), dense(inputs), rtol=1e-12, atol=1e-12)
+    with pytest.raises(MisconfigurationException, match="remove_parametrizations first"):
+        densify(sparse)
+    for model in (sparse, dense):
+        parametrize.remove_parametrizations(model.experts, "down_proj", leave_parametrized=False)
+    torch.testing.assert_close(sparse(inputs), dense(inputs), rtol=1e-12, atol=1e-12)
+    densify(sparse)
+    assert type(sparse.experts) is type(dense.experts)
 
 
 def test_lora_beside_fused_experts():

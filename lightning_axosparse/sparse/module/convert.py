@@ -26,7 +26,12 @@ from lightning_axosparse.sparse.module.parameters import (
     sparse_parameters,
     validate_made,
 )
-from lightning_axosparse.sparse.module.sparse_module import SparseModule, make_dense, make_sparse
+from lightning_axosparse.sparse.module.sparse_module import (
+    SparseModule,
+    make_dense,
+    make_sparse,
+    validate_class,
+)
 from lightning_axosparse.sparse.ops import embedding
 from lightning_axosparse.sparse.store.formats import FORMATS, layout_of
 from lightning_axosparse.sparse.store.layout import Layout, is_stack
@@ -154,7 +159,10 @@ def densify(module: nn.Module, optimizer: Optimizer | None = None) -> None:
 
     Raises:
         ValueError: for an argument of another type.
+        MisconfigurationException: if a layer was parametrized while it was stored sparse.
     """
+    for submodule in module.modules():
+        validate_class(submodule)
     for entry in owned_parameters(module):
         if entry.layout is not None:
             _to_dense(entry, optimizer)

@@ -25,9 +25,11 @@ from lightning_axosparse.support.troubleshooting import see
 class SparseModule(nn.Module):
     """Mixin of a module's class while some of its parameters are stored sparse.
 
-    ``_layouts`` and ``_forms`` have the layout and the dense form of each of them, by attribute.
+    ``_layouts`` and ``_forms`` have the layout and the dense form of each of them, by attribute;
+    ``_dense_class`` is the module's own class.
     """
 
+    _dense_class: type[nn.Module]
     _layouts: dict[str, Layout]
     _forms: dict[str, DenseForm]
 
@@ -52,10 +54,19 @@ class SparseModule(nn.Module):
         values = self._parameters[name]
         return values is not None and not values.requires_grad and "forward" not in vars(type(self))
 
+    def _own_layouts(self) -> list[tuple[str, Layout]]:
+        """The layouts of the weights that are here, and not in a parametrization."""
+        return [(name, each) for name, each in self._layouts.items() if name in self._parameters]
+
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         """Register a buffer; a weight that was read from this module is its parameter again."""
         if isinstance(tensor, SparseWeight) and name in self._layouts:
-            self._parameters[name] = tensor.parameter
+            if tensor.parameter is None:  # It has been moved or cast in its parametrization.
+                self._layouts[name].move(tensor.device)
+                self._forms[name].move(tensor.dtype)
+                self._parameters[name] = nn.Parameter(tensor.kept, requires_grad=False)
+            else:
+                self._parameters[name] = tensor.parameter
         else:
             super().register_buffer(name, tensor, persistent)
 
@@ -83,7 +94,7 @@ class SparseModule(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SparseModule:
         conversion = _MasterConversion(fn, self)
         super()._apply(conversion, recurse)  # type: ignore[no-untyped-call]
-        for name, layout in self._layouts.items():
+        for name, layout in self._own_layouts():
             device = self._parameters[name].device  # type: ignore[union-attr]
             layout.move(device)
             self._forms[name].move(conversion.dtypes[name])
@@ -93,7 +104,7 @@ class SparseModule(nn.Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, layout in self._layouts.items():
+        for name, layout in self._own_layouts():
             values = destination[prefix + name]
             dtype = self._forms[name].dtype
             destination[prefix + name] = (
@@ -190,8 +201,8 @@ class _MasterConversion:
         self._fn = fn
         self.dtypes: dict[str, torch.dtype] = {}
         self._masters: dict[int, torch.dtype] = {}
-        for name, form in module._forms.items():
-            values = module._parameters[name]
+        for name, _ in module._own_layouts():
+            form, values = module._forms[name], module._parameters[name]
             assert values is not None
             sample = torch.empty(0, dtype=form.dtype, device=values.device)
             self.dtypes[name] = fn(sample).dtype
@@ -227,8 +238,23 @@ def kept_product(module: nn.Module) -> linear.KeptProduct | None:
     return linear.KeptProduct(module._layouts["weight"], module._forms["weight"], by_rows)
 
 
+def validate_class(module: nn.Module) -> None:
+    """Check that a module has not got another class since it is stored sparse.
+
+    Raises:
+        MisconfigurationException: if it was parametrized.
+    """
+    if isinstance(module, SparseModule) and "_dense_class" not in vars(type(module)):
+        raise MisconfigurationException(
+            f"{_dense_class(module).__name__} was parametrized while it was stored sparse "
+            f"({', '.join(module._layouts)}). Call torch.nn.utils.parametrize."
+            "remove_parametrizations first, then densify(module)." + see("sparse-storage")
+        )
+
+
 def forget_layout(module: nn.Module, name: str) -> None:
     """Make ``module.name`` read as the parameter itself; other sparse parameters stay sparse."""
+    validate_class(module)
     stored = vars(module)
     layouts = {key: layout for key, layout in stored["_layouts"].items() if key != name}
     if layouts:
@@ -249,7 +275,7 @@ def make_dense(module: nn.Module) -> None:
 
 def _dense_class(module: nn.Module) -> type[nn.Module]:
     """Return the class of ``module`` while none of its parameters is stored sparse."""
-    return type(module).__bases__[1] if isinstance(module, SparseModule) else type(module)
+    return module._dense_class if isinstance(module, SparseModule) else type(module)
 
 
 # One class for the process, so that modules of one class stay of one class when stored sparse.
@@ -275,6 +301,7 @@ def _new_class(dense_class: type[nn.Module], names: tuple[str, ...]) -> type[Spa
     forward = next(filter(None, (kind.layer_forward(dense_class, names) for kind in kinds)), None)
     if forward is not None:
         body["forward"] = forward
+    body["_dense_class"] = dense_class
     body["__module__"] = dense_class.__module__
     body["__doc__"] = f"{dense_class.__name__} with {', '.join(names)} stored sparse."
     return type(f"Sparse{dense_class.__name__}", (mixin, dense_class), body)
