@@ -21,6 +21,7 @@ from benchmarks.perplexity.tasks import (
     SMALL,
     WIKI,
     Task,
+    lasting,
     shaped,
 )
 
@@ -140,6 +141,16 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
             "test",
         ),
     ),
+    "seconds": (
+        Comparison(
+            "At equal seconds",
+            of(LIBRARY, DENSE)
+            + of(lasting(LIBRARY, 5344), CURVED)
+            + of(lasting(LIBRARY, 5984), replace(CURVED, ratio=0.9)),
+            FRESH,
+            "test",
+        ),
+    ),
     "tuned": (
         Comparison(
             "The recipe scored by curvature, by its rate and times",
@@ -155,6 +166,23 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
             ),
             CHOOSING[:1],
             "validation",
+        ),
+        Comparison(
+            "The recipe without weight decay from the first pruning on, on a fresh seed",
+            of(
+                LIBRARY,
+                DENSE,
+                *(
+                    arm
+                    for ratio in (0.8, 0.5)
+                    for arm in (
+                        replace(CURVED, ratio=ratio),
+                        replace(CURVED, ratio=ratio, rate=9e-3, decay=0.0),
+                    )
+                ),
+            ),
+            FRESH[:1],
+            "test",
         ),
     ),
     "ratios": (

@@ -138,6 +138,11 @@ def shaped(task: Task, width: int, depth: int) -> Task:
     return replace(task, name=f"{task.name} {width}x{depth}", width=width, depth=depth)
 
 
+def lasting(task: Task, steps: int) -> Task:
+    """Return a task of one epoch with another number of steps."""
+    return replace(task, name=f"{task.name}, {steps} steps", steps=steps)
+
+
 def split_by_file(files: list[Path]) -> tuple[Tensor, Tensor, Tensor]:
     """Return the texts for training, validation and test: of every twenty files 18, 1 and 1."""
     return (
