@@ -6,7 +6,7 @@ gets, and of its mean probability.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any
 
@@ -259,6 +259,9 @@ def gpt_oss() -> nn.Module:
     return GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=4, layer_types=kinds))
 
 
+FAMILIES = {"mixtral": mixtral, "qwen2": qwen2, "qwen3": qwen3, "olmoe": olmoe, "gpt-oss": gpt_oss}
+
+
 class Family(L.LightningModule):
     """A network of transformers with its own loss."""
 
@@ -279,24 +282,34 @@ class Family(L.LightningModule):
         return SGD(self.parameters(), lr=0.05)
 
 
-def family(make: Callable[[], nn.Module], masked: bool, strategy: Any, ranks: int = 1) -> Record:
+def family(name: str, strategy: Any, ranks: int = 1, masked: bool = True) -> Record:
     L.seed_everything(0, verbose=False)
-    return train(Family(make(), masked), strategy, ranks)
+    return train(Family(FAMILIES[name](), masked), strategy, ranks)
+
+
+@cache
+def family_on_one_process(name: str, masked: bool = True) -> Record:
+    return family(name, "auto", masked=masked)
+
+
+def family_pipeline(stages: int, **options: Any) -> AxoSparseStrategy:
+    return pipeline(stages, "network.model.layers", **options)
+
+
+TOLERANCE = 1e-5
+"""Of networks of transformers, which computes this loss in single precision."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [1, 3])
-@pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize("make", [mixtral, qwen2, qwen3, olmoe, gpt_oss])
+@pytest.mark.parametrize(("stages", "masked"), [(1, True), (2, True), (2, False), (4, True)])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_balance_of_transformers(
-    make: Callable[[], nn.Module], masked: bool, stages: int, caplog: pytest.LogCaptureFixture
+    name: str, stages: int, masked: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    container = "network.model.layers"
     with caplog.at_level("INFO"):
-        record = family(make, masked, pipeline(stages, container, transport="loopback"))
+        record = family(name, family_pipeline(stages, transport="loopback"), masked=masked)
     assert not [each for each in caplog.messages if "not be compared" in each]
-    # transformers computes this loss in single precision.
-    assert difference(family(make, masked, "auto"), record) <= 1e-5
+    assert difference(family_on_one_process(name, masked), record) <= TOLERANCE
 
 
 def on_ranks(stages: int) -> dict[str, Record]:
@@ -312,13 +325,15 @@ def with_ddp(port: int) -> Record:
     return own("one hot", "ddp", 2)
 
 
-def family_on_replicas() -> Record:
-    return family(mixtral, True, pipeline(1, "network.model.layers"), 2)
+def families_on_ranks(
+    stages: int, replicas: int = 1, names: Iterable[str] = FAMILIES
+) -> dict[str, Record]:
+    return {name: family(name, family_pipeline(stages), stages * replicas) for name in names}
 
 
-def family_with_ddp(port: int) -> Record:
+def families_with_ddp(port: int) -> dict[str, Record]:
     join_ddp(2, port)
-    return family(mixtral, True, "ddp", 2)
+    return {name: family(name, "ddp", 2) for name in FAMILIES}
 
 
 @pytest.mark.slow
@@ -337,7 +352,18 @@ def test_each_replica_balances_its_own_batch_as_ddp_does() -> None:
 
 
 @pytest.mark.slow
-def test_each_replica_of_one_stage_balances_transformers_as_ddp_does() -> None:
-    expected = run_ranks(2, family_with_ddp, free_port())
-    for rank, record in enumerate(run_ranks(2, family_on_replicas)):
-        assert difference(expected[rank], record) <= 1e-5
+@pytest.mark.parametrize("stages", [2, 4])
+def test_the_balance_of_transformers_on_ranks(stages: int) -> None:
+    for records in run_ranks(stages, families_on_ranks, stages):
+        for name, record in records.items():
+            assert difference(family_on_one_process(name), record) <= TOLERANCE
+
+
+@pytest.mark.slow
+def test_each_replica_balances_transformers_as_ddp_does() -> None:
+    expected = run_ranks(2, families_with_ddp, free_port())
+    for stages, names in ((1, ["mixtral"]), (2, list(FAMILIES))):
+        ranks = run_ranks(2 * stages, families_on_ranks, stages, 2, names)
+        for rank, records in enumerate(ranks):
+            for name, record in records.items():
+                assert difference(expected[rank // stages][name], record) <= TOLERANCE
