@@ -68,7 +68,6 @@ WAYS = (
     replace(GRADUAL, decay=0.0),
     replace(GRADUAL, distill=0.5),
     replace(GRADUAL, score="magnitude"),
-    replace(GRADUAL, entries="random"),
     replace(GRADUAL, method="rigl", drop=0.3),
     replace(GRADUAL, method="set", drop=0.3),
 )
