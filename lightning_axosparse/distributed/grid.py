@@ -31,9 +31,10 @@ class Grid:
         replicas_per_batch: number of consecutive replicas that share each batch: each computes some
             of its micro-batches. It is above 1 where pipelines were replaced by shorter ones.
         g_tensor: ranks of a stage that share its layers.
+        g_expert: consecutive replicas over which the experts of a stage are spread.
 
     Raises:
-        MisconfigurationException: if ``g_inter * g_tensor`` is no positive divisor of
+        MisconfigurationException: if ``g_inter * g_tensor * g_expert`` is no positive divisor of
             ``world_size``.
     """
 
@@ -42,6 +43,7 @@ class Grid:
     rank: int = 0
     replicas_per_batch: int = 1
     g_tensor: int = 1
+    g_expert: int = 1
 
     def __post_init__(self) -> None:
         if self.g_inter < 1 or self.world_size % self.g_inter:
@@ -55,6 +57,12 @@ class Grid:
                 f"g_tensor={self.g_tensor} ranks for each of g_inter={self.g_inter} stages do not "
                 f"divide the world of {self.world_size} rank(s). Choose g_tensor from "
                 f"{divisors(self.world_size // self.g_inter)}, or change `devices`." + see("grid")
+            )
+        if self.g_expert < 1 or self.g_data % self.g_expert:
+            raise MisconfigurationException(
+                f"g_expert={self.g_expert} ranks, over which the experts of a stage are spread, do "
+                f"not divide g_data={self.g_data} replicas. Choose g_expert from "
+                f"{divisors(self.g_data)}, or change `devices`." + see("grid")
             )
 
     @property
@@ -81,6 +89,11 @@ class Grid:
     def tensor_rank(self) -> int:
         """Which part of tensor-parallel weights this rank has."""
         return self.pipeline_index % self.g_tensor
+
+    @property
+    def expert_rank(self) -> int:
+        """Which experts of its stage this rank has."""
+        return self._expert_rank(self.rank)
 
     @property
     def data_size(self) -> int:
@@ -123,6 +136,32 @@ class Grid:
         return [part for ranks in self.replica_ranks for part in _strided(ranks, self.g_inter)]
 
     @property
+    def whole_ranks(self) -> list[list[int]]:
+        """The ranks that have the whole model together, in each of its copies."""
+        return _consecutive(self.world_size, self._ranks_per_whole)
+
+    @property
+    def ordered_ranks(self) -> list[list[int]]:
+        """For each copy of the model and stage, the ranks whose layers exchange values."""
+        return [part for ranks in self.whole_ranks for part in _strided(ranks, self.g_inter)]
+
+    @property
+    def expert_ranks(self) -> list[list[int]]:
+        """For each copy of the model, stage and tensor rank, the ranks with its experts."""
+        every = self._ranks_per_replica
+        return [part for ranks in self.whole_ranks for part in _strided(ranks, every)]
+
+    @property
+    def same_expert_ranks(self) -> list[list[int]]:
+        """For each stage and expert rank, the ranks in all copies: they have the same experts."""
+        places = [(rank % self.g_inter, self._expert_rank(rank)) for rank in range(self.world_size)]
+        return [
+            [rank for rank, place in enumerate(places) if place == (stage, expert_rank)]
+            for expert_rank in range(self.g_expert)
+            for stage in range(self.g_inter)
+        ]
+
+    @property
     def batch_ranks(self) -> list[list[int]]:
         """For each data-parallel rank, the ranks that have it."""
         return _consecutive(self.world_size, self._ranks_per_batch)
@@ -141,6 +180,13 @@ class Grid:
     @property
     def _ranks_per_replica(self) -> int:
         return self.g_inter * self.g_tensor
+
+    def _expert_rank(self, rank: int) -> int:
+        return rank // self._ranks_per_replica % self.g_expert
+
+    @property
+    def _ranks_per_whole(self) -> int:
+        return self._ranks_per_replica * self.g_expert
 
     @property
     def _ranks_per_batch(self) -> int:

@@ -30,6 +30,13 @@ class ProcessGroups:
         tensor: the ranks that share this stage's layers.
         replica: all ranks of this replica; ``inter`` where ranks do not share layers.
         data: this stage in all replicas, with the same part of tensor-parallel weights.
+        experts: the ranks over which this stage's experts are spread.
+        same_experts: the ranks with the same experts; of this rank alone where no other has them,
+            None where experts are not spread.
+        whole: the ranks that have the whole model together; ``replica`` where experts are not
+            spread.
+        ordered: the ranks of this stage whose layers exchange values, so that they run the same
+            passes in the same order; ``tensor`` where experts are not spread.
         same_batch: the ranks with this rank's data-parallel rank, which receive the same batches;
             ``replica`` where replicas do not share batches.
         across_batches: the ranks that have the same place as this one among the ranks of their
@@ -50,6 +57,13 @@ class ProcessGroups:
         if self.tensor is not None:
             self.replica = _group_of(grid, grid.replica_ranks, "ranks of a replica")
         self.data = _group_of(grid, grid.stage_ranks, "replicas of a stage")
+        self.experts = self.same_experts = None
+        self.whole, self.ordered = self.replica, self.tensor
+        if grid.g_expert > 1:
+            self.experts = _group_of(grid, grid.expert_ranks, "ranks with experts of a stage")
+            self.same_experts = _group_of(grid, grid.same_expert_ranks, "the same experts", 1)
+            self.whole = _group_of(grid, grid.whole_ranks, "ranks of a whole model")
+            self.ordered = _group_of(grid, grid.ordered_ranks, "ranks that run the same passes")
         self.same_batch, self.across_batches, self.batch_replicas = self.replica, self.data, None
         if grid.replicas_per_batch > 1:
             self.same_batch = _group_of(grid, grid.batch_ranks, "ranks that share a batch")

@@ -44,6 +44,13 @@ _SHIFT = 1e-3
 class Rehearsal:
     """What the dry runs of a batch on this rank have in common: its samples, and what is put back.
 
+    Args:
+        module: the module.
+        parameters: those of this rank by which losses are differentiated, where they are trained.
+        samples: of the batch.
+        trains: whether the step returns a loss.
+        device: of this rank.
+
     Attributes:
         differentiates: whether the last stage differentiates the losses.
         measures: whether the memory of each micro-batch is measured.
@@ -55,8 +62,16 @@ class Rehearsal:
             computed from, where these are differentiated; None where the losses are.
     """
 
-    def __init__(self, module: nn.Module, samples: int, trains: bool, device: torch.device) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        samples: int,
+        trains: bool,
+        device: torch.device,
+    ) -> None:
         self.module, self.samples, self.trains, self.device = module, samples, trains, device
+        self.parameters = [each for each in parameters if each.requires_grad]
         self.differentiates = trains
         self.measures = False
         self.numbers: dict[int, RandomNumbers] = {}
@@ -94,12 +109,6 @@ class Rehearsal:
             yield
         finally:
             self.shifts = None
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """Those of this rank that are trained."""
-        held = self.module.parameters()
-        return [each for each in held if each.requires_grad and not each.is_meta]
 
 
 def _no_statistics(norm: Norm, device: torch.device) -> tuple[Tensor, Tensor]:

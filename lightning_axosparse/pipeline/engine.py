@@ -188,7 +188,7 @@ class Pipeline:
         """
         self.limit.begin_batch()
         schedule = self.choice.begin_batch()
-        order = self._order(schedule, batch, batch.weights.needs_batch)
+        order = self._order(schedule, batch, batch.weights.adds_all_first)
         first, shared = min(self._links), (batch, self._layers, self._rng, self._tracker)
         steps = {
             stage: TrainingStageStep(

@@ -12,6 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from lightning_axosparse.distributed.token_exchange import exchange_nothing
 from lightning_axosparse.pipeline.backward.parameter_gradients import WeightGradientQueue
 from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
 from lightning_axosparse.pipeline.batch_layout import copied
@@ -268,6 +269,8 @@ class TrainingStageStep(StageStep):
                 loss = self._weights.weighted(microbatch, loss_of(output), sources)
                 if loss is not None:
                     self._backward.differentiate(loss)
+                else:
+                    exchange_nothing([loss_of(output)])
         visit.validate_placeholders()
         if microbatch == 0:
             self._limit.measured_pending(self._stage, self._queue.bytes_of(microbatch))
@@ -321,6 +324,8 @@ def _differentiate(output: Any, gradients: Gradients) -> None:
     if pairs:
         outputs, incoming = zip(*pairs, strict=True)
         torch.autograd.backward(outputs, incoming)
+    else:
+        exchange_nothing(tensors(output))
 
 
 def _with_loss(output: Any, loss: Scalar) -> Any:

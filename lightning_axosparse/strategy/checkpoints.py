@@ -57,7 +57,7 @@ class StageCheckpoints:
         self._stage_module, self._stepped, self._shards = stage_module, stepped, shards
         self._metrics_shared = metrics_shared
         self._as_folders = config.save_distributed_checkpoint
-        self._in_parts = config.stages > 1 or config.g_tensor > 1 or self._as_folders
+        self._in_parts = config.stages > 1 or config.shares_layers or self._as_folders
         # A regrid changes the groups.
         self._tensors = StageTensors(lambda: stage_module.groups.inter)
         self._parts = StageTensors(lambda: None if shards is None else shards.group)
@@ -75,12 +75,13 @@ class StageCheckpoints:
         stage_module = self._stage_module
         module, grid = stage_module.module, stage_module.grid
         if grid.data_rank > 0:
+            if grid.data_rank < grid.g_expert:
+                stage_module.parts.whole_values()
             return {}
         if self._is_ordinary:
             return module.state_dict()
         with self._metrics_shared(), in_parts(module):
-            tensors = stage_module.tensors
-            whole = {} if tensors is None else tensors.whole_values()
+            whole = stage_module.parts.whole_values()
             if grid.pipeline_index > 0:
                 return {}
             for average in weight_averages(module.trainer):
@@ -107,8 +108,8 @@ class StageCheckpoints:
     @property
     def _sparse(self) -> dict[str, OwnedParameter]:
         """The sparsely stored parameters whose whole state is that of their kept entries."""
-        sparse, tensors = sparse_parameters(self._stage_module.module), self._stage_module.tensors
-        return {n: e for n, e in sparse.items() if tensors is None or not tensors.is_split(n)}
+        sparse, parts = sparse_parameters(self._stage_module.module), self._stage_module.parts
+        return {name: entry for name, entry in sparse.items() if name not in parts}
 
     def _states(self, optimizer: Optimizer) -> dict[str, Mapping[str, Any]]:
         """The state of each parameter that this rank keeps, by name; collective over replicas.
@@ -117,9 +118,8 @@ class StageCheckpoints:
         """
         held = self._stage_module.sharding.held()
         states = {name: optimizer.state.get(parameter, {}) for name, parameter in held.items()}
-        tensors = self._stage_module.tensors
-        if tensors is not None:
-            states = {name: tensors.whole_state(name, state) for name, state in states.items()}
+        parts = self._stage_module.parts
+        states = {name: parts.whole_state(name, state) for name, state in states.items()}
         if self._shards is None:
             return states
         whole = gather_shards(states, held, self._parts)
@@ -173,8 +173,7 @@ class StageCheckpoints:
         if not self._is_ordinary:
             state = local_model_state(state, stage_module.sharding, stage_module.stages)
             strict = False
-        if stage_module.tensors is not None:
-            state = stage_module.tensors.local_values(state)
+        state = stage_module.parts.local_values(state)
         load_values(stage_module.module, state, strict)
 
     def load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -185,8 +184,7 @@ class StageCheckpoints:
             return
         sparse = sparse_parameters(stage_module.module)
         groups, held = stage_module.group_names(optimizer), stage_module.sharding.held()
-        if stage_module.tensors is not None:
-            state = {**state, "state": stage_module.tensors.local_states(state["state"], groups)}
+        state = {**state, "state": stage_module.parts.local_states(state["state"], groups)}
         local = local_optimizer_state(state, groups, held, sparse)
         if stepped is None:
             optimizer.load_state_dict(local)

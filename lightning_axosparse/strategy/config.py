@@ -43,13 +43,15 @@ class Config:
     regrid: int | Literal["auto"] | None
     g_tensor: int
     tensor_plan: TensorPlan | None
+    g_expert: int
+    experts: str | Sequence[str] | None
 
     def __post_init__(self) -> None:
         """Check what must go together."""
         self._check_grid()
         self._check_schedule()
         self._check_regrid()
-        self._check_tensor_parallel()
+        self._check_shared_layers()
 
     @property
     def stages(self) -> int:
@@ -69,14 +71,19 @@ class Config:
     @property
     def pipelines(self) -> bool:
         """Whether there are stages or micro-batches, or layers that are computed again."""
-        split = self.stages > 1 or self.parts > 1 or self.g_tensor > 1
+        split = self.stages > 1 or self.parts > 1 or self.shares_layers
         return split or self.recompute is not None or self.defers_gradients
+
+    @property
+    def shares_layers(self) -> bool:
+        """Whether several ranks have each a part of a layer."""
+        return self.g_tensor > 1 or self.g_expert > 1
 
     def schedules(self, module: LightningModule, device: torch.device) -> ScheduleRule:
         """How the training schedule is chosen."""
         may_defer = (
             self.stages > 1
-            and self.g_tensor == 1  # Stages would measure times of their own.
+            and not self.shares_layers  # Stages would measure times of their own.
             and self.recompute is None
             and self.transport == "mpi"
             and device.type == "cpu"
@@ -106,9 +113,17 @@ class Config:
                 "alone. Leave one of them out." + see("grid")
             )
 
-    def _check_tensor_parallel(self) -> None:
-        if self.g_tensor == 1:
+    def _check_shared_layers(self) -> None:
+        if self.g_expert > 1 and self.experts is None:
+            raise MisconfigurationException(
+                f"g_expert={self.g_expert} ranks have each a part of the experts, but it is not "
+                "said which experts. Give experts='auto' for a Hugging Face module, or the names "
+                "of modules, such as experts='model.layers.*.mlp.experts'." + see("expert-parallel")
+            )
+        if not self.shares_layers:
             return
+        name = "g_tensor" if self.g_tensor > 1 else "g_expert"
+        given = f"{name}={getattr(self, name)}"
         unsupported = {
             "transport": self.transport == "loopback",
             "balance": self.balance == "time",
@@ -118,10 +133,10 @@ class Config:
             "shard_optimizer": self.shard_optimizer,
             "save_distributed_checkpoint": self.save_distributed_checkpoint,
         }
-        for name in (name for name, is_given in unsupported.items() if is_given):
+        for other in (each for each, is_given in unsupported.items() if is_given):
             raise MisconfigurationException(
-                f"{name}={getattr(self, name)!r} does not work with g_tensor={self.g_tensor}, "
-                f"which splits weights over several ranks. Leave {name} or g_tensor out."
+                f"{other}={getattr(self, other)!r} does not work with {given}, "
+                f"which splits weights over several ranks. Leave {other} or {name} out."
                 + see("tensor-parallel")
             )
 

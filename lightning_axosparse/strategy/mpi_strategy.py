@@ -57,6 +57,7 @@ class MPIStrategy(ParallelStrategy):
     Args:
         ranks_per_pipeline: ranks that make up a pipeline.
         g_tensor: pipelines that make up a replica.
+        g_expert: replicas over which experts are spread.
         timeout: seconds that a rank waits for others at a time before it ends the job.
         restarts: how many times a call begins again that has lost a rank.
         cluster_environment: what Lightning asks about the cluster, such as how Slurm requeues jobs;
@@ -68,6 +69,7 @@ class MPIStrategy(ParallelStrategy):
         self,
         ranks_per_pipeline: int,
         g_tensor: int,
+        g_expert: int,
         timeout: float,
         restarts: int = 0,
         cluster_environment: ClusterEnvironment | None = None,
@@ -76,7 +78,8 @@ class MPIStrategy(ParallelStrategy):
         environment.check_connected()
         self._job = environment.MPIJobEnvironment()
         super().__init__(cluster_environment=cluster_environment or self._job, **plugins)
-        self._ranks_per_pipeline, self._g_tensor = ranks_per_pipeline, g_tensor
+        self._ranks_per_pipeline = ranks_per_pipeline
+        self._g_tensor, self._g_expert = g_tensor, g_expert
         self._timeout, self._restarts = timeout, restarts
         self.num_nodes = 1
         """Number of nodes, as given to the Trainer, which sets it."""
@@ -134,7 +137,8 @@ class MPIStrategy(ParallelStrategy):
         return self._grid_of(self.global_rank)
 
     def _grid_of(self, rank: int) -> Grid:
-        return Grid(self._ranks, self._ranks_per_pipeline, rank, g_tensor=self._g_tensor)
+        shared = {"g_tensor": self._g_tensor, "g_expert": self._g_expert}
+        return Grid(self._ranks, self._ranks_per_pipeline, rank, **shared)
 
     @property
     def is_distributed(self) -> bool:

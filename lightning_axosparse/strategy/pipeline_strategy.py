@@ -27,6 +27,7 @@ from lightning_axosparse.sparse.module.parameters import owned_parameters
 from lightning_axosparse.strategy.checkpoints import load_whole_optimizer
 from lightning_axosparse.strategy.compat.internals import files_mapped, reading_files, trainer_of
 from lightning_axosparse.strategy.config import Config
+from lightning_axosparse.strategy.expert_parallel import SpreadExperts
 from lightning_axosparse.strategy.launcher.launcher import MPILauncher
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
 from lightning_axosparse.strategy.partitioner import Partitioner
@@ -69,7 +70,8 @@ class PipelineStrategy(MPIStrategy):
 
     def __init__(self, config: Config, timeout: float, restarts: int = 0, **plugins: Any) -> None:
         ranks_per_pipeline = config.stages if config.transport == "mpi" else 1
-        super().__init__(ranks_per_pipeline, config.g_tensor, timeout, restarts, **plugins)
+        shared = config.g_tensor, config.g_expert
+        super().__init__(ranks_per_pipeline, *shared, timeout, restarts, **plugins)
         self.config = config
         self._tensors: TensorShards | None = None
         self._state: AtRest | Running | LeftSharded = AtRest()
@@ -175,6 +177,11 @@ class PipelineStrategy(MPIStrategy):
             # Those of an earlier fit may belong to another module.
             optimizers = self.optimizers
         partition = layers.balanced(partition)
+        experts = None
+        if self._groups.experts is not None:
+            assert self.config.experts is not None
+            groups = self._groups.experts, self._groups.tensor
+            experts = SpreadExperts(self._module, self.config.experts, *groups)
         stage_module = StageModule(
             self.config,
             self._module,
@@ -183,6 +190,7 @@ class PipelineStrategy(MPIStrategy):
             layers.stages,
             self.root_device,
             self._tensors,
+            experts,
         )
         stage_module.shard(optimizers)
         self._undo.callback(self._end_run, stage_module)

@@ -1,15 +1,16 @@
-"""Converts a parameter between all of it and the part of one rank of a tensor group."""
+"""Converts a parameter between all of it and the part of one rank of a group."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_axosparse.distributed.process_groups import broadcast
 from lightning_axosparse.pruning.scores import Stored
 from lightning_axosparse.sparse.module.optimizer_state import expand_state, with_master
 from lightning_axosparse.sparse.module.parameters import OwnedParameter, set_values
@@ -18,20 +19,35 @@ from lightning_axosparse.sparse.store.formats import layout_of
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.materialize import DenseForm
 
+T = TypeVar("T")
+
 
 class SplitParameter:
     """A parameter of which each rank of a group has a part, along one dimension.
 
     Of one that is stored sparse each rank keeps the entries that are kept of its part.
 
+    Args:
+        entry: the parameter, whole, and its owners, which must read it plainly meanwhile.
+        dimension: along which it is split.
+        sizes: the length of each rank's part; a rank may have nothing of it.
+        group: the ranks.
+
     Attributes:
-        entry: the parameter and its owners, which must not read it as ``DTensor`` meanwhile.
+        entry: the parameter and its owners.
         shape: the dense shape of all of it.
+        group: the ranks that have a part.
     """
 
-    def __init__(self, entry: OwnedParameter, dimension: int, group: dist.ProcessGroup) -> None:
-        self.entry, self.shape = entry, entry.parameter.shape
-        self._dimension, self._group = dimension, group
+    def __init__(
+        self,
+        entry: OwnedParameter,
+        dimension: int,
+        sizes: Sequence[int],
+        group: dist.ProcessGroup,
+    ) -> None:
+        self.entry, self.shape, self.group = entry, entry.shape, group
+        self._dimension, self._sizes = dimension, list(sizes)
 
     def gather(self, optimizers: Iterable[Optimizer]) -> None:
         """Have all of it, its gradient and state on each rank; collective."""
@@ -48,11 +64,11 @@ class SplitParameter:
         optimizers: Iterable[Optimizer],
     ) -> None:
         parameter, form = self.entry.parameter, self.entry.form
-        shape, gradient = parameter.shape, parameter.grad
+        shape, gradient = parameter.shape, self.gradient()
         for optimizer in optimizers:
-            if parameter in optimizer.state:
-                state = optimizer.state[parameter]
-                state.update(_with_shape(state, shape, converted))
+            state = self._agreed(optimizer.state.get(parameter, {}))
+            if state:
+                optimizer.state[parameter] = _with_shape(state, shape, converted)
         gradient = None if gradient is None else converted(gradient)
         set_values(parameter, converted(parameter.detach()), gradient)
         if layout is not None:
@@ -75,6 +91,36 @@ class SplitParameter:
         made = layout_of(redistributed(layout.mask().to(torch.uint8)).bool())
         return made, lambda kept: made.compress(redistributed(layout.densify(kept)))
 
+    def gradient(self) -> Tensor | None:
+        """This rank's part of its gradient, also where it has nothing of it; collective."""
+        gradient = self.entry.parameter.grad
+        if self._of_owner(gradient is not None) and gradient is None:
+            return torch.zeros_like(self.entry.parameter)
+        return gradient
+
+    def _agreed(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Its optimizer state, also where this rank has nothing of it; collective.
+
+        An optimizer makes no state of a parameter that never gets a gradient.
+        """
+        part = self.entry.parameter
+        kinds = self._of_owner(
+            {k: v.dtype if _is_of(part.shape, v) else v for k, v in state.items()}
+        )
+        return {
+            key: state.get(key, torch.empty_like(part, dtype=kind))
+            if isinstance(kind, torch.dtype)
+            else kind
+            for key, kind in kinds.items()
+        }
+
+    def _of_owner(self, value: T) -> T:
+        """The value of the rank that has all of it; of this one where each has a part."""
+        owners = [rank for rank, size in enumerate(self._sizes) if size]
+        if len(owners) == len(self._sizes):
+            return value
+        return broadcast(value, dist.get_global_rank(self.group, owners[0]), self.group)
+
     def dense(self) -> Tensor:
         """All of its values, dense; collective."""
         parameter = self.entry.parameter.detach()
@@ -82,6 +128,7 @@ class SplitParameter:
 
     def dense_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """All of its optimizer state, dense, as checkpoints hold it; collective."""
+        state = self._agreed(state)
         if self.entry.layout is None:
             return _with_shape(state, self.entry.parameter.shape, self._joined)
         state = expand_state(with_master(self.entry, state), self.entry.layout)
@@ -90,7 +137,7 @@ class SplitParameter:
     def stored(self, state: Mapping[str, Any]) -> Stored:
         """All of it as one process would have it; collective."""
         parameter = self.entry.parameter.detach()
-        layout, joined = self.joining()
+        state, (layout, joined) = self._agreed(state), self.joining()
         return Stored(joined(parameter), _with_shape(state, parameter.shape, joined), layout)
 
     def local(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,13 +145,20 @@ class SplitParameter:
         return _with_shape(values, self.shape, self._part)
 
     def _part(self, whole: Tensor) -> Tensor:
-        part = whole.chunk(self._group.size(), self._dimension)[self._group.rank()]
+        part: Tensor = whole.split(self._sizes, self._dimension)[self.group.rank()]
         return part.clone(memory_format=torch.contiguous_format)
 
     def _joined(self, part: Tensor) -> Tensor:
-        parts = [torch.empty_like(part).contiguous() for _ in range(self._group.size())]
-        dist.all_gather(parts, part.detach().contiguous(), group=self._group)
+        shapes = [list(part.shape) for _ in self._sizes]
+        for shape, size in zip(shapes, self._sizes, strict=True):
+            shape[self._dimension] = size
+        parts = [part.new_empty(shape) for shape in shapes]
+        dist.all_gather(parts, part.detach().contiguous(), group=self.group)
         return torch.cat(parts, self._dimension)
+
+
+def _is_of(shape: torch.Size, value: Any) -> bool:
+    return isinstance(value, Tensor) and value.shape == shape
 
 
 def _with_shape(
@@ -112,6 +166,5 @@ def _with_shape(
 ) -> dict[str, Any]:
     """A state in which tensors of a shape are converted."""
     return {
-        key: converted(value) if isinstance(value, Tensor) and value.shape == shape else value
-        for key, value in state.items()
+        key: converted(value) if _is_of(shape, value) else value for key, value in state.items()
     }

@@ -28,6 +28,7 @@ from lightning_axosparse.sparse.module.parameters import forget, owners, sparse_
 from lightning_axosparse.sparse.store.scratch import scratch
 from lightning_axosparse.strategy.compat.internals import move_module
 from lightning_axosparse.strategy.config import Config
+from lightning_axosparse.strategy.expert_parallel import SpreadExperts
 from lightning_axosparse.strategy.sharded_module import (
     bring,
     is_left_sharded,
@@ -36,6 +37,7 @@ from lightning_axosparse.strategy.sharded_module import (
     validate_values,
 )
 from lightning_axosparse.strategy.validation import validate_parameters_known
+from lightning_axosparse.strategy.weight_parts import Division, WeightParts
 
 if TYPE_CHECKING:  # DTensor, which only runs with g_tensor need.
     from lightning_axosparse.strategy.tensor_parallel import TensorShards
@@ -51,7 +53,9 @@ class StageModule:
         grid: the grid of ranks.
         partition: which layers each stage computes.
         sharding: which tensors each stage keeps.
-        tensors: which of them the ranks of a tensor group share; None where there is no group.
+        tensors: those that a tensor group splits; None where there is no group.
+        experts: those that are spread over several ranks; None where they are not.
+        parts: the parameters of which this rank has a part.
         layers: the partitioned layers.
         split: the layers whose weight gradients may be made apart from backward passes.
         reducer: sums gradients over the ranks that keep the same parameters; None in a job of one.
@@ -66,10 +70,13 @@ class StageModule:
         groups: ProcessGroups,
         stages: range,
         device: torch.device,
-        tensors: TensorShards | None,
+        tensors: TensorShards | None = None,
+        experts: SpreadExperts | None = None,
     ) -> None:
         self.module, self.stages, self.device = module, stages, device
-        self.tensors = tensors
+        self.tensors, self.experts = tensors, experts
+        divisions: tuple[Division | None, ...] = tensors, experts
+        self.parts = WeightParts(module, [each for each in divisions if each is not None])
         self.partition = partition
         self.groups, self.grid = groups, groups.grid
         self.sharding = Sharding(module, partition.names, partition.parts, device)
@@ -127,8 +134,7 @@ class StageModule:
                 forget(parameter, owned[name], optimizers)
         move_module(self.module, self.device)
         self._broadcast_weights()
-        if self.tensors is not None:
-            self.tensors.split(self.sharding.held())
+        self.parts.split(self.sharding.held())
         self._attach()
 
     @contextmanager
@@ -164,17 +170,16 @@ class StageModule:
         self.share_outer_buffers(self.module)
 
     def _join(self) -> None:
-        if self.tensors is not None:
+        if self.parts:
             # After an exception others may not be there any more.
             interrupted = self.module.trainer.state.status == TrainerStatus.INTERRUPTED
-            self.tensors.join(self._optimizers, not interrupted)
+            self.parts.join(self._optimizers, not interrupted)
 
     def counter(self) -> Callable[[Tensor], bool]:
-        """What says whether this rank counts a parameter: each part once over a replica."""
+        """What says whether this rank counts a parameter: each part once over a whole model."""
         held = self.sharding.held()
         names: dict[Tensor, str] = {held[name]: name for name in self.sharding.counted()}
-        tensors = self.tensors
-        return lambda p: p in names and (tensors is None or tensors.counts(names[p]))
+        return lambda p: p in names and self.parts.counts(names[p])
 
     @torch.no_grad()
     def share_outer_buffers(self, module: nn.Module) -> None:
@@ -224,8 +229,8 @@ class StageModule:
         held = self.sharding.held()
         for name, stages in self.sharding.holders.items():
             own, stage = held.get(name), min(stages)
-            if own is not None and self.tensors is not None:
-                own = self.tensors.whole_parameter(name, own)
+            if own is not None:
+                own = self.parts.whole_parameter(name, own)
             values = own if own is None else (own.detach().cpu(), _on_cpu(own.grad))
             values = self.groups.broadcast_along_pipeline(values, stage)
             if own is not None:
@@ -338,14 +343,30 @@ class StageModule:
     def _reduction_groups(self) -> list[ReductionGroup]:
         """The kept parameters by the ranks that keep them, in the same order on all ranks."""
         by_stages: dict[frozenset[int], list[nn.Parameter]] = {}
+        spread = []
         for name, parameter in self.sharding.held().items():
-            by_stages.setdefault(self._holders(name), []).append(parameter)
+            if self._is_spread(name):
+                spread.append(parameter)
+            else:
+                by_stages.setdefault(self._holders(name), []).append(parameter)
         reduced = []
         for stages in sorted(by_stages, key=sorted):
             group = self.groups.holding(stages)
             if group is not None:
                 reduced.append(ReductionGroup(group, by_stages[stages]))
+        if spread:
+            assert self.groups.same_experts is not None
+            reduced.append(ReductionGroup(self.groups.same_experts, spread))
         return reduced
+
+    def _is_spread(self, name: str) -> bool:
+        """Whether a parameter is that of experts, which compute the tokens of several replicas."""
+        group = self.parts.group_of(name)
+        return group is not None and group is self.groups.experts
+
+    def own_loss_parameters(self) -> list[nn.Parameter]:
+        """The parameters whose gradients on this rank are those of the losses of its replica."""
+        return [p for name, p in self.sharding.held().items() if not self._is_spread(name)]
 
     def sharing_batch(self, parameters: Collection[nn.Parameter]) -> dict[nn.Parameter, Any]:
         """The ranks that have each a part of a batch's gradient of these parameters of this rank.

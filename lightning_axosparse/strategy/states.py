@@ -124,7 +124,7 @@ class Running:
         if config.shard_optimizer and optimizers:
             self.shards = OptimizerShards(optimizers[0], lambda: stage_module.groups.data)
             seen = gradients_are_seen(trainer) or clearing_is_seen(trainer)
-            if not seen and stage_module.tensors is None:  # a tensor group compares gradients
+            if not seen:
                 stage_module.divide_gradients(self.shards.part)
         stepped = _placed(config, optimizers, stage_module, self.shards, undo)
         strategy.setup_precision_plugin()
@@ -195,8 +195,8 @@ class Running:
 
         They are yielded one by one where parameters are put together for it; collective.
         """
-        tensors = self.stage_module.tensors
-        if self.shards is None and tensors is None:
+        parts = self.stage_module.parts
+        if self.shards is None and not parts:
             yield masks
             return
         named = dict(self.stage_module.module.named_parameters(remove_duplicate=False))
@@ -204,8 +204,7 @@ class Running:
             if self.shards is not None:
                 context = self.shards.whole_state([named[name]])
             else:
-                assert tensors is not None
-                context = tensors.whole([name], self._optimizers)
+                context = parts.whole([name], self._optimizers)
             with context:
                 yield {name: mask}
 

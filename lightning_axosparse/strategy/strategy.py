@@ -149,6 +149,12 @@ class AxoSparseStrategy(PipelineStrategy):
             names of modules, such as ``{"layers.*.up": ColwiseParallel()}``. None: the module's
             ``configure_model`` calls ``parallelize_module`` on
             ``self.device_mesh["tensor_parallel"]``, as for Lightning's ``ModelParallelStrategy``.
+        g_expert: ranks over which the experts of a stage are spread: so many consecutive replicas,
+            which have each a part of the experts, send one another their tokens, and run the same
+            passes in the same order (expert parallelism). It divides the number of replicas.
+        experts: which experts these are: "auto" takes the plan of a Hugging Face module; else the
+            names of modules whose ``forward`` takes ``hidden_states``, ``top_k_index`` and
+            ``top_k_weights``, as a pattern such as ``"model.layers.*.mlp.experts"`` or several.
         timeout: seconds, or a ``timedelta``, for which a rank waits for others at a time; after
             that every rank that can be reached prints where it is, and the job ends with the names
             of those that do not answer. It should be longer than what one rank may do while others
@@ -188,6 +194,8 @@ class AxoSparseStrategy(PipelineStrategy):
         regrid=COUNT | one_of("auto") | NONE,
         g_tensor=COUNT,
         tensor_plan=one_of("auto") | instance_of("a dict", dict) | NONE,
+        g_expert=COUNT,
+        experts=TEXT | NAMES | NONE,
     )
     def __init__(
         self,
@@ -209,6 +217,8 @@ class AxoSparseStrategy(PipelineStrategy):
         regrid: int | Literal["auto"] | None = None,
         g_tensor: int = 1,
         tensor_plan: TensorPlan | None = None,
+        g_expert: int = 1,
+        experts: str | Sequence[str] | None = None,
         timeout: float | timedelta = timedelta(minutes=30),
         restarts: int = 0,
         **plugins: Any,
@@ -235,6 +245,8 @@ class AxoSparseStrategy(PipelineStrategy):
             regrid,
             g_tensor,
             tensor_plan,
+            g_expert,
+            experts,
         )
         super().__init__(
             config,
@@ -284,6 +296,12 @@ class AxoSparseStrategy(PipelineStrategy):
         return 0 if reducer is None else reducer.reduced_bytes
 
     @property
+    def token_bytes(self) -> int:
+        """Bytes of tokens and their gradients that this rank has sent to others in this run."""
+        experts = self._state.run.stage_module.experts
+        return 0 if experts is None else experts.sent_bytes
+
+    @property
     def in_flight(self) -> int:
         """Most micro-batches that a stage may hold, as of the last training batch."""
         return self._state.run.runner.limit.value
@@ -326,12 +344,12 @@ class AxoSparseStrategy(PipelineStrategy):
         be read only.
         """
         held, sparse = self.held_parameters(), layouts(self._module)
-        tensors = self._state.stage_module.tensors
+        parts = self._state.stage_module.parts
 
         def read(name: str) -> Stored:
             weight = held[name]
             stored = Stored(weight, self.optimizer_state_of(weight), sparse.get(name))
-            return stored if tensors is None else tensors.whole_stored(name, stored)
+            return parts.whole_stored(name, stored)
 
         return read
 

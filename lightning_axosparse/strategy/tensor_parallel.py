@@ -1,17 +1,16 @@
 """Splits weights over the ranks of a tensor group, as torch's plans of tensor parallelism say.
 
-While a run has the module, the parameter of a split weight is this rank's part of it, a tensor like
-any other: gradients, their all-reduce, optimizers and clipping know nothing of the group. Where its
+While a run has the module, the parameter of a split weight is this rank's part of it. Where its
 layer reads it, it is the ``DTensor`` that the plan has made of it. What the layer then computes and
 exchanges is torch's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -28,10 +27,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.distributed.tensor.placement_types import Placement
-from torch.optim import Optimizer
 
-from lightning_axosparse.pruning.scores import Stored
-from lightning_axosparse.sparse.module.parameters import PartOwner, owned_parameters
+from lightning_axosparse.sparse.module.parameters import OwnedParameter, own_all, own_parts
 from lightning_axosparse.sparse.module.sparse_module import SparseModule
 from lightning_axosparse.strategy.compat.internals import set_device_mesh
 from lightning_axosparse.strategy.split_parameter import SplitParameter
@@ -97,17 +94,20 @@ class TensorShards:
     Args:
         module: the module, whole.
         mesh: Lightning's mesh, whose dimension ``tensor_parallel`` has the ranks that share layers.
+
+    Attributes:
+        group: the ranks that share layers.
     """
 
     def __init__(self, module: LightningModule, mesh: DeviceMesh) -> None:
         self._module, self._all_dimensions = module, mesh
         self._mesh = mesh["tensor_parallel"]
-        self._group = group = self._mesh.get_group()
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self.group = self._mesh.get_group()
+        self._size = dist.get_world_size(self.group)
         self._placements: dict[str, Placement] = {}
         self._placed: dict[nn.Parameter, Placement] = {}
         self._split: dict[str, SplitParameter] = {}
-        self._is_whole = True
+        self._readers: list[nn.Module] = []
         self._gradients_are_compared = False
 
     @contextmanager
@@ -138,7 +138,7 @@ class TensorShards:
             )
 
     def _take_in(self, tied: Sequence[Sequence[str]], with_hooks: set[str]) -> None:
-        """Note how weights are placed, and have them whole again until :meth:`split`."""
+        """Note how weights are placed, and have them whole again until they are split."""
         with_hooks = with_hooks | _hooked(self._module)
         made: dict[Tensor, nn.Parameter] = {}
         for path, owner in self._module.named_modules():
@@ -183,30 +183,38 @@ class TensorShards:
             )
         return placement
 
-    # From whole weights to parts, and back
+    # Reading parts
 
-    def split(self, held: Mapping[str, nn.Parameter]) -> None:
-        """Keep this rank's part of the parameters that its stage holds."""
-        owned = {entry.names[0]: entry for entry in owned_parameters(self._module)}
-        for name in (name for name in held if name in self._placements):
-            placement = self._placements[name]
-            self._placed[held[name]] = placement
+    def divided(self, held: Mapping[str, OwnedParameter]) -> dict[str, SplitParameter]:
+        """The parameters of this stage that the plan splits."""
+        for name in held.keys() & self._placements.keys():
+            entry, placement = held[name], self._placements[name]
+            self._placed[entry.parameter] = placement
             if isinstance(placement, Shard):
-                self._split[name] = SplitParameter(owned[name], placement.dim, self._group)
-        self._divide(self._split.values(), ())
+                length = entry.shape[placement.dim] // self._size
+                sizes = [length] * self._size
+                self._split[name] = SplitParameter(entry, placement.dim, sizes, self.group)
+        return self._split
 
-    def join(self, optimizers: Iterable[Optimizer], together: bool) -> None:
-        """Make parameters and optimizers' state whole, and the layers ordinary ones.
+    def read_parts(self) -> None:
+        """Let layers read their parts as ``DTensor``."""
+        shapes = {split.entry.parameter: split.shape for split in self._split.values()}
+        for owner in self._module.modules():
+            own = {key: p for key, p in owner._parameters.items() if p in self._placed}
+            if own:
+                reads = {
+                    k: _as_dtensor(owner, k, self._mesh, self._placed[p]) for k, p in own.items()
+                }
+                own_parts(owner, {k: shapes[p] for k, p in own.items() if p in shapes}, **reads)
+                self._readers.append(owner)
 
-        Args:
-            optimizers: those that step the parameters.
-            together: whether all ranks of the group do so; else parts stay parts.
-        """
-        self._read_plainly()
-        if together:
-            for split in self._split.values():
-                split.entry.parameter.grad = None
-                split.gather(optimizers)
+    def read_plainly(self) -> None:
+        """Let layers read parameters as they are."""
+        while self._readers:
+            own_all(self._readers.pop())
+
+    def end(self) -> None:
+        """Make the layers ordinary ones."""
         for owner in self._module.modules():
             for hooks in (owner._forward_pre_hooks, owner._forward_hooks):
                 for key, hook in list(hooks.items()):
@@ -214,97 +222,6 @@ class TensorShards:
                         del hooks[key]
         self._placed, self._split, self._placements = {}, {}, {}
         set_device_mesh(self._module, None)
-
-    @contextmanager
-    def whole(
-        self, names: Collection[str] | None = None, optimizers: Sequence[Optimizer] = ()
-    ) -> Iterator[None]:
-        """Have whole parameters with whole gradients and state; collective over the group.
-
-        What changes inside the context, the ranks of the group have to change alike.
-
-        Args:
-            names: the parameters; None for all of this stage.
-            optimizers: those whose state of the parameters is whole, too.
-        """
-        splits = [s for name, s in self._split.items() if names is None or name in names]
-        self._read_plainly()
-        self._is_whole = names is None
-        for split in splits:
-            split.gather(optimizers)
-        try:
-            yield
-        finally:
-            self._divide(splits, optimizers)
-
-    def _divide(self, splits: Iterable[SplitParameter], optimizers: Sequence[Optimizer]) -> None:
-        for split in splits:
-            split.divide(optimizers)
-        self._is_whole = False
-        shapes = {split.entry.parameter: split.shape for split in self._split.values()}
-        for owner in self._module.modules():
-            own = {k: p for k, p in owner._parameters.items() if p in self._placed}
-            if own:
-                placements = {key: self._placed[parameter] for key, parameter in own.items()}
-                whole = {
-                    key: shapes[parameter] for key, parameter in own.items() if parameter in shapes
-                }
-                _read_as_dtensors(owner, self._mesh, placements, whole)
-
-    def _read_plainly(self) -> None:
-        for owner in self._module.modules():
-            if isinstance(owner, _DTensorReader):
-                owner.__class__ = type(owner).__bases__[1]
-
-    # What clipping, hooks, tickets and checkpoints ask
-
-    def counts(self, name: str) -> bool:
-        """Whether this rank counts a parameter: of what all ranks have, the first one."""
-        return self._rank == 0 or (name in self._split and not self._is_whole)
-
-    def is_split(self, name: str) -> bool:
-        """Whether this rank has a part of a parameter."""
-        return name in self._split
-
-    def whole_values(self) -> dict[str, Tensor]:
-        """The whole, dense values of the split parameters; collective over the group."""
-        return {name: split.dense() for name, split in self._split.items()}
-
-    def whole_parameter(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
-        """A parameter, or a copy of all of it with its gradient; collective over the group."""
-        if name not in self._split:
-            return parameter
-        _, joined = self._split[name].joining()
-        whole = nn.Parameter(joined(parameter.detach()), parameter.requires_grad)
-        if parameter.grad is not None:
-            whole.grad = joined(parameter.grad)
-        return whole
-
-    def whole_stored(self, name: str, stored: Stored) -> Stored:
-        """All of a parameter, with its optimizer state; collective over the group."""
-        return self._split[name].stored(stored.state) if name in self._split else stored
-
-    def whole_state(self, name: str, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A parameter's optimizer state, with whole, dense tensors; collective over the group."""
-        return self._split[name].dense_state(state) if name in self._split else state
-
-    def local_values(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A module's state with this rank's parts in place of whole tensors."""
-        return {
-            name: self._split[name].local({"": value})[""] if name in self._split else value
-            for name, value in state.items()
-        }
-
-    def local_states(
-        self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Sequence[str]]
-    ) -> dict[int, Mapping[str, Any]]:
-        """An optimizer's state, by number, with this rank's parts in place of whole tensors."""
-        names = [name for group in groups for name in group]
-        return {
-            number: self._split[name].local(state) if name in self._split else state
-            for number, state in states.items()
-            for name in [names[number]]
-        }
 
     def validate_gradients(self, held: Mapping[str, nn.Parameter], tolerance: float) -> None:
         """Check, once, that all ranks have the same gradients of what is not split; collective.
@@ -319,7 +236,7 @@ class TensorShards:
         gradients = [held[name].grad for name in names]
         mine = torch.tensor([0.0 if g is None else float(g.double().norm()) for g in gradients])
         norms = [torch.empty_like(mine) for _ in range(self._size)]
-        dist.all_gather(norms, mine, group=self._group)
+        dist.all_gather(norms, mine, group=self.group)
         for name, (first, *others) in zip(names, torch.stack(norms, 1).tolist(), strict=True):
             if any(abs(other - first) > tolerance * max(first, other) for other in others):
                 raise MisconfigurationException(
@@ -330,33 +247,18 @@ class TensorShards:
                 )
 
 
-class _DTensorReader(PartOwner):
-    """Marks the class of a layer whose weights are parts, and which reads them as ``DTensor``."""
-
-
-def _read_as_dtensors(
-    owner: nn.Module,
-    mesh: DeviceMesh,
-    placements: Mapping[str, Placement],
-    whole_shapes: Mapping[str, torch.Size],
-) -> None:
-    """Let these parameters of a layer read as parts of whole tensors."""
+def _as_dtensor(owner: nn.Module, key: str, mesh: DeviceMesh, placement: Placement) -> property:
+    """Reads a parameter of a layer as its part of a whole tensor."""
     own = type(owner)
-    sparse = vars(own) if issubclass(own, SparseModule) else {}
+    sparse = vars(own).get(key) if issubclass(own, SparseModule) else None
 
-    def read(self: nn.Module, key: str) -> Tensor:
+    def read(self: nn.Module) -> Tensor:
         # The part itself may be a sparse weight, of which torch's operators get dense tensors.
-        local = sparse[key].fget(self) if key in sparse else self._parameters[key]
+        local = self._parameters[key] if sparse is None else sparse.fget(self)
         assert local is not None
-        return DTensor.from_local(local, mesh, [placements[key]], run_check=False)
+        return DTensor.from_local(local, mesh, [placement], run_check=False)
 
-    properties = {key: property(partial(read, key=key)) for key in placements}
-    names = {
-        "__module__": own.__module__,
-        "__qualname__": own.__qualname__,
-        "whole_shapes": whole_shapes,
-    }
-    owner.__class__ = type(own.__name__, (_DTensorReader, own), {**names, **properties})
+    return property(read)
 
 
 def _tied(module: nn.Module) -> list[list[str]]:

@@ -34,6 +34,7 @@ from lightning_axosparse.strategy.compat.internals import (
     writes_in_background,
 )
 from lightning_axosparse.strategy.config import Config
+from lightning_axosparse.strategy.expert_parallel import validate_experts
 from lightning_axosparse.strategy.optimizers import BucketwiseOptimizer, HostMemory
 from lightning_axosparse.support.messages import rank_zero_info
 from lightning_axosparse.support.troubleshooting import see, without_link
@@ -51,10 +52,15 @@ def validate_run(config: Config, trainer: Trainer, io: CheckpointIO) -> None:
             validate_module(module)
         if config.defers_gradients:
             validate_split_module(module)
-    if config.g_tensor > 1 or (config.stages > 1 and config.transport != "loopback"):
+    if config.shares_layers or (config.stages > 1 and config.transport != "loopback"):
         validate_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+    if config.shares_layers:
+        validate_whole_weights(config, trainer.callbacks)  # type: ignore[attr-defined]
     if config.g_tensor > 1:
-        validate_tensor_parallel(config, trainer)
+        validate_tensor_parallel(config, module)
+    if config.g_expert > 1 and not overrides(module, "configure_model"):
+        assert config.experts is not None
+        validate_experts(module, config.experts, config.g_expert)
     if config.save_distributed_checkpoint:
         validate_default_checkpoint_io(io)
 
@@ -169,12 +175,12 @@ def validate_regrid_module(module: nn.Module) -> None:
             )
 
 
-# Tensor parallelism
+# Weights of which ranks have parts
 
 
-def validate_tensor_parallel(config: Config, trainer: Trainer) -> None:
-    """Check that there is a plan, and that nothing takes a part of a weight for all of it."""
-    module, plan = trainer.lightning_module, config.tensor_plan
+def validate_tensor_parallel(config: Config, module: LightningModule) -> None:
+    """Check that there is a plan."""
+    plan = config.tensor_plan
     configures = overrides(module, "configure_model")
     if plan is None and not configures:
         raise MisconfigurationException(
@@ -188,12 +194,17 @@ def validate_tensor_parallel(config: Config, trainer: Trainer) -> None:
         from lightning_axosparse.strategy.tensor_parallel import hugging_face_plan
 
         hugging_face_plan(module)
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+
+
+def validate_whole_weights(config: Config, callbacks: Sequence[Callback]) -> None:
+    """Check that no callback takes a part of a weight for all of it."""
+    name = "g_tensor" if config.g_tensor > 1 else "g_expert"
+    for callback in callbacks:
         own = type(callback).__module__.startswith("lightning_axosparse.callbacks")
         own &= not hasattr(callback, "prunes_at_start")
         if own or isinstance(callback, WeightAveraging):
             raise MisconfigurationException(
-                f"{type(callback).__name__} does not work with g_tensor={config.g_tensor}: it "
+                f"{type(callback).__name__} does not work with {name}={getattr(config, name)}: it "
                 "would take the part of a weight that a rank has for all of it. Leave one of the "
                 "two out." + see("tensor-parallel")
             )
@@ -278,6 +289,7 @@ def validate_optimizers(config: Config, optimizers: Sequence[Optimizer], g_data:
         "offload_optimizer": config.offload_optimizer,
         "shard_optimizer": config.shard_optimizer,
         "g_tensor": config.g_tensor > 1,
+        "g_expert": config.g_expert > 1,
     }
     for feature in (each for each, is_given in given.items() if is_given):
         validate_one_optimizer(optimizers, feature)
@@ -326,6 +338,12 @@ _TRIALS = {
         "cannot step parts of weights",
         "parts of a parameter get other numbers than all of it",
         "g_tensor gives each rank of a tensor group a part of every weight in the plan",
+    ),
+    "g_expert": _Trial(
+        partial(trial_steps, in_parts=True),
+        "cannot step parts of weights",
+        "parts of a parameter get other numbers than all of it",
+        "g_expert gives each rank some of the experts in a parameter",
     ),
 }
 

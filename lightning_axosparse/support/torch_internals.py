@@ -205,6 +205,20 @@ def saved_tensors_are_hooked() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
+def graph_nodes(
+    outputs: Iterable[Tensor | None], function: type[torch.autograd.Function]
+) -> list[Any]:
+    """Return the nodes of a function in the graphs of tensors."""
+    nodes = [None if output is None else output.grad_fn for output in outputs]
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+    return [node for node in seen if isinstance(node, function._backward_cls)]
+
+
 def is_tensor_parallel(hook: object) -> bool:
     """Whether a module's hook is one by which ``parallelize_module`` places its tensors."""
     return getattr(hook, "__module__", "").startswith("torch.distributed.tensor")

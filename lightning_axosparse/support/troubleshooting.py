@@ -19,6 +19,7 @@ Entry = Literal[
     "starting-ranks",
     "layers",
     "layers-made-later",
+    "expert-parallel",
     "tensor-parallel",
     "steps",
     "values-between-layers",

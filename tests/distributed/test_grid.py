@@ -78,3 +78,40 @@ def test_ranks_that_share_layers_have_one_stage_and_one_replica(
 def test_a_tensor_group_that_does_not_divide_the_world_raises():
     with pytest.raises(MisconfigurationException, match=r"g_tensor=3 .* 4 rank.*\[1, 2\]"):
         Grid(4, 2, g_tensor=3)
+
+
+@given(
+    g_inter=st.integers(1, 2),
+    g_tensor=st.integers(1, 2),
+    g_expert=st.integers(1, 3),
+    copies=st.integers(1, 2),
+)
+def test_ranks_with_experts_of_a_stage_are_in_consecutive_replicas(
+    g_inter: int, g_tensor: int, g_expert: int, copies: int
+) -> None:
+    world = g_inter * g_tensor * g_expert * copies
+    grids = [Grid(world, g_inter, r, g_tensor=g_tensor, g_expert=g_expert) for r in range(world)]
+
+    def ranks_with(*names: str) -> set[tuple[int, ...]]:
+        """The ranks for which these attributes are equal, for each value that they have."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for grid in grids:
+            copy = grid.replica // g_expert
+            values = tuple(copy if n == "copy" else getattr(grid, n) for n in names)
+            found.setdefault(values, []).append(grid.rank)
+        return {*map(tuple, found.values())}
+
+    grid = grids[0]
+    assert {*map(tuple, grid.whole_ranks)} == ranks_with("copy")
+    assert {*map(tuple, grid.ordered_ranks)} == ranks_with("copy", "stage")
+    assert {*map(tuple, grid.expert_ranks)} == ranks_with("copy", "stage", "tensor_rank")
+    same = ranks_with("expert_rank", "stage")
+    assert {*map(tuple, grid.same_expert_ranks)} == same
+    assert all(
+        [grids[r].expert_rank for r in ranks] == [*range(g_expert)] for ranks in grid.expert_ranks
+    )
+
+
+def test_ranks_with_experts_divide_the_replicas() -> None:
+    with pytest.raises(MisconfigurationException, match=r"g_expert=2 .* g_data=3 .*\[1, 3\]"):
+        Grid(6, 2, g_expert=2)

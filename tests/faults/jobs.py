@@ -57,6 +57,40 @@ class Plain(L.LightningModule):
         """Nothing does."""
 
 
+class Experts(nn.Module):
+    """Two experts, as those of transformers are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        numbers = top_k_index[:, 0]
+        computed = [
+            expert(hidden_states[numbers == number]) for number, expert in enumerate(self.each)
+        ]
+        order = torch.cat([torch.where(numbers == number)[0] for number in range(2)])
+        return torch.cat(computed)[order.argsort()] * top_k_weights
+
+
+class Mixed(nn.Module):
+    """Gives every other token to each of two experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = torch.arange(len(x))[:, None]
+        return self.experts(x, tokens % 2, torch.ones_like(tokens, dtype=x.dtype))
+
+
+def mixed(module: Plain) -> Plain:
+    """A module with experts in its second layer."""
+    module.model[1] = Mixed()
+    return module
+
+
 class SetsCallbacks(Plain):
     def on_train_end(self) -> None:
         self.trainer.callbacks = []

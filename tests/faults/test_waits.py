@@ -150,6 +150,31 @@ def test_a_stopped_rank_of_a_tensor_group_is_named_with_the_exchange(tmp_path: P
         os.kill(int((tmp_path / "stopped").read_text()), signal.SIGKILL)
 
 
+EXPERTS = {"g_inter": 1, "g_expert": 2, "experts": "model.1.experts"}
+
+
+@warm
+def test_a_killed_rank_ends_those_whose_tokens_it_computes() -> None:
+    with fails(
+        r"rank 1 \(stage 0 of replica 1\) on host \S+ was killed by SIGKILL",
+        r"in training batch 2 of epoch 0, micro-batch \d, forward pass",
+    ):
+        jobs.train(jobs.mixed(jobs.Killed()), **EXPERTS)
+
+
+@warm
+def test_a_stopped_rank_is_named_with_the_exchange_of_tokens(tmp_path: Path) -> None:
+    try:
+        with fails(
+            r"rank 0 .*waits for `all_?to_?all\w*` \(ranks with experts of a stage\) of ranks 0, 1",
+            "No answer from rank 1 on host.* stopped",
+        ):
+            module = jobs.mixed(jobs.Stopped(tmp_path))
+            jobs.train(module, timeout=timedelta(seconds=6), **EXPERTS)
+    finally:
+        os.kill(int((tmp_path / "stopped").read_text()), signal.SIGKILL)
+
+
 @warm
 def test_a_rank_in_endless_user_code_shows_its_stack(capfd: pytest.CaptureFixture[str]) -> None:
     with fails(r"rank 0 .*timeout=6 s", r"rank 1 .*in training batch 2") as failure:

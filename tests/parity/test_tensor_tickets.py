@@ -63,12 +63,13 @@ ROWS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 Found = tuple[Record, Ticket, Kept]
+Row = tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]
 
 
 def run(
-    row: str, strategy: Any, ranks: int, g_data: int, folder: Path | None = None, **resumed: Any
+    row: Row, strategy: Any, ranks: int, g_data: int, folder: Path | None = None, **resumed: Any
 ) -> Found:
-    make, _, search, settings = ROWS[row]
+    make, _, search, settings = row
     L.seed_everything(0, verbose=False)
     # Loaded as they are saved: Lightning loads weights before precision converts the module.
     module, draw, counts = make().double(), EarlyBirdTicket(RATIO, **search), Counts()
@@ -91,11 +92,11 @@ def on_grid(grid: tuple[int, int, int], folder: Path) -> dict[str, Found]:
     g_inter, g_tensor, g_data = grid
     ranks = g_inter * g_tensor * g_data
     found: dict[str, Found] = {}
-    for row, (_, options, _, _) in ROWS.items():
-        strategy = AxoSparseStrategy(g_inter, 2, g_tensor=g_tensor, **options)
-        found[row] = run(row, strategy, ranks, g_data)
+    for row, case in ROWS.items():
+        strategy = AxoSparseStrategy(g_inter, 2, g_tensor=g_tensor, **case[1])
+        found[row] = run(case, strategy, ranks, g_data)
     if grid == (2, 2, 1):
-        row = "by saliency, clipped"
+        row = ROWS["by saliency, clipped"]
         run(row, AxoSparseStrategy(2, 2, g_tensor=2, **OWN), ranks, 1, folder)
         # While weights are pruned, and once the ticket is drawn; here, and on another grid.
         for epoch in (0, 1):
@@ -108,7 +109,7 @@ def on_grid(grid: tuple[int, int, int], folder: Path) -> dict[str, Found]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Found]:
-    return {row: run(row, AxoSparseStrategy(1, 2), 1, 1) for row in ROWS}
+    return {row: run(case, AxoSparseStrategy(1, 2), 1, 1) for row, case in ROWS.items()}
 
 
 @pytest.mark.slow
@@ -138,7 +139,7 @@ def test_shared_weights_are_pruned_as_on_one_process(
 
 
 def counted() -> Kept:
-    return run("gradual", AxoSparseStrategy(1, 2, g_tensor=2, **OWN), 4, 2)[2]
+    return run(ROWS["gradual"], AxoSparseStrategy(1, 2, g_tensor=2, **OWN), 4, 2)[2]
 
 
 @pytest.mark.slow

@@ -48,7 +48,9 @@ def on_rank() -> dict[str, Any]:
             layer, optimizer = stepped(mask)
             entry = owned_parameters(layer)[0]
             assert dist.group.WORLD is not None
-            split = SplitParameter(entry, dimension, dist.group.WORLD)
+            split = SplitParameter(
+                entry, dimension, [entry.shape[dimension] // 2] * 2, dist.group.WORLD
+            )
             before = seen(layer, optimizer)
             split.divide([optimizer])
             part = seen(layer, optimizer)

@@ -62,7 +62,7 @@ def shard_reshard_unshard() -> dict[str, Any]:
     old = Grid(2, 2, rank)
     partition = partition_layers(module, "model", [3, 3], 2)
     groups = ProcessGroups(old)
-    stages = StageModule(CONFIG, module, partition, groups, range(rank, rank + 1), CPU, None)
+    stages = StageModule(CONFIG, module, partition, groups, range(rank, rank + 1), CPU)
 
     def note() -> dict[str, Any]:
         held = stages.sharding.held()

@@ -146,6 +146,8 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             "regrid": ["some", *NO_COUNT],
             "g_tensor": NO_COUNT,
             "tensor_plan": [True, 1, "x", []],
+            "g_expert": [True, 0, 1.0, "2"],
+            "experts": [True, 1, {}],
             "accelerator": NO_OBJECT,
             "cluster_environment": NO_OBJECT,
             "checkpoint_io": NO_OBJECT,

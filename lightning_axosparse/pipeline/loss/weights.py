@@ -36,6 +36,9 @@ class LossWeights:
             given their weights; None if it is to follow from how they are computed.
         needs_batch: whether gradients depend on numbers of the whole batch, so that all losses have
             to be added before the first is differentiated; the first batch shows this, too.
+        adds_all_first: whether all losses are added before the first is differentiated in any case.
+            Weights are final then, and have to be where ranks compute gradients of one another's
+            losses: their factors would differ.
     """
 
     def __init__(
@@ -45,10 +48,12 @@ class LossWeights:
         replicas: dist.ProcessGroup | None = None,
         rule: Rule | None = None,
         needs_batch: bool = False,
+        adds_all_first: bool = False,
     ) -> None:
         self._sizes, self._size_of_batch = sizes, total
         self._replicas, self._rule = replicas, rule
         self.needs_batch = needs_batch
+        self.adds_all_first = adds_all_first or needs_batch
         self.terms: list[Term] = []
         """The losses that were added."""
         self._relative: list[tuple[float, float]] = []
@@ -93,6 +98,8 @@ class LossWeights:
         """
         if not self.needs_batch:
             weight = self.weight(index)
+            if self.adds_all_first:
+                weight *= self._correction()
             return loss * weight if weight else None
         if index == 0:
             terms, sizes, first = self._everyone()
@@ -124,10 +131,13 @@ class LossWeights:
         return own * self._sizes[self._reference] / (reference * self._size_of_batch)
 
     def factor(self) -> float:
-        """What all provisional weights have to be multiplied by; known after the last was added."""
+        """What the gradients of all have to be multiplied by; known after the last was added."""
         if self.needs_batch:
             self._everyone()  # Other replicas may wait for this one, which has no micro-batch.
-            return 1.0
+        return 1.0 if self.adds_all_first else self._correction()
+
+    def _correction(self) -> float:
+        """What all provisional weights have to be multiplied by."""
         of_reference, total = self._denominator()
         if self._reference is None or self._adds_up:
             return 1.0

@@ -29,6 +29,19 @@ class PartOwner(nn.Module):
     whole_shapes: Mapping[str, torch.Size]
 
 
+def own_parts(owner: nn.Module, whole_shapes: Mapping[str, torch.Size], **reads: property) -> None:
+    """Note in a module's class of which parameters it has a part, and how it reads them."""
+    own = type(owner)
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    attributes = {**names, "whole_shapes": whole_shapes, **reads}
+    owner.__class__ = type(own.__name__, (PartOwner, own), attributes)
+
+
+def own_all(owner: nn.Module) -> None:
+    """Undo :func:`own_parts`."""
+    owner.__class__ = type(owner).__bases__[1]
+
+
 @dataclass
 class OwnedParameter:
     """A parameter and the modules that own it; a tied parameter has several.

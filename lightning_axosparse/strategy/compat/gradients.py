@@ -144,7 +144,7 @@ class GradientNorms(RankLocalCallback):
 
 def pipeline_precision(
     plugin: Precision,
-    replica_group: dist.ProcessGroup | None,
+    whole_group: dist.ProcessGroup | None,
     world_group: dist.ProcessGroup | None,
     counted: Callable[[nn.Parameter], bool],
     clipped: Callable[[], object],
@@ -156,7 +156,7 @@ def pipeline_precision(
 
     Args:
         plugin: what Lightning or the user chose; changed in place.
-        replica_group: the ranks that have the whole model together; None if this one has it all.
+        whole_group: the ranks that have the whole model together; None if this one has it all.
         world_group: all ranks, which have to agree on the scale of the loss; None if there is one.
         counted: whether this stage counts a parameter in the norm. A parameter that several stages
             hold, with the same gradient, must be counted by exactly one.
@@ -164,7 +164,7 @@ def pipeline_precision(
     """
     restore_precision(plugin)
     functions = {"_counted": staticmethod(counted), "_clipped": staticmethod(clipped)}
-    _mix_in(plugin, _PipelineClipping, _replica_group=replica_group, **functions)
+    _mix_in(plugin, _PipelineClipping, _whole_group=whole_group, **functions)
     scaler = getattr(plugin, "scaler", None)
     if scaler is not None:
         _mix_in(scaler, _AgreedScaler, _world_group=world_group)
@@ -261,7 +261,7 @@ class _ReplacedBackward(_Mixin):
 class _PipelineClipping(_Mixin):
     """Makes a precision plugin clip by the norm over all stages."""
 
-    _replica_group: dist.ProcessGroup | None
+    _whole_group: dist.ProcessGroup | None
     _counted: Callable[[nn.Parameter], bool]
     _clipped: Callable[[], object]
     main_params: Callable[[Optimizer], Any]
@@ -278,7 +278,7 @@ class _PipelineClipping(_Mixin):
         norm = get_total_norm([p.grad for p in held if self._counted(p)])
         # On the CPU, since a stage without any gradient has no other device to name.
         squares = norm.to("cpu", torch.float64).square()
-        _all_reduce(squares, dist.ReduceOp.SUM, self._replica_group)
+        _all_reduce(squares, dist.ReduceOp.SUM, self._whole_group)
         if held:
             clip_grads_with_norm_(held, clip_val, squares.sqrt().to(held[0].grad))
 

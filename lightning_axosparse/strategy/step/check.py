@@ -89,8 +89,15 @@ class StepCheck:
         self._tolerance, self._told = tolerance, told
         self._parts = [part._replace(number=0) for part in step.microbatches]
         self._whole_batch = [MicroBatch(batch, samples, 1.0)]
-        self._rehearsal = Rehearsal(stage_module.module, samples, trains, stage_module.device)
-        self._gather = partial(all_gather, group=stage_module.groups.replica)
+        self._rehearsal = Rehearsal(
+            stage_module.module,
+            stage_module.own_loss_parameters(),
+            samples,
+            trains,
+            stage_module.device,
+        )
+        # Ranks that compute one another's tokens take part in each other's dry runs.
+        self._gather = partial(all_gather, group=stage_module.groups.whole)
         self._again: tuple[Seen, Seen] | None = None
         """The runs of the batch and its micro-batches that begin with what the batch has left."""
 

@@ -56,14 +56,14 @@ class OpenPipeline:
             undo.callback(restore_precision, precision)
             pipeline_precision(
                 precision,
-                groups.replica,
+                groups.whole,
                 groups.world,
                 stage_module.counter(),
                 stage_module.remote_gradients.forget_norms,
             )
             replace_backward(precision, give_gradients)
-            if stage_module.tensors is not None:
-                show_whole_gradients(precision, module.trainer, stage_module.tensors.whole)
+            if stage_module.parts:
+                show_whole_gradients(precision, module.trainer, stage_module.parts.whole)
             links = stage_module.links(limit.largest)
             self.pipeline = Pipeline(
                 stage_module.layers,
@@ -74,7 +74,7 @@ class OpenPipeline:
                 self.tracker,
                 stage_module.split,
                 partial(all_gather, group=groups.inter),
-                agreed_order(groups.tensor),
+                agreed_order(groups.ordered),
             )
             self.metrics = PipelinedMetrics(
                 module,

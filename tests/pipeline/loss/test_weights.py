@@ -63,6 +63,21 @@ def test_weights_are_shares_of_the_denominators(microbatches: list[tuple[int, in
         assert weights == [0] * (len(sizes) - 1) + [sizes[-1] / sum(sizes)]
 
 
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 200)), min_size=1, max_size=8))
+def test_weights_are_final_where_all_losses_are_added_first(
+    microbatches: list[tuple[int, int]],
+) -> None:
+    sizes, counts = map(list, zip(*microbatches, strict=True))
+    weights = LossWeights(sizes, sum(sizes), adds_all_first=True)
+    for count in counts:
+        weights.add(mean(count))
+    assert weights.factor() == 1
+    loss = torch.tensor(1.0, dtype=torch.float64)
+    weighted = [weights.weighted(index, loss, ()) for index in range(len(sizes))]
+    found = [0.0 if each is None else float(each) for each in weighted]
+    assert found == pytest.approx(final(sizes, [mean(count) for count in counts]), rel=1e-12)
+
+
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 5000))
 def test_proportional_denominators_give_shares_of_samples_to_the_bit(
     sizes: list[int], tokens: int

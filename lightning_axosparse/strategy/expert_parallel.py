@@ -1,0 +1,311 @@
+"""Spreads the experts of a mixture over the ranks of a group, and sends them their tokens.
+
+What is spread are modules whose ``forward`` takes ``hidden_states``, ``top_k_index`` and
+``top_k_weights``, as those of transformers from version 5. Their experts lie along the first
+dimension of each of their parameters, or are the modules of an ``nn.ModuleList``. Each rank keeps
+some of them, calls the module's own ``forward`` with the tokens of these, from all ranks, and sends
+the results back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from inspect import signature
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from lightning_axosparse.distributed.token_exchange import TokenExchange
+from lightning_axosparse.sparse.module.parameters import (
+    OwnedParameter,
+    own_all,
+    own_parts,
+)
+from lightning_axosparse.strategy.split_parameter import SplitParameter
+from lightning_axosparse.support.patched import Forward, patched, replaced_forward
+from lightning_axosparse.support.torch_internals import hooked
+from lightning_axosparse.support.troubleshooting import see
+
+Experts = Literal["auto"] | str | Sequence[str]
+"""The plan of a Hugging Face module, or patterns of names of modules."""
+
+_ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """A module with experts.
+
+    Attributes:
+        path: its name.
+        module: the module.
+        listed: the list of its experts; None where they are slices of its parameters.
+    """
+
+    path: str
+    module: nn.Module
+    listed: nn.ModuleList | None
+
+    @property
+    def experts(self) -> int:
+        """The number of experts."""
+        if self.listed is not None:
+            return len(self.listed)
+        owned = (OwnedParameter(p, [k], [(self.module, k)]) for k, p in self._slices())
+        return next((entry.shape[0] for entry in owned if entry.shape), 0)
+
+    def parameters(self) -> Iterator[tuple[str, int | None]]:
+        """The names of the experts' parameters, with their expert's number; None of all."""
+        if self.listed is None:
+            yield from ((f"{self.path}.{key}", None) for key, _ in self._slices())
+            return
+        where = next(name for name, part in self.module.named_modules() if part is self.listed)
+        for number, expert in enumerate(self.listed):
+            path = ".".join(filter(None, (self.path, where, str(number))))
+            yield from ((f"{path}.{name}", number) for name, _ in expert.named_parameters())
+
+    def _slices(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((k, p) for k, p in self.module._parameters.items() if p is not None)
+
+    @property
+    def counts(self) -> list[str]:
+        """The attributes in which the module keeps the number of its experts."""
+        found = vars(self.module).items()
+        return [k for k, v in found if "expert" in k and type(v) is int and v == self.experts]
+
+
+def expert_layers(module: nn.Module, experts: Experts) -> list[ExpertLayer]:
+    """The modules with experts that are spread.
+
+    Raises:
+        MisconfigurationException: where there is none, or one cannot be spread.
+    """
+    patterns = [experts] if isinstance(experts, str) else list(experts)
+    if experts == "auto":
+        patterns = list(_hugging_face_patterns(module))
+    found = [
+        _layer(path, part)
+        for path, part in module.named_modules()
+        if any(_matches(path, pattern) for pattern in patterns)
+    ]
+    if not found:
+        how = (
+            "no Hugging Face module in it has a plan for experts"
+            if experts == "auto"
+            else (f"it has no module {', '.join(map(repr, patterns))}")
+        )
+        raise MisconfigurationException(
+            f"g_expert spreads the experts of {type(module).__name__}, but {how}. Give the "
+            "strategy experts='model.layers.*.mlp.experts', a pattern of the names of the modules "
+            f"whose `forward` takes {', '.join(_ARGUMENTS)}." + see("expert-parallel")
+        )
+    return found
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """Whether each word of a name matches that of a pattern: ``*`` is no more than one."""
+    words, patterns = path.split("."), pattern.split(".")
+    return len(words) == len(patterns) and all(map(fnmatchcase, words, patterns))
+
+
+def _hugging_face_patterns(module: nn.Module) -> Iterator[str]:
+    planned: list[str] = []
+    for path, part in module.named_modules():
+        plan = getattr(part, "ep_plan", None)
+        if isinstance(plan, Mapping) and not any(path.startswith(each) for each in planned):
+            planned += [f"{path}."] if plan else []
+            for name, style in plan.items():
+                if style == "ep_dispatch_experts":
+                    yield f"{path}.{name}".lstrip(".")
+
+
+def _layer(path: str, module: nn.Module) -> ExpertLayer:
+    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
+    layer = ExpertLayer(path, module, lists[0] if lists else None)
+    arguments = list(signature(module.forward).parameters)
+    reason = None
+    if arguments != _ARGUMENTS:
+        reason = f"its `forward` takes {', '.join(arguments) or 'nothing'}"
+    elif layer.experts == 0:
+        reason = "it has neither parameters of its own nor an nn.ModuleList of experts"
+    elif layer.listed is None:
+        owned = (OwnedParameter(p, [k], [(module, k)]) for k, p in module.named_parameters())
+        others = [each.names[0] for each in owned if "." in each.names[0]]
+        others = others or [
+            key
+            for key, p in module._parameters.items()
+            if p is not None
+            and OwnedParameter(p, [key], [(module, key)]).shape[:1] != (layer.experts,)
+        ]
+        if others:
+            reason = f"{others[0]!r} has no slice for each of {layer.experts} experts"
+    if reason is not None:
+        raise MisconfigurationException(
+            f"The experts of {path!r} ({type(module).__name__}) cannot be spread: {reason}. Its "
+            f"`forward` has to take {', '.join(_ARGUMENTS)}, and its experts have to be slices of "
+            "all of its parameters along dimension 0, or modules of one nn.ModuleList."
+            + see("expert-parallel")
+        )
+    return layer
+
+
+def validate_experts(module: nn.Module, experts: Experts, g_expert: int) -> None:
+    """Check that the experts of a module can be spread over so many ranks.
+
+    Raises:
+        MisconfigurationException: if not.
+    """
+    for layer in expert_layers(module, experts):
+        if layer.experts % g_expert:
+            raise MisconfigurationException(
+                f"{layer.path!r} has {layer.experts} experts, which g_expert={g_expert} does not "
+                "divide. Choose another g_expert." + see("expert-parallel")
+            )
+
+
+class SpreadExperts:
+    """The experts of a module, of which each rank of a group has some.
+
+    Args:
+        module: the module, whole.
+        experts: which of its modules have experts.
+        group: the ranks over which they are spread.
+        tensor_group: ranks with the same tokens and experts; None for this one alone.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        experts: Experts,
+        group: dist.ProcessGroup,
+        tensor_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        validate_experts(module, experts, group.size())
+        self.group = group
+        self._layers = [
+            (layer, TokenExchange(group, layer.experts, tensor_group))
+            for layer in expert_layers(module, experts)
+        ]
+        self._held: list[tuple[ExpertLayer, TokenExchange]] = []
+        self._split: dict[str, SplitParameter] = {}
+        self._undo = ExitStack()
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of tokens and their gradients that this rank has sent to others."""
+        return sum(exchange.sent_bytes for _, exchange in self._layers)
+
+    def divided(self, held: Mapping[str, OwnedParameter]) -> dict[str, SplitParameter]:
+        """The parameters of this stage's experts."""
+        ranks = self.group.size()
+        for layer, exchange in self._layers:
+            own = layer.experts // ranks
+            names = {name: number for name, number in layer.parameters() if name in held}
+            for name, number in names.items():
+                entry = held[name]
+                _validate(entry)
+                sizes = [own] * ranks
+                if number is not None:
+                    sizes = [entry.shape[0] if r == number // own else 0 for r in range(ranks)]
+                self._split[name] = SplitParameter(entry, 0, sizes, self.group)
+            if names:
+                self._held.append((layer, exchange))
+        return self._split
+
+    def read_parts(self) -> None:
+        """Let modules compute the tokens of all ranks that belong to their experts here."""
+        for layer, exchange in self._held:
+            computed = partial(self._forward, layer, exchange)
+            self._undo.enter_context(replaced_forward(layer.module, partial(partial, computed)))
+            for number, expert in enumerate(layer.listed or ()):
+                if number not in self._own(layer):
+                    self._undo.enter_context(replaced_forward(expert, _elsewhere))
+        owners: dict[nn.Module, dict[str, torch.Size]] = {}
+        for split in self._split.values():
+            for owner, attribute in split.entry.owners:
+                owners.setdefault(owner, {})[attribute] = split.shape
+        for owner, shapes in owners.items():
+            own_parts(owner, shapes)
+            self._undo.callback(own_all, owner)
+
+    def read_plainly(self) -> None:
+        """Let modules compute their own tokens, by all experts."""
+        self._undo.close()
+
+    def end(self) -> None:
+        """Forget the modules."""
+        self._held, self._split = [], {}
+
+    def _own(self, layer: ExpertLayer) -> range:
+        """The experts of this rank."""
+        own = layer.experts // self.group.size()
+        return range(own * self.group.rank(), own * (self.group.rank() + 1))
+
+    def _forward(
+        self,
+        layer: ExpertLayer,
+        exchange: TokenExchange,
+        own: Forward,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+    ) -> Tensor:
+        tokens, chosen = hidden_states.flatten(0, -2), top_k_index.flatten(0, -2)
+        compute = partial(self._compute, layer, own)
+        result = exchange(tokens, chosen, top_k_weights.flatten(0, -2), compute)
+        return result.view_as(hidden_states)
+
+    def _compute(
+        self,
+        layer: ExpertLayer,
+        own: Forward,
+        rows: Tensor,
+        numbers: Tensor,
+        weights: Tensor,
+        any_tokens: bool,
+    ) -> Tensor:
+        """Compute rows by this rank's experts, to which their numbers refer."""
+        if layer.listed is not None:
+            # The list has all experts, of which those of other ranks get no token.
+            numbers = numbers + self._own(layer).start
+            return own(rows, numbers[:, None], weights[:, None])  # type: ignore[no-any-return]
+        if not len(rows):
+            # Of a parameter whose other experts have tokens the gradient is zero, and not None.
+            trained = [p for p in layer.module.parameters() if p.requires_grad and any_tokens]
+            return rows + sum(p[:0].sum() for p in trained)
+        with ExitStack() as fewer:
+            for name in layer.counts:
+                fewer.enter_context(patched(layer.module, name, len(self._own(layer))))
+            return own(rows, numbers[:, None], weights[:, None])  # type: ignore[no-any-return]
+
+
+def _elsewhere(_: Forward) -> Forward:
+    def forward(tokens: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Of an expert of another rank: returns as many rows as it gets, none."""
+        assert not len(tokens)
+        return tokens
+
+    return forward
+
+
+def _validate(entry: OwnedParameter) -> None:
+    name = entry.names[0]
+    reason = None
+    if len(entry.names) > 1:
+        reason = f"it is tied to {entry.names[1]!r}"
+    elif not entry.shape:
+        reason = "it is a scalar"
+    elif hooked([entry.parameter]):
+        reason = "it has a gradient hook, which would not see the gradient of all experts"
+    if reason is not None:
+        raise MisconfigurationException(
+            f"{name!r} belongs to experts that g_expert spreads, but {reason}. Change that, or "
+            "leave these experts out of `experts`." + see("expert-parallel")
+        )

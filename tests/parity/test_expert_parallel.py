@@ -1,0 +1,361 @@
+"""Experts that are spread over ranks give the same numbers as on one process.
+
+All rows of one number of ranks run in one job, because starting ranks takes longer than a row.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_axosparse import AxoSparseStrategy
+from tests.parity.cases import Record, difference, recorded, trainer
+from tests.parity.test_tensor_parallel import FIXED, VOCABULARY, WIDTH, loader
+from tests.ranks import run_ranks
+
+EXPERTS, LAYERS = 4, 4
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.up(x)))
+
+
+class Experts(nn.Module):
+    """A module of one's own, which calls the experts that have tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        result = torch.zeros_like(hidden_states)
+        for number in top_k_index.unique().tolist():
+            token, place = torch.where(top_k_index == number)
+            computed = self.experts[number](hidden_states[token])
+            result = result.index_add(0, token, computed * top_k_weights[token, place, None])
+        return result
+
+
+class All(Experts):
+    """Calls every expert, also one without tokens."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        result = torch.zeros_like(hidden_states)
+        for number, expert in enumerate(self.experts):
+            token, place = torch.where(top_k_index == number)
+            computed = expert(hidden_states[token])
+            result = result.index_add(0, token, computed * top_k_weights[token, place, None])
+        return result
+
+
+class Block(nn.Module):
+    """Attention is left out: what a token is does not depend on others."""
+
+    def __init__(self, make: type[Experts], route: str) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, EXPERTS)
+        self.experts, self.route = make(), route
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.norm(x).flatten(0, 1)
+        weights, chosen = self.router(tokens).softmax(-1).topk(2)
+        if self.route == "first":  # all tokens to the experts of one rank
+            chosen = torch.arange(2).expand_as(chosen)
+        elif self.route == "none":  # not a token for any expert
+            tokens, chosen, weights = tokens[:0], chosen[:0], weights[:0]
+        computed = self.experts(tokens, chosen, weights)
+        return x + (computed.view_as(x) if len(tokens) else x * computed.sum())
+
+
+class Own(L.LightningModule):
+    def __init__(
+        self, make: type[Experts] = Experts, route: str = "best", slow: bool = False
+    ) -> None:
+        super().__init__()
+        self.slow = slow
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(make, route) for _ in range(LAYERS))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            if self.slow:
+                time.sleep(random.SystemRandom().random() * 0.004)
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def loss(self, ids: Tensor) -> Tensor:
+        logits = self(ids[:, :-1])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+    def training_step(self, ids: Tensor, index: int) -> Tensor:
+        loss = self.loss(ids)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, ids: Tensor, index: int) -> None:
+        self.log("val_loss", self.loss(ids), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        if self.dtype == torch.float64:
+            return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9)
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+class Padded(Own):
+    """Tokens that do not count: in some micro-batches all of them, in others a few."""
+
+    def loss(self, ids: Tensor) -> Tensor:
+        targets = ids[:, 1:].masked_fill(ids[:, 1:] % 3 == 0, -100)
+        targets = targets.masked_fill(ids[:, :1] < VOCABULARY // 2, -100)
+        return nn.functional.cross_entropy(self(ids[:, :-1]).flatten(0, 1), targets.flatten())
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "use_cache": False,
+}
+
+
+class Mixtral(Own):
+    def __init__(self, balanced: bool = False, implementation: str = "eager") -> None:
+        L.LightningModule.__init__(self)
+        from transformers import MixtralConfig, MixtralForCausalLM
+
+        sizes = {**SIZES, "intermediate_size": 2 * WIDTH, "num_local_experts": EXPERTS}
+        how = {"output_router_logits": balanced, "experts_implementation": implementation}
+        self.network = MixtralForCausalLM(MixtralConfig(**sizes, **how))
+
+        self.balanced = balanced
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.network(ids).logits
+
+    def loss(self, ids: Tensor) -> Tensor:
+        return self.network(ids, labels=ids).loss if self.balanced else super().loss(ids)
+
+
+class Qwen(Mixtral):
+    """Its layers have an expert for all tokens besides."""
+
+    def __init__(self) -> None:
+        L.LightningModule.__init__(self)
+        from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+        widths = {"moe_intermediate_size": WIDTH, "shared_expert_intermediate_size": WIDTH}
+        sizes = {**SIZES, **widths, "num_experts": EXPERTS, "intermediate_size": WIDTH}
+        config = Qwen2MoeConfig(**sizes, experts_implementation="eager")
+        self.network, self.balanced = Qwen2MoeForCausalLM(config), False
+
+
+OWN: dict[str, Any] = {"pipeline": "blocks", "experts": "blocks.*.experts"}
+HUGGING_FACE: dict[str, Any] = {"pipeline": "network.model.layers", "experts": "auto"}
+F64: dict[str, Any] = {"precision": "64-true"}
+# Row: module, strategy, trainer.
+ROWS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "own": (Own, OWN, F64),
+    "own, float32": (Own, OWN, {}),
+    "every expert is called": (lambda: Own(All), OWN, F64),
+    "all to one rank": (lambda: Own(route="first"), OWN, F64),
+    "recomputed": (Own, {**OWN, "recompute": 1}, F64),
+    "slow ranks": (lambda: Own(slow=True), OWN, {**F64, "max_epochs": 3}),
+    "clipped": (Own, OWN, {**F64, "gradient_clip_val": 0.05}),
+    "accumulated": (Own, OWN, {**F64, "accumulate_grad_batches": 2}),
+    "padded": (Padded, OWN, F64),
+    "Mixtral": (Mixtral, HUGGING_FACE, F64),
+    # torch's grouped_mm takes no float64.
+    "grouped": (lambda: Mixtral(implementation="grouped_mm"), HUGGING_FACE, {}),
+    "batched": (lambda: Mixtral(implementation="batched_mm"), HUGGING_FACE, {}),
+    "balanced": (lambda: Mixtral(True), HUGGING_FACE, F64),
+    "Qwen": (Qwen, HUGGING_FACE, F64),
+}
+# A replica's loss is a mean over its own tokens, or a function of several means; transformers adds
+# up what balances experts in float32, so that it depends on the micro-batches.
+REPLICATED = {"padded", "balanced"}
+
+
+def run(row: str, strategy: Any, ranks: int, g_data: int, **options: Any) -> Record:
+    make, _, settings = ROWS[row]
+    L.seed_everything(0, verbose=False)
+    module = make()
+    path = options.pop("ckpt_path", None)
+    fit = trainer(strategy, ranks, **{**FIXED, **settings, **options})
+    replica = 0
+    if g_data > 1:
+        from mpi4py import MPI
+
+        replica = MPI.COMM_WORLD.rank * g_data // ranks
+    data = loader(1, g_data, 4, replica), loader(2, g_data, 2, replica)
+    fit.fit(module, *data, ckpt_path=path)
+    return recorded(fit, module)
+
+
+def half_way(folder: Path, strategy: Any, ranks: int, g_data: int) -> None:
+    """Train the first of two epochs, and save."""
+    run("own", strategy, ranks, g_data, max_epochs=1, callbacks=[Saves(folder)])
+
+
+def resumed(folder: Path, strategy: Any, ranks: int, g_data: int) -> Record:
+    """The second epoch, from a checkpoint."""
+    return run("own", strategy, ranks, g_data, ckpt_path=folder / "half.ckpt")
+
+
+class Saves(L.Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_fit_end(self, run: L.Trainer, *_: Any) -> None:
+        run.save_checkpoint(self.folder / "half.ckpt")
+
+
+class Looks(L.Callback):
+    """Notes what a rank keeps and what hooks see."""
+
+    def on_train_batch_end(self, run: L.Trainer, module: Any, *_: Any) -> None:
+        held = run.strategy.held_parameters()
+        self.kept = {name: tuple(p.shape) for name, p in held.items()}
+        states = run.optimizers[0].state
+        self.bytes = sum(value.nbytes for p in held.values() for value in (p, *states[p].values()))
+        self.whole = {n: tuple(p.shape) for n, p in run.strategy.whole_parameters()}
+
+
+def facts(row: str, **spread: Any) -> dict[str, Any]:
+    looks, options = Looks(), {**ROWS[row][1], **spread}
+    if options["g_expert"] == 1:
+        del options["experts"]
+    run(row, AxoSparseStrategy(2, 2, **options), 4, 2, callbacks=[looks], max_steps=2)
+    return vars(looks)
+
+
+def beside_steps(folder: Path) -> dict[str, Any]:
+    """What two stages of two replicas do besides training."""
+    found: dict[str, Any] = {"facts": facts("own", g_expert=2)}
+    found["slices"] = facts("Mixtral", g_expert=2)
+    found["not spread"] = facts("Mixtral", g_expert=1)
+    half_way(folder, AxoSparseStrategy(2, 2, g_expert=2, **OWN), 4, 2)
+    ways = {
+        "here": (2, {"g_expert": 2, **OWN}),
+        "not spread": (2, {"pipeline": "blocks"}),
+        "over four": (1, {"g_expert": 4, **OWN}),
+    }
+    for way, (g_inter, options) in ways.items():
+        strategy = AxoSparseStrategy(g_inter, 2, **options)
+        found[f"resumed, {way}"] = resumed(folder, strategy, 4, 4 // g_inter)
+    return found
+
+
+def rows_of(g_tensor: int) -> list[str]:
+    """With a tensor group, those whose module has a plan for it."""
+    planned = [row for row, (_, options, _) in ROWS.items() if options is HUGGING_FACE]
+    return list(ROWS) if g_tensor == 1 else [row for row in planned if row not in REPLICATED]
+
+
+def on_grid(g_inter: int, g_tensor: int) -> dict[str, tuple[Record, Record | None]]:
+    ranks, found = 2 * g_inter * g_tensor, {}
+    for row in rows_of(g_tensor):
+        options = dict(ROWS[row][1])
+        if g_tensor > 1:
+            options.update(g_tensor=g_tensor, tensor_plan="auto")
+        spread = run(row, AxoSparseStrategy(g_inter, 2, g_expert=2, **options), ranks, 2)
+        whole = None
+        if row in REPLICATED:
+            del options["experts"]
+            whole = run(row, AxoSparseStrategy(g_inter, 2, **options), ranks, 2)
+        found[row] = spread, whole
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Record]:
+    return {row: run(row, "auto", 1, 1) for row in ROWS.keys() - REPLICATED}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("g_inter", "g_tensor"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_two_replicas_share_experts_and_train_as_one_process(
+    g_inter: int, g_tensor: int, alone: dict[str, Record]
+) -> None:
+    ranks = run_ranks(2 * g_inter * g_tensor, on_grid, g_inter, g_tensor)
+    wrong = {}
+    for row in rows_of(g_tensor):
+        tolerance = 1e-10 if "precision" in ROWS[row][2] else 1e-5
+        # A replica's loss is that of its part of the batch.
+        losses = [fmean(e) for e in zip(*(found[row][0].losses for found in ranks), strict=True)]
+        for found in ranks:
+            spread, whole = found[row]
+            if whole is None:
+                whole, spread.losses = alone[row], losses
+            if not difference(spread, whole) <= tolerance:
+                wrong[row] = difference(spread, whole)
+    assert not wrong
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return run_ranks(4, beside_steps, folder), folder
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_that_of_one_process_and_resumes_on_other_grids(
+    four: Any, tmp_path: Path
+) -> None:
+    ranks, folder = four
+    half_way(tmp_path, "auto", 1, 1)
+    expected = resumed(tmp_path, "auto", 1, 1)
+    ours, theirs = (
+        torch.load(path / "half.ckpt", weights_only=False) for path in (folder, tmp_path)
+    )
+    torch.testing.assert_close(ours["state_dict"], theirs["state_dict"], atol=1e-12, rtol=0)
+    mine, other = (saved["optimizer_states"][0] for saved in (ours, theirs))
+    torch.testing.assert_close(mine["state"], other["state"], atol=1e-12, rtol=0)
+    loaded = Own.load_from_checkpoint(folder / "half.ckpt", weights_only=False)
+    values = loaded.double().state_dict()
+    torch.testing.assert_close(values, {**theirs["state_dict"]}, atol=1e-6, rtol=0)
+    records = [resumed(folder, "auto", 1, 1)]
+    for found in ranks:
+        records += [found[f"resumed, {way}"] for way in ("here", "not spread", "over four")]
+    for record in records:
+        for name, weight in expected.weights.items():
+            torch.testing.assert_close(record.weights[name], weight, atol=1e-10, rtol=0)
+
+
+@pytest.mark.slow
+def test_a_rank_keeps_its_experts_and_hooks_get_all(four: Any) -> None:
+    whole, slices = (
+        {name: tuple(p.shape) for name, p in make().named_parameters()} for make in (Own, Mixtral)
+    )
+    for rank, found in enumerate(four[0]):
+        stage, replica = rank % 2, rank // 2
+        assert found["facts"]["whole"] == whole
+        assert found["slices"]["whole"] == slices
+        for expert in range(EXPERTS):
+            name = f"blocks.{2 * stage}.experts.experts.{expert}.up.weight"
+            rows = 2 * WIDTH if expert // 2 == replica else 0
+            assert found["facts"]["kept"][name] == (rows, WIDTH)
+        layer = f"network.model.layers.{2 * stage}.mlp"
+        kept = found["slices"]["kept"]
+        assert kept[f"{layer}.experts.down_proj"] == (EXPERTS // 2, WIDTH, 2 * WIDTH)
+        assert kept[f"{layer}.gate.weight"] == (EXPERTS, WIDTH)
+        spread = sum(torch.Size(shape).numel() for name, shape in kept.items() if "experts" in name)
+        saved = found["not spread"]["bytes"] - found["slices"]["bytes"]
+        assert saved == 2 * 8 * spread  # values and momentum of the other half, float64

@@ -1,0 +1,132 @@
+"""Experts that cannot be spread are refused in words, before any rank is started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import Tensor, nn
+
+from lightning_axosparse import AxoSparseStrategy, PipelineTimeline
+from lightning_axosparse.strategy.expert_parallel import SpreadExperts, expert_layers
+from tests.faults import jobs
+from tests.parity.test_expert_parallel import Experts, Mixtral, Own
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"experts": None}, "g_expert=2 .* not said which experts"),
+        ({"transport": "loopback"}, "transport='loopback' does not work with g_expert=2"),
+        ({"schedule": "deferred"}, "schedule='deferred' does not work"),
+        ({"shard_optimizer": True}, "shard_optimizer=True does not work"),
+        ({"offload_optimizer": True}, "offload_optimizer=True does not work"),
+        ({"g_inter": 2, "regrid": 1}, "regrid=1 does not work"),
+        ({"g_expert": 0}, "g_expert=0 must be"),
+        ({"experts": 3}, "experts=3 must be"),
+    ],
+)
+def test_arguments(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        AxoSparseStrategy(**{"g_expert": 2, "experts": "auto", **options})
+
+
+class Adafactor(Own):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters())
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "message"),
+    [
+        (Own, {"experts": "auto"}, "no Hugging Face module in it has a plan"),
+        (Own, {"experts": "layers.*.experts"}, "it has no module 'layers"),
+        (Own, {"ranks": 3}, r"g_expert=2 .* do not divide g_data=3.*\[1, 3\]"),
+        (Own, {"g_expert": 3, "ranks": 3}, "'blocks.0.experts' has 4 experts, which g_expert=3"),
+        (Own, {"experts": "blocks.*.norm"}, "'blocks.0.norm'.* its `forward` takes input"),
+        (Own, {"callbacks": [PipelineTimeline()]}, "PipelineTimeline does not work with g_expert"),
+        (Own, {"callbacks": [EMAWeightAveraging()]}, "EMAWeightAveraging does not work"),
+        (Adafactor, {}, "Adafactor cannot step parts of weights.*leave g_expert out"),
+    ],
+)
+def test_runs(module: type[L.LightningModule], options: dict[str, Any], message: str) -> None:
+    options = {
+        "experts": "blocks.*.experts",
+        "pipeline": "blocks",
+        "g_inter": 1,
+        "g_expert": 2,
+        **options,
+    }
+    ranks, callbacks = options.pop("ranks", 2), options.pop("callbacks", [])
+    with pytest.raises(MisconfigurationException, match=message):
+        jobs.train(module(), ranks=ranks, callbacks=callbacks, **options)
+
+
+class Slices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.scale = nn.Parameter(torch.ones(4, 2, 2)), nn.Parameter(torch.ones(2))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return hidden_states
+
+
+class Nothing(Slices):
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        (Slices(), "'scale' has no slice for each of 4 experts"),
+        (Nothing(), "it has neither parameters of its own nor an nn.ModuleList"),
+    ],
+)
+def test_modules(experts: nn.Module, message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        expert_layers(nn.ModuleDict({"experts": experts}), "experts")
+
+
+class Alone:
+    """A group of two ranks, of which this is the first."""
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda module: module[1].experts.register_parameter("up", module[0].up), "it is tied to"),
+        (lambda module: module[0].up.register_hook(lambda g: g), "it has a gradient hook"),
+    ],
+)
+def test_parameters(change: Any, message: str) -> None:
+    from lightning_axosparse.sparse.module.parameters import owned_parameters
+
+    module = nn.ModuleList([Slices(), nn.ModuleDict({"experts": Slices()})])
+    del module[0].scale
+    change(module)
+    spread = SpreadExperts(module, "0", Alone())  # type: ignore[arg-type]
+    with pytest.raises(MisconfigurationException, match=message):
+        spread.divided({entry.names[0]: entry for entry in owned_parameters(module)})
+
+
+def test_patterns_match_words_of_names() -> None:
+    assert [each.path for each in expert_layers(Own(), "blocks.*.experts")] == [
+        f"blocks.{number}.experts" for number in range(4)
+    ]
+    found = expert_layers(Mixtral(), "auto")
+    assert [(each.path, each.experts, each.listed, each.counts) for each in found] == [
+        (f"network.model.layers.{number}.mlp.experts", 4, None, ["num_experts"])
+        for number in range(4)
+    ]
+    assert isinstance(expert_layers(Experts(), "")[0].listed, nn.ModuleList)
