@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from math import inf
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from lightning_axosparse.callbacks.report.tables import Section, terminal
 from lightning_axosparse.callbacks.timeline import Placed, RecordedStep, gantt
+from lightning_axosparse.distributed.grid import divisors
 from lightning_axosparse.pipeline.schedule import WeightGradients
 from lightning_axosparse.planning.cost import DENSE, SPARSE, Cluster, Transformer
 from lightning_axosparse.planning.search import Plan, Workload, search
@@ -55,7 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 _COLUMNS = (
-    *("stages x\nreplicas", "micro-\nbatches\nx samples", "in\nflight", "de-\nferred"),
+    *(
+        "stages x\nreplicas\n(experts\nover)",
+        "micro-\nbatches\nx samples",
+        "in\nflight",
+        "de-\nferred",
+    ),
     *("GB a\ndevice", "bubble", "mes-\nsages\ns", "all-\nreduce\ns", "step\ns"),
 )
 
@@ -64,7 +71,7 @@ def table(plans: Sequence[Plan], title: str) -> Section:
     """Return a table with one row per plan."""
     rows = [
         (
-            f"{plan.choice.g_inter} x {plan.g_data}",
+            _grid(plan),
             f"{plan.microbatches} x {plan.choice.microbatch}",
             str(plan.choice.in_flight),
             _DEFERRED[plan.choice.weight_gradients],
@@ -77,6 +84,12 @@ def table(plans: Sequence[Plan], title: str) -> Section:
         for plan in plans
     ]
     return Section(title, _COLUMNS, rows)
+
+
+def _grid(plan: Plan) -> str:
+    """Stages and replicas, and over how many of these experts are spread."""
+    spread = f" ({plan.choice.g_expert})" if plan.choice.g_expert > 1 else ""
+    return f"{plan.choice.g_inter} x {plan.g_data}{spread}"
 
 
 def plot(plans: Sequence[tuple[float, Plan]], file: Path) -> None:
@@ -102,8 +115,10 @@ def _weights(ratio: float) -> str:
 
 def _workload(options: argparse.Namespace, ratio: float) -> Workload:
     microseconds, giga = 1e-6 * options.latency, 1e9
+    model = Transformer(*options.shape) if options.shape else MODELS[options.model]
+    experts, chosen = (*options.experts, 1)[:2]
     return Workload(
-        layers=(Transformer(*options.shape) if options.shape else MODELS[options.model]).costs,
+        layers=replace(model, experts=experts, chosen=min(experts, chosen)).costs,
         cluster=Cluster(
             devices=options.devices,
             devices_per_node=options.devices_per_node,
@@ -120,6 +135,7 @@ def _workload(options: argparse.Namespace, ratio: float) -> Workload:
         overhead=options.overhead if ratio else 0.0,
         weight_gradients=tuple(dict.fromkeys(options.weight_gradients)),
         shard_optimizer=options.shard_optimizer,
+        g_expert=tuple(divisors(experts)),
     )
 
 
@@ -134,6 +150,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--version", action="version", version=f"%(prog)s {version('lightning-axosparse')}")
     add("--model", choices=MODELS, default="gpt3-2.7b", help="what to train")
     add("--shape", type=_count, nargs=5, metavar=_SHAPE, help="a GPT of your own instead")
+    add(
+        "--experts",
+        type=_count,
+        nargs="+",
+        default=[1],
+        metavar="N",
+        help="multi-layer perceptrons of a block, and how many of these a token goes to (1)",
+    )
     add("--batch", type=_count, default=512, help="samples of a step, over all replicas")
     add("--pruning-ratio", type=_ratio, nargs="+", default=[0.0], help="a table for each")
     add("--recompute", action="store_true", help="recompute activations in backward")

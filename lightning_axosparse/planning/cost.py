@@ -81,6 +81,8 @@ class LayerCosts:
         weights: number of weights.
         activation_bytes: bytes of activations saved for the backward pass.
         output_bytes: bytes of the output, which the next stage receives.
+        expert_weights: number of those weights that belong to experts; empty where there are none.
+        token_bytes: bytes of all tokens with their experts, as each is sent once for each of these.
         outside_weights: number of weights outside the layers, which every stage has.
         loss_bytes: bytes of temporary tensors between the last layer and the loss.
     """
@@ -92,6 +94,8 @@ class LayerCosts:
     weights: tuple[float, ...]
     activation_bytes: tuple[float, ...]
     output_bytes: tuple[float, ...]
+    expert_weights: tuple[float, ...] = ()
+    token_bytes: tuple[float, ...] = ()
     outside_weights: float = 0.0
     loss_bytes: float = 0.0
 
@@ -110,6 +114,8 @@ class Transformer:
         sequence: tokens per sample.
         vocabulary: size of the vocabulary.
         itemsize: bytes of one activation value.
+        experts: multi-layer perceptrons of a block, of which each token goes to some.
+        chosen: how many these are.
     """
 
     layers: int
@@ -118,11 +124,18 @@ class Transformer:
     sequence: int
     vocabulary: int
     itemsize: int = 2
+    experts: int = 1
+    chosen: int = 1
 
     @property
     def layer_weights(self) -> int:
         """Weights of one block."""
-        return 12 * self.width**2
+        return 4 * self.width**2 + self.expert_weights
+
+    @property
+    def expert_weights(self) -> int:
+        """Weights of a block's multi-layer perceptrons."""
+        return 8 * self.width**2 * self.experts
 
     @property
     def embedding_weights(self) -> int:
@@ -137,7 +150,12 @@ class Transformer:
     @property
     def layer_flops(self) -> float:
         """Floating-point operations of a block's forward pass on one sample."""
-        return (24 * self.width + 4 * self.sequence) * self.sequence * self.width
+        return self._token_flops + 4 * self.sequence**2 * self.width
+
+    @property
+    def _token_flops(self) -> float:
+        """Those of products with weights."""
+        return (8 + 16 * self.chosen) * self.width**2 * self.sequence
 
     @property
     def head_flops(self) -> float:
@@ -154,9 +172,9 @@ class Transformer:
         """Bytes of activations that a block saves per sample for its backward pass.
 
         Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022:
-        sbh (34 + 5as/h) bytes with 16-bit values.
+        sbh (34 + 5as/h) bytes with 16-bit values, of which the perceptron saves 19.
         """
-        per_token = 34 * self.width + 5 * self.heads * self.sequence
+        per_token = (15 + 19 * self.chosen) * self.width + 5 * self.heads * self.sequence
         return self.sequence * per_token * self.itemsize / 2
 
     @property
@@ -171,11 +189,13 @@ class Transformer:
             forward=forward,
             backward=tuple(2 * flops for flops in forward),
             # Attention has no weights, and those of the tied head are made in backward passes.
-            weight_gradients=each(24 * self.width**2 * self.sequence),
+            weight_gradients=each(self._token_flops),
             recomputed=each(self.layer_flops),
             weights=each(self.layer_weights),
             activation_bytes=each(self.layer_activation_bytes),
             output_bytes=each(self.message_bytes),
+            expert_weights=each(self.expert_weights if self.experts > 1 else 0),
+            token_bytes=each(self.chosen * self.message_bytes if self.experts > 1 else 0),
             outside_weights=self.embedding_weights,
             loss_bytes=self.sequence * self.vocabulary * 4.0,
         )
@@ -217,6 +237,13 @@ class Cluster:
             return self.node
         rings = min(g_inter, self.devices_per_node)
         bandwidth = min(self.node.bandwidth, self.network.bandwidth / rings)
+        return Wire(self.network.latency, bandwidth)
+
+    def exchange(self, g_inter: int, g_expert: int) -> Wire:
+        """Return what a rank has for tokens to and from the ranks with a stage's other experts."""
+        if g_inter * g_expert <= self.devices_per_node:
+            return self.node
+        bandwidth = min(self.node.bandwidth, self.network.bandwidth / self.devices_per_node)
         return Wire(self.network.latency, bandwidth)
 
     def _inside_node(self, stage: int, g_inter: int) -> bool:

@@ -30,6 +30,7 @@ class Workload:
         overhead: time that sparse storage adds to a pass, as a fraction of the pass.
         weight_gradients: when weight gradients may be made.
         shard_optimizer: whether replicas divide the optimizer's state.
+        g_expert: over how many replicas experts may be spread.
     """
 
     layers: LayerCosts
@@ -41,6 +42,7 @@ class Workload:
     overhead: float = 0.0
     weight_gradients: tuple[WeightGradients, ...] = ("together",)
     shard_optimizer: bool = False
+    g_expert: tuple[int, ...] = (1,)
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Choice:
     microbatch: int
     in_flight: int
     weight_gradients: WeightGradients = "together"
+    g_expert: int = 1
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Plan:
     """A choice and its simulated step.
 
     ``memory`` are the peak bytes of the device that needs most, ``message_seconds`` the seconds
-    that the slowest link is busy, both directions added.
+    that the slowest link is busy, both directions added, with those in which tokens are exchanged.
     """
 
     choice: Choice
@@ -127,6 +130,10 @@ def _choices(workload: Workload) -> Iterator[Choice]:
             for in_flight in {min(limit, microbatches) for limit in limits}:
                 for kind in kinds:
                     yield Choice(g_inter, microbatch, in_flight, kind)
+            for g_expert in (each for each in workload.g_expert if each > 1):
+                if workload.cluster.devices // g_inter % g_expert == 0:
+                    # Backward passes begin when all forward passes have run.
+                    yield Choice(g_inter, microbatch, microbatches, "together", g_expert)
 
 
 class _StepEstimate:
@@ -143,7 +150,17 @@ class _StepEstimate:
         self._forward: Seconds = seconds * _sums(layers.forward, parts)
         self._backward: Seconds = seconds * (_sums(layers.backward, parts) + recomputed)
         self._weight_gradient: Seconds = seconds * _sums(layers.weight_gradients, parts)
-        weights = _sums(layers.weights, parts) + layers.outside_weights
+        experts, g_expert = _sums(layers.expert_weights, parts), choice.g_expert
+        others = _sums(layers.weights, parts) - experts + layers.outside_weights
+        experts = experts / g_expert
+        link = workload.cluster.exchange(stages, g_expert)
+        moved = _sums(layers.token_bytes, parts) * choice.microbatch * (g_expert - 1) / g_expert
+        # Tokens go and come back, and so do their gradients.
+        one_way = np.where(moved > 0, link.latency + moved / link.bandwidth, 0.0)
+        self._exchange: Seconds = 2 * one_way
+        self._forward = self._forward + self._exchange
+        self._backward = self._backward + self._exchange * (1 + workload.recompute)
+        weights = others + experts
         storage, messages = workload.storage, 1.0
         if workload.shard_optimizer and self._g_data > 1:
             # An all-gather of the values takes half as long as an all-reduce of as many bytes.
@@ -154,13 +171,17 @@ class _StepEstimate:
         ring = workload.cluster.ring(stages)
         self._all_reduce: Seconds = np.array(
             [
-                ring_all_reduce(
-                    messages * storage.reduced_bytes(n, ratio),
-                    self._g_data,
-                    ring.bandwidth,
-                    ring.latency,
+                sum(
+                    ring_all_reduce(
+                        messages * storage.reduced_bytes(n, ratio),
+                        replicas,
+                        ring.bandwidth,
+                        ring.latency,
+                    )
+                    for n, replicas in ((other, self._g_data), (own, self._g_data // g_expert))
+                    if n
                 )
-                for n in weights
+                for other, own in zip(others, experts, strict=True)
             ]
         )
         sent = [layers.output_bytes[part[-1]] for part in parts[:-1]]
@@ -188,7 +209,13 @@ class _StepEstimate:
         schedule = SCHEDULES[choice.weight_gradients]
         simulation = simulate(
             [
-                schedule(stage, choice.g_inter, self._microbatches, choice.in_flight)
+                schedule(
+                    stage,
+                    choice.g_inter,
+                    self._microbatches,
+                    choice.in_flight,
+                    choice.g_expert > 1,
+                )
                 for stage in range(choice.g_inter)
             ],
             self._forward,
@@ -205,7 +232,9 @@ class _StepEstimate:
             g_data=self._g_data,
             microbatches=self._microbatches,
             memory=self.memory,
-            message_seconds=2 * self._microbatches * self._message_bytes / slowest,
+            message_seconds=2
+            * self._microbatches
+            * (self._message_bytes / slowest + float(self._exchange.max())),
             all_reduce_seconds=float(self._all_reduce.max()),
             simulation=simulation,
         )
@@ -217,8 +246,8 @@ def _partition(costs: tuple[float, ...], stages: int) -> list[range]:
 
 
 def _sums(costs: Sequence[float], parts: Sequence[range]) -> Seconds:
-    """Sum the costs of the layers of each stage; shape ``(stages,)``."""
-    return np.array([sum(costs[layer] for layer in part) for part in parts], dtype=np.float64)
+    """Sum the costs of the layers of each stage, if they have any; shape ``(stages,)``."""
+    return np.array([sum(costs[part.start : part.stop]) for part in parts], dtype=np.float64)
 
 
 def _activation_bytes(workload: Workload, choice: Choice, parts: Sequence[range]) -> Seconds:

@@ -94,3 +94,14 @@ def test_arguments_out_of_range_are_rejected(
     with pytest.raises(SystemExit):
         main(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_experts_may_be_spread(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*SMALL, "--experts", "8", "2", "--best", "80"])
+    printed = capsys.readouterr().out
+    rows = [line.split() for line in printed.splitlines() if line.count(" x ") == 2]
+    memory = {" ".join(row[:4]): float(row[-5]) for row in rows if row[:3] == ["1", "x", "4"]}
+    assert any(row[3] == "(4)" for row in rows)
+    assert min(m for grid, m in memory.items() if "(4)" in grid) < min(
+        m for grid, m in memory.items() if "(" not in grid
+    )

@@ -166,3 +166,23 @@ def test_divided_optimizer_state_takes_memory_of_replicas() -> None:
             for divides in (False, True)
         )
         assert (divided < plain) == (g_inter < CLUSTER.devices)
+
+
+def test_spread_experts_take_memory_and_all_reduce_of_a_share_and_messages() -> None:
+    experts = replace(MODEL, experts=8, chosen=2)
+    workload = replace(WORKLOAD, layers=experts.costs, g_expert=(1, 2, 4))
+    plans = [evaluate(workload, Choice(2, 1, 4, "together", g_expert)) for g_expert in (1, 2)]
+    whole, spread = plans
+    weights = 4 * experts.expert_weights  # of a stage
+    assert whole.memory - spread.memory == pytest.approx(16 * weights / 2)
+    assert spread.all_reduce_seconds < whole.all_reduce_seconds
+    assert spread.message_seconds > whole.message_seconds
+    assert spread.simulation.makespan > 0
+    assert {plan.choice.g_expert for plan in search(workload, 80)} == {1, 2, 4}
+
+
+def test_a_block_of_one_expert_costs_what_a_dense_one_does() -> None:
+    assert MODEL.layer_weights == 12 * MODEL.width**2
+    assert (
+        MODEL.layer_flops == (24 * MODEL.width + 4 * MODEL.sequence) * MODEL.sequence * MODEL.width
+    )
