@@ -186,8 +186,9 @@ class OptimizerShards:
 
         def finish() -> None:
             work.wait()
-            for tensor, block in zip(tensors, whole.split(longest, dim=1), strict=True):
-                _fill(tensor, block, group)
+            blocks = whole.split(longest, dim=1)
+            for tensor, block, part in zip(tensors, blocks, parts, strict=True):
+                _fill(tensor, block, part, group)
 
         return finish
 
@@ -272,11 +273,15 @@ def _pieces(flat: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _fill(tensor: Tensor, block: Tensor, group: dist.ProcessGroup) -> None:
-    """Fill a tensor with the parts of all replicas, which are the rows of ``block``."""
+def _fill(tensor: Tensor, block: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
+    """Fill a tensor with the parts of all replicas, which are the rows of ``block``.
+
+    This replica's ``own`` part may be in place.
+    """
     flat = tensor.reshape(-1)  # a copy if it is not contiguous
     for piece, row in zip(_pieces(flat, group), block, strict=True):
-        piece.copy_(row[: piece.numel()])
+        if piece.data_ptr() != own.data_ptr():
+            piece.copy_(row[: piece.numel()])
     if flat.data_ptr() != tensor.data_ptr():
         tensor.copy_(flat.view(tensor.shape))
 
