@@ -79,7 +79,9 @@ class InnerBackward:
         """
         with plain_torch_functions():
             leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            _follow((_node(leaf) for leaf in leaves if leaf.requires_grad), self._given)
+            nodes = [_node(leaf) for leaf in leaves if leaf.requires_grad]
+            if nodes:
+                _follow(nodes, self._given)
 
     def run(
         self,

@@ -166,7 +166,8 @@ class StepRunner:
         run, stage_module = self._open, self._open.stage_module
         with this_rank().step(*position(self._trainer)):
             microbatches = self._splitter.split_to_train(batch, args, stage_module.groups)
-            self._validate_equal(len(microbatches))
+            if stage_module.groups.experts is not None:
+                self._validate_equal(len(microbatches))
             microbatches = self._weighted(microbatches)
             step = self._batch(user_step, precision, batch, args, kwargs, microbatches)
             compare = partial(self._check, step, batch, microbatches, trains=True)
@@ -225,7 +226,8 @@ class StepRunner:
         run = self._open
         with this_rank().step(*position(self._trainer)):
             microbatches = self._splitter.split_to_evaluate(batch, args, run.stage_module.groups)
-            self._validate_equal(len(microbatches))
+            if run.stage_module.groups.experts is not None:
+                self._validate_equal(len(microbatches))
             microbatches = self._weighted(microbatches)
             step = self._batch(user_step, precision, batch, args, kwargs, microbatches)
             compare = partial(self._check, step, batch, microbatches, trains=False)
@@ -373,7 +375,9 @@ class StepRunner:
             stage_module.groups.broadcast_to_same_batch(result, stage_module.last_stage)
         )
         is_new |= self._is_late(rules, sent)
-        if any(all_gather(is_new, stage_module.groups.experts)):
+        if stage_module.groups.experts is not None:
+            is_new = any(all_gather(is_new, stage_module.groups.experts))
+        if is_new:
             logged = self._logged_again(logged, compare)
         for warning in (*warnings, *run.state.settle(sent, stage_module.device)):
             if warning not in self._warned:
