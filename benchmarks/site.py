@@ -21,5 +21,5 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Lead links to those READMEs, which are right in the repository, to the pages."""
-    return re.sub(r"\]\(\.\./benchmarks/(\w+)/README\.md", r"](benchmarks/\1.md", markdown)
+    """Lead links to those READMEs, from docs and from each other, to the pages."""
+    return re.sub(r"\]\(\.\./(benchmarks/)?(\w+)/README\.md", r"](\1\2.md", markdown)
