@@ -40,6 +40,7 @@ from torchmetrics import Metric
 
 import lightning_axosparse
 from lightning_axosparse import AxoSparseStrategy
+from tests.accelerator import trainer_devices
 
 Kind = Literal["equal", "refused", "warned", "uncheckable", "silent", "crashed"]
 
@@ -206,7 +207,7 @@ def observe(which: Entry, strategy: Any = "auto", devices: int = 1) -> Observati
     module = which.make()
     options: dict[str, Any] = {
         "max_epochs": 1,
-        "accelerator": "cpu",
+        **trainer_devices(strategy, devices),
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
@@ -222,14 +223,14 @@ def observe(which: Entry, strategy: Any = "auto", devices: int = 1) -> Observati
     if _overrides(module, "validation_step"):
         loaders.append(make(2))
     with _listening(seen), mock.patch(ENTRY_POINTS, return_value=[]):
-        run = L.Trainer(strategy=strategy, devices=devices, **options)
+        run = L.Trainer(strategy=strategy, **options)
         seen.before = {name: value.clone() for name, value in module.state_dict().items()}
         torch.manual_seed(1)
         try:
             run.fit(module, *loaders)
             whole = isinstance(strategy, AxoSparseStrategy)
             with strategy.summon_full_params(rank0_only=False) if whole else nullcontext():
-                seen.weights = {k: v.detach().clone() for k, v in module.state_dict().items()}
+                seen.weights = {k: v.detach().cpu().clone() for k, v in module.state_dict().items()}
             seen.attributes = _attributes(module)
             if _overrides(module, "predict_step"):
                 predicted = run.predict(module, make(3))

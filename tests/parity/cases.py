@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from lightning_axosparse import AxoSparseStrategy
+from tests.accelerator import trainer_devices
 
 CLASSES, FEATURES, BATCHES, BATCH, EPOCHS = 5, 12, 6, 8, 3
 
@@ -125,7 +126,7 @@ def trainer(
     """A quiet Trainer whose first callback keeps the record."""
     callbacks = [recorder or Recorder(), *options.pop("callbacks", [])]
     settings = {
-        "accelerator": "cpu",
+        **trainer_devices(strategy, devices),
         "max_epochs": EPOCHS,
         "logger": False,
         "enable_checkpointing": False,
@@ -134,7 +135,7 @@ def trainer(
         "use_distributed_sampler": True,
         **options,
     }
-    return L.Trainer(strategy=strategy, devices=devices, callbacks=callbacks, **settings)
+    return L.Trainer(strategy=strategy, callbacks=callbacks, **settings)
 
 
 def fit(run: L.Trainer, module: L.LightningModule, extra: int = 0, **options: Any) -> Record:
@@ -156,7 +157,7 @@ def whole_state(run: L.Trainer, module: L.LightningModule) -> dict[str, Tensor]:
     strategy = run.strategy
     ours = isinstance(strategy, AxoSparseStrategy)
     with strategy.summon_full_params(rank0_only=False) if ours else nullcontext():
-        return {name: value.detach().clone() for name, value in module.state_dict().items()}
+        return {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
 
 
 def difference(one: Record, other: Record) -> float:
