@@ -13,7 +13,7 @@ from lightning_axosparse.sparse import densify, sparsify
 from lightning_axosparse.strategy.compat.other_package import refuse_other_package
 from lightning_axosparse.strategy.launcher.launcher import RankFailedError
 from lightning_axosparse.strategy.strategy import AxoSparseStrategy, refuse_fabric
-from lightning_axosparse.support.corrupt_file import CorruptFileError
+from lightning_axosparse.support.files import CorruptFileError
 
 __version__ = "0.1.0"
 __all__ = [

@@ -29,7 +29,7 @@ from lightning_axosparse.strategy.compat.internals import callbacks_of
 from lightning_axosparse.strategy.compat.other_package import validate_package
 from lightning_axosparse.strategy.strategy import AxoSparseStrategy
 from lightning_axosparse.support.arguments import NONE, number, one_of, whole
-from lightning_axosparse.support.corrupt_file import restoring
+from lightning_axosparse.support.files import restoring
 from lightning_axosparse.support.troubleshooting import see
 
 Period = Literal["dense", "pruning", "sparse"]

@@ -13,8 +13,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning_axosparse.checkpoint import folder as sharded
 from lightning_axosparse.support import archive
 from lightning_axosparse.support.archive import all_made, load_mapped
-from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
-from lightning_axosparse.support.files import clear_partials
+from lightning_axosparse.support.files import CorruptFileError, clear_partials, reading
 
 _ENTRIES = {
     "state_dict": dict,

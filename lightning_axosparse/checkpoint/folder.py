@@ -25,8 +25,7 @@ from lightning_axosparse.checkpoint.gather import StageTensors
 from lightning_axosparse.distributed.process_groups import gather
 from lightning_axosparse.support import archive
 from lightning_axosparse.support.archive import DeferredTensor, load_mapped
-from lightning_axosparse.support.corrupt_file import CorruptFileError
-from lightning_axosparse.support.files import replacing_folder
+from lightning_axosparse.support.files import CorruptFileError, replacing_folder
 from lightning_axosparse.support.torch_internals import tree_leaves, tree_map, tree_map_only
 from lightning_axosparse.support.troubleshooting import see, without_link
 

@@ -32,7 +32,7 @@ from lightning_axosparse.sparse.store.materialize import DenseForm, master_dtype
 from lightning_axosparse.sparse.store.weight import SparseWeight
 from lightning_axosparse.support import archive
 from lightning_axosparse.support.arguments import MODULE, NONE, PATH, PATTERNS, checked, instance_of
-from lightning_axosparse.support.corrupt_file import reading
+from lightning_axosparse.support.files import reading
 from lightning_axosparse.support.troubleshooting import see
 
 Skipped = Callable[[str], bool]

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from lightning_axosparse.sparse.store.formats import layout_of
 from lightning_axosparse.sparse.store.weight import SparseWeight
 from lightning_axosparse.support.arguments import BOOL, MODULE, PATH, checked
-from lightning_axosparse.support.corrupt_file import CorruptFileError, reading, stored_shape
-from lightning_axosparse.support.files import replacing
+from lightning_axosparse.support.files import CorruptFileError, reading, replacing, stored_shape
 from lightning_axosparse.support.troubleshooting import see
 
 _KEY = "lightning_axosparse.sparse/2"

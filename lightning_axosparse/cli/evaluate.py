@@ -35,7 +35,7 @@ from lightning_axosparse.support.arguments import (
     one_of,
     shown,
 )
-from lightning_axosparse.support.corrupt_file import reading
+from lightning_axosparse.support.files import reading
 from lightning_axosparse.support.troubleshooting import see, without_link
 
 METRICS = "metrics.json"

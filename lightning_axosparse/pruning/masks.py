@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_axosparse.distributed.process_groups import all_sum, broadcast_from_first, gather
 from lightning_axosparse.support.arguments import validate_mask
-from lightning_axosparse.support.corrupt_file import CorruptFileError, stored_shape
+from lightning_axosparse.support.files import CorruptFileError, stored_shape
 
 
 class MaskBits(Mapping[str, Tensor]):

@@ -32,7 +32,7 @@ from lightning_axosparse.support.arguments import (
     checked,
     one_of,
 )
-from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
+from lightning_axosparse.support.files import CorruptFileError, reading
 from lightning_axosparse.support.troubleshooting import see
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Literal, NamedTuple, get_args
 
-from lightning_axosparse.support.processor import cpu_info
+from lightning_axosparse.support.dense_products import cpu_info
 
 Compute = Literal["auto", "dense", "sparse"]
 COMPUTES: tuple[str, ...] = get_args(Compute)

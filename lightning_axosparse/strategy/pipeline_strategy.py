@@ -51,8 +51,8 @@ from lightning_axosparse.strategy.validation import (
     validate_optimizers,
     validate_run,
 )
-from lightning_axosparse.support.corrupt_file import restoring
 from lightning_axosparse.support.dense_products import by_onednn, onednn_is_faster
+from lightning_axosparse.support.files import restoring
 from lightning_axosparse.support.messages import rank_zero_info, rank_zero_warn
 from lightning_axosparse.support.trace import clock, now
 from lightning_axosparse.support.troubleshooting import see

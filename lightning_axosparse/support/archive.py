@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_axosparse.support.corrupt_file import CorruptFileError, reading
-from lightning_axosparse.support.files import replacing
+from lightning_axosparse.support.files import CorruptFileError, reading, replacing
 from lightning_axosparse.support.torch_internals import (
     no_torch_function,
     reduced_for_save,

@@ -10,15 +10,16 @@ the shapes of a product alone, so it is the same in all passes, schedules and ru
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
-from lightning_axosparse.support.processor import cpu_info
 from lightning_axosparse.support.torch_internals import onednn_product
 
 MIN_MULTIPLICATIONS = 2**22
@@ -141,3 +142,17 @@ _KERNELS: Mapping[str, _Kernel] = {
     "addmm_": _addmm_in_place,
 }
 """What replaces the kernels of torch: operator -> function of torch's own and its arguments."""
+
+
+@cache
+def cpu_info() -> Mapping[str, str]:
+    """Return Linux's description of the first core, such as "vendor_id" and "flags".
+
+    What is not described, as anything on another system, is an empty text.
+    """
+    try:
+        first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+    except OSError:
+        first = ""
+    pairs = (line.partition(":") for line in first.splitlines())
+    return defaultdict(str, {name.strip(): value.strip() for name, _, value in pairs})

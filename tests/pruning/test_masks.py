@@ -13,7 +13,7 @@ from lightning_axosparse.pruning.masks import (
     MaskWindow,
     mask_distance,
 )
-from lightning_axosparse.support.corrupt_file import CorruptFileError
+from lightning_axosparse.support.files import CorruptFileError
 from tests.pruning.stages import make_parameters, on_stage
 from tests.ranks import run_ranks
 

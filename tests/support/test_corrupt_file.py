@@ -33,7 +33,7 @@ from lightning_axosparse import (
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.checkpoint.safetensors import decoded, decoded_mask, encoded
 from lightning_axosparse.support import archive
-from lightning_axosparse.support.corrupt_file import stored_shape
+from lightning_axosparse.support.files import stored_shape
 from tests.parity.cases import Net, loader, trainer
 from tests.sparse.masking import apply_masks
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_axosparse.support import dense_products
-from lightning_axosparse.support.dense_products import by_onednn, onednn_is_faster
+from lightning_axosparse.support.dense_products import by_onednn, cpu_info, onednn_is_faster
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN"
@@ -219,3 +221,25 @@ def test_onednn_is_chosen_for_large_weights_on_amd(
     monkeypatch.setattr(dense_products, "cpu_info", lambda: {"vendor_id": vendor})
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", enabled)
     assert onednn_is_faster(map(torch.Size, shapes)) is faster
+
+
+def test_linux_describes_an_x86_core():
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        pytest.skip("other systems and processors describe themselves otherwise")
+    assert cpu_info()["vendor_id"]
+    assert "sse2" in cpu_info()["flags"].split()
+
+
+def test_the_first_core_speaks_for_all(monkeypatch):
+    described = "vendor_id\t: AuthenticAMD\nflags\t\t: a b\nbugs\t:\n\nvendor_id\t: Another\n"
+    monkeypatch.setattr(Path, "read_text", lambda self: described)
+    info = cpu_info.__wrapped__()
+    assert (info["vendor_id"], info["flags"], info["bugs"]) == ("AuthenticAMD", "a b", "")
+
+
+def test_other_systems_describe_nothing(monkeypatch):
+    def missing(self):
+        raise FileNotFoundError(self)
+
+    monkeypatch.setattr(Path, "read_text", missing)
+    assert cpu_info.__wrapped__()["flags"] == ""

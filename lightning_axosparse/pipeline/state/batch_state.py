@@ -22,7 +22,6 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.microbatch import MicroBatch
-from lightning_axosparse.pipeline.state.advice import not_alike, not_sent
 from lightning_axosparse.pipeline.state.module_state import (
     Place,
     held_by,
@@ -31,7 +30,14 @@ from lightning_axosparse.pipeline.state.module_state import (
     value_at,
     write,
 )
-from lightning_axosparse.pipeline.state.rules import Grown, Rule, combine, items_after
+from lightning_axosparse.pipeline.state.rules import (
+    Grown,
+    Rule,
+    combine,
+    items_after,
+    not_alike,
+    not_sent,
+)
 from lightning_axosparse.pipeline.state.values import MISSING, copied, detached, size_of
 from lightning_axosparse.support.torch_internals import tree_leaves
 

@@ -8,10 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.state.advice import not_sent, trained, unexplained
 from lightning_axosparse.pipeline.state.batch_state import LARGEST_MESSAGE, Changing, StateRules
 from lightning_axosparse.pipeline.state.module_state import Place, value_at
-from lightning_axosparse.pipeline.state.rules import Rule, Seen, Unexplained, find
+from lightning_axosparse.pipeline.state.rules import (
+    Rule,
+    Seen,
+    Unexplained,
+    find,
+    not_sent,
+    trained,
+    unexplained,
+)
 from lightning_axosparse.pipeline.state.values import same, size_of
 
 

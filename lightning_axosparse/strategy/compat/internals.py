@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_path
 from lightning_axosparse.support.archive import load_mapped
-from lightning_axosparse.support.corrupt_file import reading
+from lightning_axosparse.support.files import reading
 from lightning_axosparse.support.patched import patched
 from lightning_axosparse.support.torch_internals import tree_leaves
 
