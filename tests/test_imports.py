@@ -63,7 +63,7 @@ NO_OTHER_WAY = {
     "pruning/channels.py": {"_parameters"},
     "sparse/ops/linear.py": {"_parameters"},
     "sparse/module/sparse_module.py": {"_flat_weights_names", "_init_flat_weights", "_parameters"},
-    "sparse/module/parameters.py": {"_parameters"},
+    "sparse/module/parameters.py": {"_indices", "_parameters", "_values"},
     # What torch and Lightning leave to subclasses.
     "distributed/divided_gradient.py": {"_make_wrapper_subclass"},
     "distributed/mpi/process_group.py": {"_register_backend", "_set_default_backend"},
@@ -74,7 +74,6 @@ NO_OTHER_WAY = {
     "strategy/tensor_parallel.py": {"_forward_hooks", "_forward_pre_hooks", "_parameters"},
     "strategy/validation.py": {"_NormBase"},
     # What a tensor holds, where the public name checks or warns.
-    "sparse/module/state_size.py": {"_indices", "_values"},
     "strategy/launcher/pickling.py": {"_untyped_storage"},
 }
 """File -> the attributes of others that it uses; docs/architecture.md says the same."""

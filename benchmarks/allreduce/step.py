@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 from lightning_axosparse.examples.gpt import Block
 from lightning_axosparse.pruning.ticket import Ticket
-from lightning_axosparse.sparse.module.state_size import state_bytes
+from lightning_axosparse.sparse.module.parameters import state_bytes
 
 RUNS = {
     "dense, Lightning's ddp": (None, False),

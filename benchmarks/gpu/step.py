@@ -28,7 +28,7 @@ from benchmarks.gpu.timing import median_seconds
 from lightning_axosparse import sparsify
 from lightning_axosparse.examples.gpt import GPT, Block
 from lightning_axosparse.pruning.prunable import prunable
-from lightning_axosparse.sparse.module.state_size import state_bytes
+from lightning_axosparse.sparse.module.parameters import state_bytes
 from lightning_axosparse.sparse.store.materialize import POLICIES, Policy
 
 

@@ -13,7 +13,7 @@ from torch.ao.quantization import quantize_dynamic
 from benchmarks.memory.step import masks_of
 from lightning_axosparse import sparsify
 from lightning_axosparse.examples.gpt import GPT
-from lightning_axosparse.sparse.module.state_size import state_bytes
+from lightning_axosparse.sparse.module.parameters import state_bytes
 
 CONTEXT = 128
 PRUNED = (0.8, 0.9, 0.95)

@@ -28,7 +28,7 @@ from lightning_axosparse import sparsify
 from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.pruning.masks import MaskBits
 from lightning_axosparse.pruning.rule import MaskRule
-from lightning_axosparse.sparse.module.state_size import state_bytes
+from lightning_axosparse.sparse.module.parameters import state_bytes
 
 VARIANTS = (
     "dense",

@@ -22,7 +22,7 @@ from lightning_axosparse import sparsify
 from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.pruning.masks import MaskBits, mask_distance
 from lightning_axosparse.pruning.rule import MaskRule
-from lightning_axosparse.sparse.module.state_size import state_bytes
+from lightning_axosparse.sparse.module.parameters import state_bytes
 
 SHARED = (0.0625, 0.1, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75)
 """The shares of a dense run whose states are kept, for arms that begin as it does."""

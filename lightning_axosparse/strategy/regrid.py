@@ -22,8 +22,7 @@ from lightning_axosparse.distributed.process_groups import ProcessGroups, all_ga
 from lightning_axosparse.pipeline.choice import InFlightRule
 from lightning_axosparse.pipeline.shard.partition import Partition
 from lightning_axosparse.pipeline.shard.sharding import ReshardedTensor, Sharding, free
-from lightning_axosparse.sparse.module.parameters import forget, owners, pack, unpack
-from lightning_axosparse.sparse.module.state_size import state_bytes
+from lightning_axosparse.sparse.module.parameters import forget, owners, pack, state_bytes, unpack
 from lightning_axosparse.strategy.stage_module import StageModule
 from lightning_axosparse.strategy.step.train_step import StepRunner
 from lightning_axosparse.support.memory import release_freed_memory

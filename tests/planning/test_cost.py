@@ -15,7 +15,7 @@ from lightning_axosparse.planning.cost import (
 )
 from lightning_axosparse.planning.simulate import Wire
 from lightning_axosparse.sparse import sparsify
-from lightning_axosparse.sparse.module.state_size import state_bytes
+from lightning_axosparse.sparse.module.parameters import state_bytes
 
 SIZE, LAYERS = 512, 2
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 from lightning_axosparse.distributed import gradient_reducer
-from lightning_axosparse.sparse.module.state_size import state_bytes
+from lightning_axosparse.sparse.module.parameters import state_bytes
 from lightning_axosparse.strategy.validation import validate_placement
 from tests.parity.cases import Net, Record, difference, loader, trainer, whole_state
 from tests.ranks import run_ranks

@@ -33,7 +33,7 @@ from lightning_axosparse.callbacks.timeline import PipelineTimeline, folder_of, 
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.pruning.ticket import Ticket
-from lightning_axosparse.sparse.module.state_size import state_bytes
+from lightning_axosparse.sparse.module.parameters import state_bytes
 from lightning_axosparse.strategy.compat.internals import callbacks_of
 from lightning_axosparse.strategy.regrid import Regridded
 from lightning_axosparse.support.arguments import NONE, PATH, TEXT, checked

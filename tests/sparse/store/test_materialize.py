@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from lightning_axosparse import densify, load_sparse, save_safetensors, sparsify
-from lightning_axosparse.sparse.module.parameters import forget, owners, pack, unpack
-from lightning_axosparse.sparse.module.state_size import state_bytes
+from lightning_axosparse.sparse.module.parameters import forget, owners, pack, state_bytes, unpack
 from lightning_axosparse.sparse.ops import torch_functions
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.materialize import best_policy
