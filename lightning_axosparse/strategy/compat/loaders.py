@@ -1,4 +1,4 @@
-"""The Trainer's loaders: which one a batch comes from, sample batches, equal order on stages."""
+"""The Trainer's loaders: which one a batch comes from, the first step, equal order on stages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, islice
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
@@ -90,8 +89,9 @@ def source(trainer: pl.Trainer, step_arguments: Sequence[Any]) -> Source:
 def first_step(trainer: pl.Trainer) -> Example | None:
     """The first step of a run that starts, on a few samples of its loader.
 
-    The loader is asked for, but not iterated; all is restored as by :func:`sample_batches`. An
-    iterable dataset is copied, and a list of batches has a first one.
+    The loader is asked for, but not iterated, and no worker starts. The random states of torch,
+    numpy and Python are restored, as are the generators and attributes of datasets and collate
+    functions. An iterable dataset is copied, and a list of batches has a first one.
 
     Args:
         trainer: the Trainer, which has not made its loaders yet.
@@ -105,7 +105,7 @@ def first_step(trainer: pl.Trainer) -> Example | None:
     with isolate_rng(), _unchanged([loop._data_source.instance]):
         try:
             return _step_of(trainer, loop._data_source.dataloader())
-        except Exception:  # of the user's code, as in `sample_batches`
+        except Exception:  # of the user's code; the run will show it
             _log.debug("No first step could be made", exc_info=True)
             return None
 
@@ -115,16 +115,15 @@ def _step_of(trainer: pl.Trainer, loaders: Any) -> Example:
     if not isinstance(loaders, CombinedLoader):
         loaders = CombinedLoader(loaders, "max_size_cycle" if trainer.training else "sequential")
     origin = _of(trainer, loaders, 0)
-    batches = sample_batches(trainer, origin, [_FEW])
-    if batches is None:
-        first = origin.combine([_first_batch(loader) for loader in origin.loaders])
-        batches = [_transferred(trainer, first, 0)]
+    with _unchanged([*origin.loaders, *_changing_hooks(trainer)]):
+        batch = origin.combine([_first_batch(loader) for loader in origin.loaders])
+        batch = _transferred(trainer, batch)
     name = _STEPS[origin.name]
     step = getattr(trainer.lightning_module, name)
     numbers = int(is_param_in_hook_signature(step, "batch_idx", min_args=2))
     if loaders._mode == "sequential" and len(loaders.flattened) > 1:
         numbers = 2
-    return Example(name, (batches[0], *[0] * numbers))
+    return Example(name, (batch, *[0] * numbers))
 
 
 def _of(trainer: pl.Trainer, combined: Any, index: int) -> Source:
@@ -142,30 +141,6 @@ def collates_as_usual(trainer: pl.Trainer, origin: Source) -> bool:
     return not _changing_hooks(trainer) and all(
         _is_usual(loader) and loader.collate_fn is default_collate for loader in origin.loaders
     )
-
-
-def sample_batches(trainer: pl.Trainer, origin: Source, counts: Sequence[int]) -> list[Any] | None:
-    """Make batches that repeat one sample, as the Trainer makes those for the steps.
-
-    No loader is iterated and no worker started. The random states of torch, numpy and Python are
-    restored, as are the generators and attributes of datasets and collate functions.
-
-    Returns:
-        A batch for each count; None where the datasets cannot be indexed, or raise.
-    """
-    loaders = origin.loaders
-    if not all(_is_usual(loader) and not has_iterable_dataset(loader) for loader in loaders):
-        return None
-    touched = [part for loader in loaders for part in (loader.dataset, loader.collate_fn)]
-    with isolate_rng(), _unchanged([*touched, *_changing_hooks(trainer)]):
-        try:
-            fetches = [_fetcher(loader) for loader in loaders]
-            batches = [origin.combine([fetch(count) for fetch in fetches]) for count in counts]
-            return [_transferred(trainer, batch, origin.index) for batch in batches]
-        except Exception:
-            # A collate function may need samples that differ. Real batches show its errors.
-            _log.debug("No batches of one sample could be made", exc_info=True)
-            return None
 
 
 def _is_usual(loader: object) -> bool:
@@ -190,32 +165,27 @@ def _changing_hooks(trainer: pl.Trainer) -> list[object]:
     return [owner for owner in owners if overrides(owner, *_TRANSFER_HOOKS)]
 
 
-def _fetcher(loader: DataLoader[Any]) -> Callable[[int], Any]:
-    dataset: Any = loader.dataset
-    if hasattr(dataset, "__getitems__") and dataset.__getitems__:
-        return lambda count: loader.collate_fn(dataset.__getitems__([0] * count))
-    sample = dataset[0]
-    # Collate functions may change samples in place.
-    return lambda count: loader.collate_fn([copy.deepcopy(sample) for _ in range(count)])
-
-
 def _first_batch(loader: Any) -> Any:
-    """The first batch of a loader of another kind, whose state does not change."""
+    """A batch that repeats a loader's first sample, or the first of a list of batches."""
     if hasattr(loader, "__getitem__"):  # a list or tensor of batches
         return copy.deepcopy(loader[0])
-    samples: Iterator[Any] = (copy.deepcopy(loader.dataset[number]) for number in count())
+    dataset, is_batched = loader.dataset, loader.batch_sampler is not None
     if has_iterable_dataset(loader):
-        samples = iter(copy.deepcopy(loader.dataset))
-    if loader.batch_sampler is None:
-        return loader.collate_fn(next(samples))
-    return loader.collate_fn(list(islice(samples, _FEW)))
+        sample = next(iter(copy.deepcopy(dataset)))
+    elif is_batched and getattr(dataset, "__getitems__", None):
+        return loader.collate_fn(dataset.__getitems__([0] * _FEW))
+    else:
+        sample = dataset[0]
+    # Collate functions may change samples in place.
+    samples = [copy.deepcopy(sample) for _ in range(_FEW)]
+    return loader.collate_fn(samples if is_batched else samples[0])
 
 
-def _transferred(trainer: pl.Trainer, batch: Any, index: int) -> Any:
-    """Do with a batch what Lightning's loops do before a step."""
+def _transferred(trainer: pl.Trainer, batch: Any) -> Any:
+    """Do with a batch of the first loader what Lightning's loops do before a step."""
     batch = trainer.precision_plugin.convert_input(batch)
-    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=index)
-    return trainer.strategy.batch_to_device(batch, dataloader_idx=index)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
 
 def _combined(spec: Any, batches: Sequence[Any]) -> Any:

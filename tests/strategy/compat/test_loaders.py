@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from lightning_axosparse.strategy.compat.loaders import (
     collates_as_usual,
     first_step,
-    sample_batches,
     source,
 )
 
@@ -118,23 +117,17 @@ def test_the_loaders_of_the_running_loop_are_found() -> None:
     assert module.asked == {"fit": [(0, 2, None)], "validate": [(0, 2, 2)]}
 
 
-def probed(loader: Any, module: Any = None, **options: Any) -> tuple[bool, Any]:
-    """Whether a loader collates as usual, and the shapes of what it makes of two and of three."""
-    found: list[Any] = []
-    module = module or Asks()
+def collates(loader: Any, module: Any = None, **options: Any) -> bool:
+    """Whether a loader collates as usual."""
+    found: list[bool] = []
 
     class Probe(L.Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            origin = source(trainer, [0])
-            batches = sample_batches(trainer, origin, (2, 3))
-            shapes = pytree.tree_map(
-                lambda leaf: leaf if leaf is None else tuple(leaf.shape), batches
-            )
-            found.append((collates_as_usual(trainer, origin), shapes))
+            found.append(collates_as_usual(trainer, source(trainer, [0])))
 
     run = trainer()
     run.callbacks.append(Probe())
-    run.fit(module, loader, **options)
+    run.fit(module or Asks(), loader, **options)
     return found[-1]
 
 
@@ -160,27 +153,19 @@ class Keyed(Dataset):
 
 
 @pytest.mark.parametrize(
-    ("loader", "expected"),
+    ("loader", "is_usual"),
     [
-        (lambda: data(), (True, [[(2, 32)], [(3, 32)]])),
-        (lambda: data(collate_fn=twice), (False, [(4, 32), (6, 32)])),
-        (
-            lambda: DataLoader(Keyed(), batch_sampler=[[0], [1, 2]], collate_fn=taking_apart),
-            (False, [(2, 32), (3, 32)]),
-        ),
-        (lambda: DataLoader(Listed(torch.rand(4, 32)), 2), (True, [(2, 32), (3, 32)])),
-        (lambda: DataLoader(Endless(), 2), (True, None)),
-        (lambda: DataLoader(Keyed(), None), (False, None)),
-        (lambda: Own(Keyed(), 2), (False, None)),
-        (lambda: [torch.zeros(2, 32)] * 3, (False, None)),
-        (
-            lambda: {"a": data(), "b": data()},
-            (True, [{k: [(n, 32)] for k in "ab"} for n in (2, 3)]),
-        ),
+        (lambda: data(), True),
+        (lambda: data(collate_fn=twice), False),
+        (lambda: DataLoader(Endless(), 2), True),
+        (lambda: DataLoader(Keyed(), None), False),
+        (lambda: Own(Keyed(), 2), False),
+        (lambda: [torch.zeros(2, 32)] * 3, False),
+        (lambda: {"a": data(), "b": data()}, True),
     ],
 )
-def test_batches_are_made_without_iterating(loader: Callable[[], Any], expected: Any) -> None:
-    assert probed(loader()) == expected
+def test_loaders_that_collate_as_usual_are_known(loader: Callable[[], Any], is_usual: bool) -> None:
+    assert collates(loader()) == is_usual
 
 
 class Unknown(Exception):
@@ -195,7 +180,7 @@ def needing_all(samples: list) -> Tensor:
 
 def test_what_the_code_of_a_user_raises_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "lightning_axosparse"):
-        assert probed(data(8, collate_fn=needing_all)) == (False, None)
+        assert given_first(data(8, collate_fn=needing_all), Asks()) is None
     assert "for whole batches" in caplog.text
 
 
@@ -216,9 +201,11 @@ class TransposingData(L.LightningDataModule):
 
 
 def test_hooks_that_change_batches_are_seen() -> None:
-    assert probed(data(), Transposing()) == (False, [[(32, 2)], [(32, 3)]])
-    run_on = TransposingData()
-    assert probed(None, datamodule=run_on) == (False, [[(1, 2, 32)], [(1, 3, 32)]])
+    assert not collates(data(), Transposing())
+    assert not collates(None, datamodule=TransposingData())
+    assert given_first(data(), Transposing()) == ("training_step", ([(32, 2)], 0))
+    given = given_first(None, Asks(), datamodule=TransposingData())
+    assert given == ("training_step", ([(1, 2, 32)], 0))
 
 
 def test_no_random_state_moves_and_no_worker_starts() -> None:
@@ -232,23 +219,17 @@ def test_no_random_state_moves_and_no_worker_starts() -> None:
     loader = DataLoader(
         dataset, 2, shuffle=True, generator=shuffled, collate_fn=collate, num_workers=1
     )
-    run, module = trainer(), Asks()
-    run.strategy.connect(module)
-    run._data_connector.attach_datamodule(module)
-    module.trainer = run
-    run.training = True
-    run.fit_loop._combined_loader = CombinedLoader(loader)
-    before = pytree.tree_map(repr, _collect_rng_states()), drawn(dataset), dict(vars(dataset))
+    before = drawn(dataset), dict(vars(dataset))
     seeds = offset.get_state(), shuffled.get_state()
-    batches = sample_batches(run, source(run, []), (2, 3))
-    assert batches is not None
-    assert [len(batch) for batch in batches] == [2, 3]
-    assert (pytree.tree_map(repr, _collect_rng_states()), drawn(dataset)) == before[:2]
-    assert vars(dataset) == before[2]
-    assert dataset.calls == 0
-    assert torch.equal(seeds[0], offset.get_state())
-    assert torch.equal(seeds[1], shuffled.get_state())
-    assert loader._iterator is None
+
+    def check() -> None:
+        assert (drawn(dataset), vars(dataset)) == before
+        assert dataset.calls == 0
+        assert torch.equal(seeds[0], offset.get_state())
+        assert torch.equal(seeds[1], shuffled.get_state())
+        assert loader._iterator is None
+
+    assert given_first(loader, Steps(), check) == ("training_step", ((2, 3),))
 
 
 class Watched(dict):
@@ -263,7 +244,7 @@ def test_attributes_that_did_not_change_are_not_touched() -> None:
     vars(dataset)["path"] = "data"
     dataset.__dict__ = Watched(vars(dataset))
     names = list(vars(dataset))
-    assert probed(DataLoader(dataset, 2), Steps())[1] == [(2, 3), (3, 3)]
+    assert given_first(DataLoader(dataset, 2), Steps()) == ("training_step", ((2, 3),))
     assert list(vars(dataset))[: len(names)] == names
     assert dataset.path == "data"
 
@@ -315,7 +296,9 @@ class Steps(Asks):
         return sum(parameter.sum() for parameter in self.parameters())
 
 
-def given_first(loader: Any, module: Any, **options: Any) -> tuple[str, Any]:
+def given_first(
+    loader: Any, module: Any, check: Callable[[], None] = lambda: None, **options: Any
+) -> tuple[str, Any]:
     """The method of the first step and the shapes of its arguments, before the loop begins."""
     found: list[Any] = []
 
@@ -324,6 +307,8 @@ def given_first(loader: Any, module: Any, **options: Any) -> tuple[str, Any]:
             before = pytree.tree_map(repr, _collect_rng_states())
             step = first_step(trainer)
             assert pytree.tree_map(repr, _collect_rng_states()) == before
+            if not found:
+                check()
             if step is None:
                 found.append(None)
                 return
@@ -354,6 +339,10 @@ def test_the_first_step_of_a_run_is_known_before_it_and_consumes_nothing() -> No
     ("loader", "shapes"),
     [
         (lambda: data(), [(2, 32)]),
+        (lambda: data(1), [(2, 32)]),
+        (lambda: data(collate_fn=twice), (4, 32)),
+        (lambda: DataLoader(Keyed(), batch_sampler=[[0]], collate_fn=taking_apart), (2, 32)),
+        (lambda: DataLoader(Listed(torch.rand(4, 32)), 2), (2, 32)),
         (lambda: {"a": data(), "b": data(3)}, {"a": [(2, 32)], "b": [(2, 32)]}),
         (lambda: DataLoader(Keyed(), None), {"x": (32,)}),
         (lambda: [torch.zeros(5, 32)] * 3, [(32,)] * 3),
