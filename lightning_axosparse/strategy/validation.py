@@ -7,6 +7,7 @@ for several optimizers, when they are configured.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -38,6 +39,8 @@ from lightning_axosparse.strategy.expert_parallel import validate_experts
 from lightning_axosparse.strategy.optimizers import BucketwiseOptimizer, HostMemory
 from lightning_axosparse.support.messages import rank_zero_info
 from lightning_axosparse.support.troubleshooting import see, without_link
+
+_log = logging.getLogger(__name__)
 
 # A run
 
@@ -257,7 +260,8 @@ def optimizers_before_setup(module: LightningModule) -> list[Optimizer]:
     """
     try:
         configured = module.configure_optimizers()
-    except Exception:
+    except Exception:  # of the user's code; the ranks will show it
+        _log.debug("No optimizers before the run is set up", exc_info=True)
         return []
     found: list[Optimizer] = []
     apply_to_collection(configured, Optimizer, found.append)

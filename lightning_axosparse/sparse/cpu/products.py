@@ -268,8 +268,6 @@ def _edges(size: int, multiple: int, parts: int) -> Sequence[int]:
 
 @cache  # One pool for the process, as torch has one.
 def _threads() -> ThreadPoolExecutor:
+    # A forked process has the pool's threads no more.
+    os.register_at_fork(after_in_child=_threads.cache_clear)
     return ThreadPoolExecutor(thread_name_prefix="axosparse-product")
-
-
-# A forked process has the pool's threads no more.
-os.register_at_fork(after_in_child=_threads.cache_clear)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, get_args
 
 import torch
@@ -135,7 +136,7 @@ class DenseCopy:
             kept: kept values, shape ``(layout.nnz,)``, any dtype.
             layout: the kept entries.
         """
-        state = version_of(kept), _optimizer_steps.count
+        state = version_of(kept), _optimizer_steps().count
         source = self._source
         if self._dense is None or source is None or source.data_ptr() != kept.data_ptr():
             self._filled_at = (-1, -1)
@@ -175,8 +176,9 @@ class _OptimizerSteps:
         self.count += 1
 
 
-# One for the process: a dense copy does not know which optimizers hold its parameter.
-_optimizer_steps = _OptimizerSteps()
+@cache  # One for the process: a dense copy does not know which optimizers hold its parameter.
+def _optimizer_steps() -> _OptimizerSteps:
+    return _OptimizerSteps()
 
 
 def recomputed_densify(values: Tensor, layout: Layout) -> Tensor:
