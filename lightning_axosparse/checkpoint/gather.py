@@ -299,14 +299,13 @@ def _deferred(name: str, value: Any, layout: Layout | None = None) -> Any:
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, SparseWeight):
-        make = partial(_densified, value.entries, value.dtype)
-        return DeferredTensor(name, value.shape, value.dtype, make, value.kept)
+        make = partial(_densified, value.entries, value.dtype, value.kept)
+        return DeferredTensor(name, value.shape, value.dtype, make)
     if layout is not None and value.shape == (layout.nnz,):
-        make = partial(_densified, layout, value.dtype)
-        return DeferredTensor(name, layout.shape, value.dtype, make, value)
-    if isinstance(value, DeferredTensor):
-        return DeferredTensor(name, value.shape, value.dtype, DeferredTensor.made, value)
-    return DeferredTensor(name, value.shape, value.dtype, Tensor.detach, value)
+        make = partial(_densified, layout, value.dtype, value)
+        return DeferredTensor(name, layout.shape, value.dtype, make)
+    own = value.made if isinstance(value, DeferredTensor) else value.detach
+    return DeferredTensor(name, value.shape, value.dtype, own)
 
 
 def _densified(layout: Layout, dtype: torch.dtype, kept: Tensor) -> Tensor:

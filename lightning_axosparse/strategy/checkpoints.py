@@ -13,8 +13,8 @@ from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_axosparse.checkpoint import folder
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
-from lightning_axosparse.checkpoint.folder import FolderWriter
 from lightning_axosparse.checkpoint.gather import (
     StageTensors,
     gather_model_state,
@@ -39,17 +39,12 @@ from lightning_axosparse.support.torch_internals import tree_map_only
 
 
 class StageCheckpoints:
-    """The checkpoints of a module of which each rank has the tensors of its stages.
-
-    Attributes:
-        folders: writes them where checkpoints are folders.
-    """
+    """The checkpoints of a module of which each rank has the tensors of its stages."""
 
     def __init__(
         self,
         config: Config,
         stage_module: StageModule,
-        in_background: bool = False,
         metrics_shared: Callable[[], AbstractContextManager[None]] = nullcontext,
         stepped: BucketwiseOptimizer | None = None,
         shards: OptimizerShards | None = None,
@@ -61,8 +56,6 @@ class StageCheckpoints:
         # A regrid changes the groups.
         self._tensors = StageTensors(lambda: stage_module.groups.inter)
         self._parts = StageTensors(lambda: None if shards is None else shards.group)
-        self._in_background = in_background
-        self.folders = FolderWriter(self._tensors, in_background)
 
     @property
     def _is_ordinary(self) -> bool:
@@ -123,10 +116,7 @@ class StageCheckpoints:
         if self._shards is None:
             return states
         whole = gather_shards(states, held, self._parts)
-        # Hooks read it now, and in the background no rank sends anything.
-        if self._in_background or self._is_read_by_hooks:
-            whole = self._made(whole, self._parts)
-        return whole
+        return self._made(whole, self._parts) if self._is_read_by_hooks else whole
 
     def save(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any, io: CheckpointIO
@@ -140,7 +130,7 @@ class StageCheckpoints:
         note_checkpoint(path, checkpoint, self._stage_module.module.trainer)
         checkpoint = gather_remote_tensors(checkpoint, tensors)
         if self._as_folders:
-            self.folders.save(checkpoint, validate_local(path, storage_options))
+            folder.save(checkpoint, validate_local(path, storage_options), tensors)
         elif tensors.is_first:
             if not isinstance(io, AtomicCheckpointIO):
                 checkpoint = all_made(checkpoint)

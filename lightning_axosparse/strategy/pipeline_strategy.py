@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -254,7 +253,6 @@ class PipelineStrategy(MPIStrategy):
         run = self._state.run
         if run.regrid is None or batch_idx > 0:
             return
-        run.checkpoints.folders.wait()  # for the stages of the grid before
         regridded = run.regrid.begin_epoch(self._module.trainer.current_epoch, self.optimizers)
         if regridded is not None:
             self.regridded, self._groups = regridded, run.stage_module.groups
@@ -364,15 +362,6 @@ class PipelineStrategy(MPIStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
             checkpoints.save(checkpoint, filepath, storage_options, self.checkpoint_io)
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint, but not before the one that may take its place is written."""
-        remove = partial(super().remove_checkpoint, filepath)
-        checkpoints = self._state.checkpoints
-        if checkpoints is None:
-            remove()
-        else:
-            checkpoints.folders.when_written(remove)
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None

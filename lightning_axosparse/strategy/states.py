@@ -31,7 +31,7 @@ from lightning_axosparse.strategy.compat.gradients import (
     clearing_is_seen,
     gradients_are_seen,
 )
-from lightning_axosparse.strategy.compat.internals import move_optimizers, writes_in_background
+from lightning_axosparse.strategy.compat.internals import move_optimizers
 from lightning_axosparse.strategy.compat.lockstep import JobEnd, LoopCheck, acting_together
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
@@ -153,12 +153,10 @@ class Running:
         self.checkpoints = StageCheckpoints(
             config,
             stage_module,
-            writes_in_background(strategy.checkpoint_io),
             self.runner.metric_states_shared,
             stepped,
             self.shards,
         )
-        undo.callback(self.checkpoints.folders.wait)
         undo.callback(self.runner.close)
 
     @property

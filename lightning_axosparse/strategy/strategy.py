@@ -126,8 +126,7 @@ class AxoSparseStrategy(PipelineStrategy):
         save_distributed_checkpoint: checkpoints are folders to which all stages write their own
             tensors at once, as those of Lightning's ``ModelParallelStrategy``. Every grid resumes
             from them, and ``python -m lightning_axosparse.checkpoint.consolidate`` makes the one
-            file of them that is written otherwise, one tensor at a time. With Lightning's
-            ``AsyncCheckpointIO`` all stages write in threads, while training goes on.
+            file of them that is written otherwise, one tensor at a time.
         recompute: activation checkpointing: every so many layers of a stage keep only their first
             input, and are computed again in the backward pass; "sqrt" takes the square root of the
             stage's layers (AxoNN). Gradients are the same to the bit.

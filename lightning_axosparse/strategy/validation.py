@@ -29,11 +29,7 @@ from torchmetrics import Metric
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_path
 from lightning_axosparse.pruning.prunable import few
 from lightning_axosparse.sparse.module.optimizer_state import trial_steps
-from lightning_axosparse.strategy.compat.internals import (
-    overrides,
-    reading_files,
-    writes_in_background,
-)
+from lightning_axosparse.strategy.compat.internals import overrides
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.expert_parallel import validate_experts
 from lightning_axosparse.strategy.optimizers import BucketwiseOptimizer, HostMemory
@@ -433,8 +429,7 @@ def validate_local_rank(local_rank: int, devices: int, num_nodes: int) -> None:
 
 def validate_default_checkpoint_io(io: CheckpointIO) -> None:
     """Check that no plugin was given for checkpoints that the stages write themselves."""
-    writes_itself = type(io) is AtomicCheckpointIO or writes_in_background(io)
-    if not writes_itself or type(reading_files(io)) is not AtomicCheckpointIO:
+    if type(io) is not AtomicCheckpointIO:
         raise MisconfigurationException(
             f"save_distributed_checkpoint=True writes folders to which all stages write, but "
             f"{type(io).__name__} writes one file. Leave one of the two out." + see("checkpoints")

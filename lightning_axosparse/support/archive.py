@@ -40,13 +40,11 @@ class DeferredTensor(Tensor):
         key: of the tensor, unique in its checkpoint.
         shape: of the tensor.
         dtype: of the tensor.
-        make: returns the tensor, of what is stored; called when it is written, and not kept.
-        stored: what ``make`` takes, and what may change until then.
+        make: returns the tensor, which is not kept; called when it is written.
     """
 
     key: str
-    make: Callable[..., Tensor]
-    stored: tuple[Tensor, ...]
+    make: Callable[[], Tensor]
 
     __torch_function__ = no_torch_function
 
@@ -56,12 +54,11 @@ class DeferredTensor(Tensor):
         key: str,
         shape: Sequence[int],
         dtype: torch.dtype,
-        make: Callable[..., Tensor],
-        *stored: Tensor,
+        make: Callable[[], Tensor],
     ) -> DeferredTensor:
         """Make the tensor without its values."""
         tensor = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
-        tensor.key, tensor.make, tensor.stored = key, make, stored
+        tensor.key, tensor.make = key, make
         return tensor
 
     def __init__(self, *_: Any) -> None:
@@ -69,12 +66,7 @@ class DeferredTensor(Tensor):
 
     def made(self) -> Tensor:
         """The tensor that it stands for, on CPU."""
-        return self.make(*self.stored).cpu()
-
-    def copied(self) -> DeferredTensor:
-        """One that stands for the present values, whatever is stored later."""
-        copies = (tensor.detach().to("cpu", copy=True) for tensor in self.stored)
-        return DeferredTensor(self.key, self.shape, self.dtype, self.make, *copies)
+        return self.make().cpu()
 
 
 def all_made(tree: Any) -> Any:

@@ -15,7 +15,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_axosparse import AxoSparseStrategy, Ticket, save_safetensors
 from lightning_axosparse.strategy.launcher.launcher import RankFailedError
@@ -62,14 +61,12 @@ class KilledInWrite(Callback):
         archive.replacing = replacing_and_dying  # type: ignore[attr-defined]
 
 
-class KilledInThread(Callback):
-    """Rank 1 is killed while its thread writes the second checkpoint, and training goes on."""
+class KilledInFolder(Callback):
+    """Rank 1 is killed where it would write its part of the second checkpoint."""
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         if trainer.current_epoch == 1 and trainer.global_rank == 1:
-            from lightning_axosparse.checkpoint import folder as folders
-
-            folders._Write.write = lambda write: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+            archive.save = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
 
 
 def partials(folder: Path) -> list[Path]:
@@ -96,7 +93,7 @@ def test_a_rank_killed_during_a_write(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("warm_ranks")
-def test_a_rank_killed_while_threads_write_a_folder(tmp_path: Path) -> None:
+def test_a_rank_killed_while_stages_write_a_folder(tmp_path: Path) -> None:
     def saves(epochs: int, *callbacks: Callback) -> Any:
         best = ModelCheckpoint(tmp_path, "{epoch}", enable_version_counter=False)
         return trainer(
@@ -105,12 +102,11 @@ def test_a_rank_killed_while_threads_write_a_folder(tmp_path: Path) -> None:
             callbacks=[*callbacks, best],
             enable_checkpointing=True,
             max_epochs=epochs,
-            plugins=[AsyncCheckpointIO()],
         )
 
     first = tmp_path / "epoch=0.ckpt"
     with pytest.raises(RankFailedError):
-        saves(3, KilledInThread()).fit(Large(), loader(1))
+        saves(3, KilledInFolder()).fit(Large(), loader(1))
     assert {*tmp_path.iterdir()} == {first, *partials(tmp_path)}
     assert len(partials(tmp_path)) == 1
     saves(2).fit(Large(), loader(1), ckpt_path=first, weights_only=False)

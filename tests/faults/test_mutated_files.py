@@ -32,7 +32,7 @@ from lightning_axosparse import (
     save_safetensors,
 )
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, validated
-from lightning_axosparse.checkpoint.folder import FolderWriter
+from lightning_axosparse.checkpoint.folder import save as save_folder
 from lightning_axosparse.checkpoint.gather import StageTensors
 from lightning_axosparse.support.archive import DeferredTensor
 from tests.sparse.masking import apply_masks
@@ -113,8 +113,7 @@ def write_folder(checkpoint: Any, path: Path) -> None:
         return DeferredTensor(name, value.shape, value.dtype, lambda: value)
 
     state = {name: later(name, value) for name, value in checkpoint["state_dict"].items()}
-    writer = FolderWriter(StageTensors(lambda: None))
-    writer.save({**checkpoint, "state_dict": state}, path)
+    save_folder({**checkpoint, "state_dict": state}, path, StageTensors(lambda: None))
 
 
 def load_ticket(path: Path) -> Any:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer, RMSprop
@@ -78,13 +77,11 @@ def train(
     L.seed_everything(0, verbose=False)
     module = Trained(outer=True, tied=True)
     module.optimizer = optimizer
-    plugins = options.pop("plugins", None)
     run = trainer(
         AxoSparseStrategy(shard_optimizer=shards, microbatches=2, **options),
         ranks,
         max_epochs=epochs,
         enable_checkpointing=True,
-        plugins=plugins,
         callbacks=[
             EarlyBirdTicket(
                 0.6,
@@ -133,25 +130,22 @@ def test_three_replicas_keep_a_third_each_and_train_to_the_same_bits(tmp_path: P
 
 def train_with_folders(folder: Path) -> list[Any]:
     results = []
-    for background in (False, True):
-        plugins = [AsyncCheckpointIO()] if background else None
-        at = folder / str(background)
-        options = {"save_distributed_checkpoint": True, "g_inter": 2, "draw_by": 2}
-        whole, *_ = train(at / "whole", False, 4, epochs=4, **options)
-        train(at / "part", True, 4, epochs=1, plugins=plugins, **options)
-        stopped = at / "part" / "epoch=0.ckpt"
-        for shards in (False, True):
-            record, *_ = train(at / "rest", shards, 4, epochs=4, resume=stopped, **options)
-            results.append(
-                record.losses == whole.losses[-len(record.losses) :]
-                and all(torch.equal(record.weights[n], w) for n, w in whole.weights.items())
-            )
+    options = {"save_distributed_checkpoint": True, "g_inter": 2, "draw_by": 2}
+    whole, *_ = train(folder / "whole", False, 4, epochs=4, **options)
+    train(folder / "part", True, 4, epochs=1, **options)
+    stopped = folder / "part" / "epoch=0.ckpt"
+    for shards in (False, True):
+        record, *_ = train(folder / "rest", shards, 4, epochs=4, resume=stopped, **options)
+        results.append(
+            record.losses == whole.losses[-len(record.losses) :]
+            and all(torch.equal(record.weights[n], w) for n, w in whole.weights.items())
+        )
     return results
 
 
 def test_every_way_resumes_from_the_folders_of_shards(tmp_path: Path) -> None:
     for same in run_ranks(4, train_with_folders, tmp_path):
-        assert same == [True] * 4
+        assert same == [True] * 2
 
 
 def train_and_regrid(folder: Path) -> Any:

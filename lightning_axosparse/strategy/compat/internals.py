@@ -18,7 +18,6 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core import saving
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -153,8 +152,3 @@ def reading_files(io: CheckpointIO) -> AtomicCheckpointIO | None:
     """The plugin that reads local files, itself or wrapped; None for one of the user's."""
     read_by = io.checkpoint_io if isinstance(io, _WrappingCheckpointIO) else io
     return read_by if isinstance(read_by, AtomicCheckpointIO) else None
-
-
-def writes_in_background(io: CheckpointIO) -> bool:
-    """Whether checkpoints are written while training goes on."""
-    return isinstance(io, AsyncCheckpointIO)
