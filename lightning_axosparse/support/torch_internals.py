@@ -193,11 +193,8 @@ def backward_passes_by(run: Callable[..., Any]) -> Iterator[None]:
             to keep the graph, whether to make one, and inputs, which are empty for all leaves.
     """
     own = torch.autograd._engine_run_backward
-    torch.autograd._engine_run_backward = partial(run, own)
-    try:
+    with patched(torch.autograd, "_engine_run_backward", partial(run, own)):
         yield
-    finally:
-        torch.autograd._engine_run_backward = own
 
 
 def saved_tensors_are_hooked() -> bool:

@@ -35,6 +35,7 @@ from lightning_axosparse.distributed.mpi.environment import all_arrive
 from lightning_axosparse.distributed.process_groups import ProcessGroups, all_gather
 from lightning_axosparse.distributed.rank_status import blocked, this_rank
 from lightning_axosparse.strategy.compat.internals import RankLocalCallback, callbacks_of, overrides
+from lightning_axosparse.support.patched import patched
 from lightning_axosparse.support.troubleshooting import see
 
 
@@ -253,19 +254,13 @@ def acting_together(trainer: Trainer) -> Iterator[None]:
             requeued = True
             requeue(signum, None)  # type: ignore[arg-type]
 
-    replaced = (
-        (connector, "_sigterm_notifier_fn", note),
-        (connector, "_slurm_sigusr_handler_fn", note),
-        (loop, "_broadcast_sigterm_tensor", act),
-    )
-    for owner, name, function in replaced:
-        vars(owner)[name] = function
-    try:
-        with watchdog().wakeup.by_signals():
-            yield
-    finally:
-        for owner, name, _ in replaced:
-            del vars(owner)[name]
+    with (
+        patched(connector, "_sigterm_notifier_fn", note),
+        patched(connector, "_slurm_sigusr_handler_fn", note),
+        patched(loop, "_broadcast_sigterm_tensor", act),
+        watchdog().wakeup.by_signals(),
+    ):
+        yield
 
 
 def cause_of(exception: BaseException) -> BaseException:
