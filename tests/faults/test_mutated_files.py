@@ -35,8 +35,8 @@ from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, validat
 from lightning_axosparse.checkpoint.folder import save as save_folder
 from lightning_axosparse.checkpoint.gather import StageTensors
 from lightning_axosparse.support.archive import DeferredTensor
+from tests.faults.test_damaged_files import EDITS
 from tests.sparse.masking import apply_masks
-from tests.support.test_corrupt_file import EDITS
 
 MUTATIONS = 2000 if "CI" in os.environ else 500
 """Of each kind of file."""

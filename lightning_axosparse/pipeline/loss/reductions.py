@@ -31,10 +31,10 @@ from torch.nn import functional
 from torch.nn.parameter import Parameter
 
 from lightning_axosparse.pipeline.crossing.placeholder import Placeholder
+from lightning_axosparse.pipeline.loss.callers import is_ours
 from lightning_axosparse.pipeline.loss.sample_dims import SampleDims
 from lightning_axosparse.pipeline.loss.terms import Call, Leaf, Term, leaves
 from lightning_axosparse.sparse.store.weight import SparseWeight
-from lightning_axosparse.support.callers import is_ours
 from lightning_axosparse.support.torch_internals import PausableMode
 
 

@@ -12,7 +12,7 @@ from types import CodeType
 
 from torch import Tensor
 
-from lightning_axosparse.support.callers import users_frame
+from lightning_axosparse.pipeline.loss.callers import users_frame
 
 _Place = tuple[CodeType, int, int, int]
 """The instruction that has called a function, the number of its tensor, and the dimension."""
