@@ -182,10 +182,14 @@ def _first_batch(loader: Any) -> Any:
 
 
 def _transferred(trainer: pl.Trainer, batch: Any) -> Any:
-    """Do with a batch of the first loader what Lightning's loops do before a step."""
+    """Do with a batch of the first loader what Lightning's loops do before a step.
+
+    The module has not moved to the strategy's device yet, so the batch goes where the module is.
+    """
+    module = trainer.lightning_module
     batch = trainer.precision_plugin.convert_input(batch)
-    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return trainer.strategy.batch_to_device(batch, module.device, dataloader_idx=0)
 
 
 def _combined(spec: Any, batches: Sequence[Any]) -> Any:

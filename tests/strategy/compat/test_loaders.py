@@ -4,6 +4,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import numpy as np
@@ -296,6 +297,9 @@ class Steps(Asks):
         return sum(parameter.sum() for parameter in self.parameters())
 
 
+META = torch.device("meta")
+
+
 def given_first(
     loader: Any, module: Any, check: Callable[[], None] = lambda: None, **options: Any
 ) -> tuple[str, Any]:
@@ -333,6 +337,22 @@ def test_the_first_step_of_a_run_is_known_before_it_and_consumes_nothing() -> No
     assert given_first(DataLoader(Once(), 4), once) == ("training_step", ((2, 32),))
     assert once.seen == [(4, 32)] * 2
     assert drawn(Noisy()) == state
+
+
+def test_the_first_step_is_where_the_module_is_before_it_moves_to_the_strategys_device() -> None:
+    devices: list[torch.device] = []
+
+    class Probe(L.Callback):
+        def on_fit_start(self, trainer: Any, *args: Any) -> None:
+            elsewhere = mock.patch.object(type(trainer.strategy), "root_device", META)
+            with elsewhere:
+                step = first_step(trainer)
+            devices.extend(each.device for each in pytree.tree_leaves(step.args))
+
+    run = trainer()
+    run.callbacks.append(Probe())
+    run.fit(Steps(), data())
+    assert devices == [torch.device("cpu")]
 
 
 @pytest.mark.parametrize(
