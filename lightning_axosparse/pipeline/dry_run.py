@@ -219,8 +219,12 @@ class RandomNumbers(OperatorMode):
         # A fused function without dropout draws nothing.
         if all(map(torch.equal, before, self._states(given))):
             return output
+        if func is torch.ops.aten.native_dropout.default:  # dropout on CUDA; it returns its mask
+            self._drawn(func, output[1])
+            scale = 1 / (1 - args[1]) if args[1] < 1 else 0.0
+            torch.mul(args[0], output[1] * scale, out=output[0])
         # One that keeps its numbers for the backward pass has more results than it returns.
-        if len(made) == 1 and not writes_beside(func):
+        elif len(made) == 1 and not writes_beside(func):
             self._drawn(func, made[0])
         else:
             self.problem = f"{_name(func)} draws random numbers for itself"
