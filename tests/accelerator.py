@@ -19,5 +19,5 @@ def trainer_devices(strategy: Any, devices: int) -> dict[str, Any]:
         return {"accelerator": ACCELERATOR, "devices": devices}
     strategy.parallel_devices = [torch.device(ACCELERATOR, 0)] * devices
     # NCCL connects ranks that share a GPU only if it takes them for ranks of several hosts.
-    os.environ["NCCL_HOSTID"] = f"rank {os.environ['PMI_RANK']}"
+    os.environ["NCCL_HOSTID"] = f"rank {os.environ.get('PMI_RANK')}"
     return {"accelerator": ACCELERATOR}

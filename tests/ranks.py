@@ -15,6 +15,8 @@ from typing import Any
 
 import cloudpickle
 
+from tests.accelerator import ACCELERATOR
+
 REPOSITORY = Path(__file__).parents[1]
 WARM_PYTHON = [sys.executable, "-S", "-E", str(REPOSITORY / "tests" / "warm" / "stub.py")]
 """What :func:`warm_python` returns."""
@@ -65,7 +67,12 @@ def run_job(start: list[str], ranks: int, function: Callable[..., Any], *args: A
 
 @cache
 def warm_python() -> list[str]:
-    """A Python for ``-m MODULE`` or a file: a fork of a process that has done all imports."""
+    """A Python for ``-m MODULE`` or a file: a fork of a process that has done all imports.
+
+    With CUDA it is a fresh one: a fork cannot use what its parent has loaded.
+    """
+    if ACCELERATOR == "cuda":
+        return [sys.executable]
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder)
     address = str(Path(folder) / "warm")

@@ -56,7 +56,7 @@ def by_counts(p: Tensor, experts: int) -> Tensor:
 
 def by_scatter(p: Tensor, experts: int) -> Tensor:
     chosen = p.argmax(-1)
-    counts = torch.zeros(experts, dtype=p.dtype).scatter_add_(0, chosen, torch.ones_like(p[:, 0]))
+    counts = p.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(p[:, 0]))
     return experts * (counts / len(p) * p.mean(0)).sum()
 
 
