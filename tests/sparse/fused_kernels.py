@@ -15,11 +15,14 @@ from lightning_axosparse.sparse.store.formats import layout_of
 @settings(max_examples=6, deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 30), st.sampled_from([1, 7, 130, 257])) | st.just((3, 5000)),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    # Where a GPU rounds to bfloat16 the interpreter truncates; benchmarks.gpu.kernels compares it.
+    dtypes=st.tuples(*[st.sampled_from([torch.float32, torch.float16])] * 2)
+    | st.just((torch.bfloat16, torch.bfloat16)),
     kept=st.sampled_from([0.0, 0.003, 0.1, 0.5, 1.0]),
     seed=st.integers(0, 2**31),
 )
-def test_fused_kernels_agree_with_the_reference(shape, dtype, kept, seed):
+def test_fused_kernels_agree_with_the_reference(shape, dtypes, kept, seed):
+    dtype, stored = dtypes
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(shape, generator=generator) < kept
     mask[1:-1:2] = False  # rows of which nothing is kept
@@ -27,13 +30,15 @@ def test_fused_kernels_agree_with_the_reference(shape, dtype, kept, seed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(layout_module.TILE_ENTRIES, "cpu", 8192)
         layout = layout_of(mask, "bitmap")
-        values = layout.compress(dense)
+        values = layout.compress(dense).to(stored)
         for tile in layout.tiles:
             part = values[tile.entries]
             results = [torch.full((tile.numel,), -7.0, dtype=dtype) for _ in range(2)]
-            fused.densify(*layout.index_in(tile), part, results[0])
+            fused.densify(*tile.index, part, results[0])
             reference.densify(layout.positions_in(tile), part, results[1])
             assert torch.equal(*results)
-            read = torch.full((tile.nnz,), -7.0, dtype=dtype)
-            fused.compress(*layout.index_in(tile), dense[tile.rows].reshape(-1), read)
-            assert torch.equal(read, part)
+            read, expected = (torch.full((tile.nnz,), -7.0, dtype=stored) for _ in range(2))
+            flat = dense[tile.rows].reshape(-1)
+            fused.compress(*tile.index, flat, read)
+            reference.compress(layout.positions_in(tile), flat, expected)
+            assert torch.equal(read, expected)

@@ -5,7 +5,7 @@ panel of the gradient is compressed to its kept entries just after. A panel take
 than the activations that it is multiplied with, or one tile. Products with narrow panels are
 slower, so a weight that is small beside its activations is one panel; a large weight and its
 gradient never exist whole. The products take what those of ``products.py`` do, of any dtype and on
-any device, with inputs of two dimensions.
+any device.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ PANEL_ENTRIES = 2**24
 
 def spmm_t(inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = None) -> Tensor:
     """Multiply ``inputs`` by the transposed weight; a panel gives some columns of the result."""
-    panels = _panels(layout, inputs.shape[0])
+    panels = _panels(layout, inputs.shape[:-1].numel())
     if len(panels) == 1:
-        return F.linear(inputs, panels[0].dense(values), bias)
-    result = inputs.new_empty(inputs.shape[0], layout.shape[0])
+        return F.linear(inputs, panels[0].dense(values, inputs.dtype), bias)
+    flat = inputs.reshape(-1, inputs.shape[-1])
+    result = inputs.new_empty(flat.shape[0], layout.shape[0])
     for panel in panels:
-        factor, part = panel.dense(values).t(), result[:, panel.rows]
+        factor, part = panel.dense(values, inputs.dtype).t(), result[:, panel.rows]
         if bias is None:
-            torch.mm(inputs, factor, out=part)
+            torch.mm(flat, factor, out=part)
         else:
-            torch.addmm(bias[panel.rows], inputs, factor, out=part)
-    return result
+            torch.addmm(bias[panel.rows], flat, factor, out=part)
+    return result.view(*inputs.shape[:-1], layout.shape[0])
 
 
 def spmm(inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = None) -> Tensor:
@@ -45,21 +46,25 @@ def spmm(inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = N
     In 16 bits every partial sum would be rounded, so a weight of several panels is made dense as a
     whole there.
     """
-    first, *others = _panels(layout, inputs.shape[0])
-    if others and inputs.dtype.itemsize < 4:
-        whole = layout.densify(values).view(-1, row_length(layout.shape))
+    first, *others = _panels(layout, inputs.shape[:-1].numel())
+    if not others:
+        return F.linear(inputs, first.dense(values, inputs.dtype).t(), bias)
+    columns = row_length(layout.shape)
+    if inputs.dtype.itemsize < 4:
+        whole = layout.densify(values.to(inputs.dtype)).view(-1, columns)
         return F.linear(inputs, whole.t(), bias)
-    result = F.linear(inputs[:, first.rows], first.dense(values).t(), bias)
+    flat = inputs.reshape(-1, inputs.shape[-1])
+    result = F.linear(flat[:, first.rows], first.dense(values, inputs.dtype).t(), bias)
     for panel in others:
-        result.addmm_(inputs[:, panel.rows], panel.dense(values))
-    return result
+        result.addmm_(flat[:, panel.rows], panel.dense(values, inputs.dtype))
+    return result.view(*inputs.shape[:-1], columns)
 
 
-def sddmm(left: Tensor, right: Tensor, layout: Layout) -> Tensor:
-    """Return the kept entries of ``left.t() @ right``."""
-    values = left.new_empty(layout.nnz)
+def sddmm(left: Tensor, right: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
+    """Return the kept entries of ``left.t() @ right``, cast to a dtype."""
+    values = left.new_empty(layout.nnz, dtype=dtype)
     for panel in _panels(layout, left.shape[0]):
-        out = panel.memory(left)
+        out = panel.memory(left.dtype, left.device)
         torch.mm(left[:, panel.rows].t(), right, out=out.view(-1, right.shape[1]))
         panel.compress(out, values)
     return values
@@ -76,15 +81,14 @@ class _Panel:
     def rows(self) -> slice:
         return slice(self.tiles[0].rows.start, self.tiles[-1].rows.stop)
 
-    def memory(self, like: Tensor) -> Tensor:
-        """Return scratch memory for all entries, flat, with the dtype and device of ``like``."""
+    def memory(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return scratch memory for all entries, flat."""
         first, last = self.tiles[0], self.tiles[-1]
-        numel = last.start + last.numel - first.start
-        return scratch.take("tile", numel, like.dtype, like.device)
+        return scratch.take("tile", last.start + last.numel - first.start, dtype, device)
 
-    def dense(self, values: Tensor) -> Tensor:
+    def dense(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the panel of the weight with the kept ``values``: a matrix in scratch memory."""
-        out = self.memory(values)
+        out = self.memory(dtype, values.device)
         for tile, part in self._parts(out):
             self.layout.densify_tile(tile, values[tile.entries], part)
         return out.view(-1, row_length(self.layout.shape))

@@ -2,7 +2,8 @@
 
 One program works on one block of the layout. To densify, it writes every entry of the block once,
 coalesced: the kept value or zero, according to the bit. The tests compare the kernels with the
-reference in Triton's interpreter and compile them for a GPU; they have not run on one.
+reference in Triton's interpreter and compile them for a GPU; ``benchmarks/gpu/kernels.py`` compares
+and times them on one.
 
 Besides memory, the number of instructions per entry limits their speed, so arithmetic on entries
 has 32 bits and counts from the start of the block; the start itself has 64.
@@ -29,8 +30,8 @@ def densify(
         first: kept entries of the whole tensor before the tile.
         blocks: how many the tile has; one program runs on each.
         block: entries of a block, kept or not.
-        values: the kept entries.
-        out: the tile.
+        values: the kept entries, of any dtype.
+        out: the tile, of any dtype.
     """
     _densify_bits[(blocks,)](values, out, starts, first, out.numel(), bits, block, CHUNK=_CHUNK)
 

@@ -13,13 +13,16 @@ from torch import Tensor, index_select
 
 
 def densify(positions: Tensor, values: Tensor, out: Tensor) -> None:
-    """Fill the flat ``out`` with ``values`` at ``positions`` and zeros elsewhere."""
-    out.zero_().scatter_(0, positions, values)
+    """Fill the flat ``out`` with ``values`` at ``positions``, cast to its dtype, and with zeros."""
+    out.zero_().scatter_(0, positions, values.to(out.dtype))
 
 
 def compress(positions: Tensor, dense: Tensor, out: Tensor) -> None:
-    """Copy the entries of the flat ``dense`` at ``positions`` to ``out``."""
-    index_select(dense, 0, positions, out=out)
+    """Copy the entries of the flat ``dense`` at ``positions`` to ``out``, cast to its dtype."""
+    read = out if out.dtype == dense.dtype else dense.new_empty(len(out))
+    index_select(dense, 0, positions, out=read)
+    if read is not out:
+        out.copy_(read)
 
 
 def scatter(values: Tensor, positions: Tensor, shape: Sequence[int]) -> Tensor:

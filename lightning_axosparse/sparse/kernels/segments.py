@@ -30,16 +30,20 @@ def densify(counts: Tensor, offsets: Tensor, line: int, values: Tensor, out: Ten
         counts: kept entries in each segment, int16.
         offsets: the offset of each kept entry in its segment, uint8.
         line: entries of a line, which is cut into segments.
-        values: the kept entries.
-        out: the tile.
+        values: the kept entries, of any dtype.
+        out: the tile, of any dtype.
     """
     out.zero_()
-    _scatter(counts.numpy(), offsets.numpy(), line, _numpy(values), _numpy(out))
+    cast = _numpy(values.to(out.dtype))
+    _scatter(counts.numpy(), offsets.numpy(), line, cast, _numpy(out))
 
 
 def compress(counts: Tensor, offsets: Tensor, line: int, dense: Tensor, out: Tensor) -> None:
     """Copy the kept entries of the flat tile ``dense`` to ``out``; arguments as above."""
-    _gather(counts.numpy(), offsets.numpy(), line, _numpy(dense), _numpy(out))
+    read = out if out.dtype == dense.dtype else dense.new_empty(len(out))
+    _gather(counts.numpy(), offsets.numpy(), line, _numpy(dense), _numpy(read))
+    if read is not out:
+        out.copy_(read)
 
 
 def take_rows(numbers: Tensor, values: Tensor, rows: Rows) -> Tensor:

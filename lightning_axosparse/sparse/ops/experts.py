@@ -198,7 +198,7 @@ class _Grouped(torch.autograd.Function):
             values = inputs.new_zeros(ctx.layout.nnz)
             for _, rows, layout, entries in _groups(ctx.layout, ctx.edges):
                 factors = outer_factors(inputs[rows], gradient[rows], ctx.by_rows)
-                values[entries] = sddmm(*factors, layout, ctx.backend)
+                values[entries] = sddmm(*factors, layout, ctx.backend, values.dtype)
             for_weight = SparseWeight(values, ctx.layout)
         return for_inputs, for_weight, None, None
 

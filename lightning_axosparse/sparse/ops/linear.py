@@ -239,11 +239,9 @@ class KeptProduct(NamedTuple):
     def values_gradient(self, gradient: Tensor, x: Tensor, values: Tensor) -> Tensor:
         """Compute the gradient of the kept values, likewise."""
         left, right = outer_factors(x, gradient, self.by_rows)
-        if backward_transformed(gradient):
-            kept = reference.gather(left.t() @ right, self.layout.positions())
-        else:
-            kept = sddmm(left, right, self.layout, self.form.backend)
-        return kept.to(values.dtype)
+        if not backward_transformed(gradient):
+            return sddmm(left, right, self.layout, self.form.backend, values.dtype)
+        return reference.gather(left.t() @ right, self.layout.positions()).to(values.dtype)
 
 
 def linear(input: Any, weight: Any, bias: Any = None) -> Any:
@@ -347,7 +345,7 @@ def _weight_gradient(ctx: Any, inputs: Tensor, gradient: Tensor) -> Tensor:
     left, right = outer_factors(inputs, gradient, ctx.by_rows)
     if backward_transformed(gradient):
         return left.t() @ right
-    values = sddmm(left, right, ctx.layout, ctx.backend)
+    values = sddmm(left, right, ctx.layout, ctx.backend, left.dtype)
     if len(ctx.layout.shape) == 2:
         return SparseWeight(values, ctx.layout)
     geometry = torch.empty(left.shape[1], right.shape[1], dtype=left.dtype, device="meta")
@@ -375,23 +373,24 @@ def multiply(
 ) -> Tensor:
     """Multiply by the transposed weight (``by_rows``) or by the weight, in the inputs' dtype."""
     result: Tensor
+    product = "spmm_t" if by_rows else "spmm"
+    one_token = inputs.shape[:-1].numel() == 1
     if dense_copy is not None and dense_copy.dtype == inputs.dtype:
         dense = dense_copy.filled(values, layout).view(layout.shape[0], -1)
-        result = F.linear(_flat(inputs), dense if by_rows else dense.t(), bias)
-    else:
+        result = F.linear(inputs, dense if by_rows else dense.t(), bias)
+    elif kept_products.chosen(layout, "one_token" if one_token else product, backend, inputs):
         kept = values if values.dtype == inputs.dtype else values.to(inputs.dtype)
-        product = "spmm_t" if by_rows else "spmm"
-        one_token = inputs.shape[:-1].numel() == 1
-        if kept_products.chosen(layout, "one_token" if one_token else product, backend, kept):
-            result = getattr(kept_products, product)(inputs, kept, layout, bias)
-            return result
-        result = getattr(panels, product)(_flat(inputs), kept, layout, bias)
-    shaped = result.view(*inputs.shape[:-1], result.shape[1])
-    return shaped.detach()  # no view, so that nn.ReLU(inplace=True) may change it
+        result = getattr(kept_products, product)(inputs, kept, layout, bias)
+        return result
+    else:
+        result = getattr(panels, product)(inputs, values, layout, bias)
+    return result.detach()  # no view, so that nn.ReLU(inplace=True) may change it
 
 
-def sddmm(left: Tensor, right: Tensor, layout: Layout, backend: Backend) -> Tensor:
-    """Return the kept entries of ``left.t() @ right``."""
+def sddmm(
+    left: Tensor, right: Tensor, layout: Layout, backend: Backend, dtype: torch.dtype
+) -> Tensor:
+    """Return the kept entries of ``left.t() @ right``, cast to a dtype."""
     if kept_products.chosen(layout, "sddmm", backend, left):
-        return kept_products.sddmm(left, right, layout)
-    return panels.sddmm(left, right, layout)
+        return kept_products.sddmm(left, right, layout).to(dtype)
+    return panels.sddmm(left, right, layout, dtype)

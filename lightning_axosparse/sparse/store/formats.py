@@ -82,7 +82,7 @@ class SegmentLayout(Layout):
         """Return compiled loops on a CPU."""
         return kernel_module("segments") if tensor.is_cpu else None
 
-    def index_in(self, tile: Tile) -> tuple[Tensor, Tensor, int]:
+    def _index_in(self, tile: Tile) -> tuple[Tensor, Tensor, int]:
         """Return the tile's segments."""
         line = _line_entries(self.shape)
         return self.counts[self._segments_in(tile)], self.offsets[tile.entries], line
@@ -172,7 +172,7 @@ class BitmapLayout(Layout):
         small = block_entries(self.shape) < INT32_ENTRIES
         return kernel_module("fused") if fits and small and triton_installed() else None
 
-    def index_in(self, tile: Tile) -> tuple[Tensor, Tensor, int, int, int]:
+    def _index_in(self, tile: Tile) -> tuple[Tensor, Tensor, int, int, int]:
         """Return the tile's bits and blocks."""
         first, last = tile.blocks.start, tile.blocks.stop
         blocks = self.starts[first:], tile.entries.start, last - first, block_entries(self.shape)

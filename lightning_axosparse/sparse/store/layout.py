@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from math import gcd, prod
@@ -50,6 +50,7 @@ class Tile:
         blocks: the layout's blocks that they consist of.
         start: flat position of the first entry.
         numel: number of entries, kept or not.
+        index: the part of the layout's index that its kernels read.
     """
 
     rows: slice
@@ -57,6 +58,7 @@ class Tile:
     blocks: slice
     start: int
     numel: int
+    index: tuple[Any, ...] = ()
 
     @property
     def nnz(self) -> int:
@@ -112,7 +114,7 @@ class Layout(ABC):
         """Return the kernels that do without positions, if there are any for a tile ``tensor``."""
 
     @abstractmethod
-    def index_in(self, tile: Tile) -> tuple[Any, ...]:
+    def _index_in(self, tile: Tile) -> tuple[Any, ...]:
         """Return the tile's part of the index as these kernels read it."""
 
     @abstractmethod
@@ -167,15 +169,14 @@ class Layout(ABC):
         for first in range(0, blocks, step):
             last = min(first + step, blocks)
             top, bottom = first * rows_in_block, min(last * rows_in_block, rows)
-            tiles.append(
-                Tile(
-                    slice(top, bottom),
-                    slice(kept[first], kept[last]),
-                    slice(first, last),
-                    top * length,
-                    (bottom - top) * length,
-                )
+            tile = Tile(
+                slice(top, bottom),
+                slice(kept[first], kept[last]),
+                slice(first, last),
+                top * length,
+                (bottom - top) * length,
             )
+            tiles.append(replace(tile, index=self._index_in(tile)))
         return tiles
 
     @torch.no_grad()
@@ -215,7 +216,7 @@ class Layout(ABC):
         flat = dense.view(-1)
         for tile in self.tiles:
             out = flat[tile.start : tile.start + tile.numel]
-            self.densify_tile(tile, values[tile.entries].to(dense.dtype), out)
+            self.densify_tile(tile, values[tile.entries], out)
 
     def densify_tile(self, tile: Tile, values: Tensor, out: Tensor) -> None:
         """Write one tile of a dense tensor: ``values`` where an entry is kept, zeros elsewhere.
@@ -223,14 +224,14 @@ class Layout(ABC):
         Args:
             tile: the part of the tensor to write.
             values: the kept entries in the tile, shape ``(tile.nnz,)``, any dtype.
-            out: where to write, shape ``(tile.numel,)``, contiguous, dtype of ``values``.
+            out: where to write, shape ``(tile.numel,)``, contiguous, any dtype.
         """
         start = now()
         kernels = self.kernels(out)
         if kernels is None:
             reference.densify(self.positions_in(tile), values, out)
         else:
-            kernels.densify(*self.index_in(tile), values, out)
+            kernels.densify(*tile.index, values, out)
         clock.add("densify", start, now())
 
     def compress_tile(self, tile: Tile, dense: Tensor, out: Tensor) -> None:
@@ -239,14 +240,14 @@ class Layout(ABC):
         Args:
             tile: the part of the tensor to read.
             dense: the tile, shape ``(tile.numel,)``, contiguous, any dtype.
-            out: where to write them, shape ``(tile.nnz,)``, contiguous, dtype of ``dense``.
+            out: where to write them, shape ``(tile.nnz,)``, contiguous, any dtype.
         """
         start = now()
         kernels = self.kernels(out)
         if kernels is None:
             reference.compress(self.positions_in(tile), dense, out)
         else:
-            kernels.compress(*self.index_in(tile), dense, out)
+            kernels.compress(*tile.index, dense, out)
         clock.add("compress", start, now())
 
     def mask(self) -> Tensor:

@@ -90,7 +90,9 @@ class DenseForm:
         Only the parameter itself has a resident copy, whose dtype is set here. A parameter made in
         inference mode has none, because torch counts no changes of it.
         """
-        if self.copy is None or torch.compiler.is_compiling():
+        if self.copy is None:
+            return self
+        if torch.compiler.is_compiling():
             return DenseForm(self.dtype, backend=self.backend)
         if not isinstance(values, nn.Parameter) or values.is_inference() or values.is_meta:
             return DenseForm(self.dtype, backend=self.backend)
