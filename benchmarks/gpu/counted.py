@@ -74,7 +74,7 @@ def peak(shape: Shape, ratio: float, recomputes: bool) -> int:
         sparsify(model, masks(model, ratio), index_format="bitmap")
     if recomputes:
         recompute(model)
-    training = Training(model, CPU)
+    training = Training(model, CPU, 1)
     scratch.clear()
     places = (t for one in layouts(model).values() for t in one.tensors.values())
     with Living([*model.parameters(), *places]) as living:

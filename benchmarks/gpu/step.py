@@ -3,10 +3,11 @@
     python -m benchmarks.gpu.step              # on a CUDA device
     python -m benchmarks.gpu.step --tiny       # on CPU: does it all work?
 
-Fused AdamW on float32 weights, bf16 autocast, one sequence per step, dense and with random masks,
-with and without activation checkpointing, both storage policies. First a sparse step is compared
-with a masked dense one. Prints a Markdown table; every sparse model's steps are interleaved with
-the dense one's. For a model that does not fit into memory the row says so.
+Fused AdamW on float32 weights, bf16 autocast, dense and with random masks, with and without
+activation checkpointing, both storage policies. First a sparse step is compared with a masked dense
+one. Prints a Markdown table; every sparse model's steps are interleaved with the dense one's. "GPU"
+is the time of a step's kernels: a step takes longer where Python takes longer to start them. For a
+model that does not fit into memory the row says so.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.gpu.timing import median_seconds
+from benchmarks.gpu.timing import kernel_seconds, median_seconds
 from lightning_axosparse import sparsify
 from lightning_axosparse.examples.gpt import GPT, Block
 from lightning_axosparse.pruning.prunable import prunable
@@ -68,19 +69,21 @@ class Training:
     Args:
         model: the model to train.
         device: the model's device.
+        sequences: of the batch.
     """
 
-    def __init__(self, model: GPT, device: torch.device) -> None:
+    def __init__(self, model: GPT, device: torch.device, sequences: int) -> None:
         self._model, self._device = model, device
         self._optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
         vocabulary = model.hparams["vocabulary"]
-        self._tokens = torch.randint(vocabulary, (1, model.context), device=device)
+        self._tokens = torch.randint(vocabulary, (sequences, model.context), device=device)
 
     def step(self) -> Tensor:
         """Train on the batch; return the loss."""
         self._optimizer.zero_grad()
         with torch.autocast(self._device.type, torch.bfloat16):
-            loss = F.cross_entropy(self._model(self._tokens)[0], self._tokens[0])
+            logits = self._model(self._tokens).flatten(0, 1)
+            loss = F.cross_entropy(logits, self._tokens.flatten())
         loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
         return loss.detach()
@@ -119,37 +122,48 @@ def check_numbers(shape: Shape, device: torch.device) -> None:
     losses = []
     for model in models:
         torch.manual_seed(1)
-        losses.append(Training(model, device).step())
+        losses.append(Training(model, device, 1).step())
     for loss in losses[1:]:
         torch.testing.assert_close(loss, losses[0], rtol=1e-2, atol=1e-2)
 
 
 @dataclass
 class Measured:
-    """Gigabytes at the peak of a step (0 on CPU) and of the model state, and the training."""
+    """Gigabytes at the peak of a step and of the model state, seconds of kernels, the training.
+
+    Peak and kernels are 0 on CPU.
+    """
 
     training: Training
     peak: float
     state: float
+    kernels: float
 
 
-def measure(model: GPT, device: torch.device, taken: int) -> Measured:
-    """Train two steps, of which the first creates the optimizer's state.
+def measure(model: GPT, device: torch.device, sequences: int, taken: int) -> Measured:
+    """Train two steps, of which the first creates the optimizer's state, and one for the profiler.
 
     Args:
         model: the model to train.
         device: the model's device.
+        sequences: of a batch.
         taken: bytes of the device that were in use before the model was built.
     """
-    training = Training(model, device)
+    training = Training(model, device, sequences)
     for _ in range(2):
         training.step()
     peak = torch.cuda.max_memory_allocated() - taken if device.type == "cuda" else 0
-    return Measured(training, peak / 1e9, training.state / 1e9)
+    kernels = kernel_seconds(training.step, device)
+    return Measured(training, peak / 1e9, training.state / 1e9, kernels)
 
 
 def build(
-    shape: Shape, recomputes: bool, ratio: float, policy: Policy, device: torch.device
+    shape: Shape,
+    recomputes: bool,
+    ratio: float,
+    policy: Policy,
+    device: torch.device,
+    sequences: int,
 ) -> Measured:
     """Build, prune and measure a model of this shape."""
     gc.collect()
@@ -166,26 +180,35 @@ def build(
     if device.type == "cuda":  # building it is not a step
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    return measure(model, device, taken)
+    return measure(model, device, sequences, taken)
 
 
-def rows(shape: Shape, recomputes: bool, device: torch.device, trials: int) -> Iterator[str]:
+def rows(
+    shape: Shape, recomputes: bool, device: torch.device, sequences: int, trials: int
+) -> Iterator[str]:
     """Return the rows of the table for one shape."""
     label = f"| {shape.name} | {'yes' if recomputes else 'no'}"
-    dense = build(shape, recomputes, 0, "sparse", device)
-    yield f"{label} | 0% | | {dense.peak:.2f} GB | 1 | {dense.state:.3g} GB | 1 | | 1 |"
+    dense = build(shape, recomputes, 0, "sparse", device, sequences)
+    yield (
+        f"{label} | 0% | | {dense.peak:.2f} GB | 1 | {dense.state:.3g} GB | 1 "
+        f"| {dense.kernels * 1e3:.1f} ms | 1 | | 1 |"
+    )
     for ratio, policy in product((0.8, 0.9), POLICIES):
         try:
-            found = build(shape, recomputes, ratio, policy, device)
+            found = build(shape, recomputes, ratio, policy, device, sequences)
             runners = {"dense": dense.training.step, "this": found.training.step}
             seconds = median_seconds(runners, trials, device)
         except torch.cuda.OutOfMemoryError:
-            yield f"{label} | {ratio:.0%} | {policy} | out of memory | | | | | |"
+            yield f"{label} | {ratio:.0%} | {policy} | out of memory | | | | | | | |"
             continue
-        peaks = f"{dense.peak / found.peak:.2f}" if found.peak else "-"
+        peaks, kernels = "-", "-"
+        if device.type == "cuda":
+            peaks = f"{dense.peak / found.peak:.2f}"
+            kernels = f"{found.kernels / dense.kernels:.3f}"
         yield (
             f"{label} | {ratio:.0%} | {policy} | {found.peak:.2f} GB | {peaks} "
             f"| {found.state:.3g} GB | {dense.state / found.state:.2f} "
+            f"| {found.kernels * 1e3:.1f} ms | {kernels} "
             f"| {seconds['this'] * 1e3:.1f} ms | {seconds['this'] / seconds['dense']:.3f} |"
         )
 
@@ -194,6 +217,8 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--tiny", action="store_true", help="a small model on CPU")
     arguments.add_argument("--trials", type=int, default=10)
+    arguments.add_argument("--sequences", type=int, default=1, help="of 2048 tokens, in a batch")
+    arguments.add_argument("--shapes", type=int, default=2, help="how many of the shapes")
     options = arguments.parse_args()
     if not options.tiny and not torch.cuda.is_available():
         raise SystemExit("No CUDA device here: run with --tiny to try the script on CPU.")
@@ -203,9 +228,11 @@ def main() -> None:
         "| model | recompute | pruned | policy | peak | dense / this | state | dense / this ",
         end="",
     )
-    print("| step | this / dense |\n| --- | --- | --: | --- | --: | --: | --: | --: | --: | --: |")
-    for shape, recomputes in product(TINY if options.tiny else SHAPES, (False, True)):
-        for line in rows(shape, recomputes, device, options.trials):
+    print("| GPU | this / dense | step | this / dense |")
+    print("| --- | --- | --: | --- | --: | --: | --: | --: | --: | --: | --: | --: |")
+    shapes = TINY if options.tiny else SHAPES[: options.shapes]
+    for shape, recomputes in product(shapes, (False, True)):
+        for line in rows(shape, recomputes, device, options.sequences, options.trials):
             print(line, flush=True)
 
 
