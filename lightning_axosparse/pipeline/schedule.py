@@ -98,7 +98,7 @@ class Schedule(ABC):
     @property
     def finished(self) -> bool:
         """Whether every micro-batch has gone forward and back, with its weight gradients."""
-        return self.backwards == self.microbatches and not self.pending
+        return self.weight_gradients == self.microbatches
 
     def start_next(self, activations: int, gradients: int) -> Op | None:
         """Choose the next pass and count it as started.

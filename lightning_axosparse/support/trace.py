@@ -66,11 +66,11 @@ class Clock:
         self, activity: Activity, stage: int = 0, microbatch: int | None = None
     ) -> Iterator[None]:
         """Add the time inside the context to ``activity``."""
-        start = now()
+        start = _EPOCH + perf_counter()
         try:
             yield
         finally:
-            self.add(activity, start, now(), stage, microbatch)
+            self.add(activity, start, _EPOCH + perf_counter(), stage, microbatch)
 
     def add(
         self,

@@ -13,17 +13,16 @@ def is_ours(caller: FrameType | None) -> bool:
     """Whether code of this package has called a function, besides other modes that hand it on."""
     while caller is not None and caller.f_code.co_name == "__torch_function__":
         caller = caller.f_back
-    return caller is not None and _OURS.match(_module(caller)) is not None
+    if caller is None:
+        return False
+    return _OURS.match(str(caller.f_globals.get("__name__"))) is not None
 
 
 def users_frame(caller: FrameType) -> FrameType:
     """The innermost frame of a call that is neither of this package nor of torch."""
-    while caller.f_back is not None and (
-        is_ours(caller) or _module(caller).partition(".")[0] == "torch"
-    ):
+    while caller.f_back is not None:
+        package = str(caller.f_globals.get("__name__")).partition(".")[0]
+        if package != "torch" and not is_ours(caller):
+            break
         caller = caller.f_back
     return caller
-
-
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__"))

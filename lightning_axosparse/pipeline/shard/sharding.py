@@ -85,7 +85,7 @@ class Sharding:
         return {
             name: parameter
             for name, parameter in self.module.named_parameters()
-            if self._is_local(self.holders_of(name))
+            if not self.holders_of(name).isdisjoint(self._local)
         }
 
     def counted(self) -> set[str]:
@@ -201,7 +201,7 @@ class Sharding:
         shapes: Mapping[Tensor, torch.Size],
     ) -> None:
         for key, tensor in tensors.items():
-            if tensor is None or self._is_local(self._holders[tensor]):
+            if tensor is None or not self._holders[tensor].isdisjoint(self._local):
                 continue
             if tensor not in metas:
                 shape = shapes.get(tensor, tensor.shape)
@@ -217,9 +217,6 @@ class Sharding:
     def _holders_of_name(self, name: str) -> frozenset[int]:
         stage = self.stage_of(name)
         return self.all_stages if stage is None else frozenset([stage])
-
-    def _is_local(self, stages: frozenset[int]) -> bool:
-        return not stages.isdisjoint(self._local)
 
 
 def free(tensor: Tensor) -> None:

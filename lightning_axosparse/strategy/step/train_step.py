@@ -88,6 +88,7 @@ class StepRunner:
         self._trainer, self._precision, self._in_flight = trainer, precision, in_flight
         self._schedules = config.schedules(module, device)
         self._microbatch_weight = config.microbatch_weight
+        self._weights_given = config.microbatch_weight is not None
         self._splitter = BatchSplitter(trainer, config.parts, config.split_batch, fewest)
         self._sends_outputs = config.step_outputs == "all"
         self._warned: set[str] = set()
@@ -344,10 +345,6 @@ class StepRunner:
     def _sizes(self, microbatches: Sequence[MicroBatch]) -> list[float]:
         """What losses are weighted by: samples, or what the user says."""
         return [part.weight if self._weights_given else part.size for part in microbatches]
-
-    @property
-    def _weights_given(self) -> bool:
-        return self._microbatch_weight is not None
 
     def _combine(
         self,
