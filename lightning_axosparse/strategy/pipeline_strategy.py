@@ -19,19 +19,7 @@ from lightning_axosparse.checkpoint.atomic_io import (
 )
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.pipeline.shard.partition import UnknownOrderError
-from lightning_axosparse.pruning.channel_ticket import ChannelTicket
-from lightning_axosparse.sparse import densify
-from lightning_axosparse.sparse.module.optimizer_state import dense_shapes
-from lightning_axosparse.sparse.module.parameters import owned_parameters
-from lightning_axosparse.strategy.checkpoints import load_whole_optimizer
-from lightning_axosparse.strategy.compat.internals import files_mapped, reading_files, trainer_of
-from lightning_axosparse.strategy.config import Config
-from lightning_axosparse.strategy.expert_parallel import SpreadExperts
-from lightning_axosparse.strategy.launcher.launcher import MPILauncher
-from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
-from lightning_axosparse.strategy.partitioner import Partitioner
-from lightning_axosparse.strategy.regrid import Regridded
-from lightning_axosparse.strategy.sharded_module import (
+from lightning_axosparse.pipeline.shard.sharded_module import (
     bring,
     everything,
     is_left_sharded,
@@ -39,7 +27,19 @@ from lightning_axosparse.strategy.sharded_module import (
     parameters_on_meta,
     take,
 )
-from lightning_axosparse.strategy.stage_module import StageModule
+from lightning_axosparse.pruning.channel_ticket import ChannelTicket
+from lightning_axosparse.sparse import densify
+from lightning_axosparse.sparse.module.optimizer_state import dense_shapes
+from lightning_axosparse.sparse.module.parameters import owned_parameters
+from lightning_axosparse.strategy.compat.internals import files_mapped, reading_files, trainer_of
+from lightning_axosparse.strategy.config import Config
+from lightning_axosparse.strategy.expert_parallel import SpreadExperts
+from lightning_axosparse.strategy.launcher.launcher import MPILauncher
+from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
+from lightning_axosparse.strategy.regrid import Regridded
+from lightning_axosparse.strategy.stages.checkpoints import load_whole_optimizer
+from lightning_axosparse.strategy.stages.partitioner import Partitioner
+from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.strategy.states import AtRest, LeftSharded, Running
 from lightning_axosparse.strategy.validation import (
     advise_on_batch_norm,

@@ -23,7 +23,7 @@ from lightning_axosparse.pipeline.choice import InFlightRule
 from lightning_axosparse.pipeline.shard.partition import Partition
 from lightning_axosparse.pipeline.shard.sharding import ReshardedTensor, Sharding, free
 from lightning_axosparse.sparse.module.parameters import forget, owners, pack, state_bytes, unpack
-from lightning_axosparse.strategy.stage_module import StageModule
+from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.strategy.step.train_step import StepRunner
 from lightning_axosparse.support.memory import release_freed_memory
 from lightning_axosparse.support.messages import rank_zero_info, rank_zero_warn

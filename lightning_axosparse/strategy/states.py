@@ -16,8 +16,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_axosparse.pipeline.choice import InFlightRule
-from lightning_axosparse.strategy import optimizers as stepping
-from lightning_axosparse.strategy.checkpoints import StageCheckpoints
+from lightning_axosparse.pipeline.shard import optimizers as stepping
+from lightning_axosparse.pipeline.shard.optimizers import (
+    BucketwiseOptimizer,
+    HostMemory,
+    OptimizerShards,
+    Placement,
+)
 from lightning_axosparse.strategy.compat.callbacks import (
     count_replicas,
     end_told_beside_bars,
@@ -35,14 +40,9 @@ from lightning_axosparse.strategy.compat.internals import move_optimizers
 from lightning_axosparse.strategy.compat.lockstep import JobEnd, LoopCheck, acting_together
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
-from lightning_axosparse.strategy.optimizers import (
-    BucketwiseOptimizer,
-    HostMemory,
-    OptimizerShards,
-    Placement,
-)
 from lightning_axosparse.strategy.regrid import Regrid
-from lightning_axosparse.strategy.stage_module import StageModule
+from lightning_axosparse.strategy.stages.checkpoints import StageCheckpoints
+from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.strategy.step.train_step import StepRunner
 from lightning_axosparse.strategy.step.whole_step import StepContext, WholeStepRunner
 from lightning_axosparse.support.memory import free_bytes

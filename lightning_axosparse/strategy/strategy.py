@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.microbatch import MicrobatchWeight
 from lightning_axosparse.pipeline.schedule import WeightGradients
+from lightning_axosparse.pipeline.shard.sharded_module import summoned
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.pruning.scores import Stored
 from lightning_axosparse.sparse import sparsify
@@ -24,7 +25,6 @@ from lightning_axosparse.sparse.module.parameters import layouts, sparse_paramet
 from lightning_axosparse.sparse.store.materialize import Policy
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.pipeline_strategy import PipelineStrategy
-from lightning_axosparse.strategy.sharded_module import summoned
 from lightning_axosparse.strategy.states import AtRest, LeftSharded, Running
 from lightning_axosparse.support.arguments import (
     BOOL,

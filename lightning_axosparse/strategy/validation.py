@@ -27,12 +27,12 @@ from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_path
+from lightning_axosparse.pipeline.shard.optimizers import BucketwiseOptimizer, HostMemory
 from lightning_axosparse.pruning.prunable import few
 from lightning_axosparse.sparse.module.optimizer_state import trial_steps
 from lightning_axosparse.strategy.compat.internals import overrides
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.expert_parallel import validate_experts
-from lightning_axosparse.strategy.optimizers import BucketwiseOptimizer, HostMemory
 from lightning_axosparse.support.messages import rank_zero_info
 from lightning_axosparse.support.troubleshooting import see, without_link
 

@@ -25,7 +25,7 @@ from lightning_axosparse.strategy.compat.gradients import (
 from lightning_axosparse.strategy.compat.logging import MicrobatchLog
 from lightning_axosparse.strategy.compat.metrics import PipelinedMetrics
 from lightning_axosparse.strategy.compat.printing import MicrobatchPrint
-from lightning_axosparse.strategy.stage_module import StageModule
+from lightning_axosparse.strategy.stages.stage_module import StageModule
 
 
 class OpenPipeline:

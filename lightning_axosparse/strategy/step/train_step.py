@@ -47,7 +47,7 @@ from lightning_axosparse.strategy.compat.loaders import broadcast_seed, source
 from lightning_axosparse.strategy.compat.lockstep import position
 from lightning_axosparse.strategy.compat.logging import LoggedValue
 from lightning_axosparse.strategy.config import Config
-from lightning_axosparse.strategy.stage_module import StageModule
+from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.strategy.step.batch_gradients import BatchGradients
 from lightning_axosparse.strategy.step.batch_splitting import BatchSplitter
 from lightning_axosparse.strategy.step.check import StepCheck, without_trace

@@ -17,7 +17,7 @@ from lightning_axosparse.strategy.compat.gradients import (
     surround_backward,
 )
 from lightning_axosparse.strategy.compat.lockstep import position
-from lightning_axosparse.strategy.stage_module import StageModule
+from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.support.trace import clock
 
 StepContext = Callable[[], AbstractContextManager[None]]

@@ -19,6 +19,12 @@ from lightning_axosparse.pipeline.shard.partition import (
     order_of_example,
     partition_layers,
 )
+from lightning_axosparse.pipeline.shard.sharded_module import (
+    allocate,
+    is_left_sharded,
+    load_values,
+    summoned,
+)
 from lightning_axosparse.pipeline.shard.sharding import Sharding
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.sparse import sparsify
@@ -27,12 +33,6 @@ from lightning_axosparse.strategy.compat.internals import overrides, trainer_of
 from lightning_axosparse.strategy.compat.loaders import first_step
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
-from lightning_axosparse.strategy.sharded_module import (
-    allocate,
-    is_left_sharded,
-    load_values,
-    summoned,
-)
 from lightning_axosparse.strategy.validation import validate_regrid_module
 from lightning_axosparse.support.messages import rank_zero_info
 

@@ -24,15 +24,15 @@ from lightning_axosparse.checkpoint.gather import (
     local_model_state,
     local_optimizer_state,
 )
+from lightning_axosparse.pipeline.shard.optimizers import BucketwiseOptimizer, OptimizerShards
+from lightning_axosparse.pipeline.shard.sharded_module import in_parts, load_values
 from lightning_axosparse.sparse.module.optimizer_state import restore_masters
 from lightning_axosparse.sparse.module.parameters import OwnedParameter, sparse_parameters
 from lightning_axosparse.strategy.compat.callbacks import weight_averages
 from lightning_axosparse.strategy.compat.internals import has_hook, move_optimizers
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.launcher.call import note_checkpoint
-from lightning_axosparse.strategy.optimizers import BucketwiseOptimizer, OptimizerShards
-from lightning_axosparse.strategy.sharded_module import in_parts, load_values
-from lightning_axosparse.strategy.stage_module import StageModule
+from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.strategy.validation import validate_local
 from lightning_axosparse.support.archive import all_made
 from lightning_axosparse.support.torch_internals import tree_map_only

@@ -18,13 +18,13 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Muon, NAdam, Optimizer, RMSpr
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 from lightning_axosparse.distributed import gradient_reducer
-from lightning_axosparse.sparse.module.optimizer_state import MASTER
-from lightning_axosparse.strategy import optimizers as stepping
-from lightning_axosparse.strategy.optimizers import (
+from lightning_axosparse.pipeline.shard import optimizers as stepping
+from lightning_axosparse.pipeline.shard.optimizers import (
     BucketwiseOptimizer,
     HostMemory,
     bucketed,
 )
+from lightning_axosparse.sparse.module.optimizer_state import MASTER
 from lightning_axosparse.strategy.validation import validate_placement
 from tests.parity.cases import Net, Record, difference, loader, trainer, whole_state
 from tests.ranks import run_ranks

@@ -18,8 +18,8 @@ from lightning_axosparse.distributed import gradient_reducer
 from lightning_axosparse.sparse.module.parameters import state_bytes
 from lightning_axosparse.strategy.validation import validate_placement
 from tests.parity.cases import Net, Record, difference, loader, trainer, whole_state
+from tests.pipeline.shard.test_optimizers import parameters
 from tests.ranks import run_ranks
-from tests.strategy.test_optimizers import parameters
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: SGD(p, 0.1),

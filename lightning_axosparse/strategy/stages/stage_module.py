@@ -21,6 +21,13 @@ from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
 from lightning_axosparse.pipeline.crossing.message import ChannelLink, Link, LoopbackLink
 from lightning_axosparse.pipeline.shard.partition import Partition
 from lightning_axosparse.pipeline.shard.remote_tensor import OwnSteps, following_parameters
+from lightning_axosparse.pipeline.shard.sharded_module import (
+    bring,
+    is_left_sharded,
+    leave_sharded,
+    take,
+    validate_values,
+)
 from lightning_axosparse.pipeline.shard.sharding import RemoteGradients, Sharding, free
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.sparse import densify
@@ -29,13 +36,6 @@ from lightning_axosparse.sparse.store.scratch import scratch
 from lightning_axosparse.strategy.compat.internals import move_module
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.expert_parallel import SpreadExperts
-from lightning_axosparse.strategy.sharded_module import (
-    bring,
-    is_left_sharded,
-    leave_sharded,
-    take,
-    validate_values,
-)
 from lightning_axosparse.strategy.validation import validate_parameters_known
 from lightning_axosparse.strategy.weight_parts import Division, WeightParts
 

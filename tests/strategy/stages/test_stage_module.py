@@ -13,7 +13,7 @@ from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.process_groups import ProcessGroups
 from lightning_axosparse.pipeline.shard.partition import partition_layers
 from lightning_axosparse.strategy.regrid import Transfer
-from lightning_axosparse.strategy.stage_module import StageModule
+from lightning_axosparse.strategy.stages.stage_module import StageModule
 from tests.parity.cases import Net
 from tests.ranks import run_ranks
 

@@ -14,14 +14,14 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, Ticket
-from lightning_axosparse.sparse.module.parameters import layouts
-from lightning_axosparse.strategy.sharded_module import (
+from lightning_axosparse.pipeline.shard.sharded_module import (
     allocate,
     made_without,
     parameters_on_meta,
     validate_values,
     values_held,
 )
+from lightning_axosparse.sparse.module.parameters import layouts
 from lightning_axosparse.support.deferred_init import DeferredInit
 from tests.parity.cases import Net, difference, fit, loader, recorded, trainer
 from tests.ranks import run_ranks
