@@ -1,9 +1,10 @@
-"""All-reduces and all-gathers large tensors over the ranks of one node through shared memory.
+"""All-reduces, all-gathers and exchanges tensors over the ranks of one node by shared memory.
 
 An all-reduce is a reduce-scatter and an all-gather without messages: every rank sums its own piece
 of a tensor over the memory of all ranks, and then copies each other piece from the rank that summed
 it. As one rank sums a piece for all, all ranks end with the same bits. An all-gather is the second
-half alone.
+half alone. In an exchange, each rank takes its pieces of what the others have published, of sizes
+that it alone has to know.
 
 All ranks process the tensors in the same order. Each has counters that the others can read: how
 many tensors it has published, reduced and gathered. The ranks need no other synchronization.
@@ -11,7 +12,11 @@ many tensors it has published, reduced and gathered. The ranks need no other syn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,6 +77,8 @@ class NodeAllReduce:
         self._started = 0
         self._pending: dict[int, Tensor] = {}
         self._gathered_only: set[int] = set()
+        self._taken: dict[int, Sequence[Tensor]] = {}
+        self._read_by_others: deque[tuple[int, Tensor]] = deque()
         PROGRESS_ENGINES.add(self)
 
     def suits(self, tensors: Sequence[Tensor], reduce_op: Any) -> bool:
@@ -88,11 +95,15 @@ class NodeAllReduce:
         return self._start(tensors, shared)
 
     def _start(self, tensors: Sequence[Tensor], shared: Sequence[Tensor]) -> MPIWork:
+        self._publish_next(*shared)
+        finish = partial(copy_all_back, shared, tensors)
+        return _NodeWork(partial(self.is_done, self._started), tensors, shared, finish)
+
+    def _publish_next(self, *shared: Tensor) -> None:
         for tensor in shared:
             self._pending[self._started] = tensor.view(-1)
             self._started += 1
         self.advance()
-        return _NodeWork(self, self._started, tensors, shared)
 
     def suits_gather(self, output: Tensor) -> bool:
         """Whether it is to be filled here: a large tensor of the other ranks' pieces."""
@@ -107,6 +118,31 @@ class NodeAllReduce:
         self._gathered_only.add(self._started)
         return self._start([output], [shared])
 
+    def exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> MPIWork:
+        """Fill the r-th output with the tensor that rank r has for this rank.
+
+        Args:
+            outputs: of the size and dtype of what each rank has.
+            inputs: one for each rank; or a single one, for all of them.
+        """
+        while self._read_by_others and self.is_done(self._read_by_others[0][0]):
+            self._read_by_others.popleft()
+        ranks, sizes = len(self._members), [each.nbytes for each in inputs]
+        head = -(-ranks // 2) * 16  # Where pieces lie for each rank; numbers of 16 bytes follow.
+        ends = [*accumulate(sizes, initial=head)]
+        shared = self._room((ends[-1],), torch.uint8)
+        shared[: 8 * ranks].view(torch.int64).copy_(
+            torch.tensor(ends[:-1] if len(inputs) > 1 else ends[:1] * ranks)
+        )
+        for piece, each in zip(shared[head:].split(sizes), inputs, strict=True):
+            piece.view(each.dtype).view(each.shape).copy_(each)
+        self._gathered_only.add(self._started)
+        self._taken[self._started] = outputs
+        self._publish_next(shared)
+        self._read_by_others.append((self._started, shared))
+        # What this rank has taken is its own, whatever the others have taken.
+        return _NodeWork(partial(self._has_gathered, self._started), outputs, [shared])
+
     def advance(self) -> bool:
         """Do what need not wait for another rank; return whether there was anything to do."""
         moved = False
@@ -118,14 +154,20 @@ class NodeAllReduce:
         """Whether all ranks have gathered the first ``count`` tensors."""
         return self._least(_GATHERED) >= count
 
+    def _has_gathered(self, count: int) -> bool:
+        return int(self._counters[_GATHERED]) >= count
+
     def _in_arena(self, tensor: Tensor) -> Tensor:
         """Return a tensor, or one of its shape, in memory that the other ranks can read."""
         if tensor.is_contiguous() and self._own.offset(tensor) >= 0:
             return tensor
+        return self._room(tensor.shape, tensor.dtype)
+
+    def _room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         # Sizes that are powers of two keep the number of different blocks small.
-        size = 1 << (tensor.numel() - 1).bit_length()
-        block = self._pool.empty((size,), tensor.dtype, tensor.device)
-        return block[: tensor.numel()].view(tensor.shape)
+        size = 1 << (prod(shape) - 1).bit_length()
+        block = self._pool.empty((size,), dtype, torch.device("cpu"))
+        return block[: prod(shape)].view(*shape)
 
     def _publish(self) -> bool:
         number = int(self._counters[_PUBLISHED])
@@ -140,9 +182,7 @@ class NodeAllReduce:
         number = int(self._counters[_REDUCED])
         if self._least(_PUBLISHED) == number:
             return False
-        if number in self._gathered_only:
-            self._gathered_only.remove(number)
-        else:
+        if number not in self._gathered_only:
             self._sum(number)
         self._counters[_REDUCED] = number + 1
         return True
@@ -163,15 +203,32 @@ class NodeAllReduce:
 
     def _gather(self) -> bool:
         number = int(self._counters[_GATHERED])
-        if self._least(_REDUCED) == number:
+        only = number in self._gathered_only
+        # This rank has reduced once all have published.
+        ready = int(self._counters[_REDUCED]) if only else self._least(_REDUCED)
+        if ready <= number:
             return False
-        for rank in range(len(self._members)):
-            if rank != self._rank:
-                target = self._piece(number, rank, self._rank)
-                target.copy_(self._piece(number, rank, rank))
+        self._gathered_only.discard(number)
+        if number in self._taken:
+            for rank, target in enumerate(self._taken.pop(number)):
+                self._take(number, rank, target)
+        else:
+            for rank in range(len(self._members)):
+                if rank != self._rank:
+                    target = self._piece(number, rank, self._rank)
+                    target.copy_(self._piece(number, rank, rank))
         del self._pending[number]
         self._counters[_GATHERED] = number + 1
         return True
+
+    def _take(self, number: int, rank: int, target: Tensor) -> None:
+        """Copy what a rank has published for this one."""
+        memory, counters = self._members[rank]
+        published = memory[int(counters[_OFFSETS + number % MAX_PENDING]) :]
+        start = int(published[8 * self._rank :][:8].view(np.int64)[0])
+        block = torch.from_numpy(published[start : start + target.nbytes])
+        if len(block):
+            target.copy_(block.view(target.dtype).view(target.shape))
 
     def _least(self, counter: int) -> int:
         return min(int(counters[counter]) for _, counters in self._members)
@@ -186,14 +243,12 @@ class NodeAllReduce:
 
 
 class _NodeWork(MPIWork):
-    def __init__(
-        self, node: NodeAllReduce, count: int, result: Sequence[Tensor], shared: Sequence[Tensor]
-    ) -> None:
-        super().__init__((), result, shared, lambda: copy_all_back(shared, result))
-        self._node, self._count = node, count
+    def __init__(self, arrived: Callable[[], bool], *what: Any) -> None:
+        super().__init__((), *what)
+        self._arrived = arrived
 
     def _has_arrived(self) -> bool:
-        return self._node.is_done(self._count)
+        return self._arrived()
 
 
 def node_all_reduce(comm: MPI.Intracomm) -> NodeAllReduce | None:

@@ -201,6 +201,8 @@ class MPIProcessGroup(dist.ProcessGroup):
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> MPIWork:
         """Collect each rank's tensor into a list on every rank."""
+        if self._node is not None and len(outputs) == 1:
+            return self._node.exchange(outputs[0], inputs)
         sources = [source.contiguous() for source in inputs]
         buffers = [empty_for(parts) for parts in outputs]
         requests = [
@@ -260,6 +262,8 @@ class MPIProcessGroup(dist.ProcessGroup):
     @_nccl_for_cuda
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> MPIWork:
         """Send the r-th tensor to rank r, and receive likewise."""
+        if self._node is not None:
+            return self._node.exchange(outputs, inputs)
         source, buffer = flat(inputs), empty_for(outputs)
         request = self._comm.Ialltoallv(raw(source, inputs), raw(buffer, outputs))
         return MPIWork([request], outputs, [source, buffer], lambda: split_back(buffer, outputs))

@@ -189,9 +189,10 @@ class MPIWork(dist.Work):
         self._description = description
 
     def keep_in(self, works: set[MPIWork]) -> None:
-        """Add this to ``works`` until the operation is done."""
-        self._kept_in = works
-        works.add(self)
+        """Add this to ``works`` until the operation is done, if it is not yet."""
+        if self._requests is not None:
+            self._kept_in = works
+            works.add(self)
 
     def is_completed(self) -> bool:
         """Whether the operation is done; polls, never blocks."""

@@ -1,4 +1,4 @@
-"""All-reduces and all-gathers through shared memory, with all ranks in one process and on ranks."""
+"""Collectives through shared memory, with all ranks in one process and on ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ def drawn(rank: int, number: int, size: int, dtype: torch.dtype) -> Tensor:
 @given(
     st.integers(1, 5),
     st.lists(
-        st.tuples(st.integers(1, 300), st.sampled_from(DTYPES), st.booleans()),
+        st.tuples(
+            st.integers(1, 300),
+            st.sampled_from(DTYPES),
+            st.sampled_from(["reduce", "gather", "exchange"]),
+        ),
         min_size=1,
         max_size=6,
     ),
@@ -45,7 +49,7 @@ def drawn(rank: int, number: int, size: int, dtype: torch.dtype) -> Tensor:
     st.integers(1, 4),
 )
 def test_the_order_in_which_ranks_advance_does_not_matter(
-    ranks: int, wanted: list[tuple[int, torch.dtype, bool]], turns: list[int], ahead: int
+    ranks: int, wanted: list[tuple[int, torch.dtype, str]], turns: list[int], ahead: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(node_all_reduce, "MAX_PENDING", ahead)
@@ -56,9 +60,13 @@ def test_the_order_in_which_ranks_advance_does_not_matter(
         every_rank_often = [r for r in range(ranks) for _ in wanted]
         for rank in [t for t in turns if t < ranks] + every_rank_often:
             if len(works[rank]) < len(wanted):
-                size, dtype, gathers = wanted[len(works[rank])]
+                size, dtype, what = wanted[len(works[rank])]
                 tensor = drawn(rank, len(works[rank]), size, dtype)
-                if gathers:
+                if what == "exchange":  # Each rank sends its r-th piece to rank r.
+                    pieces = tensor.tensor_split(ranks)
+                    tensor = tensor.new_empty(ranks, len(pieces[rank]))
+                    works[rank].append(nodes[rank].exchange(list(tensor), pieces))
+                elif what == "gather":
                     output = tensor.new_empty(ranks * size)
                     works[rank].append(nodes[rank].all_gather(output, tensor))
                     tensor = output
@@ -69,11 +77,16 @@ def test_the_order_in_which_ranks_advance_does_not_matter(
         for rank in reversed(range(ranks)):
             for work in reversed(works[rank]):
                 assert work.wait()
-    for number, (size, dtype, gathers) in enumerate(wanted):
+    for number, (size, dtype, what) in enumerate(wanted):
         found = [of_rank[number] for of_rank in tensors]
+        if what == "exchange":
+            sent = [drawn(rank, number, size, dtype).tensor_split(ranks) for rank in range(ranks)]
+            for rank, tensor in enumerate(found):
+                assert torch.equal(tensor, torch.stack([pieces[rank] for pieces in sent]))
+            continue
         for tensor in found:
             assert torch.equal(tensor, found[0])
-        if gathers:
+        if what == "gather":
             pieces = [drawn(rank, number, size, dtype) for rank in range(ranks)]
             assert torch.equal(found[0], torch.cat(pieces))
             continue
@@ -96,6 +109,20 @@ def test_a_sum_waits_for_all_ranks_at_both_ends() -> None:
     assert work.is_completed()
     assert other.is_completed()
     assert mine.tolist() == theirs.tolist() == [3.0] * 10
+
+
+def test_what_a_rank_has_taken_is_its_own_and_what_it_has_published_stays() -> None:
+    first, second = group(2)
+    mine, theirs = torch.empty(2, 3), torch.empty(2, 3)
+    work = first.exchange(list(mine), list(torch.full((2, 3), 1.0)))
+    assert not work.is_completed()
+    other = second.exchange(list(theirs), list(torch.full((2, 3), 2.0)))
+    assert work.is_completed()
+    assert mine.tolist() == [[1.0] * 3, [2.0] * 3]
+    again = first.exchange(list(mine), list(torch.full((2, 3), 3.0)))  # The second still reads.
+    assert other.is_completed()
+    assert theirs.tolist() == [[1.0] * 3, [2.0] * 3]
+    assert not again.is_completed()
 
 
 def test_tensors_in_shared_memory_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,17 +174,45 @@ def reductions_that_gloo_lacks() -> None:
     middle = sum(range(ranks)) / ranks
     assert mine.tolist() == [2 * rank + middle, 2 * rank + 1 + middle]
 
-    received = [torch.empty(r + 1, rank + 1) for r in range(ranks)]
-    dist.all_to_all(received, [torch.full((rank + 1, r + 1), float(rank)) for r in range(ranks)])
-    assert [tensor.unique().tolist() for tensor in received] == [[r] for r in range(ranks)]
-    rows = torch.empty(ranks, 2)
-    dist.all_to_all_single(rows, torch.full((ranks, 2), float(rank)))
-    assert rows[:, 1].tolist() == list(range(ranks))
-    rows = torch.empty(sum(range(ranks)), 2)
-    dist.all_to_all_single(
-        rows, torch.full((rank * ranks, 2), float(rank)), list(range(ranks)), [rank] * ranks
-    )
-    assert rows[:, 0].tolist() == [r for r in range(ranks) for _ in range(r)]
+
+def exchanges() -> None:
+    """By memory that ranks share, and by MPI."""
+    rank, ranks, _ = connect()
+    world: Any = dist.group.WORLD
+    node = world._node
+    for way in (node, None):
+        world._node = way
+        for dtype in (torch.float32, torch.complex128, torch.bool, torch.bfloat16):
+            received = [torch.empty(r + 1, rank + 1, dtype=dtype) for r in range(ranks)]
+            sent = [torch.full((rank + 1, r + 1), rank).to(dtype) for r in range(ranks)]
+            dist.all_to_all(received, sent)
+            expected = [torch.full((r + 1, rank + 1), r).to(dtype) for r in range(ranks)]
+            assert_same(received, expected)
+            # Into and from tensors that are not contiguous.
+            columns = [torch.empty(3, 2, dtype=dtype).t() for _ in range(ranks)]
+            dist.all_gather(columns, torch.arange(6).view(3, 2).add(rank).to(dtype).t())
+            every = [torch.arange(6).view(3, 2).add(r).to(dtype).t() for r in range(ranks)]
+            assert_same(columns, every)
+        rows = torch.empty(ranks, 2)
+        dist.all_to_all_single(rows, torch.full((ranks, 2), float(rank)))
+        assert rows[:, 1].tolist() == list(range(ranks))
+        rows = torch.empty(sum(range(ranks)), 2)
+        dist.all_to_all_single(
+            rows, torch.full((rank * ranks, 2), float(rank)), list(range(ranks)), [rank] * ranks
+        )
+        assert rows[:, 0].tolist() == [r for r in range(ranks) for _ in range(r)]
+        # One after another, of which each may be waited for last.
+        works, results = [], []
+        for number in range(9):
+            results.append(torch.empty(ranks, 1000))
+            mine = torch.full((ranks, 1000), float(rank + 10 * number))
+            works.append(dist.all_to_all_single(results[-1], mine, async_op=True))
+        for number in reversed(range(9)) if rank else range(9):
+            works[number].wait()
+        for number, result in enumerate(results):
+            assert result.unique().tolist() == [r + 10.0 * number for r in range(ranks)]
+        assert not world._pending
+    world._node = node
 
 
 def asynchronous_work() -> int:
@@ -264,6 +292,7 @@ def asynchronous_work() -> int:
 def on_three_ranks() -> tuple[int, int]:
     examples = collectives_like_gloo()
     reductions_that_gloo_lacks()
+    exchanges()
     return examples, asynchronous_work()
 
 
