@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from lightning_axosparse.distributed.kept_results import collectives_send
 from lightning_axosparse.support.torch_internals import graph_nodes
 
 Compute = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
@@ -103,8 +104,9 @@ class TokenExchange:
         taken = rows.new_empty((sum(received), *rows.shape[1:]))
         rows = rows.contiguous()
         dist.all_to_all_single(taken, rows, received, sent, group=self._group)
-        of_others = sum(sent) - sent[self._group.rank()]
-        self.sent_bytes += of_others * rows[:1].numel() * rows.element_size() if len(rows) else 0
+        if collectives_send() and len(rows):
+            of_others = sum(sent) - sent[self._group.rank()]
+            self.sent_bytes += of_others * rows[0].nbytes
         return taken
 
 
@@ -150,7 +152,6 @@ class _FromExperts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        # Recomputation, which exchanges too, begins on all ranks where they read what was saved.
         (sources,) = ctx.saved_tensors
         return ctx.route.there(gradient.index_select(0, sources)), None, None, None, None
 

@@ -384,7 +384,7 @@ class PipelinedLayers:
             return compute(*args, **kwargs)
         part = self.parts[visit.stage]
         if visit.segment is None or checkpointing.begins_segment(index - part.start, len(part)):
-            visit.segment = Segment(checkpointing.device, self._state.remember)
+            visit.segment = Segment(checkpointing.device, self._state.remember, checkpointing.count)
         return visit.segment.run(self.names[index], self.layers[index], compute, args, kwargs)
 
     def _outside_step(self, index: int, compute: Callable[..., Any], *args: Any, **kw: Any) -> Any:

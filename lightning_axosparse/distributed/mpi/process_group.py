@@ -14,6 +14,7 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
+from lightning_axosparse.distributed.kept_results import collective
 from lightning_axosparse.distributed.mpi.environment import placement
 from lightning_axosparse.distributed.mpi.node_all_reduce import node_all_reduce
 from lightning_axosparse.distributed.mpi.work import (
@@ -40,6 +41,12 @@ def _nccl_for_cuda(method: Callable[..., MPIWork]) -> Any:
 
     @functools.wraps(method)
     def run(self: MPIProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        outputs = [*tensors_in(args[:1])]
+        with torch.no_grad():
+            work = collective(lambda: start(self, *args, **kwargs), outputs)
+        return work or MPIWork((), outputs)
+
+    def start(self: MPIProcessGroup, *args: Any, **kwargs: Any) -> Any:
         if any(tensor.is_cuda for tensor in tensors_in(args)):
             return getattr(self.nccl, method.__name__)(*args, **kwargs)
         with torch.no_grad():

@@ -3,7 +3,8 @@
 ``torch.utils.checkpoint`` takes one function, but the layers of a pipeline are called one by one by
 the user's code, which may do anything in between. So a segment grows with each call. An input that
 is an output of the layer before is not kept, as the second pass computes it again: a segment of k
-layers keeps its first input, and other inputs such as a mask.
+layers keeps its first input, and other inputs such as a mask. It also keeps what collectives inside
+of layers return, so that none runs twice.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_axosparse.distributed.kept_results import KeptResults
 from lightning_axosparse.support.torch_internals import (
     tree_leaves,
     tree_map,
@@ -36,9 +38,9 @@ _SAME_BOTH_TIMES = (
 Contexts = Callable[[], AbstractContextManager[None]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class ActivationCheckpointing:
-    """Which layers form a segment.
+    """Which layers form a segment, and what that saves.
 
     With segments of the square root of a stage's layers, rounded up, as many inputs are kept as
     layers are recomputed at a time (Chen et al., 2016, arXiv 1604.06174), as in AxoNN.
@@ -46,11 +48,17 @@ class ActivationCheckpointing:
 
     every: int | Literal["sqrt"]
     device: torch.device
+    kept_bytes: int = 0
+    """Bytes of results of collectives that second passes have read instead of running them."""
 
     def begins_segment(self, position: int, layers: int) -> bool:
         """Whether the layer at a position of a stage of so many layers is a segment's first."""
         length = isqrt(layers - 1) + 1 if self.every == "sqrt" else self.every
         return position % length == 0
+
+    def count(self, nbytes: int) -> None:
+        """Add to the bytes that collectives need not send again."""
+        self.kept_bytes += nbytes
 
 
 @dataclass(frozen=True)
@@ -150,18 +158,21 @@ class Segment:
         device: device of the layers.
         remember: called with a layer before it is computed; returns what makes a context in which
             the layer reads again what it reads now, and after which what it changes is undone.
+        count: called with the bytes that a collective need not send again.
     """
 
     def __init__(
         self,
         device: torch.device,
         remember: Callable[[nn.Module], Contexts] = lambda layer: nullcontext,
+        count: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         self._device, self._remember = device, remember
         self._calls: list[_Call] = []
         self._outputs: list[tuple[weakref.ref[Tensor], int] | None] = []
         self._shapes: list[torch.Size] = []
         self._recomputed: dict[int, Tensor] = {}
+        self._collectives = KeptResults(count)
 
     def run(
         self,
@@ -174,7 +185,8 @@ class Segment:
         """Compute the next layer of the segment without keeping what autograd saves."""
         inputs = tree_map_only(Tensor, self._keep, (args, dict(kwargs)))
         state, remembered = _GlobalState(self._device), self._remember(layer)
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+        saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        with saved, self._collectives.kept():
             output = compute(*args, **kwargs)
         self._calls.append(_Call(name, compute, inputs, state, remembered, list(layer.buffers())))
         self._outputs = [
@@ -210,7 +222,8 @@ class Segment:
         values = [buffer.clone() for buffer in buffers]
         devices = [self._device] if self._device.type == "cuda" else []
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, saved.__getitem__)
-        with torch.random.fork_rng(devices), torch.enable_grad(), hooks:
+        again = self._collectives.returned()
+        with torch.random.fork_rng(devices), torch.enable_grad(), hooks, again:
             outputs: list[Any] = []
             for call in self._calls:
                 outputs = tree_leaves(call.again(outputs))

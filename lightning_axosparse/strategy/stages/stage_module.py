@@ -58,6 +58,7 @@ class StageModule:
         parts: the parameters of which this rank has a part.
         layers: the partitioned layers.
         split: the layers whose weight gradients may be made apart from backward passes.
+        recompute: how layers are recomputed; None where they are not.
         reducer: sums gradients over the ranks that keep the same parameters; None in a job of one.
         remote_gradients: the gradients of parameters of other stages.
     """
@@ -80,9 +81,9 @@ class StageModule:
         self.partition = partition
         self.groups, self.grid = groups, groups.grid
         self.sharding = Sharding(module, partition.names, partition.parts, device)
-        self._recompute: ActivationCheckpointing | None = None
+        self.recompute: ActivationCheckpointing | None = None
         if config.recompute is not None:
-            self._recompute = ActivationCheckpointing(config.recompute, device)
+            self.recompute = ActivationCheckpointing(config.recompute, device)
         self._splits_backward = config.schedules(module, device).splits_backward
         self.split = SplitLayers(module)
         self._example_input = module.example_input_array
@@ -301,7 +302,7 @@ class StageModule:
             partition.names,
             partition.layers,
             partition.parts,
-            self._recompute,
+            self.recompute,
             self.module,
         )
 
