@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from lightning_axosparse.cli.plan import MODELS
-from lightning_axosparse.planning.cost import Cluster, Storage, Transformer
+from lightning_axosparse.planning.cost import Cluster, LayerCosts, Storage, Transformer
 from lightning_axosparse.planning.search import Choice, Plan, Workload, evaluate
 from lightning_axosparse.planning.simulate import Wire
 
@@ -319,6 +319,91 @@ def print_poster(constants: Constants, batch: int = 768) -> None:
         )
 
 
+# --- TED -----------------------------------------------------------------------------------------
+
+# The state of a weight under 16-bit mixed precision with ZeRO 1: value, gradient, and 12 divided.
+ZERO = Storage(per_weight=0, per_kept=16, gradient=2, optimizer=12)
+TED_EXPERTS, TED_GPUS, TED_BATCH = 16, 128, 1024
+
+
+def with_experts(model: Transformer, g_tensor: int, drops: bool, keeps: bool) -> LayerCosts:
+    """The costs of a model with experts in every second block, which tensor ranks split, too.
+
+    Args:
+        model: the base model.
+        g_tensor: ranks that share a layer.
+        drops: whether each of these sends its share of the tokens alone, and all gather the rest.
+        keeps: whether recomputation takes the results of collectives from the first pass.
+    """
+    dense, mixed = model.costs, replace(model, experts=TED_EXPERTS).costs
+    own = [each / g_tensor for each in mixed.expert_weights]
+    others = [w - e for w, e in zip(mixed.weights, mixed.expert_weights, strict=True)]
+    # A collective of a forward pass, of recomputation and of a backward pass.
+    times = 1.0 if keeps else 1.5
+    shared = times * (3 if drops else 2) * model.message_bytes
+    mixed = replace(
+        mixed,
+        weights=tuple(map(sum, zip(others, own, strict=True))),
+        expert_weights=tuple(own),
+        token_bytes=tuple(times * b * (1 if drops else g_tensor) for b in mixed.token_bytes),
+        shared_bytes=(shared,) * model.layers,
+    )
+    dense = replace(dense, shared_bytes=tuple(times * each for each in dense.shared_bytes))
+    alternating = {
+        field.name: tuple(
+            (mixed if layer % 2 else dense).__dict__[field.name][layer]
+            for layer in range(model.layers)
+        )
+        for field in fields(LayerCosts)
+        if isinstance(getattr(dense, field.name), tuple)
+    }
+    return replace(dense, **alternating)
+
+
+def ted(model: Transformer, g_tensor: int, saves: bool, constants: Constants) -> Plan:
+    cluster = summit(TED_GPUS, constants.speed, constants.network, 0.0)
+    layers = with_experts(model, g_tensor, saves, saves)
+    workload = Workload(layers, cluster, TED_BATCH, ZERO, recompute=True, shard_optimizer=True)
+    microbatches = TED_BATCH * g_tensor // TED_GPUS
+    choice = Choice(1, 1, microbatches, "together", TED_EXPERTS, g_tensor)
+    return evaluate(workload, choice)
+
+
+def largest_base(g_tensor: int, constants: Constants) -> float:
+    """The weights of the largest base model that fits, by its width; in flight is one sample."""
+    width = 0
+    while True:
+        model = Transformer(32, width + 128, max(1, width // 128), 2048, 50257)
+        plan = ted(model, g_tensor, True, constants)
+        # Passes of a batch alternate without a pipeline, so one sample's activations are kept.
+        others = (plan.microbatches - 1) * model.layers * model.message_bytes
+        if plan.memory - others > MEMORY:
+            return Transformer(32, width, 1, 2048, 50257).weights
+        width += 128
+
+
+def print_ted(constants: Constants) -> None:
+    head(
+        "TED, GPT-3 6.7B with 16 experts in every second block, 128 GPUs",
+        "tensor ranks",
+        "less time by its savings, %: published, predicted",
+        "step s: without, with",
+        "largest base model, times that of one rank: published, predicted",
+    )
+    smallest = largest_base(1, constants)
+    for g_tensor in (2, 4, 8):
+        without, saving = (
+            ted(MODELS["gpt3-6.7b"], g_tensor, saves, constants) for saves in (False, True)
+        )
+        seconds = without.simulation.makespan, saving.simulation.makespan
+        row(
+            g_tensor,
+            f"21, {100 * (1 - seconds[1] / seconds[0]):.0f}",
+            f"{seconds[0]:.1f}, {seconds[1]:.1f}",
+            f"4 to 8, {largest_base(g_tensor, constants) / smallest:.1f}",
+        )
+
+
 def main() -> None:
     print_axonn()
     constants = calibrate()
@@ -326,6 +411,7 @@ def main() -> None:
     print_reductions(constants)
     print_13b(constants)
     print_poster(constants)
+    print_ted(constants)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 _COLUMNS = (
     *(
-        "stages x\nreplicas\n(experts\nover)",
+        "stages x\n[tensor x]\nreplicas\n(experts\nover)",
         "micro-\nbatches\nx samples",
         "in\nflight",
         "de-\nferred",
@@ -87,9 +87,11 @@ def table(plans: Sequence[Plan], title: str) -> Section:
 
 
 def _grid(plan: Plan) -> str:
-    """Stages and replicas, and over how many of these experts are spread."""
-    spread = f" ({plan.choice.g_expert})" if plan.choice.g_expert > 1 else ""
-    return f"{plan.choice.g_inter} x {plan.g_data}{spread}"
+    """Stages, ranks that share one, and replicas, over how many of which experts are spread."""
+    choice = plan.choice
+    shared = f"{choice.g_tensor} x " if choice.g_tensor > 1 else ""
+    spread = f" ({choice.g_expert})" if choice.g_expert > 1 else ""
+    return f"{choice.g_inter} x {shared}{plan.g_data}{spread}"
 
 
 def plot(plans: Sequence[tuple[float, Plan]], file: Path) -> None:
@@ -97,7 +99,7 @@ def plot(plans: Sequence[tuple[float, Plan]], file: Path) -> None:
     figure = gantt([_drawn(plan) for _, plan in plans])
     for axes, (ratio, plan) in zip(figure.axes, plans, strict=True):
         axes.set_title(
-            f"{_weights(ratio)}: {plan.choice.g_inter} x {plan.g_data} devices, "
+            f"{_weights(ratio)}: {_grid(plan)} devices, "
             f"{plan.microbatches} micro-batches, {plan.choice.in_flight} in flight, "
             f"weight gradients {plan.choice.weight_gradients}"
         )
@@ -136,6 +138,7 @@ def _workload(options: argparse.Namespace, ratio: float) -> Workload:
         weight_gradients=tuple(dict.fromkeys(options.weight_gradients)),
         shard_optimizer=options.shard_optimizer,
         g_expert=tuple(divisors(experts)),
+        g_tensor=tuple(dict.fromkeys(options.tensor)),
     )
 
 
@@ -157,6 +160,14 @@ def _parser() -> argparse.ArgumentParser:
         default=[1],
         metavar="N",
         help="multi-layer perceptrons of a block, and how many of these a token goes to (1)",
+    )
+    add(
+        "--tensor",
+        type=_count,
+        nargs="+",
+        default=[1],
+        metavar="N",
+        help="how many ranks share the layers of a stage; several to compare",
     )
     add("--batch", type=_count, default=512, help="samples of a step, over all replicas")
     add("--pruning-ratio", type=_ratio, nargs="+", default=[0.0], help="a table for each")

@@ -83,6 +83,9 @@ class LayerCosts:
         output_bytes: bytes of the output, which the next stage receives.
         expert_weights: number of those weights that belong to experts; empty where there are none.
         token_bytes: bytes of all tokens with their experts, as each is sent once for each of these.
+        shared_bytes: bytes that ranks which share a layer all-reduce in its forward pass, and as
+            many in its backward pass; of an all-gather, half of its bytes.
+        split_activation_bytes: those of ``activation_bytes`` that these ranks divide.
         outside_weights: number of weights outside the layers, which every stage has.
         loss_bytes: bytes of temporary tensors between the last layer and the loss.
     """
@@ -96,6 +99,8 @@ class LayerCosts:
     output_bytes: tuple[float, ...]
     expert_weights: tuple[float, ...] = ()
     token_bytes: tuple[float, ...] = ()
+    shared_bytes: tuple[float, ...] = ()
+    split_activation_bytes: tuple[float, ...] = ()
     outside_weights: float = 0.0
     loss_bytes: float = 0.0
 
@@ -174,7 +179,13 @@ class Transformer:
         Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022:
         sbh (34 + 5as/h) bytes with 16-bit values, of which the perceptron saves 19.
         """
-        per_token = (15 + 19 * self.chosen) * self.width + 5 * self.heads * self.sequence
+        shared = (7 + 3 * self.chosen) * self.width * self.sequence * self.itemsize / 2
+        return shared + self.split_activation_bytes
+
+    @property
+    def split_activation_bytes(self) -> float:
+        """Those of them that ranks which share the block divide: sb (24h + 5as) of a dense one."""
+        per_token = (8 + 16 * self.chosen) * self.width + 5 * self.heads * self.sequence
         return self.sequence * per_token * self.itemsize / 2
 
     @property
@@ -196,6 +207,9 @@ class Transformer:
             output_bytes=each(self.message_bytes),
             expert_weights=each(self.expert_weights if self.experts > 1 else 0),
             token_bytes=each(self.chosen * self.message_bytes if self.experts > 1 else 0),
+            # After attention, and after the perceptron; results of experts are gathered.
+            shared_bytes=each((1.5 if self.experts > 1 else 2) * self.message_bytes),
+            split_activation_bytes=each(self.split_activation_bytes),
             outside_weights=self.embedding_weights,
             loss_bytes=self.sequence * self.vocabulary * 4.0,
         )
@@ -239,9 +253,9 @@ class Cluster:
         bandwidth = min(self.node.bandwidth, self.network.bandwidth / rings)
         return Wire(self.network.latency, bandwidth)
 
-    def exchange(self, g_inter: int, g_expert: int) -> Wire:
-        """Return what a rank has for tokens to and from the ranks with a stage's other experts."""
-        if g_inter * g_expert <= self.devices_per_node:
+    def exchange(self, apart: int, ranks: int) -> Wire:
+        """Return what a rank has for exchanges with a group of ranks that are so far apart."""
+        if apart * ranks <= self.devices_per_node:
             return self.node
         bandwidth = min(self.node.bandwidth, self.network.bandwidth / self.devices_per_node)
         return Wire(self.network.latency, bandwidth)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 
 import numpy as np
 
@@ -31,6 +32,7 @@ class Workload:
         weight_gradients: when weight gradients may be made.
         shard_optimizer: whether replicas divide the optimizer's state.
         g_expert: over how many replicas experts may be spread.
+        g_tensor: how many ranks may share the layers of a stage.
     """
 
     layers: LayerCosts
@@ -43,6 +45,7 @@ class Workload:
     weight_gradients: tuple[WeightGradients, ...] = ("together",)
     shard_optimizer: bool = False
     g_expert: tuple[int, ...] = (1,)
+    g_tensor: tuple[int, ...] = (1,)
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Choice:
     in_flight: int
     weight_gradients: WeightGradients = "together"
     g_expert: int = 1
+    g_tensor: int = 1
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Plan:
     """A choice and its simulated step.
 
     ``memory`` are the peak bytes of the device that needs most, ``message_seconds`` the seconds
-    that the slowest link is busy, both directions added, with those in which tokens are exchanged.
+    that the slowest link is busy, both directions added, and those of exchanges inside of layers.
     """
 
     choice: Choice
@@ -104,10 +108,11 @@ def search(workload: Workload, best: int = 10) -> list[Plan]:
 
 def evaluate(workload: Workload, choice: Choice) -> Plan:
     """Simulate one choice, whether it fits into memory or not."""
-    if workload.batch * choice.g_inter % (workload.cluster.devices * choice.microbatch):
+    ranks = choice.g_inter * choice.g_tensor
+    if workload.batch * ranks % (workload.cluster.devices * choice.microbatch):
         raise ValueError(
             f"A batch of {workload.batch} samples is not a whole number of micro-batches of "
-            f"{choice.microbatch} for each replica of {choice.g_inter} of "
+            f"{choice.microbatch} for each replica of {ranks} of "
             f"{workload.cluster.devices} devices." + see("planning")
         )
     return _StepEstimate(workload, choice).plan()
@@ -118,22 +123,27 @@ def _seconds_then_memory(plan: Plan) -> tuple[float, float]:
 
 
 def _choices(workload: Workload) -> Iterator[Choice]:
-    for g_inter in divisors(workload.cluster.devices):
-        batch, rest = divmod(workload.batch * g_inter, workload.cluster.devices)
-        if rest or g_inter > len(workload.layers.forward):
+    devices = workload.cluster.devices
+    for g_inter, g_tensor in product(divisors(devices), workload.g_tensor):
+        replica = g_inter * g_tensor
+        batch, rest = divmod(workload.batch * replica, devices)
+        if rest or devices % replica or g_inter > len(workload.layers.forward):
             continue
-        # One stage waits for no message.
-        kinds = workload.weight_gradients if g_inter > 1 else workload.weight_gradients[:1]
+        kinds = workload.weight_gradients
+        if g_inter == 1:  # One stage waits for no message.
+            kinds = kinds[:1]
+        if g_tensor > 1:
+            kinds = ("together",)
         for microbatch in divisors(batch):
             microbatches = batch // microbatch
             limits = {g_inter, 2 * g_inter} if g_inter > 1 else {1}
             for in_flight in {min(limit, microbatches) for limit in limits}:
                 for kind in kinds:
-                    yield Choice(g_inter, microbatch, in_flight, kind)
+                    yield Choice(g_inter, microbatch, in_flight, kind, g_tensor=g_tensor)
             for g_expert in (each for each in workload.g_expert if each > 1):
-                if workload.cluster.devices // g_inter % g_expert == 0:
+                if devices // replica % g_expert == 0:
                     # Backward passes begin when all forward passes have run.
-                    yield Choice(g_inter, microbatch, microbatches, "together", g_expert)
+                    yield Choice(g_inter, microbatch, microbatches, "together", g_expert, g_tensor)
 
 
 class _StepEstimate:
@@ -142,33 +152,36 @@ class _StepEstimate:
     def __init__(self, workload: Workload, choice: Choice) -> None:
         self.choice = choice
         layers, stages, ratio = workload.layers, choice.g_inter, workload.pruning_ratio
-        self._g_data = workload.cluster.devices // stages
+        cluster, g_tensor = workload.cluster, choice.g_tensor
+        self._g_data = cluster.devices // (stages * g_tensor)
         self._microbatches = workload.batch // self._g_data // choice.microbatch
         parts = _partition(layers.forward, stages)
-        seconds = choice.microbatch * (1 + workload.overhead) / workload.cluster.speed
+        seconds = choice.microbatch * (1 + workload.overhead) / cluster.speed / g_tensor
         recomputed = workload.recompute * _sums(layers.recomputed, parts)
         self._forward: Seconds = seconds * _sums(layers.forward, parts)
         self._backward: Seconds = seconds * (_sums(layers.backward, parts) + recomputed)
         self._weight_gradient: Seconds = seconds * _sums(layers.weight_gradients, parts)
         experts, g_expert = _sums(layers.expert_weights, parts), choice.g_expert
-        others = _sums(layers.weights, parts) - experts + layers.outside_weights
+        others = (_sums(layers.weights, parts) - experts) / g_tensor + layers.outside_weights
         experts = experts / g_expert
-        link = workload.cluster.exchange(stages, g_expert)
-        moved = _sums(layers.token_bytes, parts) * choice.microbatch * (g_expert - 1) / g_expert
-        # Tokens go and come back, and so do their gradients.
-        one_way = np.where(moved > 0, link.latency + moved / link.bandwidth, 0.0)
-        self._exchange: Seconds = 2 * one_way
+        # Recomputation exchanges nothing a second time.
+        self._exchange = self._tokens(workload, parts) + self._shared(workload, parts)
         self._forward = self._forward + self._exchange
-        self._backward = self._backward + self._exchange * (1 + workload.recompute)
-        weights = others + experts
+        self._backward = self._backward + self._exchange
+        kinds = (others, self._g_data), (experts, self._g_data // g_expert)
         storage, messages = workload.storage, 1.0
+        # An all-gather of the values takes half as long as an all-reduce of as many bytes.
         if workload.shard_optimizer and self._g_data > 1:
-            # An all-gather of the values takes half as long as an all-reduce of as many bytes.
-            storage, messages = storage.divided(self._g_data), 1.5
-        state = np.array([storage.state_bytes(n, ratio) for n in weights])
+            messages = 1.5
+        state = np.full(stages, storage.fixed)
+        for weights, replicas in kinds:
+            kept = replace(storage, fixed=0.0)
+            if workload.shard_optimizer:
+                kept = kept.divided(replicas)
+            state = state + [kept.state_bytes(n, ratio) for n in weights]
         self.memory = float((state + _activation_bytes(workload, choice, parts)).max())
-        self._optimizer: Seconds = state / workload.cluster.memory_bandwidth
-        ring = workload.cluster.ring(stages)
+        self._optimizer: Seconds = state / cluster.memory_bandwidth
+        ring = cluster.ring(stages * g_tensor)
         self._all_reduce: Seconds = np.array(
             [
                 sum(
@@ -178,15 +191,38 @@ class _StepEstimate:
                         ring.bandwidth,
                         ring.latency,
                     )
-                    for n, replicas in ((other, self._g_data), (own, self._g_data // g_expert))
+                    for n, (_, replicas) in zip(counts, kinds, strict=True)
                     if n
                 )
-                for other, own in zip(others, experts, strict=True)
+                for counts in zip(others, experts, strict=True)
             ]
         )
         sent = [layers.output_bytes[part[-1]] for part in parts[:-1]]
         self._message_bytes = choice.microbatch * max(sent, default=0.0)
-        self._wires = workload.cluster.wires(stages)
+        self._wires = cluster.wires(stages)
+
+    def _tokens(self, workload: Workload, parts: Sequence[range]) -> Seconds:
+        """Seconds of a pass in which tokens go to their experts and come back."""
+        choice, g_expert = self.choice, self.choice.g_expert
+        link = workload.cluster.exchange(choice.g_inter * choice.g_tensor, g_expert)
+        share = choice.microbatch / choice.g_tensor * (g_expert - 1) / g_expert
+        moved = _sums(workload.layers.token_bytes, parts) * share
+        return 2 * np.where(moved > 0, link.latency + moved / link.bandwidth, 0.0)
+
+    def _shared(self, workload: Workload, parts: Sequence[range]) -> Seconds:
+        """Seconds of a pass in which ranks that share layers all-reduce what these return."""
+        choice = self.choice
+        link = workload.cluster.exchange(choice.g_inter, choice.g_tensor)
+        moved = choice.microbatch * _sums(workload.layers.shared_bytes, parts)
+        layers = [len(part) for part in parts]
+        return np.array(
+            [
+                2
+                * count
+                * ring_all_reduce(each / (2 * count), choice.g_tensor, link.bandwidth, link.latency)
+                for each, count in zip(moved, layers, strict=True)
+            ]
+        )
 
     @property
     def lower_bound(self) -> float:
@@ -257,5 +293,9 @@ def _activation_bytes(workload: Workload, choice: Choice, parts: Sequence[range]
     if workload.recompute:
         temporary += [max(layers.activation_bytes[layer] for layer in part) for part in parts]
     temporary[-1] += layers.loss_bytes
-    kept = _sums(layers.output_bytes if workload.recompute else layers.activation_bytes, parts)
+    if workload.recompute:
+        kept = _sums(layers.output_bytes, parts)
+    else:
+        divided = _sums(layers.split_activation_bytes, parts)
+        kept = _sums(layers.activation_bytes, parts) - divided + divided / choice.g_tensor
     return choice.microbatch * (choice.in_flight * kept + temporary)

@@ -96,6 +96,11 @@ def test_arguments_out_of_range_are_rejected(
     assert message in capsys.readouterr().err
 
 
+def test_ranks_may_share_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*SMALL, "--tensor", "1", "2", "--best", "80"])
+    assert "1 x 2 x 2" in capsys.readouterr().out
+
+
 def test_experts_may_be_spread(capsys: pytest.CaptureFixture[str]) -> None:
     main([*SMALL, "--experts", "8", "2", "--best", "80"])
     printed = capsys.readouterr().out

@@ -181,6 +181,33 @@ def test_spread_experts_take_memory_and_all_reduce_of_a_share_and_messages() -> 
     assert {plan.choice.g_expert for plan in search(workload, 80)} == {1, 2, 4}
 
 
+def test_ranks_that_share_layers_divide_work_and_memory_and_all_reduce_results() -> None:
+    workload = replace(WORKLOAD, batch=32, g_tensor=(1, 2, 4))
+    alone, shared = (evaluate(workload, Choice(2, 1, 4, g_tensor=each)) for each in (1, 2))
+    assert (alone.g_data, shared.g_data) == (4, 2)
+    block = 4 * MODEL.layer_weights  # of a stage
+    kept = 4 * 4 * MODEL.split_activation_bytes
+    assert alone.memory - shared.memory == pytest.approx((16 * block + kept) / 2)
+    # A replica has half of the work a micro-batch, and twice as many of these.
+    busy = [plan.simulation.busy[0] for plan in (alone, shared)]
+    in_collectives = busy[1] - busy[0]
+    times = 2 * 16 * 4 * 2  # passes, micro-batches, blocks, twice in each
+    assert in_collectives == pytest.approx(times * (MODEL.message_bytes / 1e10 + 2 * 1e-6))
+    assert shared.message_seconds > alone.message_seconds
+    assert {plan.choice.g_tensor for plan in search(workload, 200)} == {1, 2, 4}
+
+
+def test_recomputation_exchanges_nothing_twice() -> None:
+    experts = replace(MODEL, experts=8, chosen=2)
+    workload = replace(WORKLOAD, layers=experts.costs)
+    choice = Choice(2, 1, 8, "together", 2, 2)
+    exchanged = [
+        evaluate(replace(workload, recompute=each), choice).message_seconds
+        for each in (False, True)
+    ]
+    assert exchanged[0] == exchanged[1]
+
+
 def test_a_block_of_one_expert_costs_what_a_dense_one_does() -> None:
     assert MODEL.layer_weights == 12 * MODEL.width**2
     assert (
