@@ -6,6 +6,8 @@ All rows of one number of ranks run in one job, because starting ranks takes lon
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +84,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """What every rank found, by number of ranks: the records of the rows, and more on two."""
-    return {
-        1: [train_rows(1)],
-        2: run_ranks(2, two_ranks, folder),
-        3: run_ranks(3, train_rows, 3),
-    }
+def runs(folder: Path) -> Callable[[int], list[dict[str, Any]]]:
+    """What every rank of so many found: the records of the rows, and more on two."""
+
+    @cache
+    def run(ranks: int) -> list[dict[str, Any]]:
+        if ranks == 1:
+            return [train_rows(1)]
+        if ranks == 2:
+            return run_ranks(2, two_ranks, folder)
+        return run_ranks(ranks, train_rows, ranks)
+
+    return run
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -96,7 +103,7 @@ def test_a_grid_does_what_one_process_does(row: str, runs: Any) -> None:
     ranks, *_, tolerance = ROWS[row]
     expected = train(row, "auto")
     assert len(expected.losses) >= 18
-    for records in runs[ranks]:
+    for records in runs(ranks):
         assert difference(expected, records[row]) <= tolerance
 
 
@@ -111,7 +118,7 @@ def train_mixed(ranks: int) -> Record:
 def test_bf16_mixed_differs_by_the_rounding_of_micro_batches(runs: Any) -> None:
     L.seed_everything(0, verbose=False)
     expected = fit(trainer("auto", precision="bf16-mixed"), Net())
-    for records in runs[2]:
+    for records in runs(2):
         pairs = zip(expected.losses, records["mixed"].losses, strict=True)
         assert max(abs(a - b) for a, b in pairs) < 4e-3
 
@@ -167,7 +174,7 @@ def callbacks_on_ranks(ranks: int, folder: Path) -> dict[str, Any]:
 def test_early_stopping_and_checkpoints_on_val_loss(runs: Any, folder: Path) -> None:
     expected = train_with_callbacks(1, "auto", folder / "one")
     assert 0 < expected["stopped"] < 5
-    for result in (found["callbacks"] for found in runs[2]):
+    for result in (found["callbacks"] for found in runs(2)):
         assert result["stopped"] == expected["stopped"]
         assert result["best"] == expected["best"]
         assert result["score"] == pytest.approx(expected["score"], abs=1e-6)

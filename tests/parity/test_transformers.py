@@ -7,6 +7,7 @@ biases and caches, which have to cross the edges of the stages, or be made anew 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import lightning as L
@@ -104,9 +105,9 @@ def train_rows(ranks: int) -> dict[str, Record]:
 
 
 @pytest.fixture(scope="module")
-def runs() -> dict[int, list[dict[str, Record]]]:
-    """The records of every row on every rank, by number of ranks."""
-    return {ranks: run_ranks(ranks, train_rows, ranks) for ranks in (2, 3)}
+def runs() -> Callable[[int], list[dict[str, Record]]]:
+    """The records of every row on every one of so many ranks."""
+    return cache(lambda ranks: run_ranks(ranks, train_rows, ranks))
 
 
 @pytest.fixture(scope="module")
@@ -115,14 +116,14 @@ def expected() -> dict[str, Record]:
     return {network: train(network, "auto") for network in NETWORKS}
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_a_network_of_transformers_trains_as_on_one_process(
     row: str, ranks: int, runs: Any, expected: dict[str, Record]
 ) -> None:
     network, _ = ROWS[row]
     assert len(expected[network].losses) == STEPS
-    for records in runs[ranks]:
+    for records in runs(ranks):
         assert difference(expected[network], records[row]) <= 1e-12
 
 
