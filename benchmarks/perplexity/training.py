@@ -54,9 +54,8 @@ class Training:
         """Train one step."""
         step = self.step
         self.pruner.begin_step(step)
-        rate = self.arm.rate * self._schedule(step) * self.pruner.factor(step)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = self.rate(step)
         with self.pruner.forward(step):
             self._loss(*self._batch(step)).backward()
         self.pruner.on_gradients(step)
@@ -92,6 +91,10 @@ class Training:
             )
         tokens, next_tokens = zip(*chosen, strict=True)
         return torch.stack(tokens), torch.stack(next_tokens)
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step."""
+        return self.arm.rate * self._schedule(step) * self.pruner.factor(step)
 
     def _schedule(self, step: int) -> float:
         """The part of the learning rate that the example GPT trains with."""

@@ -18,6 +18,7 @@ from benchmarks.perplexity.results import Results
 from benchmarks.perplexity.searching import WINDOW, measure
 from benchmarks.perplexity.table import Comparison, settled
 from benchmarks.perplexity.tasks import ENGLISH, LARGE, LARGER, LIBRARY, MAIN, Task, split_by_file
+from benchmarks.perplexity.together import Together, run_all
 from benchmarks.perplexity.training import Training
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 from lightning_axosparse.cli.train import configuration
@@ -41,6 +42,39 @@ def trained(arm, folder, seed=0):
     while training.step < TINY.all_steps:
         training.advance()
     return training
+
+
+@pytest.fixture
+def float64():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.usefixtures("float64")
+def test_jobs_that_train_together_train_as_each_alone(folder, tmp_path):
+    arms = [Arm(), once(0.5), *(Arm(ratio=r, method="gradual", **CHANGING) for r in (0.8, 0.9))]
+    jobs = [Job(TINY, arm, seed) for seed, arm in enumerate(arms)]
+    together = Together(jobs, folder, torch.device("cpu"))
+    together.train()
+    for job, run in zip(jobs, together.runs, strict=True):
+        alone = trained(job.arm, folder, job.seed)
+        for name, weight in alone.model.named_parameters():
+            torch.testing.assert_close(run.model.get_parameter(name), weight, rtol=0, atol=1e-9)
+        assert run.pruner.masks is None or all(
+            torch.equal(mask, run.pruner.masks[name]) for name, mask in alone.pruner.masks.items()
+        )
+    results = Results(tmp_path / "together.jsonl")
+    run_all(jobs, results, folder)
+    lines = results.lines()
+    assert lines.keys() == set(jobs)
+    for job in jobs:
+        alone = trained(job.arm, folder, job.seed)
+        assert lines[job]["test"] == round(alone.perplexity(alone.texts.test), 4)
+        assert (job.arm.ratio == 0) == (lines[job]["densities"] == {})
+    with pytest.raises(ValueError, match="run it by itself"):
+        Together([Job(TINY, Arm(dropout=0.1), 0)], folder, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
