@@ -1,4 +1,4 @@
-"""A file that changed since it was written loads as it was written, or not at all."""
+"""Damaged, odd and crafted files are refused in words, and change nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shutil
 import tracemalloc
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
@@ -60,25 +58,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     sparse = model()
     load_sparse(sparse, folder / "plain.ckpt")
     save_safetensors(sparse, folder / "sparse.safetensors")
-    return {"folder": folder, "ticket": ticket, "state": state}
-
-
-def loads_as(originals: dict[str, Any], path: Path) -> bool:
-    """Whether the file has the original content for all that read it."""
-    ticket, state = originals["ticket"], originals["state"]
-    if path.suffix == ".ticket":
-        return Ticket.load(path) == ticket
-    if path.suffix == ".ckpt":
-        checkpoint = AtomicCheckpointIO().load_checkpoint(path)
-        if not (
-            list(checkpoint) == ["state_dict", "callbacks"]
-            and same(checkpoint["state_dict"], state)
-            and Ticket.from_state_dict(checkpoint["callbacks"]["EarlyBird"]["ticket"]) == ticket
-        ):
-            return False
-    loaded = model()
-    kept = load_sparse(loaded, path, ticket if path.name == "dense.safetensors" else None)
-    return kept.masks == ticket.masks and same(loaded.state_dict(), state)
+    return {"folder": folder, "ticket": ticket}
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -86,83 +66,6 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
         one[name].dtype == tensor.dtype and torch.equal(one[name], tensor)
         for name, tensor in other.items()
     )
-
-
-def flip(data: bytearray, at: int, length: int, value: int) -> None:
-    data[at] ^= 1 << value % 8
-
-
-def overwrite(data: bytearray, at: int, length: int, value: int) -> None:
-    data[-1 - at % 600 % len(data)] = value  # names, sizes and places are at an archive's end
-
-
-def truncate(data: bytearray, at: int, length: int, value: int) -> None:
-    del data[at:]
-
-
-def remove(data: bytearray, at: int, length: int, value: int) -> None:
-    del data[at : at + length]
-
-
-def duplicate(data: bytearray, at: int, length: int, value: int) -> None:
-    data[at:at] = data[at : at + length]
-
-
-def splice(data: bytearray, at: int, length: int, value: int) -> None:
-    """Copy a range over another."""
-    part = data[at : at + length]
-    to = at * 7919 % len(data)
-    data[to : to + len(part)] = part
-
-
-def change_digit(data: bytearray, at: int, length: int, value: int) -> None:
-    """Change a number in what reads as text: sizes, shapes, offsets, checksums."""
-    digits = [place for place, byte in enumerate(data) if 48 <= byte <= 57]
-    if digits:
-        data[digits[at % len(digits)]] = 48 + value % 10
-
-
-Edit = Callable[[bytearray, int, int, int], None]
-EDITS: list[Edit] = [flip, overwrite, truncate, remove, duplicate, splice, change_digit]
-edits = st.lists(
-    st.tuples(
-        st.sampled_from(EDITS),
-        st.integers(0, 1 << 30),
-        st.sampled_from([1, 4, 16, 64, 300, 1000]),
-        st.integers(0, 255),
-    ),
-    min_size=1,
-    max_size=4,
-)
-NAMES = ["a.ticket", "plain.ckpt", "dense.safetensors", "sparse.safetensors"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_error_names_a_changed_file(
-    originals: dict[str, Any], tmp_path: Path, name: str
-) -> None:
-    whole = (originals["folder"] / name).read_bytes()
-    path = tmp_path / name
-    path.write_bytes(whole)
-    assert loads_as(originals, path)
-
-    @settings(max_examples=200, database=None)
-    @given(edits)
-    def changed(steps: list[tuple[Edit, int, int, int]]) -> None:
-        data = bytearray(whole)
-        for edit, at, length, value in steps:
-            if data:
-                edit(data, at % len(data), length, value)
-        path.write_bytes(data)
-        try:
-            assert loads_as(originals, path)
-        except CorruptFileError as error:
-            assert str(path) in str(error)  # noqa: PT017
-            assert data != whole
-
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    changed()
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # kB
 
 
 @pytest.mark.parametrize("name", ["plain.ckpt", "sparse.safetensors", "dense.safetensors"])
