@@ -176,6 +176,7 @@ class Running:
         count_replicas(trainer, grid.data_size)
         for average in weight_averages(trainer):
             stage_module.sharding.shard_copy(average)
+            stage_module.parts.divide_copy(average)
         if not stage_module.is_whole:
             undo.enter_context(parameters_told_apart_by_identity())
         if grid.rank != grid.same_batch_ranks[0]:

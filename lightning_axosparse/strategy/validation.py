@@ -201,7 +201,7 @@ def validate_whole_weights(config: Config, callbacks: Sequence[Callback]) -> Non
     for callback in callbacks:
         own = type(callback).__module__.startswith("lightning_axosparse.callbacks")
         own &= not hasattr(callback, "prunes_at_start")
-        if own or isinstance(callback, WeightAveraging):
+        if own:
             raise MisconfigurationException(
                 f"{type(callback).__name__} does not work with {name}={getattr(config, name)}: it "
                 "would take the part of a weight that a rank has for all of it. Leave one of the "

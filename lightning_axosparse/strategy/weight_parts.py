@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_axosparse.pruning.scores import Stored
 from lightning_axosparse.sparse.module.parameters import OwnedParameter, owned_parameters
@@ -54,6 +55,7 @@ class WeightParts:
     def __init__(self, module: nn.Module, divisions: Sequence[Division]) -> None:
         self._module, self._divisions = module, divisions
         self._split: dict[str, SplitParameter] = {}
+        self._copies: dict[nn.Module, RemovableHandle] = {}
         self._is_whole = True
 
     # From whole weights to parts, and back
@@ -80,6 +82,11 @@ class WeightParts:
             together: whether all ranks do so; else parts stay parts.
         """
         self._read_plainly()
+        for copied, hook in self._copies.items():
+            hook.remove()
+            if together:
+                self._join_copy(copied)
+        self._copies = {}
         if together:
             for split in self._split.values():
                 split.entry.parameter.grad = None
@@ -120,6 +127,23 @@ class WeightParts:
     def _read_plainly(self) -> None:
         for division in self._divisions:
             division.read_plainly()
+
+    def divide_copy(self, copied: nn.Module) -> None:
+        """Keep parts in a copy of the module, too; its ``state_dict`` is whole, and collective."""
+        parameters = dict(copied.named_parameters())
+        for name, split in self._split.items():
+            parameters[name].data = split.local({"": parameters[name].data})[""]
+
+        def join(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+            for name, split in self._split.items():
+                state[prefix + name] = split.joining()[1](state[prefix + name])
+
+        self._copies[copied] = copied.register_state_dict_post_hook(join)
+
+    def _join_copy(self, copied: nn.Module) -> None:
+        parameters = dict(copied.named_parameters())
+        for name, split in self._split.items():
+            parameters[name].data = split.joining()[1](parameters[name].data)
 
     # What clipping, hooks, tickets and checkpoints ask
 

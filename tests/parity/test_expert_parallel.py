@@ -14,6 +14,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 
 from lightning_axosparse import AxoSparseStrategy
@@ -179,6 +180,7 @@ ROWS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "recomputed": (Own, {**OWN, "recompute": 1}, F64),
     "slow ranks": (lambda: Own(slow=True), OWN, {**F64, "max_epochs": 3}),
     "clipped": (Own, OWN, {**F64, "gradient_clip_val": 0.05}),
+    "averaged": (Own, OWN, {**F64, "callbacks": [lambda: EMAWeightAveraging(decay=0.8)]}),
     "accumulated": (Own, OWN, {**F64, "accumulate_grad_batches": 2}),
     "padded": (Padded, OWN, F64),
     "Mixtral": (Mixtral, HUGGING_FACE, F64),
@@ -198,7 +200,9 @@ def run(row: str, strategy: Any, ranks: int, g_data: int, **options: Any) -> Rec
     L.seed_everything(0, verbose=False)
     module = make()
     path = options.pop("ckpt_path", None)
-    fit = trainer(strategy, ranks, **{**FIXED, **settings, **options})
+    callbacks = [each() for each in settings.get("callbacks", ())]
+    callbacks += options.pop("callbacks", [])
+    fit = trainer(strategy, ranks, **{**FIXED, **settings, **options, "callbacks": callbacks})
     replica = 0
     if g_data > 1:
         from mpi4py import MPI
@@ -211,12 +215,12 @@ def run(row: str, strategy: Any, ranks: int, g_data: int, **options: Any) -> Rec
 
 def half_way(folder: Path, strategy: Any, ranks: int, g_data: int) -> None:
     """Train the first of two epochs, and save."""
-    run("own", strategy, ranks, g_data, max_epochs=1, callbacks=[Saves(folder)])
+    run("averaged", strategy, ranks, g_data, max_epochs=1, callbacks=[Saves(folder)])
 
 
 def resumed(folder: Path, strategy: Any, ranks: int, g_data: int) -> Record:
     """The second epoch, from a checkpoint."""
-    return run("own", strategy, ranks, g_data, ckpt_path=folder / "half.ckpt")
+    return run("averaged", strategy, ranks, g_data, ckpt_path=folder / "half.ckpt")
 
 
 class Saves(L.Callback):
@@ -236,6 +240,7 @@ class Looks(L.Callback):
         states = run.optimizers[0].state
         self.bytes = sum(value.nbytes for p in held.values() for value in (p, *states[p].values()))
         self.whole = {n: tuple(p.shape) for n, p in run.strategy.whole_parameters()}
+        self.sent, self.not_sent = run.strategy.token_bytes, run.strategy.kept_bytes
 
 
 def facts(row: str, **spread: Any) -> dict[str, Any]:
@@ -251,6 +256,7 @@ def beside_steps(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"facts": facts("own", g_expert=2)}
     found["slices"] = facts("Mixtral", g_expert=2)
     found["not spread"] = facts("Mixtral", g_expert=1)
+    found["recomputed"] = facts("own", g_expert=2, recompute=1)
     half_way(folder, AxoSparseStrategy(2, 2, g_expert=2, **OWN), 4, 2)
     ways = {
         "here": (2, {"g_expert": 2, **OWN}),
@@ -325,7 +331,8 @@ def test_a_checkpoint_is_that_of_one_process_and_resumes_on_other_grids(
     ours, theirs = (
         torch.load(path / "half.ckpt", weights_only=False) for path in (folder, tmp_path)
     )
-    torch.testing.assert_close(ours["state_dict"], theirs["state_dict"], atol=1e-12, rtol=0)
+    for state in ("state_dict", "current_model_state"):
+        torch.testing.assert_close(ours[state], theirs[state], atol=1e-12, rtol=0)
     mine, other = (saved["optimizer_states"][0] for saved in (ours, theirs))
     torch.testing.assert_close(mine["state"], other["state"], atol=1e-12, rtol=0)
     loaded = Own.load_from_checkpoint(folder / "half.ckpt", weights_only=False)
@@ -337,6 +344,14 @@ def test_a_checkpoint_is_that_of_one_process_and_resumes_on_other_grids(
     for record in records:
         for name, weight in expected.weights.items():
             torch.testing.assert_close(record.weights[name], weight, atol=1e-10, rtol=0)
+
+
+@pytest.mark.slow
+def test_layers_that_are_recomputed_send_no_token_twice(four: Any) -> None:
+    for found in four[0]:
+        assert found["recomputed"]["sent"] == found["facts"]["sent"] > 0
+        assert found["facts"]["not_sent"] == 0
+        assert found["recomputed"]["not_sent"] > 0
 
 
 @pytest.mark.slow

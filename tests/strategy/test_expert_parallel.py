@@ -8,7 +8,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 
 from lightning_axosparse import AxoSparseStrategy, PipelineTimeline
@@ -49,7 +48,6 @@ class Adafactor(Own):
         (Own, {"g_expert": 3, "ranks": 3}, "'blocks.0.experts' has 4 experts, which g_expert=3"),
         (Own, {"experts": "blocks.*.norm"}, "'blocks.0.norm'.* its `forward` takes input"),
         (Own, {"callbacks": [PipelineTimeline()]}, "PipelineTimeline does not work with g_expert"),
-        (Own, {"callbacks": [EMAWeightAveraging()]}, "EMAWeightAveraging does not work"),
         (Adafactor, {}, "Adafactor cannot step parts of weights.*leave g_expert out"),
     ],
 )

@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning
+from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
@@ -60,7 +60,6 @@ def fit(module: L.LightningModule, ranks: int = 2, **options: Any) -> None:
         (jobs.Plain, {"ranks": 3}, r"g_tensor=2 .* 3 rank.*\[1, 3\]"),
         (jobs.Plain, {"callbacks": [EarlyBirdChannels(0.5)]}, "EarlyBirdChannels does not work"),
         (jobs.Plain, {"callbacks": [PipelineTimeline()]}, "PipelineTimeline does not work"),
-        (jobs.Plain, {"callbacks": [EMAWeightAveraging()]}, "EMAWeightAveraging does not work"),
         (jobs.Plain, {"callbacks": [ModelPruning("l1_unstructured")]}, "ModelPruning masks"),
         (Rows, {}, "Adafactor cannot step parts of weights.*leave g_tensor out"),
     ],
