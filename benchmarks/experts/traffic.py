@@ -1,0 +1,121 @@
+"""Counts the bytes that the savings of TED leave out: see the table in the README.
+
+    python -m benchmarks.experts.traffic
+
+Four ranks: two replicas of two ranks that share layers, experts spread over both replicas
+(``g_tensor=2, g_expert=2, recompute=1``). A saving is switched off by replacing what does it.
+Prints a Markdown table.
+"""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import nullcontext
+from typing import Any
+
+import lightning as L
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.utils.data import DataLoader
+
+from benchmarks.experts.step import Expert, Layer, Training
+from lightning_axosparse import AxoSparseStrategy
+from lightning_axosparse.distributed.kept_results import KeptResults
+from lightning_axosparse.strategy import expert_parallel
+
+ROWS = {
+    "neither": (False, False),
+    "duplicate token dropping": (True, False),
+    "communication-aware checkpointing": (False, True),
+    "both, as it is": (True, True),
+}
+
+
+class Both(Training):
+    """Layers with a perceptron that is split, and experts that are spread."""
+
+    def __init__(self, width: int, inner: int, experts: int, depth: int) -> None:
+        super().__init__()
+        pairs = (
+            nn.Sequential(Expert(width, inner), Layer(width, inner, experts)) for _ in range(depth)
+        )
+        self.layers = nn.Sequential(*pairs)
+
+
+class Counts(L.Callback):
+    """Keeps what rank 0 has counted in all steps but the first, in MB a step."""
+
+    def __init__(self) -> None:
+        self.first = self.last = (0, 0)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.last = trainer.strategy.token_bytes, trainer.strategy.kept_bytes
+        if trainer.global_step == 1:
+            self.first = self.last
+
+    def on_train_end(self, trainer: Any, *_: Any) -> None:
+        steps = trainer.global_step - 1
+        self.found = [(b - a) / steps / 1e6 for a, b in zip(self.first, self.last, strict=True)]
+
+
+class SavesOnlySome(L.Callback):
+    """Switches savings off on the ranks, where callbacks are set up before layers are."""
+
+    def __init__(self, drops: bool, keeps: bool) -> None:
+        self.drops, self.keeps = drops, keeps
+
+    def setup(self, *_: Any, **__: Any) -> None:
+        if not self.drops:
+            exchange = expert_parallel.TokenExchange
+            expert_parallel.TokenExchange = lambda group, experts, _: exchange(group, experts)  # type: ignore[assignment, misc]
+        if not self.keeps:
+            KeptResults.kept = KeptResults.returned = lambda _: nullcontext()  # type: ignore[method-assign, assignment, return-value]
+
+
+def count(drops: bool, keeps: bool, options: argparse.Namespace) -> list[float]:
+    """Train some steps on four ranks, and return the bytes that rank 0 counts in one."""
+    module = Both(options.width, options.inner, options.experts, options.depth)
+    plan = {"layers.*.0.up": ColwiseParallel(), "layers.*.0.down": RowwiseParallel()}
+    strategy = AxoSparseStrategy(
+        microbatches=1,
+        g_tensor=2,
+        tensor_plan=plan,
+        g_expert=2,
+        experts="layers.*.1.experts",
+        pipeline="layers",
+        recompute=1,
+    )
+    counts = Counts()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=4,
+        strategy=strategy,
+        max_steps=3,
+        callbacks=[SavesOnlySome(drops, keeps), counts],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = list(torch.randn(6, options.tokens, options.width))
+    trainer.fit(module, DataLoader(data, batch_size=1))  # type: ignore[arg-type]
+    return counts.found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in (("width", 512), ("inner", 512), ("experts", 8), ("depth", 4)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--tokens", type=int, default=512, help="of each replica's batch")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print("| saves | tokens sent, MB | results not sent again, MB |\n| --- | --: | --: |")
+    for name, saves in ROWS.items():
+        L.seed_everything(0, verbose=False)
+        sent, kept = count(*saves, options)
+        print(f"| {name} | {sent:.1f} | {kept:.1f} |")
+
+
+if __name__ == "__main__":
+    main()
