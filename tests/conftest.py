@@ -29,8 +29,6 @@ LONGEST = (
 # What `make test-slow` runs and `make test` leaves out: more grids, models and ends of a job than
 # one of each kind, and what waits for clocks. Parts of the names of tests.
 SLOW = (
-    "benchmarks/test_bitmap_product.py",
-    "benchmarks/test_gpu.py::test_products",
     "benchmarks/test_gpu.py::test_steps",
     "benchmarks/test_perplexity.py",
     "cli/sweep/test_sweep.py",

@@ -1,32 +1,28 @@
 """Times products of few tokens with a pruned weight on one GPU.
 
-    python -m benchmarks.gpu.products                              # on a CUDA device
-    TRITON_INTERPRET=1 python -m benchmarks.gpu.products --tiny    # on CPU: does it all work?
+    python -m benchmarks.gpu.products              # on a CUDA device
+    python -m benchmarks.gpu.products --tiny       # on CPU: does it all work?
 
-Four ways: torch's product with a dense weight, the package's (dense parts made from the bitmap,
-then the product), torch's with CSR (cuSPARSE), and the kernel of ``bitmap_product.py``, cut in
-several ways of which the fastest counts. Before any timing, every way is compared with the product
-in float32, to the bit: all operands are small integers. Then prints a Markdown table of the time of
-one product, in a run through a stack of weights that no cache holds. Each run but those of
-cuSPARSE is a CUDA graph, so that the GPU's time is measured and not the host's.
+Three ways: torch's product with a dense weight, which is that of the policy "samo", too; the
+package's with the policy "sparse" (the dense weight made from the bitmap, then the product); and
+torch's with CSR (cuSPARSE). Before any timing, every way is compared with the product in float32,
+to the bit: all operands are small integers. Then prints a Markdown table of the time of one
+product, in a run through a stack of weights that no cache holds. Each run but those of cuSPARSE is
+a CUDA graph, so that the GPU's time is measured and not the host's.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.gpu import bitmap_product
-from benchmarks.gpu.bitmap_product import Cut
 from benchmarks.gpu.timing import median_seconds, recorded
 from lightning_axosparse.sparse.cpu import panels
 from lightning_axosparse.sparse.store.formats import BitmapLayout
@@ -68,21 +64,13 @@ def csr(inputs: Tensor, weight: Weight) -> Tensor:
     return (weight.csr @ inputs.t()).t()
 
 
-def bitmap(inputs: Tensor, weight: Weight, cut: Cut) -> Tensor:
-    return bitmap_product.spmm_t(inputs, weight.values, weight.layout, cut)
-
-
 WAYS: dict[str, Way] = {"dense": dense, "package": package, "csr": csr}
-KERNELS: dict[str, Way] = {
-    f"{rows} x {columns}, {parts}": partial(bitmap, cut=Cut(rows, columns, parts))
-    for rows, columns, parts in product((32, 64, 128), (64, 128), (1, 4, 8))
-}
 
 
-def check(ways: Mapping[str, Way], inputs: Tensor, weight: Weight) -> None:
+def check(inputs: Tensor, weight: Weight) -> None:
     """Check that every way computes what the product in float32 does."""
     expected = F.linear(inputs.float(), weight.dense.float()).to(inputs.dtype)
-    for name, way in ways.items():
+    for name, way in WAYS.items():
         assert torch.equal(way(inputs, weight), expected), name
 
 
@@ -92,18 +80,15 @@ def through(stack: Sequence[Weight], way: Way, inputs: Tensor) -> None:
         way(inputs, weight)
 
 
-def row(stack: Sequence[Weight], kernels: Mapping[str, Way], inputs: Tensor, trials: int) -> str:
+def row(stack: Sequence[Weight], inputs: Tensor, trials: int) -> str:
     """Check and time all ways; return the cells from the number of tokens on."""
-    ways = {**WAYS, **kernels}
-    check(ways, inputs, stack[0])
-    runners = {name: partial(through, stack, way, inputs) for name, way in ways.items()}
-    csr_runner = {"csr": runners.pop("csr")}  # cuSPARSE is not asked whether it can be recorded
-    runners = {**recorded(runners, inputs.device), **csr_runner}
-    seconds = median_seconds(runners, trials, inputs.device)
-    cut = min(kernels, key=lambda name: seconds[name])
-    times = {name: seconds[name] / len(stack) * 1e6 for name in (*WAYS, cut)}
+    check(inputs, stack[0])
+    runners = {name: partial(through, stack, way, inputs) for name, way in WAYS.items()}
+    by_host = {"csr": runners.pop("csr")}  # cuSPARSE is not asked whether it can be recorded
+    seconds = median_seconds({**recorded(runners, inputs.device), **by_host}, trials, inputs.device)
+    times = {name: seconds[name] / len(stack) * 1e6 for name in WAYS}
     others = [f"{times[name]:.0f} us | {times[name] / times['dense']:.2f}" for name in times][1:]
-    return " | ".join([str(len(inputs)), f"{times['dense']:.0f} us", *others, cut])
+    return " | ".join([str(len(inputs)), f"{times['dense']:.0f} us", *others])
 
 
 def main() -> None:
@@ -112,8 +97,6 @@ def main() -> None:
     arguments.add_argument("--size", type=int, default=8192, help="rows and columns of a weight")
     arguments.add_argument("--trials", type=int, default=9)
     options = arguments.parse_args()
-    if options.tiny and "TRITON_INTERPRET" not in os.environ:
-        raise SystemExit("Set TRITON_INTERPRET=1 before the start to run Triton's kernel on CPU.")
     if not options.tiny and not torch.cuda.is_available():
         raise SystemExit("No CUDA device here: run with --tiny to try the script on CPU.")
     warnings.filterwarnings("ignore", "Sparse")
@@ -122,14 +105,13 @@ def main() -> None:
     size, number = (64, 1) if options.tiny else (options.size, 8)
     # torch has no 16-bit product with CSR on CPU.
     dtype = torch.float32 if options.tiny else torch.bfloat16
-    kernels = dict([*KERNELS.items()][: 1 if options.tiny else None])
-    print("| pruned | tokens | dense | package | / dense | CSR | / dense | kernel ", end="")
-    print("| / dense | cut |\n| --: | --: | --: | --: | --: | --: | --: | --: | --: | --- |")
+    print("| pruned | tokens | dense | package | / dense | CSR | / dense |")
+    print("| --: | --: | --: | --: | --: | --: | --: |")
     for ratio in (0.8, 0.9, 0.95):
         stack = [Weight.random(size, ratio, dtype, device) for _ in range(number)]
         for tokens in (1, 4, 16, 64):
             inputs = torch.randint(-1, 2, (tokens, size), device=device).to(dtype)
-            print(f"| {ratio:.0%} | {row(stack, kernels, inputs, options.trials)} |", flush=True)
+            print(f"| {ratio:.0%} | {row(stack, inputs, options.trials)} |", flush=True)
 
 
 if __name__ == "__main__":

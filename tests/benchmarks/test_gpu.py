@@ -1,16 +1,10 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from itertools import product
-from pathlib import Path
 
 import pytest
-import torch
 
-from benchmarks.gpu import counted, kernels, step, training
-from lightning_axosparse.sparse.store import layout
+from benchmarks.gpu import kernels, products, step, training
 
 
 def table(main, monkeypatch, capsys, *arguments):
@@ -38,15 +32,9 @@ def test_kernels_of_a_small_weight(monkeypatch, capsys):
     assert [row[2] for row in rows] == 4 * ["segments", "bitmap"]
 
 
-def test_products_of_a_small_weight():
-    """In a process of its own: Triton asks whether to interpret when it is first imported."""
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "benchmarks.gpu.products", "--tiny", "--trials", "1"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=root)
-    assert done.returncode == 0, done.stderr
-    found = [(row[0], row[1]) for row in cells(done.stdout)]
+def test_products_of_a_small_weight(monkeypatch, capsys):
+    rows = table(products.main, monkeypatch, capsys, "--trials", "1")
+    found = [(row[0], row[1]) for row in rows]
     assert found == list(product(["80%", "90%", "95%"], ["1", "4", "16", "64"]))
 
 
@@ -63,27 +51,3 @@ def test_a_row_outside_its_bound_fails(monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         table(training.main, monkeypatch, capsys)
     assert end.value.code == 1
-
-
-def test_what_a_step_holds_is_counted(monkeypatch, capsys):
-    monkeypatch.setitem(layout.TILE_ENTRIES, "cpu", layout.TILE_ENTRIES["cpu"])
-    rows = table(counted.main, monkeypatch, capsys)
-    assert [(row[1], row[2]) for row in rows] == list(product(["yes", "no"], ["0%", "80%", "90%"]))
-    for dense, *sparse in (rows[:3], rows[3:]):
-        assert 1 == float(dense[5]) < float(sparse[0][5]) < float(sparse[1][5])
-
-
-def test_a_tensor_counts_while_it_is_alive():
-    held = torch.zeros(100)
-    with counted.Living([held]) as living:
-        assert living.peak == 400
-        other = held + 1
-        view = other[10:]
-        assert living.peak == 800
-        del other
-        third = held * 2
-        assert living.peak == 1200
-        del view, third
-        held.add_(1)
-        held.clone()
-    assert living.peak == 1200

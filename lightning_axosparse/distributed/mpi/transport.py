@@ -72,8 +72,7 @@ class PinnedStaging(Staging):
     """Copies the blocks of a GPU to and from pinned host memory, on streams of their own.
 
     The host waits for no copy, and a kernel only for the block that it needs. Torch's allocator of
-    pinned memory uses a block again only when the copies from and to it are done. It has been
-    tested with stand-ins for streams only, never on a GPU.
+    pinned memory uses a block again only when the copies from and to it are done.
     """
 
     def __init__(self, device: torch.device, runtime: Any = torch.cuda) -> None:

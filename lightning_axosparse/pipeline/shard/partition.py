@@ -96,8 +96,8 @@ def _call(module: nn.Module, layers: Mapping[str, str], example: Example, calls:
     for name in ("log", "log_dict"):
         setattr(copied, name, lambda *_, **__: None)
     args, kwargs = tree_map_only(Tensor, mode.from_tensor, (example.args, dict(example.kwargs)))
-    # Compiled layers would be compiled for fake tensors.
-    with mode, example.context(), torch.compiler.set_stance("force_eager"):
+    # Compiled layers would be compiled for fake tensors. What this imports must not see the mode.
+    with torch.compiler.set_stance("force_eager"), mode, example.context():
         getattr(copied, example.method)(*args, **kwargs)
 
 
