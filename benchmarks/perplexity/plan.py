@@ -283,13 +283,17 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
     "larger": (
         Comparison(
             ".8 M parameters, rates",
-            of(LARGER, *at_rates(6e-3, 3e-3), CURVED, replace(CURVED, rate=3e-3)),
+            of(
+                LARGER,
+                *at_rates(3e-3, 6e-3, 1.2e-2),
+                *(replace(CURVED, rate=rate) for rate in (3e-3, 6e-3, 1.2e-2)),
+            ),
             CHOOSING[:1],
             "validation",
         ),
         Comparison(
             ".8 M parameters",
-            of(LARGER, *at_rates(6e-3), *at_ratios(CURVED, 0.8, 0.5, 0.9)),
+            of(LARGER, *at_rates(3e-3), *at_ratios(replace(CURVED, rate=3e-3), 0.8, 0.5, 0.9)),
             FRESH,
             "test",
         ),
