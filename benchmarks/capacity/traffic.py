@@ -24,9 +24,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.distributed.mpi.process_group import MPIProcessGroup
-from lightning_axosparse.distributed.mpi.work import tensors_in
 from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.pipeline.crossing import message
+from lightning_axosparse.support.torch_internals import tensors_in
 
 COLLECTIVES = ("allreduce", "reduce", "broadcast", "allgather", "gather", "scatter", "barrier")
 

@@ -31,6 +31,7 @@ from lightning_axosparse.pipeline.state.values import copied
 from lightning_axosparse.support.torch_internals import (
     OperatorMode,
     is_random,
+    tensors_in,
     tree_leaves,
     tree_map_only,
     without_dispatch_modes,
@@ -215,7 +216,7 @@ class RandomNumbers(OperatorMode):
             self._given.setdefault(generator, generator.get_state())
         before = self._states(given)
         output = func(*args, **kwargs)
-        made = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.numel()]
+        made = [tensor for tensor in tensors_in(output) if tensor.numel()]
         # A fused function without dropout draws nothing.
         if all(map(torch.equal, before, self._states(given))):
             return output

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_axosparse.distributed.grid import Grid, divisors
@@ -27,7 +27,7 @@ from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.strategy.step.train_step import StepRunner
 from lightning_axosparse.support.memory import release_freed_memory
 from lightning_axosparse.support.messages import rank_zero_info, rank_zero_warn
-from lightning_axosparse.support.torch_internals import tree_leaves
+from lightning_axosparse.support.torch_internals import tensors_in
 from lightning_axosparse.support.troubleshooting import see
 
 
@@ -116,8 +116,8 @@ def model_state_bytes(module: nn.Module, optimizers: Sequence[Optimizer]) -> int
         leaf.nbytes
         for optimizer in optimizers
         for parameter in module.parameters()
-        for leaf in tree_leaves(optimizer.state.get(parameter, {}))
-        if isinstance(leaf, Tensor) and leaf.device == parameter.device
+        for leaf in tensors_in(optimizer.state.get(parameter, {}))
+        if leaf.device == parameter.device
     )
     return 2 * stored.weights + stored.resident + stored.indices + sum(moments)
 

@@ -21,7 +21,7 @@ from lightning_axosparse.support.files import CorruptFileError, reading, replaci
 from lightning_axosparse.support.torch_internals import (
     no_torch_function,
     reduced_for_save,
-    tree_leaves,
+    tensors_in,
     tree_map_only,
 )
 
@@ -151,9 +151,9 @@ def load_mapped(path: Path, weights_only: bool | None) -> Any:
     """
     contents: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
     size = path.stat().st_size
-    for leaf in tree_leaves(contents):
-        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.nbytes > size:
-            raise CorruptFileError(f"no tensor of the shape {tuple(leaf.shape)} is in it")
+    for tensor in tensors_in(contents):
+        if tensor.layout == torch.strided and tensor.nbytes > size:
+            raise CorruptFileError(f"no tensor of the shape {tuple(tensor.shape)} is in it")
     if not isinstance(contents, dict):
         return contents
     read = each_once(lambda each: each.clone() if type(each) is Tensor else each)

@@ -31,6 +31,7 @@ from lightning_axosparse.support.torch_internals import (
     subclasses_noted,
     swap_values,
     takes,
+    tensors_in,
     tree_leaves,
     tree_map,
     version_of,
@@ -190,7 +191,7 @@ class DeferredInit(TorchDispatchMode):
         return result
 
     def _dispatched(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = tensors_in((args, kwargs))
         devices = [device for device in map(self.device_of, tensors) if device is not None]
         to_meta = takes(operator, "device") and _is_meta(kwargs.get("device"))
         if not (devices or to_meta) and (tensors or not takes(operator, "device")):

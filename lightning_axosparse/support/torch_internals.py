@@ -63,6 +63,11 @@ def tree_leaves(tree: Any) -> list[Any]:
     return leaves
 
 
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors among the leaves of a pytree."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
 def tree_map_only(wanted: Any, function: Callable[[Any], Any], tree: Any) -> Any:
     """Replace the leaves of a pytree that have one type, or one of several, as fast as that."""
     kind = type(tree)

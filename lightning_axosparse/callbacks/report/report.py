@@ -37,7 +37,7 @@ from lightning_axosparse.sparse.module.parameters import state_bytes
 from lightning_axosparse.strategy.compat.internals import callbacks_of
 from lightning_axosparse.strategy.regrid import Regridded
 from lightning_axosparse.support.arguments import NONE, PATH, TEXT, checked
-from lightning_axosparse.support.torch_internals import tree_leaves
+from lightning_axosparse.support.torch_internals import tensors_in
 from lightning_axosparse.support.trace import Activity, clock
 
 T = TypeVar("T")
@@ -254,8 +254,7 @@ def _about(trainer: L.Trainer, module: L.LightningModule) -> dict[str, str]:
 
 def _tokens(batch: Any) -> int:
     """The tokens of a batch of text: the entries of its first integers of two dimensions."""
-    tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
-    first = next((tensor for tensor in tensors if tensor.dim() >= 2), None)
+    first = next((tensor for tensor in tensors_in(batch) if tensor.dim() >= 2), None)
     is_text = first is not None and first.dim() == 2 and first.dtype in _INTEGERS
     return first.numel() if first is not None and is_text else 0
 

@@ -22,15 +22,14 @@ from lightning_axosparse.distributed.mpi.work import (
     ReduceOperation,
     copy_all_back,
     copy_back,
-    detached,
     empty_for,
     flat,
     raw,
     split_back,
-    tensors_in,
     typed,
 )
 from lightning_axosparse.distributed.rank_status import blocked
+from lightning_axosparse.support.torch_internals import tensors_in, tree_map_only
 from lightning_axosparse.support.troubleshooting import see
 
 NAME = "mpi4py"
@@ -41,7 +40,7 @@ def _nccl_for_cuda(method: Callable[..., MPIWork]) -> Any:
 
     @functools.wraps(method)
     def run(self: MPIProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        outputs = [*tensors_in(args[:1])]
+        outputs = tensors_in(args[:1])
         with torch.no_grad():
             work = collective(lambda: start(self, *args, **kwargs), outputs)
         return work or MPIWork((), outputs)
@@ -50,7 +49,7 @@ def _nccl_for_cuda(method: Callable[..., MPIWork]) -> Any:
         if any(tensor.is_cuda for tensor in tensors_in(args)):
             return getattr(self.nccl, method.__name__)(*args, **kwargs)
         with torch.no_grad():
-            work = method(self, *map(detached, args), **kwargs)
+            work = method(self, *tree_map_only(Tensor, Tensor.detach, args), **kwargs)
             work.describe(f"`{method.__name__}` ({self._desc}) of {self._members}")
             return self._started(work)
 
@@ -221,7 +220,7 @@ class MPIProcessGroup(dist.ProcessGroup):
             for buffer, parts in zip(buffers, outputs, strict=True):
                 split_back(buffer, parts)
 
-        return MPIWork(requests, [*tensors_in(outputs)], [*sources, *buffers], finish)
+        return MPIWork(requests, tensors_in(outputs), [*sources, *buffers], finish)
 
     @_nccl_for_cuda
     def allgather_into_tensor_coalesced(

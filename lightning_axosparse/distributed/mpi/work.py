@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -124,22 +124,6 @@ def split_back(staged: Tensor, targets: Sequence[Tensor]) -> None:
     """Copy the consecutive pieces of a 1-D tensor into ``targets``."""
     pieces = torch.split(staged, [target.numel() for target in targets])
     copy_all_back(pieces, targets)
-
-
-def tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors in nested lists, in order; torch's pytree takes eight times as long."""
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            yield argument
-        elif isinstance(argument, list):
-            yield from tensors_in(argument)
-
-
-def detached(argument: Any) -> Any:
-    """The same lists of tensors, detached from the autograd graph."""
-    if isinstance(argument, Tensor):
-        return argument.detach()
-    return [detached(each) for each in argument] if isinstance(argument, list) else argument
 
 
 class ProgressEngine(Protocol):

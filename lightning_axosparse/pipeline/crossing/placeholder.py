@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_axosparse.support.torch_internals import (
     parsed_conversion,
     plain_torch_functions,
+    tensors_in,
     tree_leaves,
     tree_map,
     tree_map_only,
@@ -126,9 +127,7 @@ class Outcome(NamedTuple):
     @property
     def returns_argument(self) -> bool:
         """Whether it returns an argument, as ``contiguous`` may."""
-        if isinstance(self.result, Tensor):
-            return True
-        return any(isinstance(leaf, Tensor) for leaf in tree_leaves(self.result))
+        return bool(tensors_in(self.result))
 
 
 def without_values(
@@ -368,12 +367,3 @@ def filled(tree: Any, leaf: Callable[[int, Any], Tensor]) -> Any:
         return leaf(index, value) if isinstance(value, (Tensor, Unsent)) else value
 
     return replaced(tree) if isinstance(tree, (Tensor, Unsent)) else tree_map(replaced, tree)
-
-
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """The tensors in nested lists, tuples and dicts."""
-    for value in tree.values() if isinstance(tree, Mapping) else tree:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple, dict)):
-            yield from tensors_in(value)

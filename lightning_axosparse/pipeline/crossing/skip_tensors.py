@@ -52,12 +52,12 @@ from lightning_axosparse.pipeline.crossing.placeholder import (
     filled,
     nodes,
     sendable,
-    tensors_in,
     without_values,
 )
 from lightning_axosparse.support.torch_internals import (
     PausableMode,
     plain_torch_functions,
+    tensors_in,
     tree_leaves,
     version_of,
 )
@@ -151,9 +151,7 @@ class DerivedValues(PausableMode):
         self._note(output)
         if index == self._last:
             self._forms[index] = described(output)
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, Tensor):
-                    self._versions.append((leaf, version_of(leaf)))
+            self._versions += [(tensor, version_of(tensor)) for tensor in tensors_in(output)]
         else:
             self._forms[index] = self._form(output, index)
 
@@ -325,9 +323,9 @@ class DerivedValues(PausableMode):
             return outcome.result
         result = func(*args, **kwargs)
         union = frozenset(source for made in sources for source in made.sources)
-        for value in tree_leaves(result):
-            if isinstance(value, Tensor) and self._of(value) is None:
-                self._track(value, None, union)
+        for tensor in tensors_in(result):
+            if self._of(tensor) is None:
+                self._track(tensor, None, union)
         return result
 
     def _take_changes(self, outcome: Outcome, first: Tensor | None) -> bool:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from lightning_axosparse.support.torch_internals import (
     parsed_conversion,
     plain_torch_functions,
+    tensors_in,
     tree_leaves,
     tree_map_only,
 )
@@ -81,7 +82,7 @@ class RemoteTensor(Tensor):
                 result = func(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError) as error:
             raise RuntimeError(_MESSAGE.format(name=remotes[0].origin)) from error
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        made = tensors_in(result)
         if not made:
             return result
         if not (_makes_new(func) or all(tensor.is_meta for tensor in made)):

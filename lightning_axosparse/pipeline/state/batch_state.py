@@ -39,7 +39,7 @@ from lightning_axosparse.pipeline.state.rules import (
     not_sent,
 )
 from lightning_axosparse.pipeline.state.values import MISSING, copied, detached, size_of
-from lightning_axosparse.support.torch_internals import tree_leaves
+from lightning_axosparse.support.torch_internals import tensors_in
 
 LARGEST_MESSAGE = 2**20
 """Bytes of state that the last stage sends to the others after a batch."""
@@ -432,5 +432,4 @@ def _remembered(values: Sequence[tuple[_Changed, Any]]) -> Iterator[None]:
 
 
 def _device_of(value: Any) -> torch.device:
-    leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-    return next((leaf.device for leaf in leaves), torch.device("cpu"))
+    return next((tensor.device for tensor in tensors_in(value)), torch.device("cpu"))

@@ -15,7 +15,7 @@ from lightning_axosparse.distributed.divided_gradient import DividedGradient
 from lightning_axosparse.sparse.module.sparse_module import SparseModule, forget_layout, make_sparse
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.materialize import DenseForm
-from lightning_axosparse.support.torch_internals import storage_id, tree_leaves
+from lightning_axosparse.support.torch_internals import storage_id, tensors_in
 from lightning_axosparse.support.troubleshooting import see
 
 Owner = tuple[nn.Module, str]
@@ -269,12 +269,7 @@ def state_bytes(module: nn.Module, optimizer: Optimizer | None = None) -> StateB
         indices=_new_bytes((t for layout in layouts for t in layout.tensors.values()), counted),
         gradients=_new_bytes((p.grad for p in parameters if p.grad is not None), counted),
         optimizer=_new_bytes(
-            (
-                leaf
-                for state in (optimizer.state.values() if optimizer else ())
-                for leaf in tree_leaves(state)
-                if isinstance(leaf, Tensor)
-            ),
+            tensors_in(list(optimizer.state.values()) if optimizer else ()),
             counted,
         ),
     )

@@ -28,7 +28,7 @@ from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_p
 from lightning_axosparse.support.archive import load_mapped
 from lightning_axosparse.support.files import reading
 from lightning_axosparse.support.patched import patched
-from lightning_axosparse.support.torch_internals import tree_leaves
+from lightning_axosparse.support.torch_internals import tensors_in
 
 _KNOWN = ("lightning.", "lightning_axosparse.")
 _C = TypeVar("_C", bound="RankLocalCallback")
@@ -121,8 +121,7 @@ def files_mapped() -> Iterator[Callable[[Tensor], bool]]:
             return read(path, map_location, weights_only)
         with reading(local):
             checkpoint = load_mapped(local, weights_only)
-        tensors = (leaf for leaf in tree_leaves(checkpoint) if isinstance(leaf, Tensor))
-        mapped.update(dict.fromkeys(tensors))
+        mapped.update(dict.fromkeys(tensors_in(checkpoint)))
         return checkpoint
 
     with patched(saving, "pl_load", load):

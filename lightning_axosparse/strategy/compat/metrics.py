@@ -18,7 +18,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers import Running
 
-from lightning_axosparse.support.torch_internals import tree_leaves
+from lightning_axosparse.support.torch_internals import tensors_in
 
 _ORIGINALS = "_axosparse_originals"
 
@@ -344,8 +344,8 @@ def _memory(metric: Metric) -> dict[str, Any]:
 def _detached(metric: Metric) -> dict[int, Any]:
     """A memo of detached clones for ``deepcopy``, which cannot copy tensors of a graph."""
     held = [[_memory(part), part._forward_cache] for part in _parts(metric)]
-    tensors = [leaf for leaf in tree_leaves(held) if isinstance(leaf, Tensor)]
-    return {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf}
+    of_graphs = (tensor for tensor in tensors_in(held) if not tensor.is_leaf)
+    return {id(tensor): tensor.detach().clone() for tensor in of_graphs}
 
 
 def _merge(metric: Metric, states: Sequence[Mapping[str, Any]]) -> None:
