@@ -87,7 +87,6 @@ SLOW = (
     "test_notebooks.py::test_runs_from_top_to_bottom",
     "test_nothing_left_behind.py",
     "test_readme.py::test_block[expert",
-    "test_readme.py::test_block[tensor-parallel",
 )
 
 
