@@ -10,7 +10,7 @@ import torch
 
 from lightning_axosparse import AxoSparseStrategy
 from tests.parity.cases import difference
-from tests.parity.test_expert_parallel import HUGGING_FACE, OWN, Mixtral, Own
+from tests.parity.test_expert_parallel import HUGGING_FACE, OWN, Mixtral, Own, Qwen
 from tests.parity.test_tensor_tickets import EARLY, F64, GRADUAL, RATIO, Found, Row, run
 from tests.ranks import run_ranks
 
@@ -25,15 +25,31 @@ ROWS: dict[str, Row] = {
     "slices": (Mixtral, HUGGING_FACE, GRADUAL, F64),
     "by saliency, clipped": (Adam, HUGGING_FACE, GRADUAL, {**F64, "gradient_clip_val": 0.05}),
     "early bird": (Mixtral, HUGGING_FACE, EARLY, F64),
+    "Qwen": (Qwen, HUGGING_FACE, GRADUAL, F64),
 }
 
 
-def on_grid(g_inter: int) -> dict[str, Found]:
-    ranks = 2 * g_inter
-    return {
-        row: run(case, AxoSparseStrategy(g_inter, 2, g_expert=2, **case[1]), ranks, 2)
-        for row, case in ROWS.items()
-    }
+def rows_of(g_tensor: int) -> dict[str, Row]:
+    """With a tensor group, those whose module has a plan for it."""
+    return {row: case for row, case in ROWS.items() if g_tensor == 1 or case[1] is HUGGING_FACE}
+
+
+def on_grid(g_inter: int, g_tensor: int) -> dict[str, Found]:
+    found = {}
+    for row, case in rows_of(g_tensor).items():
+        options = {**case[1], "g_expert": 2}
+        if g_tensor > 1:
+            options.update(g_tensor=g_tensor, tensor_plan="auto")
+        strategy = AxoSparseStrategy(g_inter, 2, **options)
+        found[row] = run(case, strategy, 2 * g_inter * g_tensor, 2)
+    return found
+
+
+def _split(name: str) -> int | None:
+    """The dimension along which a tensor group splits a weight, by the plans of these modules."""
+    if any(each in name for each in ("q_proj", "k_proj", "v_proj", "lm_head", "embed_tokens")):
+        return 0
+    return 1 if "o_proj" in name else None
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +58,13 @@ def alone() -> dict[str, Found]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("g_inter", [1, 2])
-def test_spread_experts_are_pruned_as_on_one_process(g_inter: int, alone: dict[str, Found]) -> None:
-    ranks = run_ranks(2 * g_inter, on_grid, g_inter)
-    for row in ROWS:
+@pytest.mark.parametrize(("g_inter", "g_tensor"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_spread_experts_are_pruned_as_on_one_process(
+    g_inter: int, g_tensor: int, alone: dict[str, Found]
+) -> None:
+    replica = g_inter * g_tensor
+    ranks = run_ranks(2 * replica, on_grid, g_inter, g_tensor)
+    for row in rows_of(g_tensor):
         expected, ticket, _ = alone[row]
         assert ticket.sparsity == pytest.approx(RATIO, abs=1e-3)
         # A replica's loss is that of its part of the batch.
@@ -58,8 +77,10 @@ def test_spread_experts_are_pruned_as_on_one_process(g_inter: int, alone: dict[s
             for name in (name for name in kept.sizes if name in ticket.masks):
                 mask = ticket.masks[name]
                 if name.endswith("_proj") and "experts" in name:
-                    mask = mask.chunk(2)[rank // g_inter]
+                    mask = mask.chunk(2)[rank // replica]
                 elif ".experts.experts." in name:
-                    mine = int(name.split(".")[4]) // 2 == rank // g_inter
+                    mine = int(name.split(".")[4]) // 2 == rank // replica
                     mask = mask if mine else mask[:0]
+                elif g_tensor > 1 and (along := _split(name)) is not None:
+                    mask = mask.chunk(g_tensor, along)[rank // g_inter % g_tensor]
                 assert kept.sizes[name] == (int(mask.sum()),), name
