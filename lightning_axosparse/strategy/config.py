@@ -131,7 +131,6 @@ class Config:
             "regrid": self.regrid is not None,
             "offload_optimizer": self.offload_optimizer,
             "shard_optimizer": self.shard_optimizer,
-            "save_distributed_checkpoint": self.save_distributed_checkpoint,
         }
         for other in (each for each, is_given in unsupported.items() if is_given):
             raise MisconfigurationException(

@@ -346,6 +346,35 @@ def test_a_checkpoint_is_that_of_one_process_and_resumes_on_other_grids(
             torch.testing.assert_close(record.weights[name], weight, atol=1e-10, rtol=0)
 
 
+class SavesFirst(L.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, run: L.Trainer, *_: Any) -> None:
+        if run.current_epoch == 0:
+            run.save_checkpoint(self.path)
+
+
+def through_a_folder(path: Path) -> Record:
+    """Two epochs, the second on another grid, from a folder to which each stage has written."""
+    options = {**HUGGING_FACE, "g_expert": 2, "g_tensor": 2, "tensor_plan": "auto"}
+    strategy = AxoSparseStrategy(1, 2, save_distributed_checkpoint=True, **options)
+    run("Mixtral", strategy, 4, 2, max_epochs=1, callbacks=[SavesFirst(path)])
+    strategy = AxoSparseStrategy(2, 2, pipeline="network.model.layers")
+    return run("Mixtral", strategy, 4, 2, ckpt_path=path)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_may_be_a_folder(tmp_path: Path) -> None:
+    # From a file, as loading into a module of float32 rounds.
+    run("Mixtral", "auto", 1, 1, max_epochs=1, callbacks=[SavesFirst(tmp_path / "alone.ckpt")])
+    expected = run("Mixtral", "auto", 1, 1, ckpt_path=tmp_path / "alone.ckpt")
+    for found in run_ranks(4, through_a_folder, tmp_path / "half.ckpt"):
+        for name, weight in expected.weights.items():
+            torch.testing.assert_close(found.weights[name], weight, atol=1e-10, rtol=0)
+    assert (tmp_path / "half.ckpt").is_dir()
+
+
 @pytest.mark.slow
 def test_layers_that_are_recomputed_send_no_token_twice(four: Any) -> None:
     for found in four[0]:
