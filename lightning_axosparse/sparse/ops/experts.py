@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ def selecting(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def select(input: Any, *args: Any, **kwargs: Any) -> Any:
+        if (stack := _transposed_back(input)) is not None:
+            return _each_transposed(select(stack, *args, **kwargs))
         if not _is_read_stack(input):
             return NotImplemented
         views = function(_numbers(input.entries.shape), *args, **kwargs)
@@ -43,9 +45,29 @@ def selecting(function: Callable[..., Any]) -> Callable[..., Any]:
     return select
 
 
+def transposing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what runs instead of a function that transposes, of whose result matrices are read."""
+
+    def transpose(input: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_read_stack(input):
+            return NotImplemented
+        view = function(input, *args, **kwargs)
+        if isinstance(view, SparseWeight) and _is_stored(cast(SparseWeight, view.mT)):
+            view.source = input.source
+        return view
+
+    return transpose
+
+
 def getitem(input: Any, index: Any) -> Any:
     """Compute ``input[index]`` where it begins with a number, numbers or a slice of matrices."""
     first, *others = index if isinstance(index, tuple) else (index,)
+    if (stack := _transposed_back(input)) is not None:
+        if others and isinstance(first, Tensor):
+            return NotImplemented
+        found = _each_transposed(getitem(stack, first))
+        whole = not others or found is NotImplemented
+        return found if whole else found[(slice(None),) * (found.dim() - 2) + tuple(others)]
     if isinstance(first, slice):
         found, whole = _slices(input, first), not others
         others = [slice(None), *others]
@@ -120,6 +142,21 @@ _INTEGERS = torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
 def _is_read_stack(weight: Any) -> bool:
     read = isinstance(weight, SparseWeight) and weight.source is not None
     return read and is_stack(weight.entries.shape) and not weight.is_meta
+
+
+def _transposed_back(weight: Any) -> SparseWeight | None:
+    """Return the read stack of which a weight is what ``transposing`` gives; None of any other."""
+    if not isinstance(weight, SparseWeight) or weight.source is None or _is_stored(weight):
+        return None
+    stack = cast(SparseWeight, weight.mT)
+    stack.source = weight.source
+    return stack
+
+
+def _each_transposed(found: Any) -> Any:
+    if isinstance(found, tuple):
+        return tuple(each.mT for each in found)
+    return found if found is NotImplemented else found.mT
 
 
 def _is_stored(weight: SparseWeight) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from lightning_axosparse.sparse.ops.experts import (
     grouped_mm,
     matmul,
     selecting,
+    transposing,
 )
 from lightning_axosparse.sparse.ops.linear import addmm, linear, mm
 from lightning_axosparse.sparse.store.layout import Layout, is_stack
@@ -33,6 +34,8 @@ _SELECTING = (
     *(Tensor.tensor_split,),
 )
 
+_TRANSPOSING = cast(Any, Tensor.mT).__get__, Tensor.transpose, torch.transpose
+
 REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.linear: linear,
     F.embedding: embedding,
@@ -48,6 +51,7 @@ REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch_internals.grouped_mm: grouped_mm,
     Tensor.__getitem__: getitem,
     **{function: selecting(function) for function in _SELECTING},
+    **{function: transposing(function) for function in _TRANSPOSING},
 }
 """What runs instead of a torch function, with the same arguments and argument names.
 

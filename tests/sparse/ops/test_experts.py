@@ -75,6 +75,8 @@ WITHOUT_A_DENSE_STACK = {
     "numbers": lambda x, w: torch.bmm(x, w[torch.tensor([3, 0, 3, -3])].mT),
     "numbers of 32 bits": lambda x, w: torch.bmm(x[:2], w[torch.tensor([2, 2]).int()].mT),
     "numbers from the left": lambda x, w: torch.bmm(w[torch.tensor([3, 0, 3, 1])], x.mT),
+    "mT of a stack": lambda x, w: x[1] @ w.mT[1] + x[2] @ w.transpose(1, 2)[-2],
+    "mT of a stack by its parts": lambda x, w: sum(x[0] @ one for one in w.mT.unbind()),
     "numbers, then one": lambda x, w: F.linear(x[0], w[torch.tensor([1, 0])][0]),
 }
 OTHERS = {
@@ -87,7 +89,9 @@ OTHERS = {
     "every second": lambda x, w: F.linear(x[1], w[::2][1]),
     "a mask": lambda x, w: w[torch.tensor([True, False, False, True])].sum(0) * x[0, 0],
     "the last dimension": lambda x, w: w[..., 3] * 2 + w.select(-1, 2) + w.unbind(2)[1],
-    "a transposed stack": lambda x, w: x[1] @ w.mT[1] + x[2] @ w.transpose(1, 2)[2],
+    "slices and rows of a transposed stack": lambda x, w: (
+        w.mT[1:3][1] * w.mT[0, 3] + w.mT[1:3, 2][1] + w.mT[torch.tensor([1]), :2].sum()
+    ),
     "all entries": lambda x, w: (w * 2).sum((0, 1)) * x[0],
     "einsum": lambda x, w: torch.einsum("etc,erc->etr", x, w),
     "baddbmm": lambda x, w: torch.baddbmm(x[:, :, :ROWS], x, w.mT),
