@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
 from math import log
 from typing import Any, NamedTuple
@@ -305,20 +304,20 @@ def fewest_samples(module: nn.Module) -> int:
     return 2 if any(isinstance(part, Norm) for part in module.modules()) else 1
 
 
-@contextmanager
-def statistics_explained(part: MicroBatch, microbatches: Sequence[MicroBatch]) -> Iterator[None]:
-    """Say in terms of micro-batches what torch says of statistics of one value."""
-    try:
-        yield
-    # A compiled layer has errors of another type, which quote that of torch.
-    except (ValueError, RuntimeError) as error:
-        count = sum(each.size for each in microbatches)
-        if part.size > 1 or count < 2 or "more than 1 value per channel" not in str(error):
-            raise
-        raise MisconfigurationException(
-            f"A BatchNorm makes its statistics of a micro-batch, and one has a single sample: "
-            f"{count} samples are divided into {len(microbatches)} micro-batches. Give "
-            f"AxoSparseStrategy(microbatches=...) at most {count // 2}, or batches at least "
-            f"{2 * len(microbatches)} samples (drop_last=True leaves out a last one that is "
-            "smaller)." + see("batches")
-        ) from error
+def explain_statistics(
+    error: Exception, part: MicroBatch, microbatches: Sequence[MicroBatch]
+) -> None:
+    """Raise in terms of micro-batches what torch says of statistics of one value.
+
+    A compiled layer has errors of another type, which quote that of torch.
+    """
+    count = sum(each.size for each in microbatches)
+    if part.size > 1 or count < 2 or "more than 1 value per channel" not in str(error):
+        return
+    raise MisconfigurationException(
+        f"A BatchNorm makes its statistics of a micro-batch, and one has a single sample: "
+        f"{count} samples are divided into {len(microbatches)} micro-batches. Give "
+        f"AxoSparseStrategy(microbatches=...) at most {count // 2}, or batches at least "
+        f"{2 * len(microbatches)} samples (drop_last=True leaves out a last one that is "
+        "smaller)." + see("batches")
+    ) from error

@@ -150,7 +150,8 @@ class Schedule(ABC):
 
     @property
     def _warming_up(self) -> bool:
-        return self.forwards < self.microbatches and self.held < self.warm_up
+        held = self.forwards - self.backwards
+        return self.forwards < self.microbatches and held < self.warm_up
 
 
 class MessageDriven(Schedule):

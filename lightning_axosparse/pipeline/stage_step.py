@@ -32,7 +32,7 @@ from lightning_axosparse.pipeline.loss.weights import LossWeights
 from lightning_axosparse.pipeline.microbatch import (
     BatchFingerprint,
     MicroBatch,
-    statistics_explained,
+    explain_statistics,
 )
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers, StageEdge, Visit
@@ -154,12 +154,11 @@ class StageStep:
         if self._tracks:
             tracked = self._tracker.microbatch(part.size, self._keeps_sources)
         log = batch.log(part.size, part.weight if batch.weights_given else None)
-        explained = statistics_explained(part, batch.microbatches)
         self._rng.seed_outside_layers(part.number)
         given = copied(part.batch) if batch.is_shared else part.batch
         with self._forward_context(microbatch, received):
             try:
-                with explained, batch.prints(), tracked, self._layers.visit(visit):
+                with batch.prints(), tracked, self._layers.visit(visit):
                     with log, batch.precision():
                         output = batch.step(given, *batch.args, **batch.kwargs)
                     self._layers.end_step(visit, output, self._may_call_no_layer)
@@ -167,6 +166,9 @@ class StageStep:
                         raise StageEdge(_NOTHING._replace(is_empty=True))
             except StageEdge as edge:
                 output = edge.activation._replace(fingerprint=batch.fingerprint.fingerprint)
+            except (ValueError, RuntimeError) as error:
+                explain_statistics(error, part, batch.microbatches)
+                raise
             else:
                 self._take_output(output, received)
         return output
