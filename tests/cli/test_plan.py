@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -32,6 +33,19 @@ def test_divided_optimizer_state_makes_shorter_pipelines_fit(
         main([*SMALL, "--best", "80", "--memory", "2.6", *divided])
         printed.append(capsys.readouterr().out)
     assert ["1 x 4" in text for text in printed] == [False, True]
+
+
+def test_what_divides_state_neither_spreads_experts_nor_splits_layers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    printed = []
+    for divided in ([], ["--shard-optimizer"]):
+        main([*SMALL, "--best", "80", "--experts", "4", *divided])
+        printed.append(capsys.readouterr().out)
+    assert [re.search(r"\d x \d+ \([2-9]\)", text) is not None for text in printed] == [True, False]
+    with pytest.raises(SystemExit):
+        main([*SMALL, "--shard-optimizer", "--tensor", "2"])
+    assert "--shard-optimizer needs --tensor 1" in capsys.readouterr().err
 
 
 def test_a_model_may_be_given_by_its_shape(capsys: pytest.CaptureFixture[str]) -> None:
