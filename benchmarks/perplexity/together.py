@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch.func import functional_call, vmap
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.gpu.timing import cuda_graph
 from benchmarks.perplexity.job import Job, bytes_of_state
 from benchmarks.perplexity.plan import PHASES, jobs
 from benchmarks.perplexity.results import Results
@@ -75,8 +76,12 @@ class Together:
 
     def train(self) -> None:
         """Train all steps."""
-        step_all = _graph(self._train_one) if self._device.type == "cuda" else self._train_one
-        self._restart()
+        initial, step_all = self._weights.clone(), self._train_one
+        if self._device.type == "cuda":
+            step_all = cuda_graph(self._train_one)
+            self._weights.copy_(initial)  # Recording has trained some steps.
+            for tensor in (self._means, self._squares, self._step):
+                tensor.zero_()
         for step in range(self._task.all_steps):
             if step % self._task.steps == 0:
                 self._shuffle(step // self._task.steps)
@@ -177,28 +182,6 @@ class Together:
         self._squares.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
         root = (self._squares / unbiased[1]).sqrt_().add_(EPSILON)
         self._weights.sub_(rate / unbiased[0] * self._means / root)
-
-    def _restart(self) -> None:
-        """Undo what was trained to record the graph."""
-        for row, run in enumerate(self.runs):
-            again = Training(self._task, run.arm, run.seed, self._texts)
-            for weight, p in zip(self._views(self._weights), again.model.parameters(), strict=True):
-                weight[row].copy_(p.detach())
-        for tensor in (self._means, self._squares, self._step):
-            tensor.zero_()
-
-
-def _graph(run: Callable[[], None]) -> Callable[[], None]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
 
 
 def run_all(chosen: Sequence[Job], results: Results, folder: Path | None) -> None:
