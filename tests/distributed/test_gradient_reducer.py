@@ -22,11 +22,11 @@ KINDS = ("dense", "unused layer", "sparse")
 
 def reduce_on_ranks() -> dict[str, Any]:
     """All kinds in one job, as starting ranks takes longer than reducing."""
-    from lightning_axosparse.distributed.mpi import node_all_reduce
+    from lightning_axosparse.distributed.mpi import node_collectives
 
-    smallest, found = node_all_reduce.MIN_BYTES, {}
+    smallest, found = node_collectives.MIN_BYTES, {}
     for kind in KINDS:
-        node_all_reduce.MIN_BYTES = smallest if kind == "unused layer" else 1
+        node_collectives.MIN_BYTES = smallest if kind == "unused layer" else 1
         found[kind] = reduce_kind(kind)
     return found
 

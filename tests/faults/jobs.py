@@ -233,13 +233,13 @@ def killed_while_connecting() -> None:
     """Train; a rank is killed while its process group is made."""
     from lightning_axosparse.distributed.mpi import process_group
 
-    def node_all_reduce(communicator: Any) -> Any:
+    def node_collectives(communicator: Any) -> Any:
         if rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return connected(communicator)
 
-    connected = process_group.node_all_reduce
-    process_group.node_all_reduce = node_all_reduce
+    connected = process_group.node_collectives
+    process_group.node_collectives = node_collectives
     train(Plain(), timeout=60)
 
 

@@ -16,7 +16,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from lightning_axosparse.distributed.kept_results import collective
 from lightning_axosparse.distributed.mpi.environment import placement
-from lightning_axosparse.distributed.mpi.node_all_reduce import node_all_reduce
+from lightning_axosparse.distributed.mpi.node_collectives import node_collectives
 from lightning_axosparse.distributed.mpi.work import (
     MPIWork,
     ReduceOperation,
@@ -69,7 +69,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         self._comm = communicator
         self._store = store
         self._members = _describe_members(communicator)
-        self._node = node_all_reduce(communicator)
+        self._node = node_collectives(communicator)
         self._pending: set[MPIWork] = set()
         self._name = self._desc = ""
 

@@ -64,8 +64,8 @@ class Member(NamedTuple):
     counters: NDArray[np.int64]
 
 
-class NodeAllReduce:
-    """The all-reduces under way in one group; :func:`node_all_reduce` creates it.
+class NodeCollectives:
+    """The collectives under way in one group; :func:`node_collectives` creates it.
 
     The block with the counters of this rank is allocated as long as this object exists.
     """
@@ -251,7 +251,7 @@ class _NodeWork(MPIWork):
         return self._arrived()
 
 
-def node_all_reduce(comm: MPI.Intracomm) -> NodeAllReduce | None:
+def node_collectives(comm: MPI.Intracomm) -> NodeCollectives | None:
     """Connect the ranks of ``comm``, all of which call it; None if they share no memory."""
     # A counter says that data have been written, so other ranks must not see it before the data.
     own = arena() if memory_is_ordered() else None
@@ -262,7 +262,7 @@ def node_all_reduce(comm: MPI.Intracomm) -> NodeAllReduce | None:
         return None
     assert own is not None
     assert block is not None
-    return NodeAllReduce(comm.rank, members, own, block)
+    return NodeCollectives(comm.rank, members, own, block)
 
 
 def _members(addresses: Sequence[tuple[Address, int] | None]) -> list[Member]:

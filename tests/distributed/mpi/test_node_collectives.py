@@ -12,21 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_axosparse.distributed.mpi import node_all_reduce
-from lightning_axosparse.distributed.mpi.node_all_reduce import Member, NodeAllReduce
+from lightning_axosparse.distributed.mpi import node_collectives
+from lightning_axosparse.distributed.mpi.node_collectives import Member, NodeCollectives
 from lightning_axosparse.distributed.mpi.shared_memory import arena
 from tests.ranks import run_ranks
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
-def group(ranks: int) -> list[NodeAllReduce]:
+def group(ranks: int) -> list[NodeCollectives]:
     """The ranks of a group, all of them in this process."""
     own = arena()
     assert own is not None
     counters = [own.block(4096).zero_() for _ in range(ranks)]
     members = [Member(own.memory, block.view(torch.int64).numpy()) for block in counters]
-    return [NodeAllReduce(rank, members, own, block) for rank, block in enumerate(counters)]
+    return [NodeCollectives(rank, members, own, block) for rank, block in enumerate(counters)]
 
 
 def drawn(rank: int, number: int, size: int, dtype: torch.dtype) -> Tensor:
@@ -52,8 +52,8 @@ def test_the_order_in_which_ranks_advance_does_not_matter(
     ranks: int, wanted: list[tuple[int, torch.dtype, str]], turns: list[int], ahead: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(node_all_reduce, "MAX_PENDING", ahead)
-        patch.setattr(node_all_reduce, "CHUNK", 16)
+        patch.setattr(node_collectives, "MAX_PENDING", ahead)
+        patch.setattr(node_collectives, "CHUNK", 16)
         nodes = group(ranks)
         tensors: list[list[Tensor]] = [[] for _ in nodes]
         works: list[list[Any]] = [[] for _ in nodes]
@@ -174,13 +174,13 @@ def on_ranks() -> dict[str, Any]:
         for dtype in (*DTYPES, torch.int32, torch.int64)
     ]
     through_memory: list[tuple[int, torch.dtype]] = []
-    reduce = NodeAllReduce.all_reduce
+    reduce = NodeCollectives.all_reduce
 
-    def counted(node: NodeAllReduce, given: Sequence[Tensor]) -> Any:
+    def counted(node: NodeCollectives, given: Sequence[Tensor]) -> Any:
         through_memory.extend((tensor.numel(), tensor.dtype) for tensor in given)
         return reduce(node, given)
 
-    NodeAllReduce.all_reduce = counted  # type: ignore[method-assign]
+    NodeCollectives.all_reduce = counted  # type: ignore[method-assign]
     tensors, works = [], []
     for number, (size, dtype) in enumerate(wanted):
         tensor = of(rank, number, size, dtype)
@@ -218,9 +218,9 @@ def on_ranks() -> dict[str, Any]:
     assert rows.unique().tolist() == [sum(range(ranks))]
     dist.destroy_process_group()
     if rank == 1:
-        node_all_reduce.arena = lambda: None
+        node_collectives.arena = lambda: None
     found["one has no memory to share"] = (
-        node_all_reduce.node_all_reduce(MPI.COMM_WORLD) is not None
+        node_collectives.node_collectives(MPI.COMM_WORLD) is not None
     )
     return found
 
