@@ -8,9 +8,9 @@ use. In graphs of torch.compile it is dense, and the backward pass makes it agai
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal, get_args
 
 import torch
@@ -118,6 +118,7 @@ class DenseCopy:
         self._dense: Tensor | None = None
         self._source: Tensor | None = None
         self._filled_at = (-1, -1)
+        self._steps: _OptimizerSteps | None = None
 
     def configure(self, dtype: torch.dtype, training: bool) -> None:
         """Set the dtype and the module's mode; a change fills the copy at its next use."""
@@ -138,7 +139,9 @@ class DenseCopy:
             kept: kept values, shape ``(layout.nnz,)``, any dtype.
             layout: the kept entries.
         """
-        state = version_of(kept), _optimizer_steps().count
+        if self._steps is None:
+            self._steps = _optimizer_steps()
+        state = version_of(kept), self._steps.count
         source = self._source
         if self._dense is None or source is None or source.data_ptr() != kept.data_ptr():
             self._filled_at = (-1, -1)
@@ -168,19 +171,30 @@ class DenseCopy:
 
 
 class _OptimizerSteps:
-    """Counts the steps of all optimizers in this process, through torch's global hook."""
+    """Counts the steps of all optimizers in this process while there are copies that ask.
+
+    A dense copy does not know which optimizers hold its parameter, so one of torch's hooks for all
+    optimizers serves all copies, and goes with the last of them.
+    """
 
     def __init__(self) -> None:
+        counter = weakref.proxy(self)
+        handle = register_optimizer_step_post_hook(lambda *_: counter.add())
+        weakref.finalize(self, handle.remove)
         self.count = 0
-        register_optimizer_step_post_hook(self._add)
 
-    def _add(self, *_: Any) -> None:
+    def add(self) -> None:
         self.count += 1
 
 
-@cache  # One for the process: a dense copy does not know which optimizers hold its parameter.
+_counters: weakref.WeakValueDictionary[str, _OptimizerSteps] = weakref.WeakValueDictionary()
+
+
 def _optimizer_steps() -> _OptimizerSteps:
-    return _OptimizerSteps()
+    counter = _counters.get("of this process")
+    if counter is None:
+        counter = _counters["of this process"] = _OptimizerSteps()
+    return counter
 
 
 def recomputed_densify(values: Tensor, layout: Layout) -> Tensor:

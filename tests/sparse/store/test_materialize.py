@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from lightning_axosparse import densify, load_sparse, save_safetensors, sparsify
 from lightning_axosparse.sparse.module.parameters import forget, owners, pack, state_bytes, unpack
 from lightning_axosparse.sparse.ops import torch_functions
+from lightning_axosparse.sparse.store import materialize
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.materialize import best_policy
 from tests.sparse.masking import apply_masks, kept, random_masks
@@ -90,6 +94,19 @@ def test_it_is_filled_once_a_step(fused, fills, monkeypatch):
     sparsify(model, {}, policy="samo")
     densify(model)
     assert state_bytes(model).resident == 0
+
+
+def test_the_hook_that_counts_steps_goes_with_the_last_copy(monkeypatch):
+    monkeypatch.setattr(materialize, "_counters", weakref.WeakValueDictionary())
+    before, (one, other) = list(_global_optimizer_post_hooks), (resident(), resident())
+    for model in (one, other):
+        model(torch.randn(8, 16))
+        assert len(_global_optimizer_post_hooks) == len(before) + 1
+    for model in (one, other):
+        assert len(_global_optimizer_post_hooks) == len(before) + 1
+        densify(model)
+        gc.collect()
+    assert list(_global_optimizer_post_hooks) == before
 
 
 def test_values_that_came_through_data_are_seen_after_evaluation():
