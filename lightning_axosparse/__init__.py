@@ -1,6 +1,5 @@
 """Message-driven pipeline parallelism and early-bird sparse training for PyTorch Lightning."""
 
-from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_axosparse.callbacks.early_bird import EarlyBirdTicket
@@ -10,9 +9,10 @@ from lightning_axosparse.checkpoint.load import load_sparse
 from lightning_axosparse.checkpoint.safetensors import save_safetensors
 from lightning_axosparse.pruning import ChannelTicket, Ticket
 from lightning_axosparse.sparse import densify, sparsify
+from lightning_axosparse.strategy.compat.fabric import refuse_fabric
 from lightning_axosparse.strategy.compat.other_package import refuse_other_package
 from lightning_axosparse.strategy.launcher.launcher import RankFailedError
-from lightning_axosparse.strategy.strategy import AxoSparseStrategy, refuse_fabric
+from lightning_axosparse.strategy.strategy import AxoSparseStrategy
 from lightning_axosparse.support.files import CorruptFileError
 
 __version__ = "0.1.0"
@@ -32,5 +32,5 @@ __all__ = [
 ]
 
 AxoSparseStrategy.register_strategies(StrategyRegistry)
-STRATEGY_REGISTRY.register(AxoSparseStrategy.strategy_name, refuse_fabric, override=True)
+refuse_fabric(AxoSparseStrategy.strategy_name, AxoSparseStrategy)
 refuse_other_package(AxoSparseStrategy.strategy_name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -256,11 +256,11 @@ class AxoSparseStrategy(PipelineStrategy):
         self.schedule, self.transport = schedule, transport
 
     def __repr__(self) -> str:
-        """What Lightning shows where it refuses the object: in Fabric, and in the other package."""
+        """What a Trainer of the other package shows where it refuses the object."""
         return (
             f"{type(self).__name__}(g_inter={self.config.g_inter!r}), which is for "
-            "lightning.pytorch.Trainer (`import lightning.pytorch as pl`): neither Fabric nor a "
-            "Trainer of pytorch_lightning takes it"
+            "lightning.pytorch.Trainer (`import lightning.pytorch as pl`): a Trainer of "
+            "pytorch_lightning does not take it"
         )
 
     @classmethod
@@ -440,14 +440,3 @@ class AxoSparseStrategy(PipelineStrategy):
         if isinstance(self._state, LeftSharded):
             yield from self._state.stage_module.release()
             self._state = AtRest()
-
-
-def refuse_fabric(**_: Any) -> NoReturn:
-    """Raise: a loop of the user's own cannot be cut into the passes of stages."""
-    raise MisconfigurationException(
-        "Fabric(strategy='axosparse') is not possible: with Fabric the loop is yours, and a stage "
-        "has to run parts of it again and again. Write a LightningModule, for `L.Trainer("
-        "strategy='axosparse')`. Sparse storage alone works under Fabric with any of its "
-        "strategies for one process: sparsify(model, masks, optimizer) before fabric.setup(...)."
-        + see("starting-ranks")
-    )
