@@ -106,6 +106,14 @@ class Grid:
         return self.replica // self.replicas_per_batch
 
     @property
+    def evaluation_group(self) -> int:
+        """Ranks with the same number evaluate equally many batches.
+
+        They are given the same ones, or compute one another's tokens.
+        """
+        return self.data_rank // self.g_expert
+
+    @property
     def same_batch_ranks(self) -> list[int]:
         """The ranks with this rank's data-parallel rank."""
         return self.batch_ranks[self.data_rank]

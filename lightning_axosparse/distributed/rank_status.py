@@ -70,7 +70,7 @@ class RankStatus(ctypes.Structure):
         ("rank", ctypes.c_int64),
         ("stage", ctypes.c_int64),
         ("replica", ctypes.c_int64),
-        ("data_rank", ctypes.c_int64),
+        ("evaluation_group", ctypes.c_int64),
         ("epoch", ctypes.c_int64),
         ("batch", ctypes.c_int64),
         ("microbatch", ctypes.c_int64),
@@ -138,7 +138,7 @@ class RankStatus(ctypes.Structure):
     def place_in(self, grid: Grid) -> None:
         """Record the place of this rank in the grid."""
         self.rank, self.stage = grid.rank, grid.stage
-        self.replica, self.data_rank = grid.replica, grid.data_rank
+        self.replica, self.evaluation_group = grid.replica, grid.evaluation_group
 
     @property
     def who(self) -> str:

@@ -102,7 +102,7 @@ def test_ranks_with_experts_of_a_stage_are_in_consecutive_replicas(
         return {*map(tuple, found.values())}
 
     grid = grids[0]
-    assert {*map(tuple, grid.whole_ranks)} == ranks_with("copy")
+    assert {*map(tuple, grid.whole_ranks)} == ranks_with("copy") == ranks_with("evaluation_group")
     assert {*map(tuple, grid.ordered_ranks)} == ranks_with("copy", "stage")
     assert {*map(tuple, grid.expert_ranks)} == ranks_with("copy", "stage", "tensor_rank")
     same = ranks_with("expert_rank", "stage")

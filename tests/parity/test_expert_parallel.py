@@ -16,10 +16,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_axosparse import AxoSparseStrategy
 from tests.parity.cases import Record, difference, recorded, trainer
-from tests.parity.test_tensor_parallel import FIXED, VOCABULARY, WIDTH, loader
+from tests.parity.test_tensor_parallel import FIXED, VOCABULARY, WIDTH, Tokens, loader
 from tests.ranks import run_ranks
 
 EXPERTS, LAYERS = 4, 4
@@ -189,10 +190,20 @@ ROWS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "batched": (lambda: Mixtral(implementation="batched_mm"), HUGGING_FACE, {}),
     "balanced": (lambda: Mixtral(True), HUGGING_FACE, F64),
     "Qwen": (Qwen, HUGGING_FACE, F64),
+    "uneven": (Own, OWN, F64),
+    "uneven, cut by hand": (Own, {**OWN, "split_batch": Tensor.chunk}, F64),
 }
+UNEVEN = {"uneven", "uneven, cut by hand"}
 # A replica's loss is a mean over its own tokens, or a function of several means; transformers adds
 # up what balances experts in float32, so that it depends on the micro-batches.
-REPLICATED = {"padded", "balanced"}
+REPLICATED = {"padded", "balanced", *UNEVEN}
+
+
+def uneven(seed: int, sizes: list[int], replica: int) -> DataLoader:
+    """Batches of these sizes, with other samples for each replica."""
+    numbers = torch.arange(sum(sizes)) + 16 * replica
+    batches = [part.tolist() for part in numbers.split(sizes)]
+    return DataLoader(Tokens(seed, 32), batch_sampler=batches)
 
 
 def run(row: str, strategy: Any, ranks: int, g_data: int, **options: Any) -> Record:
@@ -209,6 +220,9 @@ def run(row: str, strategy: Any, ranks: int, g_data: int, **options: Any) -> Rec
 
         replica = MPI.COMM_WORLD.rank * g_data // ranks
     data = loader(1, g_data, 4, replica), loader(2, g_data, 2, replica)
+    if row in UNEVEN:  # The last batches of one replica make fewer micro-batches.
+        sizes = ([4, 4, 3], [4, 3]) if replica == 0 else ([4, 4, 1], [4, 2])
+        data = uneven(1, sizes[0], replica), uneven(2, sizes[1], replica)
     fit.fit(module, *data, ckpt_path=path)
     return recorded(fit, module)
 

@@ -375,7 +375,7 @@ def have_unequal_batches(one: RankStatus, other: RankStatus) -> bool:
     """Whether one of two ranks in the same loop has ended it, and the other has one more batch."""
     if (one.loop, one.epoch) != (other.loop, other.epoch) or one.ended == other.ended:
         return False
-    if one.data_rank != other.data_rank and one.loop != b"training":
+    if one.evaluation_group != other.evaluation_group and one.loop != b"training":
         return False  # Replicas may evaluate different numbers of batches.
     over, under_way = (one, other) if one.ended else (other, one)
     return bool(under_way.in_step and under_way.batch > over.batch)

@@ -86,7 +86,7 @@ class LoopPosition:
 
     Attributes:
         who: the rank, in words.
-        data_rank: its data-parallel rank: ranks with the same number are given the same batches.
+        evaluation_group: ranks with the same number evaluate equally many batches.
         occasion: which loop begins or ends, in words.
         loop: the loop that begins or ends.
         batches: number of batches that the loop had; None where it has only begun.
@@ -95,7 +95,7 @@ class LoopPosition:
     """
 
     who: str
-    data_rank: int
+    evaluation_group: int
     occasion: str
     loop: str
     batches: int | None
@@ -115,7 +115,8 @@ class LoopPosition:
 def validate_positions(ranks: Sequence[LoopPosition]) -> None:
     """Check that all ranks are at the same position and have the same number of batches.
 
-    Replicas may evaluate different numbers of batches, as in Lightning's own ``ddp``.
+    Replicas may evaluate different numbers of batches, as in Lightning's own ``ddp``, if they do
+    not share experts.
     """
     listed = "".join(f"\n- {rank}" for rank in ranks)
     if len({rank.occasion for rank in ranks}) > 1:
@@ -126,10 +127,8 @@ def validate_positions(ranks: Sequence[LoopPosition]) -> None:
             + see("batches")
         )
     if ranks[0].loop != "training":
-        data_ranks = {rank.data_rank for rank in ranks}
-        alike = [
-            [rank for rank in ranks if rank.data_rank == data_rank] for data_rank in data_ranks
-        ]
+        groups = {rank.evaluation_group for rank in ranks}
+        alike = [[rank for rank in ranks if rank.evaluation_group == group] for group in groups]
     else:
         alike = [list(ranks)]
     for group in alike:
@@ -197,7 +196,7 @@ class LoopCheck(RankLocalCallback):
         loop, _, _ = position(trainer)
         own = LoopPosition(
             this_rank().who,
-            this_rank().data_rank,
+            self._groups.grid.evaluation_group,
             occasion,
             loop,
             batches,

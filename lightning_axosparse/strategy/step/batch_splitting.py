@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,7 +13,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_axosparse.distributed.process_groups import ProcessGroups
+from lightning_axosparse.distributed.process_groups import ProcessGroups, all_gather
 from lightning_axosparse.pipeline.batch_layout import (
     ASK,
     BatchLayout,
@@ -43,6 +44,10 @@ class BatchSplitter:
     Batches of ``default_collate`` have the batch dimension first. With any other collate function,
     or hooks that change batches, all first dimensions must agree.
 
+    Replicas that share experts make equally many micro-batches, as each computes tokens of the
+    others: as many as the smallest of their batches allows. So none is empty or repeats samples,
+    of which a norm, a mean or a user's step might make NaN, statistics or logged values.
+
     Args:
         trainer: the running Trainer.
         microbatches: micro-batches wanted per batch and replica.
@@ -69,11 +74,15 @@ class BatchSplitter:
         Args:
             batch: the batch, the same on all ranks that are given it.
             rest: the other arguments of the step.
-            groups: the process groups; replicas that share batches get equally many parts.
+            groups: the process groups; replicas that share batches or experts get equally many
+                parts. Collective over those that share experts.
         """
         fewest = self._fewest_samples
         return self._split(
-            batch, rest, groups, lambda samples, wanted: min(wanted, max(1, samples // fewest))
+            batch,
+            rest,
+            groups,
+            lambda samples, wanted: min(wanted, max(1, min(samples) // fewest)),
         )
 
     def split_to_evaluate(
@@ -86,7 +95,7 @@ class BatchSplitter:
             rest,
             groups,
             lambda samples, wanted: even_parts(
-                samples, wanted, replicas_per_batch, self._fewest_samples
+                gcd(*samples), wanted, replicas_per_batch, self._fewest_samples
             ),
         )
 
@@ -95,16 +104,32 @@ class BatchSplitter:
         batch: Any,
         rest: Sequence[Any],
         groups: ProcessGroups,
-        parts: Callable[[int, int], int],
+        parts: Callable[[list[int], int], int],
     ) -> list[MicroBatch]:
         replicas_per_batch = groups.grid.replicas_per_batch
         wanted = -(-self._microbatches // replicas_per_batch) * replicas_per_batch
         if wanted == 1:
             return [MicroBatch(batch, samples(batch), 1.0)]
         if self._split_batch is not None:
-            return weigh(self._parts(batch, wanted), batch)
+            return weigh(self._equally_many_parts(batch, wanted, groups), batch)
         layout, count = self._loader(rest).layout(batch, wanted)
-        return split(batch, parts(count, wanted), layout)
+        return split(batch, parts(all_gather(count, groups.experts), wanted), layout)
+
+    def _equally_many_parts(self, batch: Any, wanted: int, groups: ProcessGroups) -> Any:
+        """What the user's function makes of a batch, on all ranks with experts as many parts."""
+        parts = self._parts(batch, wanted)
+        numbers = all_gather(len(parts), groups.experts)
+        if len(set(numbers)) > 1:
+            parts = self._parts(batch, min(numbers))
+            numbers = all_gather(len(parts), groups.experts)
+        if len(set(numbers)) > 1:
+            raise MisconfigurationException(
+                f"split_batch={shown(self._split_batch)} made {', '.join(map(str, numbers))} "
+                "micro-batches of the batches of replicas that share experts, but all have to make "
+                "equally many, as each computes tokens of the others. Let it return as many as it "
+                "is asked for, or use microbatches=1." + see("expert-parallel")
+            )
+        return parts
 
     def _parts(self, batch: Any, wanted: int) -> Any:
         """What the user's function makes of a batch."""

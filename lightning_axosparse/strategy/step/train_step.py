@@ -11,7 +11,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_axosparse.distributed.process_groups import all_gather, gather
@@ -56,7 +55,6 @@ from lightning_axosparse.strategy.step.open_pipeline import OpenPipeline
 from lightning_axosparse.strategy.step.stage_times import StageTimes
 from lightning_axosparse.strategy.step.whole_step import StepContext
 from lightning_axosparse.support.messages import rank_zero_warn
-from lightning_axosparse.support.troubleshooting import see
 
 
 class StepRunner:
@@ -167,8 +165,6 @@ class StepRunner:
         run, stage_module = self._open, self._open.stage_module
         with this_rank().step(*position(self._trainer)):
             microbatches = self._splitter.split_to_train(batch, args, stage_module.groups)
-            if stage_module.groups.experts is not None:
-                self._validate_equal(len(microbatches))
             microbatches = self._weighted(microbatches)
             step = self._batch(user_step, precision, batch, args, kwargs, microbatches)
             compare = partial(self._check, step, batch, microbatches, trains=True)
@@ -227,8 +223,6 @@ class StepRunner:
         run = self._open
         with this_rank().step(*position(self._trainer)):
             microbatches = self._splitter.split_to_evaluate(batch, args, run.stage_module.groups)
-            if run.stage_module.groups.experts is not None:
-                self._validate_equal(len(microbatches))
             microbatches = self._weighted(microbatches)
             step = self._batch(user_step, precision, batch, args, kwargs, microbatches)
             compare = partial(self._check, step, batch, microbatches, trains=False)
@@ -269,17 +263,6 @@ class StepRunner:
         compared, programs = self._compared.setdefault(key, Compared()), run.tracker.programs
         calls = run.log.calls()
         return not compared.is_enough(programs, losses, calls, step.microbatches, self._rules[key])
-
-    def _validate_equal(self, microbatches: int) -> None:
-        """Check that ranks with each other's experts have equally many micro-batches."""
-        numbers = all_gather(microbatches, self._open.stage_module.groups.experts)
-        if len(set(numbers)) > 1:
-            raise MisconfigurationException(
-                f"The batches of replicas that share experts make {', '.join(map(str, numbers))} "
-                "micro-batches, but all have to make equally many, as each computes tokens of the "
-                "others. Give all replicas batches of one size, as Lightning's sampler does, or "
-                "use microbatches=1." + see("expert-parallel")
-            )
 
     def _loader_of(self, step: Batch) -> tuple[object, int]:
         origin = source(self._trainer, step.args)

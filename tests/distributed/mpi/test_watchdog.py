@@ -26,8 +26,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def row(loop: str, batch: int, ended: bool, data_rank: int = 0, epoch: int = 0) -> RankStatus:
-    where = RankStatus(loop=loop.encode(), epoch=epoch, batch=batch, data_rank=data_rank)
+def row(loop: str, batch: int, ended: bool, group: int = 0, epoch: int = 0) -> RankStatus:
+    where = RankStatus(loop=loop.encode(), epoch=epoch, batch=batch, evaluation_group=group)
     where.ended, where.in_step = ended, not ended
     return where
 
@@ -41,8 +41,8 @@ def row(loop: str, batch: int, ended: bool, data_rank: int = 0, epoch: int = 0) 
         (row("training", 3, True), row("training", 4, True), False),  # compared at its end
         (row("training", 3, True), row("training", 4, False, epoch=1), False),  # faster
         (row("training", 3, True), row("validation", 4, False), False),
-        (row("training", 3, True, data_rank=0), row("training", 4, False, data_rank=1), True),
-        (row("validation", 3, True, data_rank=0), row("validation", 4, False, data_rank=1), False),
+        (row("training", 3, True, group=0), row("training", 4, False, group=1), True),
+        (row("validation", 3, True, group=0), row("validation", 4, False, group=1), False),
         (row("validation", 3, True), row("validation", 4, False), True),
     ],
 )

@@ -56,7 +56,10 @@ def test_a_length_that_is_known_on_one_rank_only() -> None:
 
 
 def test_replicas_may_evaluate_different_numbers_of_batches() -> None:
-    ranks = [replace(FIRST, loop="test", data_rank=rank, batches=3 + rank) for rank in (0, 0, 1, 1)]
+    ranks = [
+        replace(FIRST, loop="test", evaluation_group=rank, batches=3 + rank)
+        for rank in (0, 0, 1, 1)
+    ]
     validate_positions(ranks)
     with pytest.raises(MisconfigurationException, match="unequal numbers of test batches"):
         validate_positions([*ranks, replace(ranks[0], batches=9)])

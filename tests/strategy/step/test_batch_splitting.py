@@ -128,6 +128,13 @@ def test_batches_that_are_one_object_are_warned_of() -> None:
         fit(made(Graphs()), microbatches=1)
 
 
+def test_parts_that_replicas_with_experts_do_not_agree_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_splitting, "all_gather", lambda number, _: [number, 3])
+    fit(made(torch.rand(4, WIDTH)), 4, split_batch=Tensor.tensor_split)
+    with pytest.raises(MisconfigurationException, match=r"made 4, 3 micro-batches"):
+        fit(made(torch.rand(4, WIDTH)), 4, split_batch=lambda batch, _: batch.split(1))
+
+
 class Reading(Net):
     def compute(self, batch: Any) -> Tensor:
         return super().compute(batch["graph"])
