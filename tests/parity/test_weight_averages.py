@@ -1,12 +1,10 @@
 """Averages of weights on ranks are those of one process: in validation, in files and at the end.
 
-Every stage averages what it keeps.
+Every stage averages what it keeps, and every rank of a tensor group its parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.checkpoint.consolidate import consolidate
@@ -30,8 +29,8 @@ from tests.ranks import run_ranks
 class Normed(Net):
     """Running statistics in a layer of each stage and behind the layers."""
 
-    def __init__(self) -> None:
-        super().__init__(outer=True, tied=True)
+    def __init__(self, tied: bool) -> None:
+        super().__init__(outer=True, tied=tied)
         for place in (1, 3):
             self.model[place] = nn.Sequential(nn.BatchNorm1d(24), nn.Tanh())
         self.norm = nn.BatchNorm1d(CLASSES)
@@ -49,9 +48,16 @@ CALLBACKS = {
     "stochastic": lambda: StochasticWeightAveraging(1e-2, 2, annealing_epochs=2),
 }
 STOP = 3
+SPLIT = {"model.4": ColwiseParallel(), "model.5": RowwiseParallel()}
+GRIDS: dict[str, dict[str, Any]] = {
+    "stages": {"g_inter": 2},
+    "tensor group": {"g_tensor": 2, "tensor_plan": SPLIT},
+}
 
 
-def train(name: str, folder: Path, strategy: Any, ranks: int = 1, resume: bool = False) -> Record:
+def train(
+    grid: str, name: str, folder: Path, strategy: Any, ranks: int = 1, resume: bool = False
+) -> Record:
     """Train for four epochs, or for the last ones of a checkpoint."""
     L.seed_everything(0, verbose=False)
     saved = ModelCheckpoint(folder, filename=f"{name} {{epoch}}", every_n_epochs=STOP)
@@ -64,21 +70,31 @@ def train(name: str, folder: Path, strategy: Any, ranks: int = 1, resume: bool =
         enable_checkpointing=True,
     )
     path = folder / f"{name} epoch={STOP - 1}.ckpt" if resume else None
-    return fit(run, Normed().double(), ckpt_path=path, weights_only=False)
+    module = Normed(tied=grid == "stages").double()  # Tied weights are not split.
+    return fit(run, module, ckpt_path=path, weights_only=False)
 
 
-def both(name: str, folder: Path, strategy: Callable[[], Any], ranks: int = 1) -> list[Record]:
-    return [train(name, folder, strategy(), ranks, resume) for resume in (False, True)]
-
-
-def on_ranks(folder: Path) -> dict[str, list[Record]]:
-    def strategy(name: str) -> AxoSparseStrategy:
-        is_folder = name == "exponential"
-        return AxoSparseStrategy(
-            2, microbatches=1, pipeline="model", save_distributed_checkpoint=is_folder
-        )
-
-    return {name: both(name, folder, partial(strategy, name), 2) for name in CALLBACKS}
+def on_ranks(folder: Path) -> dict[tuple[str, str], list[Record]]:
+    found = {}
+    for grid, options in GRIDS.items():
+        for name in CALLBACKS:
+            found[grid, name] = [
+                train(
+                    grid,
+                    name,
+                    folder / grid,
+                    AxoSparseStrategy(
+                        microbatches=1,
+                        pipeline="model",
+                        save_distributed_checkpoint=name == "exponential",
+                        **options,
+                    ),
+                    2,
+                    resume,
+                )
+                for resume in (False, True)
+            ]
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -87,20 +103,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> list[dict[str, list[Record]]]:
+def ranks(folder: Path) -> list[dict[tuple[str, str], list[Record]]]:
     return run_ranks(2, on_ranks, folder)
 
 
+@pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_averages_are_those_of_one_process(
-    name: str, ranks: list[Any], folder: Path, tmp_path: Path
+    grid: str, name: str, ranks: list[Any], folder: Path, tmp_path: Path
 ) -> None:
-    expected = both(name, tmp_path, lambda: "auto")
+    expected = [train(grid, name, tmp_path, "auto", resume=resume) for resume in (False, True)]
     for records in ranks:
-        for one, other in zip(expected, records[name], strict=True):
+        for one, other in zip(expected, records[grid, name], strict=True):
             assert difference(one, other) <= 1e-12
     file = f"{name} epoch={STOP - 1}.ckpt"
-    ours = folder / file
+    ours = folder / grid / file
     ours, theirs = (
         torch.load(path, weights_only=False)
         for path in (consolidate(ours) if ours.is_dir() else ours, tmp_path / file)
