@@ -217,10 +217,10 @@ def gather_shards(
 def _joined(key: str, shape: torch.Size, parts: Sequence[Any]) -> Any:
     """A tensor of that shape by its parts, or the number that all replicas have."""
     first = parts[0]
-    if not isinstance(first, Tensor) or first.shape == shape:
-        return first
+    if not isinstance(first, Tensor) or first.shape == shape or not first.shape:
+        return first  # among them a number that each replica counts, such as the steps
     if sum(part.numel() for part in parts) != shape.numel():
-        return first  # a number that each replica counts, such as the steps
+        return first
 
     def make() -> Tensor:
         pieces = [p.made() if isinstance(p, DeferredTensor) else p.cpu() for p in parts]

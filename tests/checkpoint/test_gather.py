@@ -12,11 +12,11 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.checkpoint.consolidate import consolidate
-from lightning_axosparse.checkpoint.gather import StageTensors
+from lightning_axosparse.checkpoint.gather import StageTensors, gather_shards
 from lightning_axosparse.strategy.validation import validate_local
 from tests.parity.cases import Net, loader, trainer
 from tests.ranks import run_ranks
@@ -132,3 +132,22 @@ def test_a_folder_is_local() -> None:
     for path, options in (("memory://a/b.ckpt", None), ("/a/b.ckpt", {"option": 1})):
         with pytest.raises(MisconfigurationException, match=r"b\.ckpt.* that all ranks"):
             validate_local(path, options)
+
+
+class FourAlike(StageTensors):
+    """Four replicas with the same part of the state."""
+
+    def gather(self, mine: Any) -> list[Any]:
+        return [mine] * 4
+
+
+def test_steps_are_no_parts_of_a_parameter_with_as_many_elements_as_replicas() -> None:
+    state = {"step": torch.tensor(3.0), "exp_avg": torch.ones(4)}
+    bias, weight = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4, 4))
+    found = gather_shards(
+        {"bias": state, "weight": state}, {"bias": bias, "weight": weight}, FourAlike(lambda: None)
+    )
+    for name, parameter in (("bias", bias), ("weight", weight)):
+        made = {key: value.made() for key, value in found[name].items()}
+        assert float(made["step"]) == 3
+        assert torch.equal(made["exp_avg"], torch.ones_like(parameter))
