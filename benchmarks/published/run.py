@@ -336,15 +336,11 @@ def with_experts(model: Transformer, g_tensor: int, drops: bool, keeps: bool) ->
         keeps: whether recomputation takes the results of collectives from the first pass.
     """
     dense, mixed = model.costs, replace(model, experts=TED_EXPERTS).costs
-    own = [each / g_tensor for each in mixed.expert_weights]
-    others = [w - e for w, e in zip(mixed.weights, mixed.expert_weights, strict=True)]
     # A collective of a forward pass, of recomputation and of a backward pass.
     times = 1.0 if keeps else 1.5
     shared = times * (3 if drops else 2) * model.message_bytes
     mixed = replace(
         mixed,
-        weights=tuple(map(sum, zip(others, own, strict=True))),
-        expert_weights=tuple(own),
         token_bytes=tuple(times * b * (1 if drops else g_tensor) for b in mixed.token_bytes),
         shared_bytes=(shared,) * model.layers,
     )
@@ -363,7 +359,8 @@ def with_experts(model: Transformer, g_tensor: int, drops: bool, keeps: bool) ->
 def ted(model: Transformer, g_tensor: int, saves: bool, constants: Constants) -> Plan:
     cluster = summit(TED_GPUS, constants.speed, constants.network, 0.0)
     layers = with_experts(model, g_tensor, saves, saves)
-    workload = Workload(layers, cluster, TED_BATCH, ZERO, recompute=True, shard_optimizer=True)
+    options = {"recompute": True, "shard_optimizer": True, "splits_experts": True}
+    workload = Workload(layers, cluster, TED_BATCH, ZERO, **options)
     microbatches = TED_BATCH * g_tensor // TED_GPUS
     choice = Choice(1, 1, microbatches, "together", TED_EXPERTS, g_tensor)
     return evaluate(workload, choice)

@@ -43,8 +43,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     apart = [kind for kind in options.weight_gradients if kind != "together"]
     if options.recompute and apart:
         parser.error(f"--weight-gradients {apart[0]} keeps what --recompute computes again")
-    if options.shard_optimizer and max(options.tensor) > 1:
-        parser.error("--shard-optimizer needs --tensor 1: ranks that share layers divide no state")
     best: list[tuple[float, Plan]] = []
     for ratio in options.pruning_ratio:
         try:
@@ -139,8 +137,7 @@ def _workload(options: argparse.Namespace, ratio: float) -> Workload:
         overhead=options.overhead if ratio else 0.0,
         weight_gradients=tuple(dict.fromkeys(options.weight_gradients)),
         shard_optimizer=options.shard_optimizer,
-        # The strategy spreads experts, or divides the optimizer's state.
-        g_expert=(1,) if options.shard_optimizer else tuple(divisors(experts)),
+        g_expert=tuple(divisors(experts)),
         g_tensor=tuple(dict.fromkeys(options.tensor)),
     )
 

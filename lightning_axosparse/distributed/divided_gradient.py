@@ -43,3 +43,8 @@ class DividedGradient(Tensor):
             "`on_after_backward` or `on_before_optimizer_step` of the module or of a callback, "
             "which get whole ones, or leave shard_optimizer out." + see("optimizers")
         )
+
+
+def kept(gradient: Tensor) -> Tensor:
+    """What this replica keeps of a gradient: all of it, or its part."""
+    return gradient.part if isinstance(gradient, DividedGradient) else gradient

@@ -118,7 +118,7 @@ class _Bucket:
         self.work.wait()
         *pieces, used = self.flat.split([*self.sizes, len(self.sizes)])
         if part is not None:
-            parts = [part(piece) for piece in pieces]
+            parts = [part(p, piece) for p, piece in zip(self.parameters, pieces, strict=True)]
             sizes = [each.numel() for each in parts]
             kept = pool.empty((sum(sizes),), self.flat.dtype, self.flat.device).split(sizes)
             for parameter, own, each in zip(self.parameters, kept, parts, strict=True):
@@ -132,8 +132,8 @@ class _Bucket:
         self.flat = self.work = None
 
 
-Part = Callable[[Tensor], Tensor]
-"""Selects the elements of a flat gradient that this rank keeps, as a view of them."""
+Part = Callable[[nn.Parameter, Tensor], Tensor]
+"""Selects the elements of a parameter's flat gradient that this rank keeps, as a view of them."""
 
 
 class GradientReducer:

@@ -33,6 +33,7 @@ class Workload:
         shard_optimizer: whether replicas divide the optimizer's state.
         g_expert: over how many replicas experts may be spread.
         g_tensor: how many ranks may share the layers of a stage.
+        splits_experts: whether these have parts of experts, too, and not the same experts.
     """
 
     layers: LayerCosts
@@ -46,6 +47,7 @@ class Workload:
     shard_optimizer: bool = False
     g_expert: tuple[int, ...] = (1,)
     g_tensor: tuple[int, ...] = (1,)
+    splits_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -163,16 +165,20 @@ class _StepEstimate:
         self._weight_gradient: Seconds = seconds * _sums(layers.weight_gradients, parts)
         experts, g_expert = _sums(layers.expert_weights, parts), choice.g_expert
         others = (_sums(layers.weights, parts) - experts) / g_tensor + layers.outside_weights
+        same_experts = self._g_data // g_expert
+        if workload.splits_experts:
+            experts = experts / g_tensor
+        elif g_expert > 1:  # Of these, each computes its share of a replica's tokens.
+            same_experts *= g_tensor
         experts = experts / g_expert
         # Recomputation exchanges nothing a second time.
         self._exchange = self._tokens(workload, parts) + self._shared(workload, parts)
         self._forward = self._forward + self._exchange
         self._backward = self._backward + self._exchange
-        kinds = (others, self._g_data), (experts, self._g_data // g_expert)
-        storage, messages = workload.storage, 1.0
+        kinds = (others, self._g_data), (experts, same_experts)
+        storage = workload.storage
         # An all-gather of the values takes half as long as an all-reduce of as many bytes.
-        if workload.shard_optimizer and self._g_data > 1:
-            messages = 1.5
+        messages = 1.5 if workload.shard_optimizer else 1.0
         state = np.full(stages, storage.fixed)
         for weights, replicas in kinds:
             kept = replace(storage, fixed=0.0)

@@ -130,7 +130,6 @@ class Config:
             "schedule": self.defers_gradients,
             "regrid": self.regrid is not None,
             "offload_optimizer": self.offload_optimizer,
-            "shard_optimizer": self.shard_optimizer,
         }
         for other in (each for each, is_given in unsupported.items() if is_given):
             raise MisconfigurationException(

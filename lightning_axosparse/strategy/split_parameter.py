@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_axosparse.distributed.divided_gradient import DividedGradient
 from lightning_axosparse.distributed.process_groups import broadcast
 from lightning_axosparse.pruning.scores import Stored
 from lightning_axosparse.sparse.module.optimizer_state import expand_state, with_master
@@ -92,8 +93,12 @@ class SplitParameter:
         return made, lambda kept: made.compress(redistributed(layout.densify(kept)))
 
     def gradient(self) -> Tensor | None:
-        """This rank's part of its gradient, also where it has nothing of it; collective."""
+        """This rank's part of its gradient, also where it has nothing of it; collective.
+
+        None of one that replicas have divided among them.
+        """
         gradient = self.entry.parameter.grad
+        gradient = None if isinstance(gradient, DividedGradient) else gradient
         if self._of_owner(gradient is not None) and gradient is None:
             return torch.zeros_like(self.entry.parameter)
         return gradient

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_axosparse.pipeline.choice import InFlightRule
@@ -122,7 +122,7 @@ class Running:
         trainer, precision = stage_module.module.trainer, strategy.precision_plugin
         self.shards: OptimizerShards | None = None
         if config.shard_optimizer and optimizers:
-            self.shards = OptimizerShards(optimizers[0], lambda: stage_module.groups.data)
+            self.shards = OptimizerShards(optimizers[0], stage_module.replicas_of)
             seen = gradients_are_seen(trainer) or clearing_is_seen(trainer)
             if not seen:
                 stage_module.divide_gradients(self.shards.part)
@@ -185,9 +185,15 @@ class Running:
             norms = GradientNorms(trainer, stage_module.remote_gradients)
             undo.enter_context(norms.added_to(trainer))
 
-    def whole_state(self) -> AbstractContextManager[None]:
-        """Have all of the optimizer's state on each replica inside the context; collective."""
-        return nullcontext() if self.shards is None else self.shards.whole_state()
+    def whole_state(
+        self, parameters: Sequence[nn.Parameter] | None = None
+    ) -> AbstractContextManager[None]:
+        """Have all of the optimizer's state on each replica inside the context; collective.
+
+        Args:
+            parameters: those whose state is wanted; None for all.
+        """
+        return nullcontext() if self.shards is None else self.shards.whole_state(parameters)
 
     def with_whole_state(self, masks: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
         """Yield masks whose parameters are whole, with their optimizer state, on each rank.
@@ -200,11 +206,7 @@ class Running:
             return
         named = dict(self.stage_module.module.named_parameters(remove_duplicate=False))
         for name, mask in masks.items():
-            if self.shards is not None:
-                context = self.shards.whole_state([named[name]])
-            else:
-                context = parts.whole([name], self._optimizers)
-            with context:
+            with self.whole_state([named[name]]), parts.whole([name], self._optimizers):
                 yield {name: mask}
 
     def rejoin_state(self) -> None:

@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import Placement
 
+from lightning_axosparse.distributed.divided_gradient import kept
 from lightning_axosparse.sparse.module.parameters import OwnedParameter, own_all, own_parts
 from lightning_axosparse.sparse.module.sparse_module import SparseModule
 from lightning_axosparse.strategy.compat.internals import set_device_mesh
@@ -223,7 +224,7 @@ class TensorShards:
         self._placed, self._split, self._placements = {}, {}, {}
         set_device_mesh(self._module, None)
 
-    def validate_gradients(self, held: Mapping[str, nn.Parameter], tolerance: float) -> None:
+    def validate_gradients(self, alike: Mapping[str, nn.Parameter], tolerance: float) -> None:
         """Check, once, that all ranks have the same gradients of what is not split; collective.
 
         They differ where the plan lets a layer see another part of the activation on each rank, but
@@ -232,12 +233,13 @@ class TensorShards:
         if self._gradients_are_compared:
             return
         self._gradients_are_compared = True
-        names = [name for name in held if name not in self._split]
-        gradients = [held[name].grad for name in names]
-        mine = torch.tensor([0.0 if g is None else float(g.double().norm()) for g in gradients])
+        gradients = [parameter.grad for parameter in alike.values()]
+        mine = torch.tensor(
+            [0.0 if g is None else float(kept(g).double().norm()) for g in gradients]
+        )
         norms = [torch.empty_like(mine) for _ in range(self._size)]
         dist.all_gather(norms, mine, group=self.group)
-        for name, (first, *others) in zip(names, torch.stack(norms, 1).tolist(), strict=True):
+        for name, (first, *others) in zip(alike, torch.stack(norms, 1).tolist(), strict=True):
             if any(abs(other - first) > tolerance * max(first, other) for other in others):
                 raise MisconfigurationException(
                     f"The ranks that share layers have different gradients of {name!r}, of norms "

@@ -35,17 +35,14 @@ def test_divided_optimizer_state_makes_shorter_pipelines_fit(
     assert ["1 x 4" in text for text in printed] == [False, True]
 
 
-def test_what_divides_state_neither_spreads_experts_nor_splits_layers(
+def test_state_is_divided_on_grids_that_spread_experts_and_split_layers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    printed = []
-    for divided in ([], ["--shard-optimizer"]):
-        main([*SMALL, "--best", "80", "--experts", "4", *divided])
-        printed.append(capsys.readouterr().out)
-    assert [re.search(r"\d x \d+ \([2-9]\)", text) is not None for text in printed] == [True, False]
-    with pytest.raises(SystemExit):
-        main([*SMALL, "--shard-optimizer", "--tensor", "2"])
-    assert "--shard-optimizer needs --tensor 1" in capsys.readouterr().err
+    options = ["--experts", "4", "--tensor", "1", "2", "--shard-optimizer"]
+    main([*SMALL, "--best", "200", *options])
+    printed = capsys.readouterr().out
+    assert re.search(r"\d x 2 x \d+ ", printed)
+    assert re.search(r"\d x \d+ \([2-9]\)", printed)
 
 
 def test_a_model_may_be_given_by_its_shape(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,6 +35,7 @@ class Kept:
     sizes: dict[str, tuple[int, ...]]
     states: list[dict[str, int]]
     reduced: int
+    whole: dict[str, tuple[int, ...]]
 
 
 class Counts(L.Callback):
@@ -45,6 +46,7 @@ class Counts(L.Callback):
             {name: tuple(parameter.shape) for name, parameter in held.items()},
             [{key: value.numel() for key, value in state[p].items()} for p in held.values()],
             run.strategy.reduced_bytes,
+            {name: tuple(p.shape) for name, p in run.strategy.whole_parameters()},
         )
 
 

@@ -168,6 +168,22 @@ def test_divided_optimizer_state_takes_memory_of_replicas() -> None:
         assert (divided < plain) == (g_inter < CLUSTER.devices)
 
 
+def test_ranks_with_the_same_experts_divide_their_state() -> None:
+    experts = replace(MODEL, experts=8, chosen=2)
+    choice = Choice(1, 1, 4, "together", g_expert=2, g_tensor=2)  # of two replicas
+    workload = replace(WORKLOAD, layers=experts.costs, batch=8, cluster=replace(CLUSTER, devices=4))
+    for splits, sharing in ((False, 2), (True, 1)):
+        plain, divided = (
+            evaluate(replace(workload, shard_optimizer=d, splits_experts=splits), choice).memory
+            for d in (False, True)
+        )
+        layers = experts.costs
+        of_experts = sum(layers.expert_weights) / 2 / (2 if splits else 1)
+        others = (sum(layers.weights) - sum(layers.expert_weights)) / 2 + layers.outside_weights
+        saved = 8 * (others / 2 + of_experts * (1 - 1 / sharing))
+        assert plain - divided == pytest.approx(saved)
+
+
 def test_spread_experts_take_memory_and_all_reduce_of_a_share_and_messages() -> None:
     experts = replace(MODEL, experts=8, chosen=2)
     workload = replace(WORKLOAD, layers=experts.costs, g_expert=(1, 2, 4))

@@ -30,7 +30,6 @@ PLAN = {"model.0": ColwiseParallel(), "model.1": RowwiseParallel()}
         ({"schedule": "deferred"}, "schedule='deferred' does not work"),
         ({"g_inter": 2, "regrid": 1}, "regrid=1 does not work"),
         ({"offload_optimizer": True}, "offload_optimizer=True does not work"),
-        ({"shard_optimizer": True}, "shard_optimizer=True does not work"),
         ({"g_tensor": 0}, "g_tensor=0 must be"),
         ({"tensor_plan": "mine"}, "tensor_plan='mine' must be"),
     ],

@@ -6,8 +6,9 @@ the values are copied back while the next bucket is stepped. AxoNN (Singh & Bhat
 copies the state to the device instead and steps there, which takes 16 bytes of device memory for
 each element of a bucket; this takes none.
 
-With ``shard_optimizer`` each of N replicas keeps the state of one N-th of the elements of every
-parameter but the smallest, steps that share of each bucket, and gets the others' values by an
+With ``shard_optimizer`` each of the N ranks that keep the same values of a parameter (the replicas
+of a stage; of experts that are spread, those that have them) keeps the state of one N-th of its
+elements, unless it is small, steps that share of each bucket, and gets the others' values by an
 all-gather while the next bucket is stepped. Gradients are all-reduced as without it, to the same
 bits; where clipping, hooks or loggers do not see them before the step, each replica keeps its share
 alone from then on. The methods are ZeRO stages 1 and 2 of Rajbhandari et al., SC 2020. A weight
@@ -32,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_axosparse.distributed.divided_gradient import DividedGradient
+from lightning_axosparse.distributed.divided_gradient import DividedGradient, kept
 from lightning_axosparse.distributed.mpi.shared_memory import BlockPool
 from lightning_axosparse.pipeline.shard.remote_tensor import (
     RemoteTensor,
@@ -98,40 +99,48 @@ class OptimizerShards:
     """This replica's part of an optimizer's state.
 
     Args:
-        optimizer: the optimizer, whose parameters are the same on all replicas.
-        group: the replicas of this stage; a function, as moving to shorter pipelines changes them.
+        optimizer: the optimizer.
+        replicas: the ranks that keep the same values of a parameter, of this rank; None for this
+            one alone. They may change, as by moving to shorter pipelines.
     """
 
-    def __init__(self, optimizer: Optimizer, group: Callable[[], dist.ProcessGroup | None]) -> None:
-        self._optimizer, self._find_group = optimizer, group
+    def __init__(
+        self, optimizer: Optimizer, replicas: Callable[[Tensor], dist.ProcessGroup | None]
+    ) -> None:
+        self._optimizer, self._replicas = optimizer, replicas
         self._pool = BlockPool()
 
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The replicas of this stage; None if there is one."""
-        return self._find_group()
+    def part(self, parameter: Tensor, tensor: Tensor) -> Tensor:
+        """The elements of a parameter's value, gradient or state that this replica steps.
 
-    def part(self, tensor: Tensor) -> Tensor:
-        """The elements of a tensor that this replica steps, flat: a view if it is contiguous."""
-        if isinstance(tensor, DividedGradient):
-            return tensor.part
-        group = self.group
-        if group is None or not self._divides(tensor.shape):
-            return tensor
+        They are flat, and a view if the tensor is contiguous, unless it is not divided.
+        """
+        group = self._dividing(parameter)
+        if group is None or isinstance(tensor, DividedGradient):
+            return kept(tensor)
         pieces = _pieces(tensor.reshape(-1), group)
         return pieces[dist.get_rank(group)]
 
-    def _divides(self, shape: torch.Size) -> bool:
-        """Whether each replica keeps a part of a tensor of that shape, and not all of it."""
-        return self.group is not None and shape.numel() >= self.group.size() * _ALIGNED
+    def _dividing(self, parameter: Tensor) -> dist.ProcessGroup | None:
+        """The ranks that keep each a part of a parameter's state; None where this keeps it all."""
+        group = self._replicas(parameter)
+        is_small = group is None or parameter.numel() < group.size() * _ALIGNED
+        return None if is_small else group
 
-    def own_state(self, state: State, shape: torch.Size) -> State:
-        """The part that this replica keeps of the state of a parameter of that shape."""
-        if not self._divides(shape):
+    def by_replicas(self, parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """Parameters that the same ranks keep, which have them in one order."""
+        kinds: dict[dist.ProcessGroup | None, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            kinds.setdefault(self._replicas(parameter), []).append(parameter)
+        return list(kinds.values())
+
+    def own_state(self, parameter: Tensor, state: State) -> State:
+        """The part that this replica keeps of the state of a parameter."""
+        if self._dividing(parameter) is None:
             return state
         return {
-            key: self.part(value).clone()
-            if isinstance(value, Tensor) and value.shape == shape
+            key: self.part(parameter, value).clone()
+            if isinstance(value, Tensor) and value.shape == parameter.shape
             else value
             for key, value in state.items()
         }
@@ -148,17 +157,18 @@ class OptimizerShards:
         Returns:
             A function that waits until the parameters have the new values.
         """
-        by_dtype: dict[torch.dtype, list[int]] = {}
+        alike: dict[tuple[dist.ProcessGroup, torch.dtype], list[int]] = {}
         for index, parameter in enumerate(parameters):
-            if self._divides(parameter.shape):
-                by_dtype.setdefault(parameter.dtype, []).append(index)
+            group = self._dividing(parameter)
+            if group is not None:
+                alike.setdefault((group, parameter.dtype), []).append(index)
             else:
                 parameter.copy_(stepped[index])
         started = [
             self._start_gather(
-                [parameters[i].detach() for i in indices], [stepped[i] for i in indices]
+                [parameters[i].detach() for i in indices], [stepped[i] for i in indices], group
             )
-            for indices in by_dtype.values()
+            for (group, _), indices in alike.items()
         ]
 
         def finish() -> None:
@@ -168,11 +178,9 @@ class OptimizerShards:
         return finish
 
     def _start_gather(
-        self, tensors: Sequence[Tensor], parts: Sequence[Tensor]
+        self, tensors: Sequence[Tensor], parts: Sequence[Tensor], group: dist.ProcessGroup
     ) -> Callable[[], None]:
-        """Start to fill tensors of one dtype with all replicas' parts of them."""
-        group = self.group
-        assert group is not None
+        """Start to fill tensors of one dtype with the parts of them of all ranks of a group."""
         size, first = group.size(), tensors[0]
         longest = [_longest(tensor, group) for tensor in tensors]
         each = sum(longest)
@@ -203,7 +211,7 @@ class OptimizerShards:
         self.make_whole(parameters)
         yield
         for parameter, state in self._states(parameters or self._own_parameters()):
-            state.update(self.own_state(state, parameter.shape))
+            state.update(self.own_state(parameter, state))
 
     def make_whole(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Give each replica all of the state; collective over the replicas.
@@ -222,21 +230,23 @@ class OptimizerShards:
 
     def whole(self, parameter: Tensor, state: Mapping[str, Any]) -> State:
         """The whole state of a parameter, of which this is a part; collective over replicas."""
-        whole, part = dict(state), self.part(parameter.detach())
-        for key, value in state.items() if self._divides(parameter.shape) else ():
+        whole, group = dict(state), self._dividing(parameter)
+        if group is None:
+            return whole
+        part = self.part(parameter, parameter.detach())
+        for key, value in state.items():
             if isinstance(value, Tensor) and value.shape == part.shape:
                 whole[key] = value.new_empty(parameter.shape)
-                self._start_gather([whole[key]], [value])()
+                self._start_gather([whole[key]], [value], group)()
         return whole
 
     def divided(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A state dict of the optimizer with this replica's part of it alone."""
-        indexed = (p for group in self._optimizer.param_groups for p in group["params"])
-        shapes = dict(enumerate(parameter.shape for parameter in indexed))
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         return {
             **state,
             "state": {
-                index: self.own_state(entry, shapes[index])
+                index: self.own_state(parameters[index], entry)
                 for index, entry in state["state"].items()
             },
         }
@@ -355,8 +365,8 @@ class BucketwiseOptimizer:
         self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]
     ) -> Callable[[], None]:
         """Step some parameters; return what waits until they have their new values."""
-        values = [self._taken(parameter.detach()) for parameter in parameters]
-        gradients = [self._taken(p.grad) for p in parameters if p.grad is not None]
+        values = [self._taken(parameter, parameter.detach()) for parameter in parameters]
+        gradients = [self._taken(p, p.grad) for p in parameters if p.grad is not None]
         self._place.await_copies(parameters)
         masters: dict[Tensor, Tensor] = {}
         for parameter, value, gradient in zip(parameters, values, gradients, strict=True):
@@ -379,14 +389,17 @@ class BucketwiseOptimizer:
             parameter.copy_(value, non_blocking=True)
         return _nothing
 
-    def _taken(self, tensor: Tensor) -> Tensor:
-        """What this replica steps of a tensor, in the place of the state."""
-        return self._place.take(tensor if self._shards is None else self._shards.part(tensor))
+    def _taken(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+        """What this replica steps of a parameter's tensor, in the place of the state."""
+        shards = self._shards
+        return self._place.take(tensor if shards is None else shards.part(parameter, tensor))
 
     def _buckets(self) -> Iterator[list[nn.Parameter]]:
         """The buckets, each once its gradients are reduced; those of the last layers are first."""
-        trained = [parameter for parameter in self._parameters() if parameter.grad is not None]
-        for parameters in bucketed(reversed(trained), self._bucket):
+        trained = [p for p in self._parameters() if p.grad is not None][::-1]
+        # Ranks that keep other experts have the same buckets of what else they keep.
+        kinds = [trained] if self._shards is None else self._shards.by_replicas(trained)
+        for parameters in (each for kind in kinds for each in bucketed(kind, self._bucket)):
             self._await(parameters)
             # Only now it is known which gradients no rank has.
             yield [parameter for parameter in parameters if parameter.grad is not None]

@@ -55,7 +55,7 @@ class StageCheckpoints:
         self._in_parts = config.stages > 1 or config.shares_layers or self._as_folders
         # A regrid changes the groups.
         self._tensors = StageTensors(lambda: stage_module.groups.inter)
-        self._parts = StageTensors(lambda: None if shards is None else shards.group)
+        self._parts = StageTensors(lambda: None if shards is None else stage_module.groups.data)
 
     @property
     def _is_ordinary(self) -> bool:
@@ -107,25 +107,32 @@ class StageCheckpoints:
     def _states(self, optimizer: Optimizer) -> dict[str, Mapping[str, Any]]:
         """The state of each parameter that this rank keeps, by name; collective over replicas.
 
-        Of what replicas keep in parts the first one has it whole, and the others nothing.
+        What only the state is divided of, the first replica has whole, and the others nothing.
         """
-        held = self._stage_module.sharding.held()
+        held, parts = self._stage_module.sharding.held(), self._stage_module.parts
+        shards = self._shards
         states = {name: optimizer.state.get(parameter, {}) for name, parameter in held.items()}
-        parts = self._stage_module.parts
-        states = {name: parts.whole_state(name, state) for name, state in states.items()}
-        if self._shards is None:
-            return states
-        whole = gather_shards(states, held, self._parts)
-        return self._made(whole, self._parts) if self._is_read_by_hooks else whole
+        joined = {}
+        for name in (each for each in held if each in parts):
+            state = states.pop(name)
+            state = state if shards is None else shards.whole(held[name], state)
+            joined[name] = parts.whole_state(name, state)
+        if shards is not None:
+            states = gather_shards(states, held, self._parts)
+            states = self._made(states, self._parts) if self._is_read_by_hooks else states
+        return {**states, **joined}
 
     def save(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any, io: CheckpointIO
     ) -> None:
         """Write a checkpoint; collective over the stages of the first replica."""
         tensors = self._tensors
-        if self._stage_module.grid.pipeline_index > 0:
-            if self._shards is not None:
-                self._parts.serve()
+        grid = self._stage_module.grid
+        if grid.data_rank > 0 and self._shards is not None:
+            self._parts.serve()
+        elif grid.tensor_rank > 0:
+            self._parts.end()
+        if grid.pipeline_index > 0:
             return
         note_checkpoint(path, checkpoint, self._stage_module.module.trainer)
         checkpoint = gather_remote_tensors(checkpoint, tensors)

@@ -93,6 +93,7 @@ class StageModule:
         self.reducer: GradientReducer | None = None
         self._reduces = True
         self._part: Part | None = None
+        self._spread: set[Tensor] = set()
         groups.create_shared(self._shared_by_stages())
         self.layers = self._pipelined_layers(partition)
         self.remote_gradients = RemoteGradients(self.sharding, lambda: self.groups.inter)
@@ -135,7 +136,11 @@ class StageModule:
                 forget(parameter, owned[name], optimizers)
         move_module(self.module, self.device)
         self._broadcast_weights()
-        self.parts.split(self.sharding.held())
+        held = self.sharding.held()
+        self.parts.split(held)
+        if self.experts is not None:
+            group = self.experts.group
+            self._spread = {p for name, p in held.items() if self.parts.group_of(name) is group}
         self._attach()
 
     @contextmanager
@@ -260,9 +265,9 @@ class StageModule:
     def validate_replicated_gradients(self, tolerance: float) -> None:
         """Once a run, compare gradients that a tensor group should have alike; collective."""
         if self.tensors is not None and self.step_reducer is self.reducer:
-            held = self.sharding.held()
-            self.await_gradients(held.values())
-            self.tensors.validate_gradients(held, tolerance)
+            alike = {n: p for n, p in self.sharding.held().items() if n not in self.parts}
+            self.await_gradients(alike.values())
+            self.tensors.validate_gradients(alike, tolerance)
 
     def divide_gradients(self, part: Part) -> None:
         """Keep only this replica's part of each gradient from the time that it is reduced."""
@@ -346,7 +351,7 @@ class StageModule:
         by_stages: dict[frozenset[int], list[nn.Parameter]] = {}
         spread = []
         for name, parameter in self.sharding.held().items():
-            if self._is_spread(name):
+            if parameter in self._spread:
                 spread.append(parameter)
             else:
                 by_stages.setdefault(self._holders(name), []).append(parameter)
@@ -360,14 +365,14 @@ class StageModule:
             reduced.append(ReductionGroup(self.groups.same_experts, spread))
         return reduced
 
-    def _is_spread(self, name: str) -> bool:
-        """Whether a parameter is that of experts, which compute the tokens of several replicas."""
-        group = self.parts.group_of(name)
-        return group is not None and group is self.groups.experts
+    def replicas_of(self, parameter: Tensor) -> dist.ProcessGroup | None:
+        """The ranks that keep the same values of a parameter of this rank; None for it alone."""
+        group = self.groups.same_experts if parameter in self._spread else self.groups.data
+        return None if group is None or group.size() == 1 else group
 
     def own_loss_parameters(self) -> list[nn.Parameter]:
         """The parameters whose gradients on this rank are those of the losses of its replica."""
-        return [p for name, p in self.sharding.held().items() if not self._is_spread(name)]
+        return [p for p in self.sharding.held().values() if p not in self._spread]
 
     def sharing_batch(self, parameters: Collection[nn.Parameter]) -> dict[nn.Parameter, Any]:
         """The ranks that have each a part of a batch's gradient of these parameters of this rank.

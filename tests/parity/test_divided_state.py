@@ -1,0 +1,95 @@
+"""Optimizer state that is divided over the ranks that keep the same parts of weights.
+
+Training goes on to the same bits as without, also from files of one way in the other.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_axosparse import AxoSparseStrategy
+from tests.parity import test_expert_parallel as experts
+from tests.parity.cases import difference
+from tests.parity.test_expert_tickets import Adam as Mixtral
+from tests.parity.test_tensor_tickets import F64, GRADUAL, RATIO, Found, Row, run
+from tests.parity.test_tensor_tickets import Adam as Tensors
+from tests.ranks import run_ranks
+
+RANKS = 4
+
+
+class Listed(experts.Own):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+TENSOR = {"g_tensor": 2, "pipeline": "blocks"}
+EXPERTS = {"g_expert": 2, **experts.HUGGING_FACE}
+# Row: module, strategy, callback, trainer.
+ROWS: dict[str, Row] = {
+    "tensor": (Tensors, TENSOR, GRADUAL, F64),
+    "listed experts": (Listed, {"g_expert": 2, **experts.OWN}, GRADUAL, F64),
+    "both": (Mixtral, {**EXPERTS, "g_tensor": 2, "tensor_plan": "auto"}, GRADUAL, F64),
+    # Clipping reads whole gradients.
+    "clipped": (Mixtral, {"g_inter": 2, **EXPERTS}, GRADUAL, {**F64, "gradient_clip_val": 0.05}),
+}
+
+
+def both_ways(row: str, folder: Path) -> list[Found]:
+    """Undivided and divided, and each from the first epoch's file of the other."""
+    case = ROWS[row]
+    g_data, found = replicas(case[1]), []
+    for resumes in (False, True):
+        for divides in (False, True):
+            strategy = AxoSparseStrategy(microbatches=2, shard_optimizer=divides, **case[1])
+            if resumes:
+                path = folder / str(not divides) / "epoch=0.ckpt"
+                found.append(run(case, strategy, RANKS, g_data, ckpt_path=path))
+            else:
+                found.append(run(case, strategy, RANKS, g_data, folder / str(divides)))
+    return found
+
+
+def replicas(options: dict[str, Any]) -> int:
+    return RANKS // options.get("g_inter", 1) // options.get("g_tensor", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS)
+def test_training_goes_on_to_the_same_bits_with_a_part_of_the_state(
+    row: str, tmp_path: Path
+) -> None:
+    ranks = run_ranks(RANKS, both_ways, row, tmp_path)
+    for whole, *others in ranks:
+        assert whole[1].sparsity == pytest.approx(RATIO, abs=1e-3)
+        assert difference(others[0][0], whole[0]) == 0
+        for record, ticket, kept in others:
+            assert ticket == whole[1]
+            assert kept.whole == whole[2].whole
+            assert record.losses == whole[0].losses[-len(record.losses) :]
+            for name, weight in whole[0].weights.items():
+                assert torch.equal(record.weights[name], weight), name
+    assert_divided(ranks, ROWS[row][1])
+
+
+def assert_divided(ranks: list[list[Found]], options: dict[str, Any]) -> None:
+    """Of each large parameter, the ranks that keep the same of it have the state once together."""
+    g_inter, g_data, divided = options.get("g_inter", 1), replicas(options), 0
+    of_experts = g_data // options.get("g_expert", 1) * options.get("g_tensor", 1)
+    for stage in range(g_inter):
+        of_stage = ranks[stage::g_inter]
+        for place, name in enumerate(of_stage[0][0][2].sizes):
+            sharing = of_experts if ".experts." in name else g_data
+            whole, parts = (
+                [found[way][2].states[place].get("exp_avg", 0) for found in of_stage]
+                for way in (0, 1)
+            )
+            # In a list, ranks have nothing of other ranks' experts.
+            if min((size for size in whole if size), default=0) >= 64 * sharing:
+                assert sum(parts) * sharing == sum(whole), name
+                divided += sharing > 1
+    assert divided
