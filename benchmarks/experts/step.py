@@ -4,11 +4,11 @@
 
 Two ranks with a thread each train with AdamW in float32. In the first table each layer has experts,
 two for a token: all of them on each rank, spread over the ranks (``g_expert=2``), and spread by
-DeepSpeed's ``MoE`` layer, where DeepSpeed is installed. In the second, perceptrons are split
-(``g_tensor=2``), by the plan that a module has for Lightning's ``ModelParallelStrategy``. Each run
-is a job of its own; the runs alternate. A step is the time from the end of a batch to the end of
-the next, on rank 0; the state is what that rank has of weights, gradients and AdamW's moments.
-Prints two Markdown tables.
+DeepSpeed's ``MoE`` layer, where DeepSpeed is installed. The second has a Mixtral of transformers,
+whose experts DeepSpeed's AutoEP spreads. In the third, perceptrons are split (``g_tensor=2``), by
+the plan that a module has for Lightning's ``ModelParallelStrategy``. Each run is a job of its own;
+the runs alternate. A step is the time from the end of a batch to the end of the next, on rank 0;
+the state is what that rank has of weights, gradients and AdamW's moments. Prints Markdown tables.
 """
 
 from __future__ import annotations
@@ -37,15 +37,24 @@ from lightning_axosparse import AxoSparseStrategy
 
 WARM_UP, RANKS = 3, 2
 DEEPSPEED = "experts spread, DeepSpeed"
+AUTOEP = "Mixtral, experts spread, DeepSpeed's AutoEP"
 LIGHTNING = "layers split, Lightning's ModelParallelStrategy"
-TABLES: tuple[dict[str, dict[str, Any]], ...] = (
-    {
-        "all experts on each rank, ours": {},
-        "experts spread, ours": {"g_expert": RANKS, "experts": "layers.*.experts"},
-        **({DEEPSPEED: {}} if find_spec("deepspeed") else {}),
+HAS_DEEPSPEED = find_spec("deepspeed") is not None
+EXPERTS: dict[str, dict[str, Any]] = {
+    "all experts on each rank, ours": {},
+    "experts spread, ours": {"g_expert": RANKS, "experts": "layers.*.experts"},
+    **({DEEPSPEED: {}} if HAS_DEEPSPEED else {}),
+}
+MIXTRAL: dict[str, dict[str, Any]] = {
+    "Mixtral, all experts on each rank, ours": {},
+    "Mixtral, experts spread, ours": {
+        "g_expert": RANKS,
+        "experts": "network.model.layers.*.mlp.experts",
     },
-    {LIGHTNING: {}, "layers split, ours": {"g_tensor": RANKS}},
-)
+    **({AUTOEP: {}} if HAS_DEEPSPEED else {}),
+}
+SPLIT: dict[str, dict[str, Any]] = {LIGHTNING: {}, "layers split, ours": {"g_tensor": RANKS}}
+TABLES = EXPERTS, MIXTRAL, SPLIT
 """The arguments of this package's strategy, by run; the first of a table is its baseline."""
 
 
@@ -109,6 +118,36 @@ class WithExperts(Training):
         self.layers = nn.Sequential(*(Layer(width, inner, experts) for _ in range(depth)))
 
 
+class Mixtral(Training):
+    """The network of transformers, which learns to predict a byte by those before it."""
+
+    def __init__(self, width: int, inner: int, experts: int, depth: int) -> None:
+        from transformers import MixtralConfig, MixtralForCausalLM
+
+        super().__init__()
+        config = MixtralConfig(
+            vocab_size=256,
+            hidden_size=width,
+            intermediate_size=inner,
+            num_hidden_layers=depth,
+            num_attention_heads=8,
+            num_key_value_heads=8,
+            num_local_experts=experts,
+            num_experts_per_tok=2,
+            use_cache=False,
+            experts_implementation="grouped_mm",
+        )
+        self.network = MixtralForCausalLM(config)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return byte_loss(self.network, batch)
+
+
+def byte_loss(network: nn.Module, ids: Tensor) -> Tensor:
+    """The cross entropy of each byte but the first."""
+    return F.cross_entropy(network(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
 class Split(Training):
     """As for ``ModelParallelStrategy``: the module splits its layers itself."""
 
@@ -163,10 +202,12 @@ def write(path: str, ends: list[float], state: int) -> None:
 def fit(name: str, arguments: dict[str, Any], options: argparse.Namespace) -> None:
     """Train some steps with a Trainer, which starts the ranks."""
     width, inner, depth = options.width, options.inner, options.depth
-    if name in TABLES[0]:
-        module: Training = WithExperts(width, inner, options.experts, depth)
+    if name in SPLIT:
+        module: Training = Split(width, inner, depth)
+    elif name in MIXTRAL:
+        module = Mixtral(width, inner, options.experts, depth)
     else:
-        module = Split(width, inner, depth)
+        module = WithExperts(width, inner, options.experts, depth)
     strategy: Any
     if name == LIGHTNING:
         strategy = ModelParallelStrategy(1, RANKS, process_group_backend="gloo")
@@ -174,6 +215,8 @@ def fit(name: str, arguments: dict[str, Any], options: argparse.Namespace) -> No
         strategy = AxoSparseStrategy(microbatches=1, **arguments)
     steps = options.steps + WARM_UP
     data = list(torch.randn(RANKS * steps, options.tokens, width))
+    if name in MIXTRAL:
+        data = list(torch.randint(256, (RANKS * steps, options.tokens + 1)))
     trainer = L.Trainer(
         accelerator="cpu",
         devices=RANKS,
@@ -188,44 +231,35 @@ def fit(name: str, arguments: dict[str, Any], options: argparse.Namespace) -> No
     trainer.fit(module, DataLoader(data, batch_size=1))  # type: ignore[arg-type]
 
 
-def fit_deepspeed(options: argparse.Namespace) -> None:
+def fit_deepspeed(name: str, options: argparse.Namespace) -> None:
     """Train as many steps on one of the ranks with DeepSpeed's engine."""
     rank = int(os.environ["PMI_RANK"])
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "DS_ACCELERATOR": "cpu"}
     here |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": options.port}
     os.environ.update({name: str(value) for name, value in here.items()})
     import deepspeed
-    from deepspeed.moe.layer import MoE
 
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
-    width, inner = options.width, options.inner
-    module = WithExperts(width, inner, 1, options.depth)
-    for layer in module.layers:
-        layer.gate = nn.Identity()
-        layer.experts = MoE(
-            width,
-            Expert(width, inner),
-            options.experts,
-            ep_size=RANKS,
-            k=2,
-            drop_tokens=False,
-            top2_2nd_expert_sampling=False,
-        )
-        layer.forward = _with_moe(layer)
-    optimizer = torch.optim.AdamW(
-        deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer(
-            {"params": list(module.parameters()), "name": "all"}
-        ),
-        1e-4,
-    )
+    shape = options.width, options.inner, options.experts, options.depth
+    module, groups = _with_moe(*shape) if name == DEEPSPEED else _with_autoep(*shape)
+    spread = {"enabled": True, "autoep_size": RANKS, "preset_model": "mixtral"}
+    optimizer = torch.optim.AdamW(groups, 1e-4)
     engine, *_ = deepspeed.initialize(
         model=module,
         optimizer=optimizer,
-        config={"train_micro_batch_size_per_gpu": 1, "steps_per_print": 2**31},
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "steps_per_print": 2**31,
+            **({"expert_parallel": spread} if name == AUTOEP else {}),
+        },
     )
     ends, state = [], 0
     for _ in range(options.steps + WARM_UP):
-        engine.backward(engine(torch.randn(options.tokens, width)).square().mean())
+        if name == AUTOEP:
+            loss = byte_loss(engine, torch.randint(256, (1, options.tokens + 1)))
+        else:
+            loss = engine(torch.randn(options.tokens, options.width)).square().mean()
+        engine.backward(loss)
         state = max(state, state_bytes(module, optimizer))
         engine.step()
         ends.append(time.perf_counter())
@@ -233,8 +267,36 @@ def fit_deepspeed(options: argparse.Namespace) -> None:
         write(options.path, ends, state)
 
 
-def _with_moe(layer: Any) -> Any:
+def _with_moe(width: int, inner: int, experts: int, depth: int) -> tuple[nn.Module, Any]:
+    """Layers with DeepSpeed's experts, and their parameters in groups."""
+    from deepspeed.moe.layer import MoE
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+    module = WithExperts(width, inner, 1, depth)
+    for layer in module.layers:
+        layer.gate = nn.Identity()
+        layer.experts = MoE(
+            width,
+            Expert(width, inner),
+            experts,
+            ep_size=RANKS,
+            k=2,
+            drop_tokens=False,
+            top2_2nd_expert_sampling=False,
+        )
+        layer.forward = _through_moe(layer)
+    group = {"params": list(module.parameters()), "name": "all"}
+    return module, split_params_into_different_moe_groups_for_optimizer(group)
+
+
+def _through_moe(layer: Any) -> Any:
     return lambda tokens: tokens + layer.experts(layer.norm(tokens))[0]
+
+
+def _with_autoep(width: int, inner: int, experts: int, depth: int) -> tuple[nn.Module, Any]:
+    """The network of transformers, in which the engine replaces the experts."""
+    module = Mixtral(width, inner, experts, depth).network
+    return module, module.parameters()
 
 
 def measure(name: str, given: list[str]) -> tuple[float, int]:
@@ -242,7 +304,7 @@ def measure(name: str, given: list[str]) -> tuple[float, int]:
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "measured")
         command = [sys.executable, "-m", __spec__.name, "--run", name, "--path", path, *given]
-        if name == DEEPSPEED:
+        if name in (DEEPSPEED, AUTOEP):
             command = ["mpiexec", "-n", str(RANKS), *command]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -270,10 +332,10 @@ def main() -> None:
     if options.run:
         torch.set_num_threads(1)
         L.seed_everything(0, verbose=False)
-        if options.run == DEEPSPEED:
-            fit_deepspeed(options)
+        if options.run in (DEEPSPEED, AUTOEP):
+            fit_deepspeed(options.run, options)
         else:
-            fit(options.run, {**TABLES[0], **TABLES[1]}[options.run], options)
+            fit(options.run, {**EXPERTS, **MIXTRAL, **SPLIT}[options.run], options)
         return
     found: dict[str, list[tuple[float, int]]] = {name: [] for name in every}
     for _ in range(options.trials):
