@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from lightning_axosparse.sparse.backend import Backend
-from lightning_axosparse.sparse.cpu.products import in_threads, readable
-from lightning_axosparse.sparse.kernels import SEGMENT, kernel_module
+from lightning_axosparse.sparse.cpu.products import in_threads, readable, weight_of
+from lightning_axosparse.sparse.kernels import kernel_module
 from lightning_axosparse.sparse.store.formats import SegmentLayout, layout_of
-from lightning_axosparse.sparse.store.layout import INT32_ENTRIES, Layout, row_length
+from lightning_axosparse.sparse.store.layout import INT32_ENTRIES, Layout
 from lightning_axosparse.sparse.store.scratch import Use, scratch
 
 MOST_KEPT = 0.25
@@ -148,15 +148,17 @@ def forward(
     """
     planes = geometry.planes
     result = images.new_empty(geometry.outputs)
-    places, begins = _places(layout, geometry)
-    kept, shift = _flat(values), _flat(images.new_empty(0) if bias is None else bias)
+    taps, shift = (
+        _taps(values, layout, geometry),
+        _flat(images.new_empty(0) if bias is None else bias),
+    )
     for chunk in planes.chunks:
         memory = planes.memory_of_outputs(result[chunk])
-        entries = planes.of_inputs(images[chunk]), places, kept, begins
+        source = planes.of_inputs(images[chunk])
         target = _flat(memory)[planes.margin :], planes.stride, planes.positions
 
-        def part(first: int, last: int, entries: Any = entries, target: Any = target) -> None:
-            kernel_module("convolutions").convolve(*entries, (first, last), shift, *target)
+        def part(first: int, last: int, source: Any = source, target: Any = target) -> None:
+            kernel_module("convolutions").convolve(source, taps, (first, last), shift, *target)
 
         in_threads(part, geometry.weight[0], 1, planes.positions * layout.nnz)
         planes.to_outputs(memory, result[chunk])
@@ -169,15 +171,14 @@ def transposed(
     """Return the gradient of the images from that of the outputs; arguments as for the others."""
     planes = geometry.planes
     result = gradient.new_empty(geometry.images)
-    weight = _transposed_places(values, layout, geometry)
-    shift = _flat(gradient.new_empty(0))
+    taps, shift = _transposed_taps(values, layout, geometry), _flat(gradient.new_empty(0))
     for chunk in planes.chunks:
         memory = planes.memory_of_inputs(result[chunk])
-        entries = planes.of_outputs(gradient[chunk]), *weight
+        source = planes.of_outputs(gradient[chunk])
         target = _flat(memory), planes.stride, planes.positions
 
-        def part(first: int, last: int, entries: Any = entries, target: Any = target) -> None:
-            kernel_module("convolutions").convolve(*entries, (first, last), shift, *target)
+        def part(first: int, last: int, source: Any = source, target: Any = target) -> None:
+            kernel_module("convolutions").convolve(source, taps, (first, last), shift, *target)
 
         in_threads(part, planes.number, 1, planes.positions * layout.nnz)
         planes.to_inputs(memory, result[chunk])
@@ -188,16 +189,14 @@ def sddmm(gradient: Tensor, images: Tensor, layout: SegmentLayout, geometry: Geo
     """Return the kept entries of the gradient of the weight; arguments as for the others."""
     planes = geometry.planes
     result = images.new_zeros(layout.nnz)
-    places, begins = _places(layout, geometry)
-    products = _flat(result)
+    taps = _taps(result, layout, geometry)
     for chunk in planes.chunks:
-        entries = planes.of_inputs(images[chunk]), places, begins
+        source = planes.of_inputs(images[chunk])
         factors = planes.of_outputs(gradient[chunk]), planes.stride, planes.margin
 
-        def part(first: int, last: int, entries: Any = entries, factors: Any = factors) -> None:
-            kernel_module("convolutions").correlate(
-                *entries, (first, last), factors, planes.positions, products
-            )
+        def part(first: int, last: int, source: Any = source, factors: Any = factors) -> None:
+            rows = first, last
+            kernel_module("convolutions").correlate(source, taps, rows, factors, planes.positions)
 
         in_threads(part, geometry.weight[0], 1, planes.positions * layout.nnz)
     return result
@@ -346,43 +345,32 @@ def _spread(numbers: int) -> int:
     return (-(-numbers // _LINE) | 1) * _LINE
 
 
-def _places(layout: SegmentLayout, geometry: Geometry) -> tuple[Any, Any]:
-    """Return the place of each kept entry in the inputs, and the first entry of each row."""
+def _taps(values: Tensor, layout: SegmentLayout, geometry: Geometry) -> Any:
+    """Return the kept entries by output channel, with their places in the inputs."""
     planes, rows = geometry.planes, geometry.weight[0]
     plane, shift = planes.columns
     places = scratch.take("positions", layout.nnz, torch.int32, torch.device("cpu")).numpy()
     begins = np.empty(rows + 1, np.int64)
     group = rows // geometry.groups, planes.of_group * planes.stride
-    columns = plane * np.int32(planes.stride) + shift
-    kernel_module("convolutions").places(*_index(layout), columns, group, places, begins)
-    return places, begins
+    columns, weight = plane * np.int32(planes.stride) + shift, weight_of(layout, values)
+    kernel_module("convolutions").places(weight, columns, group, places, begins)
+    return kernel_module("convolutions").Taps(places, weight.values, begins)
 
 
-def _transposed_places(
-    values: Tensor, layout: SegmentLayout, geometry: Geometry
-) -> tuple[Any, Any, Any]:
-    """Return the kept entries by input plane: places in the outputs, values, the first of each."""
+def _transposed_taps(values: Tensor, layout: SegmentLayout, geometry: Geometry) -> Any:
+    """Return the kept entries by input plane, with their places in the outputs."""
     planes = geometry.planes
     memory = scratch.take("positions", 2 * layout.nnz, torch.int32, torch.device("cpu"))
     places, kept = memory[: layout.nnz].numpy(), memory[layout.nnz :].view(torch.float32).numpy()
     begins = np.empty(planes.number + 1, np.int64)
-    group = geometry.weight[0] // geometry.groups, planes.of_group
-    kernel_module("convolutions").transposed_places(
-        *_index(layout),
-        planes.columns,
-        group,
-        _flat(values),
+    taps = kernel_module("convolutions").Taps(places, kept, begins)
+    group, rows = (
+        (geometry.weight[0] // geometry.groups, planes.of_group),
         (planes.stride, planes.margin),
-        places,
-        kept,
-        begins,
     )
-    return places, kept, begins
-
-
-def _index(layout: SegmentLayout) -> tuple[Any, Any, int]:
-    segments = -(-row_length(layout.shape) // SEGMENT)
-    return layout.counts.numpy(), layout.offsets.numpy(), segments
+    weight = weight_of(layout, values)
+    kernel_module("convolutions").transposed_places(weight, planes.columns, group, rows, taps)
+    return taps
 
 
 def _memory(use: Use, numbers: int) -> Tensor:

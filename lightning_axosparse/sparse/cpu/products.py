@@ -1,8 +1,7 @@
 """Multiplies by the kept values of a sparse weight on a CPU, without a dense one.
 
-The loops are in ``kernels/products.py``, those for one token in ``kernels/one_token.py``.
-``benchmarks/overhead/products.py`` measures them against the panels of ``panels.py`` and against a
-dense weight.
+The loops are in ``kernels/products.py``. ``benchmarks/overhead/products.py`` measures them against
+the panels of ``panels.py`` and against a dense weight.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_axosparse.sparse.backend import Backend, Processor
-from lightning_axosparse.sparse.kernels import LANES, ROWS, kernel_module
+from lightning_axosparse.sparse.kernels import LANES, ROWS, Weight, kernel_module
 from lightning_axosparse.sparse.store.formats import SegmentLayout, layout_of
 from lightning_axosparse.sparse.store.layout import Layout, block_rows, row_length
 from lightning_axosparse.sparse.store.scratch import scratch
@@ -126,23 +125,20 @@ def spmm_t(
     Returns:
         A tensor of shape ``(..., rows)``.
     """
-    height, width = layout.shape[0], row_length(layout.shape)
-    tokens = inputs.shape[:-1]
-    result = reusable_empty((*tokens, height))
+    weight, tokens = weight_of(layout, values), inputs.shape[:-1]
+    result = reusable_empty((*tokens, weight.height))
     number = tokens.numel()
-    weight = *_index(layout), _flat(values)
-    source, target, shift = _flat(inputs), _flat(result), _bias(bias)
+    source, shared = _flat(inputs), (_bias(bias), _flat(result))
 
     def part(first: int, last: int) -> None:
-        rows, start = (first, last), _entries_before(layout, first)
-        shared = (*weight, width, rows, start, shift, target)
+        rows = weight, (first, last), _entries_before(layout, first)
         if number == 1:
-            kernel_module("one_token").spmm_t(source, *shared)
+            kernel_module("products").one_token_spmm_t(source, *rows, *shared)
         else:
-            packed = _packed(width)
-            kernel_module("products").spmm_t(source, number, *shared, height, packed)
+            packed = _packed(weight.width)
+            kernel_module("products").spmm_t(source, number, *rows, *shared, packed)
 
-    in_threads(part, height, block_rows(layout.shape), number * layout.nnz)
+    in_threads(part, weight.height, block_rows(layout.shape), number * layout.nnz)
     return _like(result, inputs)
 
 
@@ -160,20 +156,17 @@ def spmm(
     Returns:
         A tensor of shape ``(..., columns)``.
     """
-    height, width = layout.shape[0], row_length(layout.shape)
-    tokens = inputs.shape[:-1]
-    result = reusable_empty((*tokens, width))
+    weight, tokens = weight_of(layout, values), inputs.shape[:-1]
+    result = reusable_empty((*tokens, weight.width))
     number = tokens.numel()
-    weight = *_index(layout), _flat(values)
-    source, target, shift = _flat(inputs), _flat(result), _bias(bias)
+    source, shared = _flat(inputs), (weight, _bias(bias), _flat(result))
 
     def part(first: int, last: int) -> None:
         if number == 1:
-            kernel_module("one_token").spmm(source, *weight, width, shift, target)
-            return
-        some = (first, last)
-        packed = _packed(width)
-        kernel_module("products").spmm(source, some, *weight, height, width, shift, target, packed)
+            kernel_module("products").one_token_spmm(source, *shared)
+        else:
+            packed = _packed(weight.width)
+            kernel_module("products").spmm(source, (first, last), *shared, packed)
 
     in_threads(part, number, ROWS, number * layout.nnz)
     return _like(result, inputs)
@@ -190,23 +183,21 @@ def sddmm(left: Tensor, right: Tensor, layout: SegmentLayout) -> Tensor:
     Returns:
         A tensor of shape ``(layout.nnz,)``.
     """
-    tokens, height = left.shape[0], layout.shape[0]
-    width = row_length(layout.shape)
-    result = reusable_zeros((layout.nnz,))
-    index, sources, target = _index(layout), (_flat(left), _flat(right)), _flat(result)
+    tokens, result = left.shape[0], reusable_zeros((layout.nnz,))
+    factors, weight = (_flat(left), _flat(right)), weight_of(layout, result)
 
     def part(first: int, last: int) -> None:
-        rows, start, packed = (first, last), _entries_before(layout, first), _packed(width)
-        kernel_module("products").sddmm(
-            *sources, tokens, *index, height, width, rows, start, target, packed
-        )
+        rows = (first, last), _entries_before(layout, first)
+        kernel_module("products").sddmm(*factors, tokens, weight, *rows, _packed(weight.width))
 
-    in_threads(part, height, block_rows(layout.shape), tokens * layout.nnz)
+    in_threads(part, weight.height, block_rows(layout.shape), tokens * layout.nnz)
     return _like(result, left)
 
 
-def _index(layout: SegmentLayout) -> tuple[Any, Any]:
-    return layout.counts.numpy(), layout.offsets.numpy()
+def weight_of(layout: SegmentLayout, values: Tensor) -> Weight:
+    """Return a sparse weight as loops read it."""
+    index = layout.counts.numpy(), layout.offsets.numpy()
+    return Weight(*index, _flat(values), layout.shape[0], row_length(layout.shape))
 
 
 def _flat(tensor: Tensor) -> Any:

@@ -2,7 +2,7 @@
 
 A kernel module has the functions ``densify`` and ``compress``: ``reference`` runs on every device,
 ``fused`` on CUDA where Triton is installed, ``segments`` on CPU. The products with kept values,
-which need no dense tile, are in ``products``, ``one_token`` and ``convolutions``.
+which need no dense tile, are in ``products`` and ``convolutions``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any, NamedTuple
 
 SEGMENT = 256
 """Entries of a segment, so that a byte says where in it a kept entry lies."""
@@ -20,6 +21,27 @@ ROWS = 64
 
 LANES = 128
 """The most tokens that ``products`` multiplies together."""
+
+Span = tuple[int, int]
+"""The first of some consecutive rows or tokens, and the one after the last."""
+
+
+class Weight(NamedTuple):
+    """A matrix of which compiled loops read the kept entries, in flat arrays.
+
+    Attributes:
+        counts: kept entries in each segment, row after row, int16.
+        offsets: the place of each kept entry in its segment, uint8.
+        values: the kept values, float32.
+        height: rows of the matrix.
+        width: its columns.
+    """
+
+    counts: Any
+    offsets: Any
+    values: Any
+    height: int
+    width: int
 
 
 @cache

@@ -10,20 +10,18 @@ A sum runs over the kept entries in the order of their places, so it does not de
 of threads, and a position's result does not depend on the positions beside it.
 
 The functions take flat arrays and check nothing. A row is an output channel of the weight, or, in
-what ``transposed_places`` wrote, a plane of the inputs. Each row has ``segments`` segments, of
-which ``counts`` has the kept entries and ``offsets`` their places. ``places`` has where the planes
-of each kept entry begin in the ``source``, int32; ``begins`` the first kept entry of each row, and
-their number, int64; ``rows`` the first row to compute and the one after the last. ``group`` is the
-number of rows that see the same inputs, and how far on those of the next ones are.
+what ``transposed_places`` wrote, a plane of the inputs. ``group`` is the number of rows that see
+the same inputs, and how far on those of the next ones are.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from lightning_axosparse.sparse.kernels import SEGMENT
+from lightning_axosparse.sparse.kernels import SEGMENT, Span, Weight
+from lightning_axosparse.sparse.kernels.products import kept_in, segments_of
 from lightning_axosparse.sparse.kernels.vectors import (
     broadcast,
     compiled,
@@ -37,62 +35,63 @@ from lightning_axosparse.sparse.kernels.vectors import (
 )
 
 
+class Taps(NamedTuple):
+    """The kept entries of some rows, in flat arrays.
+
+    Attributes:
+        places: where the plane of each begins in the source, int32.
+        values: their values, float32.
+        begins: the first entry of each row, and the number of all, int64.
+    """
+
+    places: Any
+    values: Any
+    begins: Any
+
+
 @compiled
-def places(
-    counts: Any,
-    offsets: Any,
-    segments: int,
-    columns: Any,
-    group: tuple[int, int],
-    places: Any,
-    begins: Any,
-) -> None:
+def places(weight: Weight, columns: Any, group: tuple[int, int], places: Any, begins: Any) -> None:
     """Write the places of all kept entries in the inputs."""
     entry = 0
-    for row in range(len(begins) - 1):
+    for row in range(weight.height):
         begins[row] = entry
         first = row // group[0] * group[1]
-        for segment in range(segments):
-            end = entry + item(counts, row * segments + segment)
+        for segment in range(segments_of(weight)):
+            end = entry + kept_in(weight, row, segment)
             for k in range(entry, end):
-                places[k] = first + item(columns, segment * SEGMENT + item(offsets, k))
+                places[k] = first + item(columns, segment * SEGMENT + item(weight.offsets, k))
             entry = end
     begins[-1] = entry
 
 
 @compiled
 def transposed_places(
-    counts: Any,
-    offsets: Any,
-    segments: int,
+    weight: Weight,
     columns: tuple[Any, Any],
     group: tuple[int, int],
-    values: Any,
     rows: tuple[int, int],
-    places: Any,
-    transposed: Any,
-    begins: Any,
+    transposed: Taps,
 ) -> None:
     """Write the kept entries plane after plane of the inputs, and their places in the outputs.
 
     ``columns`` are the plane of each column of the weight and its shift; ``rows`` are the numbers
     of an output plane, and the place of its first number.
     """
+    begins = transposed.begins
     begins[:] = 0
-    height = len(counts) // segments
     for write in (False, True):
         entry = 0
-        for row in range(height):
+        for row in range(weight.height):
             first = row // group[0] * group[1]
-            for segment in range(segments):
-                end = entry + item(counts, row * segments + segment)
+            for segment in range(segments_of(weight)):
+                end = entry + kept_in(weight, row, segment)
                 for k in range(entry, end):
-                    column = segment * SEGMENT + item(offsets, k)
+                    column = segment * SEGMENT + item(weight.offsets, k)
                     plane = first + item(columns[0], column)
                     if write:
-                        at = begins[plane]
-                        places[at] = row * rows[0] + rows[1] - item(columns[1], column)
-                        transposed[at] = item(values, k)
+                        at, place = begins[plane], row * rows[0] + rows[1]
+                        transposed.places[at] = place - item(columns[1], column)
+                        transposed.values[at] = item(weight.values, k)
                     begins[plane] += 1
                 entry = end
         # The numbers of entries become their first ones, and these, when all are written, the next.
@@ -105,15 +104,7 @@ def transposed_places(
 
 @compiled
 def convolve(
-    source: Any,
-    places: Any,
-    values: Any,
-    begins: Any,
-    rows: tuple[int, int],
-    bias: Any,
-    target: Any,
-    stride: int,
-    positions: int,
+    source: Any, taps: Taps, rows: Span, bias: Any, target: Any, stride: int, positions: int
 ) -> None:
     """Compute ``positions`` numbers, at least 16, of each row's plane in the target.
 
@@ -121,7 +112,7 @@ def convolve(
     """
     position = 0
     while position < positions:
-        part = (source, places, values, begins, rows, bias, target, stride)
+        part = (source, taps, rows, bias, target, stride)
         # The last numbers are computed with some of those before them, to the same result.
         if positions >= 64:
             position += _convolve(zeros(64), min(position, positions - 64), *part)
@@ -134,41 +125,33 @@ def _convolve(
     zero: Any,
     position: int,
     source: Any,
-    places: Any,
-    values: Any,
-    begins: Any,
-    rows: tuple[int, int],
+    taps: Taps,
+    rows: Span,
     bias: Any,
     target: Any,
     stride: int,
 ) -> int:
     for row in range(rows[0], rows[1]):
         total = broadcast(zero, bias[row] if len(bias) else 0.0)
-        for k in range(item(begins, row), item(begins, row + 1)):
-            numbers = load(zero, source, np.intp(item(places, k)) + position)
-            total = multiply_add(broadcast(zero, item(values, k)), numbers, total)
+        for k in range(item(taps.begins, row), item(taps.begins, row + 1)):
+            numbers = load(zero, source, np.intp(item(taps.places, k)) + position)
+            total = multiply_add(broadcast(zero, item(taps.values, k)), numbers, total)
         store(total, target, row * stride + position)
     return int(lanes_of(zero))
 
 
 @compiled
 def correlate(
-    source: Any,
-    places: Any,
-    begins: Any,
-    rows: tuple[int, int],
-    gradient: tuple[Any, int, int],
-    positions: int,
-    products: Any,
+    source: Any, taps: Taps, rows: Span, gradient: tuple[Any, int, int], positions: int
 ) -> None:
-    """Add to each kept entry of some rows the products of its numbers with the row's gradient.
+    """Add to the value of each kept entry of some rows its numbers' products with the gradient.
 
     ``gradient`` is that of the outputs, the numbers of its planes, and where the first one begins.
     """
     position = 0
     while position < positions:
         left = positions - position
-        part = (position, source, places, begins, rows, gradient, products)
+        part = (position, source, taps, rows, gradient)
         if left >= 256:
             position += _correlate(zeros(256), *part)
         elif left >= 64:
@@ -181,41 +164,27 @@ def correlate(
 
 @compiled
 def _correlate(
-    zero: Any,
-    position: int,
-    source: Any,
-    places: Any,
-    begins: Any,
-    rows: tuple[int, int],
-    gradient: tuple[Any, int, int],
-    products: Any,
+    zero: Any, position: int, source: Any, taps: Taps, rows: Span, gradient: tuple[Any, int, int]
 ) -> int:
     for row in range(rows[0], rows[1]):
         factor = load(zero, gradient[0], row * gradient[1] + gradient[2] + position)
-        for k in range(item(begins, row), item(begins, row + 1)):
-            numbers = load(zero, source, np.intp(item(places, k)) + position)
-            products[k] += dot(factor, numbers)
+        for k in range(item(taps.begins, row), item(taps.begins, row + 1)):
+            numbers = load(zero, source, np.intp(item(taps.places, k)) + position)
+            taps.values[k] += dot(factor, numbers)
     return int(lanes_of(zero))
 
 
 @compiled
 def _correlate_rest(
-    number: int,
-    position: int,
-    source: Any,
-    places: Any,
-    begins: Any,
-    rows: tuple[int, int],
-    gradient: tuple[Any, int, int],
-    products: Any,
+    number: int, position: int, source: Any, taps: Taps, rows: Span, gradient: tuple[Any, int, int]
 ) -> int:
     """Do what :func:`_correlate` does for a number of positions that fills no vector."""
     for row in range(rows[0], rows[1]):
         first = row * gradient[1] + gradient[2] + position
-        for k in range(item(begins, row), item(begins, row + 1)):
-            place = np.intp(item(places, k)) + position
+        for k in range(item(taps.begins, row), item(taps.begins, row + 1)):
+            place = np.intp(item(taps.places, k)) + position
             total = np.float32(0)
             for at in range(number):
                 total += item(gradient[0], first + at) * item(source, place + at)
-            products[k] += total
+            taps.values[k] += total
     return number

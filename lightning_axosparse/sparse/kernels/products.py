@@ -7,14 +7,19 @@ weight are multiplied with one segment of columns before the next, so that the f
 stay in the first cache.
 
 Sums run over columns in ascending order: a token's result depends neither on the tokens beside it
-nor on the number of threads. Only a single token is multiplied in another order, by
-``one_token.py``.
+nor on the number of threads.
 
-The functions take flat float32 arrays and their sizes, and check nothing. A weight has ``height`` x
-``width`` numbers; ``counts`` has the kept entries in each segment, row after row, and ``offsets``
-the place of each in its segment. ``rows`` are the first row of it to compute with and the one after
-the last, ``start`` the kept entries before these, ``bias`` one number for each output or none, and
-``packed`` memory for ``LANES * (width + ROWS)`` numbers.
+A single token takes as long as its weight is read, and has functions of its own. With the
+transposed weight the lanes of a vector are kept entries, not tokens. Where the processor has
+AVX-512, the numbers of a segment of the token lie in registers, and those that a row's kept values
+multiply are found there (:func:`by_segments`). Elsewhere they are loaded one by one
+(:func:`by_columns`). The two add in different orders. With the weight as it is stored, kept values
+are multiplied one by one (:func:`one_token_spmm`): each changes another output. That gives the bits
+of :func:`spmm`.
+
+The functions take flat float32 arrays, and check nothing. ``rows`` are those of the weight with
+which to compute, ``start`` the kept entries before these, ``bias`` has one number for each output
+or none, and ``packed`` is memory for ``LANES * (width + ROWS)`` numbers.
 """
 
 from __future__ import annotations
@@ -23,8 +28,12 @@ from typing import Any
 
 import numpy as np
 
-from lightning_axosparse.sparse.kernels import LANES, ROWS, SEGMENT
+from lightning_axosparse.sparse.kernels import LANES, ROWS, SEGMENT, Span, Weight
 from lightning_axosparse.sparse.kernels.vectors import (
+    AT_ONCE,
+    FINDS,
+    add_found_products,
+    add_sparse_products,
     broadcast,
     compiled,
     dot,
@@ -32,7 +41,10 @@ from lightning_axosparse.sparse.kernels.vectors import (
     lanes_of,
     load,
     multiply_add,
+    prefetch,
     store,
+    store_columns,
+    total_of,
     transpose,
     zeros,
 )
@@ -42,111 +54,72 @@ from lightning_axosparse.sparse.kernels.vectors import (
 def spmm_t(
     inputs: Any,
     tokens: int,
-    counts: Any,
-    offsets: Any,
-    values: Any,
-    width: int,
-    rows: tuple[int, int],
+    weight: Weight,
+    rows: Span,
     start: int,
     bias: Any,
     outputs: Any,
-    height: int,
     packed: Any,
 ) -> None:
     """Compute some rows' columns of ``inputs @ weight.t() + bias``."""
     token = 0
     while token < tokens:
-        part = (inputs, token, tokens, counts, offsets, values, width, rows, start, bias, outputs)
-        if tokens - token > 16:
-            token += _times_transposed(zeros(64), *part, height, packed)
-        else:
-            token += _times_transposed(zeros(16), *part, height, packed)
+        part = (inputs, (token, tokens), weight, rows, start, bias, outputs, packed)
+        token += _spmm_t(zeros(64), *part) if tokens - token > 16 else _spmm_t(zeros(16), *part)
 
 
 @compiled
-def _times_transposed(
+def _spmm_t(
     zero: Any,
     inputs: Any,
-    token: int,
-    tokens: int,
-    counts: Any,
-    offsets: Any,
-    values: Any,
-    width: int,
-    rows: tuple[int, int],
+    tokens: Span,
+    weight: Weight,
+    rows: Span,
     start: int,
     bias: Any,
     outputs: Any,
-    height: int,
     packed: Any,
 ) -> int:
-    lanes = lanes_of(zero)
-    group = min(lanes, tokens - token)
-    segments = (width + SEGMENT - 1) // SEGMENT
+    lanes, width = lanes_of(zero), weight.width
+    token, group = tokens[0], min(lanes, tokens[1] - tokens[0])
     sums = packed[width * lanes :]
     entries = np.empty(ROWS, np.intp)
     _pack(inputs, token * width, width, group, width, packed, lanes)
     for top in range(rows[0], rows[1], ROWS):
         number = min(ROWS, rows[1] - top)
-        start = _begin(counts, top, number, segments, start, entries)
+        start = _begin(weight, top, number, start, entries)
         for row in range(number):
             store(broadcast(zero, bias[top + row] if len(bias) else 0.0), sums, row * lanes)
-        for segment in range(segments):
+        for segment in range(segments_of(weight)):
             features = segment * SEGMENT
             for row in range(number):
                 entry = item(entries, row)
-                end = entry + item(counts, (top + row) * segments + segment)
+                end = entry + kept_in(weight, top + row, segment)
                 entries[row] = end
                 total = load(zero, sums, row * lanes)
                 for k in range(entry, end):
-                    feature = load(zero, packed, (features + item(offsets, k)) * lanes)
-                    total = multiply_add(broadcast(zero, item(values, k)), feature, total)
+                    feature = load(zero, packed, (features + item(weight.offsets, k)) * lanes)
+                    total = multiply_add(broadcast(zero, item(weight.values, k)), feature, total)
                 store(total, sums, row * lanes)
-        _unpack(sums, lanes, outputs, token * height + top, height, group, number)
+        _unpack(sums, lanes, outputs, token * weight.height + top, weight.height, group, number)
     return int(group)
 
 
 @compiled
-def spmm(
-    inputs: Any,
-    tokens: tuple[int, int],
-    counts: Any,
-    offsets: Any,
-    values: Any,
-    height: int,
-    width: int,
-    bias: Any,
-    outputs: Any,
-    packed: Any,
-) -> None:
+def spmm(inputs: Any, tokens: Span, weight: Weight, bias: Any, outputs: Any, packed: Any) -> None:
     """Compute some rows of ``inputs @ weight + bias``."""
-    token = tokens[0]
-    while token < tokens[1]:
-        part = (inputs, token, tokens[1], counts, offsets, values, height, width, bias, outputs)
-        if tokens[1] - token > 16:
-            token += _times(zeros(64), *part, packed)
-        else:
-            token += _times(zeros(16), *part, packed)
+    token, end = tokens
+    while token < end:
+        part = (inputs, (token, end), weight, bias, outputs, packed)
+        token += _spmm(zeros(64), *part) if end - token > 16 else _spmm(zeros(16), *part)
 
 
 @compiled
-def _times(
-    zero: Any,
-    inputs: Any,
-    token: int,
-    tokens: int,
-    counts: Any,
-    offsets: Any,
-    values: Any,
-    height: int,
-    width: int,
-    bias: Any,
-    outputs: Any,
-    packed: Any,
+def _spmm(
+    zero: Any, inputs: Any, tokens: Span, weight: Weight, bias: Any, outputs: Any, packed: Any
 ) -> int:
-    lanes = lanes_of(zero)
-    group = min(lanes, tokens - token)
-    segments = (width + SEGMENT - 1) // SEGMENT
+    lanes, height, width = lanes_of(zero), weight.height, weight.width
+    token, group = tokens[0], min(lanes, tokens[1] - tokens[0])
     factors = packed[width * lanes :]
     entries = np.empty(ROWS, np.intp)
     for column in range(width):
@@ -154,19 +127,19 @@ def _times(
     start = 0
     for top in range(0, height, ROWS):
         number = min(ROWS, height - top)
-        start = _begin(counts, top, number, segments, start, entries)
+        start = _begin(weight, top, number, start, entries)
         _pack(inputs, token * height + top, height, group, number, factors, lanes)
-        for segment in range(segments):
+        for segment in range(segments_of(weight)):
             features = segment * SEGMENT
             for row in range(number):
                 entry = item(entries, row)
-                end = entry + item(counts, (top + row) * segments + segment)
+                end = entry + kept_in(weight, top + row, segment)
                 entries[row] = end
                 factor = load(zero, factors, row * lanes)
                 for k in range(entry, end):
-                    place = (features + item(offsets, k)) * lanes
+                    place = (features + item(weight.offsets, k)) * lanes
                     total = load(zero, packed, place)
-                    total = multiply_add(broadcast(zero, item(values, k)), factor, total)
+                    total = multiply_add(broadcast(zero, item(weight.values, k)), factor, total)
                     store(total, packed, place)
     _unpack(packed, lanes, outputs, token * width, width, group, width)
     return int(group)
@@ -174,76 +147,73 @@ def _times(
 
 @compiled
 def sddmm(
-    left: Any,
-    right: Any,
-    tokens: int,
-    counts: Any,
-    offsets: Any,
-    height: int,
-    width: int,
-    rows: tuple[int, int],
-    start: int,
-    products: Any,
-    packed: Any,
+    left: Any, right: Any, tokens: int, weight: Weight, rows: Span, start: int, packed: Any
 ) -> None:
-    """Add the kept entries of some rows of ``left.t() @ right`` to ``products``."""
+    """Add the kept entries of some rows of ``left.t() @ right`` to the values of ``weight``."""
     token = 0
     while token < tokens:
-        part = (left, right, token, tokens, counts, offsets, height, width, rows, start, products)
+        part = (left, right, (token, tokens), weight, rows, start, packed)
         if tokens - token > 64:
-            token += _outer(zeros(LANES), *part, packed)
+            token += _sddmm(zeros(LANES), *part)
         elif tokens - token > 16:
-            token += _outer(zeros(64), *part, packed)
+            token += _sddmm(zeros(64), *part)
         else:
-            token += _outer(zeros(16), *part, packed)
+            token += _sddmm(zeros(16), *part)
 
 
 @compiled
-def _outer(
+def _sddmm(
     zero: Any,
     left: Any,
     right: Any,
-    token: int,
-    tokens: int,
-    counts: Any,
-    offsets: Any,
-    height: int,
-    width: int,
-    rows: tuple[int, int],
+    tokens: Span,
+    weight: Weight,
+    rows: Span,
     start: int,
-    products: Any,
     packed: Any,
 ) -> int:
-    lanes = lanes_of(zero)
-    group = min(lanes, tokens - token)
-    segments = (width + SEGMENT - 1) // SEGMENT
-    factors = packed[width * lanes :]
+    lanes, height, width = lanes_of(zero), weight.height, weight.width
+    token, group = tokens[0], min(lanes, tokens[1] - tokens[0])
+    products, factors = weight.values, packed[width * lanes :]
     entries = np.empty(ROWS, np.intp)
     _pack(right, token * width, width, group, width, packed, lanes)
     for top in range(rows[0], rows[1], ROWS):
         number = min(ROWS, rows[1] - top)
-        start = _begin(counts, top, number, segments, start, entries)
+        start = _begin(weight, top, number, start, entries)
         _pack(left, token * height + top, height, group, number, factors, lanes)
-        for segment in range(segments):
+        for segment in range(segments_of(weight)):
             features = segment * SEGMENT
             for row in range(number):
                 entry = item(entries, row)
-                end = entry + item(counts, (top + row) * segments + segment)
+                end = entry + kept_in(weight, top + row, segment)
                 entries[row] = end
                 factor = load(zero, factors, row * lanes)
                 for k in range(entry, end):
-                    feature = load(zero, packed, (features + item(offsets, k)) * lanes)
+                    feature = load(zero, packed, (features + item(weight.offsets, k)) * lanes)
                     products[k] += dot(factor, feature)
     return int(group)
 
 
 @compiled
-def _begin(counts: Any, top: int, rows: int, segments: int, start: int, entries: Any) -> int:
+def segments_of(weight: Weight) -> int:
+    """Return the number of segments of a row."""
+    return (weight.width + SEGMENT - 1) // SEGMENT
+
+
+@compiled
+def kept_in(weight: Weight, row: int, segment: int) -> int:
+    """Return the number of kept entries in a segment of a row."""
+    kept: int = item(weight.counts, row * segments_of(weight) + segment)
+    return kept
+
+
+@compiled
+def _begin(weight: Weight, top: int, rows: int, start: int, entries: Any) -> int:
     """Write the first kept entry of each of some rows; return the first one after them."""
     for row in range(rows):
         entries[row] = start
-        for segment in range(segments):
-            start += item(counts, (top + row) * segments + segment)
+        for segment in range(segments_of(weight)):
+            start += kept_in(weight, top + row, segment)
     return start
 
 
@@ -291,3 +261,126 @@ def _unpack(
     for token in range(whole_tokens, tokens):
         for feature in range(features):
             target[at + token * stride + feature] = item(packed, feature * lanes + token)
+
+
+_ROWS_OF_ONE_TOKEN = 16
+"""Rows that are multiplied with one segment before the next.
+
+Their kept entries lie one after another, and are in the first cache when the next segment is
+multiplied.
+"""
+
+
+@compiled
+def by_segments(
+    inputs: Any, weight: Weight, rows: Span, start: int, bias: Any, outputs: Any
+) -> None:
+    """Compute some numbers of ``weight @ inputs + bias``, with AVX-512.
+
+    The kept entries of the next rows are asked for in time: the processor does not foresee where
+    they are, as each segment's are read in turn.
+    """
+    width, values, offsets = weight.width, weight.values, weight.offsets
+    whole = width // SEGMENT
+    last = np.zeros(SEGMENT, np.float32)  # with zeros behind the inputs, as a vector is read whole
+    for column in range(whole * SEGMENT, width):
+        last[column - whole * SEGMENT] = item(inputs, column)
+    entries = np.empty(_ROWS_OF_ONE_TOKEN, np.intp)
+    sums = np.empty(_ROWS_OF_ONE_TOKEN * 16, np.float32)
+    for top in range(rows[0], rows[1], _ROWS_OF_ONE_TOKEN):
+        number = min(_ROWS_OF_ONE_TOKEN, rows[1] - top)
+        ahead = start = _begin(weight, top, number, start, entries)
+        for row in range(number):
+            store(zeros(16), sums, row * 16)
+        for segment in range(segments_of(weight)):
+            first = segment * SEGMENT
+            if segment < whole:
+                features = load(zeros(SEGMENT), inputs, first)
+            else:
+                features = load(zeros(SEGMENT), last, 0)
+            for row in range(number):
+                entry = item(entries, row)
+                end = entry + kept_in(weight, top + row, segment)
+                entries[row] = end
+                if end + AT_ONCE > len(values):
+                    for k in range(entry, end):
+                        factor = item(inputs, first + item(offsets, k))
+                        sums[row * 16] += item(values, k) * factor
+                    continue
+                total = load(zeros(16), sums, row * 16)
+                # Always two vectors: where a second one followed if there were more than 16
+                # entries, the processor guessed wrong whether it would, which took longer.
+                for k in range(entry, end, AT_ONCE):
+                    prefetch(values, ahead)
+                    prefetch(values, ahead + 16)
+                    prefetch(offsets, ahead)
+                    ahead += min(AT_ONCE, end - k)
+                    total = add_found_products(total, features, values, offsets, k, end - k)
+                    total = add_found_products(
+                        total, features, values, offsets, k + 16, end - k - 16
+                    )
+                store(total, sums, row * 16)
+        for row in range(number):
+            shift = bias[top + row] if len(bias) else np.float32(0)
+            outputs[top + row] = total_of(load(zeros(16), sums, row * 16)) + shift
+
+
+@compiled
+def by_columns(
+    inputs: Any, weight: Weight, rows: Span, start: int, bias: Any, outputs: Any
+) -> None:
+    """Compute what :func:`by_segments` does, on other processors."""
+    values = weight.values
+    columns = np.empty(weight.width + AT_ONCE, np.int32)
+    for row in range(rows[0], rows[1]):
+        kept = _columns(weight, row, start, columns)
+        lanes, whole = zeros(8), kept // 8 * 8
+        for k in range(0, whole, 8):
+            lanes = add_sparse_products(lanes, values, start + k, inputs, columns, k)
+        total = total_of(lanes) + (bias[row] if len(bias) else np.float32(0))
+        for k in range(whole, kept):
+            total += item(values, start + k) * item(inputs, np.intp(item(columns, k)))
+        outputs[row] = total
+        start += kept
+
+
+@compiled
+def one_token_spmm(inputs: Any, weight: Weight, bias: Any, outputs: Any) -> None:
+    """Compute ``inputs @ weight + bias``."""
+    columns = np.empty(weight.width + AT_ONCE, np.int32)
+    for column in range(weight.width):
+        outputs[column] = bias[column] if len(bias) else 0
+    start = 0
+    for row in range(len(inputs)):
+        factor = broadcast(zeros(1), item(inputs, row))
+        kept = _columns(weight, row, start, columns)
+        for k in range(kept):
+            column = np.intp(item(columns, k))
+            total = load(zeros(1), outputs, column)
+            value = load(zeros(1), weight.values, start + k)
+            store(multiply_add(value, factor, total), outputs, column)
+        start += kept
+
+
+@compiled
+def _columns(weight: Weight, row: int, start: int, columns: Any) -> int:
+    """Write the columns of a row's kept entries; return their number.
+
+    Most segments have fewer entries than are written at once. So no branch depends on how many, and
+    the next segment's columns are written over those of entries that do not belong to this one.
+    """
+    kept, offsets = 0, weight.offsets
+    for segment in range(segments_of(weight)):
+        number = np.intp(kept_in(weight, row, segment))
+        for k in range(kept, kept + number, AT_ONCE):
+            if start + k + AT_ONCE <= len(offsets):
+                store_columns(offsets, start + k, segment * SEGMENT, columns, k)
+            else:
+                for last in range(k, kept + number):
+                    columns[last] = segment * SEGMENT + item(offsets, start + last)
+        kept += number
+    return kept
+
+
+one_token_spmm_t = by_segments if FINDS else by_columns
+"""Compute some numbers of ``weight @ inputs + bias`` as this processor does it best."""

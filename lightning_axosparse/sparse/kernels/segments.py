@@ -58,7 +58,7 @@ def take_rows(numbers: Tensor, values: Tensor, rows: Rows) -> Tensor:
         A tensor of shape ``(n, columns)``.
     """
     result = values.new_zeros(len(numbers), rows[-1])
-    _take_rows(numbers.numpy(), *_row_arrays(rows), _numpy(values), _numpy(result).reshape(-1))
+    _take_rows(numbers.numpy(), _row_arrays(rows), _numpy(values), _numpy(result).reshape(-1))
     return result
 
 
@@ -72,7 +72,7 @@ def add_rows(numbers: Tensor, dense: Tensor, rows: Rows) -> Tensor:
     """
     values = dense.new_zeros(len(rows[1]))
     flat = dense.detach().contiguous().view(-1).numpy()
-    _add_rows(numbers.numpy(), *_row_arrays(rows), flat, values.numpy())
+    _add_rows(numbers.numpy(), _row_arrays(rows), flat, values.numpy())
     return values
 
 
@@ -110,20 +110,12 @@ def _gather(counts: Any, offsets: Any, line: int, dense: Any, values: Any) -> No
 
 
 @compiled
-def _take_rows(
-    numbers: Any,
-    counts: Any,
-    offsets: Any,
-    starts: Any,
-    in_block: int,
-    width: int,
-    values: Any,
-    dense: Any,
-) -> None:
+def _take_rows(numbers: Any, rows: Any, values: Any, dense: Any) -> None:
+    counts, offsets, _, _, width = rows
     segments = (width + SEGMENT - 1) // SEGMENT
     for place in range(len(numbers)):
         row = numbers[place]
-        entry = _first_entry(row, counts, starts, in_block, segments)
+        entry = _first_entry(row, rows)
         for segment in range(segments):
             begin = place * width + segment * SEGMENT
             end = entry + counts[row * segments + segment]
@@ -133,20 +125,12 @@ def _take_rows(
 
 
 @compiled
-def _add_rows(
-    numbers: Any,
-    counts: Any,
-    offsets: Any,
-    starts: Any,
-    in_block: int,
-    width: int,
-    dense: Any,
-    values: Any,
-) -> None:
+def _add_rows(numbers: Any, rows: Any, dense: Any, values: Any) -> None:
+    counts, offsets, _, _, width = rows
     segments = (width + SEGMENT - 1) // SEGMENT
     for place in range(len(numbers)):
         row = numbers[place]
-        entry = _first_entry(row, counts, starts, in_block, segments)
+        entry = _first_entry(row, rows)
         for segment in range(segments):
             begin = place * width + segment * SEGMENT
             end = entry + counts[row * segments + segment]
@@ -156,9 +140,10 @@ def _add_rows(
 
 
 @compiled
-def _first_entry(row: int, counts: Any, starts: Any, in_block: int, segments: int) -> Any:
-    first = row // in_block * in_block
+def _first_entry(row: int, rows: Any) -> Any:
+    counts, _, starts, in_block, width = rows
+    segments = (width + SEGMENT - 1) // SEGMENT
     entry = np.int64(starts[row // in_block])
-    for segment in range(first * segments, row * segments):
+    for segment in range(row // in_block * in_block * segments, row * segments):
         entry += counts[segment]
     return entry

@@ -17,7 +17,7 @@ from lightning_axosparse.sparse.backend import COMPUTES, Backend
 from lightning_axosparse.sparse.cpu import panels
 from lightning_axosparse.sparse.cpu import products as kept_products
 from lightning_axosparse.sparse.cpu import products as threads_module
-from lightning_axosparse.sparse.kernels import one_token, products, vectors
+from lightning_axosparse.sparse.kernels import products, vectors
 from lightning_axosparse.sparse.store.formats import FORMATS, layout_of
 from tests.sparse.masking import random_masks, sparse_and_dense
 
@@ -71,7 +71,7 @@ def loop(request, monkeypatch):
     """Multiplies one token by this loop, whether or not it is this processor's."""
     if request.param == "by_segments" and not vectors.FINDS:
         pytest.skip("needs AVX-512")
-    monkeypatch.setattr(one_token, "spmm_t", getattr(one_token, request.param))
+    monkeypatch.setattr(products, "one_token_spmm_t", getattr(products, request.param))
 
 
 @pytest.mark.parametrize("height", [1, 16, 45])
@@ -156,9 +156,10 @@ def test_loading_the_loops_compiles_what_products_of_any_size_run():
         kept_products.spmm_t(inputs, values, layout, torch.zeros(130))
         kept_products.spmm(gradient, nn.Parameter(values), layout, torch.zeros(600))
         kept_products.sddmm(gradient, inputs, layout)
-    modules = one_token, products
-    loops = [getattr(module, name) for module in modules for name in ("spmm_t", "spmm")]
-    assert [len(loop.signatures) for loop in (*loops, products.sddmm)] == [1] * 5
+    names = ("spmm_t", "spmm", "sddmm", "one_token_spmm_t", "one_token_spmm")
+    assert {name: len(getattr(products, name).signatures) for name in names} == dict.fromkeys(
+        names, 1
+    )
 
 
 @pytest.fixture
