@@ -18,8 +18,14 @@ from benchmarks.perplexity.masked_weights import MaskedWeights
 from benchmarks.perplexity.regrowth import Growth, by_chance, cosine_fraction, regrown
 from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.pruning.masks import MaskBits
-from lightning_axosparse.pruning.rule import MaskRule, MaskSchedule, cubic_ratio
-from lightning_axosparse.pruning.scores import Score, State, saliency
+from lightning_axosparse.pruning.rule import (
+    MaskRule,
+    MaskSchedule,
+    Score,
+    State,
+    cubic_ratio,
+    saliency,
+)
 
 Masks = dict[str, Tensor]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_axosparse.pruning.masks import MaskBits
-from lightning_axosparse.pruning.scores import Score, Scores, State, Stored
+from lightning_axosparse.pruning.rule import Score, Scores, State, Stored
 from lightning_axosparse.pruning.selection import highest
 
 Growth = Literal["random", "gradient"]

@@ -16,16 +16,18 @@ from torch import nn
 
 from lightning_axosparse.callbacks.ticket_search import (
     SEARCH,
+    Moment,
+    Progress,
     TicketSearch,
+    When,
     misconfigured,
     strategy_of,
+    total_steps,
 )
-from lightning_axosparse.callbacks.triggers import Moment, Progress, When, total_steps
 from lightning_axosparse.distributed.process_groups import all_gather, broadcast_from_first
 from lightning_axosparse.pruning.masks import Distance, MaskBits
 from lightning_axosparse.pruning.prunable import Prune, few
-from lightning_axosparse.pruning.rule import MaskRule, MaskSchedule, cubic_ratio
-from lightning_axosparse.pruning.scores import SCORES, Score
+from lightning_axosparse.pruning.rule import SCORES, MaskRule, MaskSchedule, Score, cubic_ratio
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.sparse.backend import (
     COMPUTES,

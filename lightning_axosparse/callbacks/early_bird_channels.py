@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from lightning_axosparse.callbacks.ticket_search import (
     SEARCH,
     TicketSearch,
+    When,
     misconfigured,
     strategy_of,
 )
-from lightning_axosparse.callbacks.triggers import When
 from lightning_axosparse.distributed.process_groups import all_gather, broadcast_from_first
 from lightning_axosparse.pruning.channel_ticket import (
     RATIO,

@@ -17,12 +17,14 @@ import hydra
 import lightning as L
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
+from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 from rich.console import Console
+from typing_extensions import override
 
 from lightning_axosparse.callbacks.report.facts import RunResult
 from lightning_axosparse.callbacks.report.report import TrainingReport
@@ -86,6 +88,37 @@ def configuration() -> Path:
     package = Path(__file__).resolve().parents[1]
     inside = package / "conf"
     return inside if inside.is_dir() else package.parent / "conf"
+
+
+class RunFolder(Callback):
+    """The callback of Hydra that makes the folder of a run, or ends the command with one line.
+
+    Hydra makes it itself, but prints a traceback where it cannot.
+    """
+
+    @override
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        _make_folder(config, "run")
+
+    @override
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        _make_folder(config, "sweep")
+
+
+def _make_folder(config: DictConfig, mode: str) -> None:
+    """Make the folder ``hydra.MODE.dir``.
+
+    Raises:
+        SystemExit: if it cannot be made; Hydra turns any exception of a callback into a warning.
+    """
+    folder = Path(config.hydra[mode].dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.exit(
+            f"hydra.{mode}.dir={folder} cannot be made: {error.strerror}. Name a folder in which "
+            "you may write." + see("commands")
+        )
 
 
 def train(config: DictConfig) -> float | None:

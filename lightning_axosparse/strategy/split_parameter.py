@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_axosparse.distributed.divided_gradient import DividedGradient
 from lightning_axosparse.distributed.process_groups import broadcast
-from lightning_axosparse.pruning.scores import Stored
+from lightning_axosparse.pruning.rule import Stored
 from lightning_axosparse.sparse.module.optimizer_state import expand_state, with_master
 from lightning_axosparse.sparse.module.parameters import OwnedParameter, set_values
 from lightning_axosparse.sparse.module.sparse_module import make_sparse

@@ -17,7 +17,7 @@ from lightning_axosparse.pipeline.microbatch import MicrobatchWeight
 from lightning_axosparse.pipeline.schedule import WeightGradients
 from lightning_axosparse.pipeline.shard.sharded_module import summoned
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
-from lightning_axosparse.pruning.scores import Stored
+from lightning_axosparse.pruning.rule import Stored
 from lightning_axosparse.sparse import sparsify
 from lightning_axosparse.sparse.backend import AUTO, Backend
 from lightning_axosparse.sparse.module.optimizer_state import restore_masters

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_axosparse.pruning.scores import Stored
+from lightning_axosparse.pruning.rule import Stored
 from lightning_axosparse.sparse.module.parameters import OwnedParameter, owned_parameters
 from lightning_axosparse.strategy.split_parameter import SplitParameter
 from lightning_axosparse.support.troubleshooting import see

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_axosparse.callbacks.early_bird import EarlyBirdTicket
 from lightning_axosparse.pruning import Ticket
-from lightning_axosparse.pruning.scores import Stored
+from lightning_axosparse.pruning.rule import Stored
 from lightning_axosparse.sparse import sparsify
 from lightning_axosparse.sparse.module.parameters import layouts
 from tests.ranks import run_ranks

@@ -17,7 +17,7 @@ from omegaconf.errors import InterpolationResolutionError
 from lightning_axosparse.callbacks.report.facts import RunResult
 from lightning_axosparse.cli import train as entry
 from lightning_axosparse.cli.job import settings_of
-from lightning_axosparse.cli.train import configuration, printable, train
+from lightning_axosparse.cli.train import RunFolder, configuration, printable, train
 from lightning_axosparse.strategy.launcher import mpiexec
 from tests.cli.sweep.jobs import write_job
 from tests.ranks import PATIENCE, warm_python
@@ -317,3 +317,42 @@ def test_a_batch_that_replicas_cannot_share_is_refused():
                 "strategy.g_inter=1",
             )
         )
+
+
+# A folder that cannot be made ends a command with one line.
+
+
+def test_the_folder_is_made(tmp_path: Path) -> None:
+    callback = RunFolder()
+    config = {"run": {"dir": f"{tmp_path}/a/b"}, "sweep": {"dir": f"{tmp_path}/c"}}
+    callback.on_run_start(OmegaConf.create({"hydra": config}))
+    callback.on_multirun_start(OmegaConf.create({"hydra": config}))
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("command", "folder"),
+    [
+        ("train", "hydra.run.dir"),
+        ("evaluate", "hydra.run.dir"),
+        ("train -m", "hydra.sweep.dir"),
+    ],
+)
+def test_a_command_says_which_folder_it_cannot_make(
+    command: str, folder: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    module, *flags = command.split()
+    start = [sys.executable, "-m", f"lightning_axosparse.cli.{module}", *flags]
+    done = subprocess.run(
+        [*start, f"{folder}={tmp_path}/file/nope", "seed=0"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"{folder}={tmp_path}/file/nope cannot be made: Not a directory.")
+    assert "Traceback" not in done.stderr

@@ -46,7 +46,7 @@ WITHOUT_LINK = {
     ("pipeline/state/rules.py", "ValueError"): "caught: the rule does not hold",
     ("pipeline/stage_forward.py", "StageEdge("): "ends a step at the edge of a stage",
     ("pipeline/stage_step.py", "StageEdge("): "ends a step at the edge of a stage",
-    ("pruning/scores.py", 'ValueError("it has no second moment'): "part of a message with a link",
+    ("pruning/rule.py", 'ValueError("it has no second moment'): "part of a message with a link",
     ("checkpoint/folder.py", "_NotWritten("): "part of a message with a link",
     ("strategy/launcher/launcher.py", "_Terminated"): "becomes the signal again",
     ("strategy/launcher/pickling.py", "LookupError("): "of a file between caller and ranks",

@@ -22,9 +22,8 @@ from lightning_axosparse.strategy.compat.gradients import (
     restore_precision,
     show_whole_gradients,
 )
-from lightning_axosparse.strategy.compat.logging import MicrobatchLog
+from lightning_axosparse.strategy.compat.logging import MicrobatchLog, MicrobatchPrint
 from lightning_axosparse.strategy.compat.metrics import PipelinedMetrics
-from lightning_axosparse.strategy.compat.printing import MicrobatchPrint
 from lightning_axosparse.strategy.stages.stage_module import StageModule
 
 

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_axosparse.callbacks.triggers import WHEN, Moment, Progress, total_steps
+from lightning_axosparse.callbacks.ticket_search import WHEN, Moment, Progress, total_steps
 
 
 def hundred():

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_axosparse import densify, sparsify
-from lightning_axosparse.sparse.store import slices
+from lightning_axosparse.sparse.ops import experts
 from lightning_axosparse.sparse.store.weight import SparseWeight
 
 EXPERTS, ROWS, COLUMNS = 4, 6, 70
@@ -90,10 +90,10 @@ def test_nothing_of_a_graph_outlives_it(stack, inputs):
     gc.disable()  # no reference cycle: what an optimizer or a regrid replaces must be free
     try:
         loss = stack(inputs)
-        assert slices._latest[stack.weight.entries]() is not None
+        assert experts._latest[stack.weight.entries]() is not None
         loss.backward()
         del loss
-        assert slices._latest[stack.weight.entries]() is None
+        assert experts._latest[stack.weight.entries]() is None
     finally:
         gc.enable()
 
