@@ -14,7 +14,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_axosparse.sparse.ops import convolution, embedding, linear
+from lightning_axosparse.sparse.ops import convolution, linear
 from lightning_axosparse.sparse.ops.torch_functions import read_weight
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.materialize import DenseForm, master_dtype
@@ -297,7 +297,7 @@ def _new_class(dense_class: type[nn.Module], names: tuple[str, ...]) -> type[Spa
     elif issubclass(dense_class, nn.Embedding | nn.EmbeddingBag) and "weight" in names:
         mixin = SparseEmbedding
     body: dict[str, Any] = {name: property(_reader(name)) for name in names}
-    kinds = linear, convolution, embedding
+    kinds = linear, convolution
     forward = next(filter(None, (kind.layer_forward(dense_class, names) for kind in kinds)), None)
     if forward is not None:
         body["forward"] = forward

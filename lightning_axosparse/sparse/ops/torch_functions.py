@@ -67,16 +67,15 @@ def read_weight(values: Tensor, layout: Layout, form: DenseForm) -> Tensor:
         layout: the kept entries.
         form: the weight's dtype and resident copy.
     """
-    large = layout.shape.numel() >= MIN_ENTRIES and torch.is_grad_enabled()
-    overrides = (large or is_stack(layout.shape)) and not transformed()
+    overrides = layout.shape.numel() >= MIN_ENTRIES or is_stack(layout.shape)
     return sparse_weight(values, layout, form, OverridingWeight if overrides else SparseWeight)
 
 
 class OverridingWeight(SparseWeight):
     """A sparse weight for which ``REPLACEMENTS`` run.
 
-    Weights are of this class only where that pays: large ones, and stacks of matrices. Without
-    gradients, matrices of ``nn.TransformerEncoderLayer`` would keep it from its fast path.
+    Weights are of this class only where that pays: large ones, and stacks of matrices. They keep
+    ``nn.TransformerEncoderLayer`` from its fast path, which would make all of them dense.
     """
 
     @classmethod
