@@ -35,9 +35,6 @@ _CHUNK = 2**20
 _LINE = 16
 """Numbers of a line of the cache."""
 
-_WHOLE = 128
-"""Images of so many positions are read where they are, if they need no padding."""
-
 Pair = tuple[int, int]
 
 
@@ -153,7 +150,7 @@ def forward(
         _flat(images.new_empty(0) if bias is None else bias),
     )
     for chunk in planes.chunks:
-        memory = planes.memory_of_outputs(result[chunk])
+        memory = planes.memory_of_outputs()
         source = planes.of_inputs(images[chunk])
         target = _flat(memory)[planes.margin :], planes.stride, planes.positions
 
@@ -173,7 +170,7 @@ def transposed(
     result = gradient.new_empty(geometry.images)
     taps, shift = _transposed_taps(values, layout, geometry), _flat(gradient.new_empty(0))
     for chunk in planes.chunks:
-        memory = planes.memory_of_inputs(result[chunk])
+        memory = planes.memory_of_inputs()
         source = planes.of_outputs(gradient[chunk])
         target = _flat(memory), planes.stride, planes.positions
 
@@ -216,7 +213,6 @@ class _Planes:
         positions: numbers of a plane that are sums.
         margin: the largest shift.
         stride: numbers from one plane to the next.
-        whole: whether images are such planes as they are.
     """
 
     def __init__(self, geometry: Geometry) -> None:
@@ -233,16 +229,12 @@ class _Planes:
         self._in_phase = [self._phases.index((y % down, x % across)) for y, x in places]
         self._shifts = [y // down * columns + x // across for y, x in places]
         self.number, self.margin = channels * len(self._phases), max(self._shifts)
-        self.whole = len(places) == down == across == 1 and rows * columns >= _WHOLE
         most = _CHUNK // (max(self.number, geometry.weight[0]) * rows * columns)
-        chunks = images if self.whole else -(-images // max(most, 1))
+        chunks = -(-images // max(most, 1))
         together = -(-images // max(chunks, 1))
         self.chunks = [slice(first, first + together) for first in range(0, images, together or 1)]
-        self.positions = together * rows * columns
-        self.stride = self.positions
-        if not self.whole:
-            self.positions = -(-self.positions // _LINE) * _LINE
-            self.stride = _spread(self.positions + self.margin)
+        self.positions = -(-together * rows * columns // _LINE) * _LINE
+        self.stride = _spread(self.positions + self.margin)
 
     @property
     def inputs(self) -> int:
@@ -256,21 +248,17 @@ class _Planes:
 
     def of_inputs(self, images: Tensor) -> Any:
         """Return images as planes."""
-        if self.whole:
-            return _flat(images)
-        memory = _memory("packed", self.inputs).zero_()
+        memory = self.memory_of_inputs().zero_()
         for plane, rows, columns in self._views(memory, len(images)):
             plane.copy_(images[:, :, rows, columns].transpose(0, 1))
         return _flat(memory)
 
-    def memory_of_inputs(self, images: Tensor) -> Tensor:
-        """Return where to write planes that will be ``images``."""
-        return images.view(-1) if self.whole else _memory("packed", self.inputs)
+    def memory_of_inputs(self) -> Tensor:
+        """Return where to write planes of the inputs."""
+        return _memory("packed", self.inputs)
 
     def to_inputs(self, memory: Tensor, images: Tensor) -> None:
         """Copy planes that were written to ``memory`` to ``images``."""
-        if self.whole:
-            return
         if len(self._phases) < prod(self._geometry.stride):
             images.zero_()  # rows or columns that no output sees
         for plane, rows, columns in self._views(memory, len(images)):
@@ -278,20 +266,17 @@ class _Planes:
 
     def of_outputs(self, outputs: Tensor) -> Any:
         """Return outputs, or their gradient, as planes with zeros around them."""
-        if self.whole:
-            return _flat(outputs)
-        memory = _memory("tile", self.outputs).zero_()
+        memory = self.memory_of_outputs().zero_()
         self._outputs_view(memory, outputs).copy_(outputs.transpose(0, 1))
         return _flat(memory)
 
-    def memory_of_outputs(self, outputs: Tensor) -> Tensor:
-        """Return where to write planes that will be ``outputs``."""
-        return outputs.view(-1) if self.whole else _memory("tile", self.outputs)
+    def memory_of_outputs(self) -> Tensor:
+        """Return where to write planes of the outputs."""
+        return _memory("tile", self.outputs)
 
     def to_outputs(self, memory: Tensor, outputs: Tensor) -> None:
         """Copy planes that were written to ``memory`` to ``outputs``."""
-        if not self.whole:
-            outputs.copy_(self._outputs_view(memory, outputs).transpose(0, 1))
+        outputs.copy_(self._outputs_view(memory, outputs).transpose(0, 1))
 
     @cached_property
     def columns(self) -> tuple[Any, Any]:
