@@ -61,7 +61,6 @@ NO_OTHER_WAY = {
         *("_global_forward_hooks", "_global_forward_pre_hooks"),
     },
     "pruning/channels.py": {"_parameters"},
-    "sparse/ops/linear.py": {"_parameters"},
     "sparse/module/sparse_module.py": {"_flat_weights_names", "_init_flat_weights", "_parameters"},
     "sparse/module/parameters.py": {"_indices", "_parameters", "_values"},
     # What torch and Lightning leave to subclasses.

@@ -8,6 +8,7 @@ stay dense and keep their keys; pickles and deep copies work.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.materialize import DenseForm, master_dtype
 from lightning_axosparse.sparse.store.weight import SparseWeight, sparse_weight
 from lightning_axosparse.support.troubleshooting import see
+
+_PLAIN = (Tensor, nn.Parameter)
 
 
 class SparseModule(nn.Module):
@@ -232,8 +235,8 @@ def kept_product(module: nn.Module) -> linear.KeptProduct | None:
     """
     if not isinstance(module, SparseModule):
         return None
-    by_rows = linear.rows_are_outputs(_dense_class(module), tuple(module._layouts))
-    if by_rows is None:
+    by_rows = linear.rows_are_outputs(_dense_class(module))
+    if by_rows is None or tuple(module._layouts) != ("weight",):
         return None
     return linear.KeptProduct(module._layouts["weight"], module._forms["weight"], by_rows)
 
@@ -297,14 +300,40 @@ def _new_class(dense_class: type[nn.Module], names: tuple[str, ...]) -> type[Spa
     elif issubclass(dense_class, nn.Embedding | nn.EmbeddingBag) and "weight" in names:
         mixin = SparseEmbedding
     body: dict[str, Any] = {name: property(_reader(name)) for name in names}
-    kinds = linear, convolution
-    forward = next(filter(None, (kind.layer_forward(dense_class, names) for kind in kinds)), None)
-    if forward is not None:
-        body["forward"] = forward
+    if names == ("weight",) and (compute := _computed_with_kept_values(dense_class)) is not None:
+        body["forward"] = _forward(dense_class, compute)
     body["_dense_class"] = dense_class
     body["__module__"] = dense_class.__module__
     body["__doc__"] = f"{dense_class.__name__} with {', '.join(names)} stored sparse."
     return type(f"Sparse{dense_class.__name__}", (mixin, dense_class), body)
+
+
+_Compute = Callable[[Any, Tensor, Tensor, Layout, DenseForm], Tensor | None]
+
+
+def _computed_with_kept_values(dense_class: type[nn.Module]) -> _Compute | None:
+    """Return what computes a layer's outputs by its kept values; None for layers that read them."""
+    by_rows = linear.rows_are_outputs(dense_class)
+    if by_rows is not None:
+        return partial(linear.multiplied, by_rows)
+    return convolution.convolved if convolution.convolves(dense_class) else None
+
+
+def _forward(dense_class: type[nn.Module], compute: _Compute) -> Callable[..., Tensor]:
+    dense_forward: Callable[..., Tensor] = dense_class.forward
+
+    def forward(layer: Any, inputs: Tensor) -> Tensor:
+        # A caller may keep the bound forward for longer than the weight is stored sparse, and
+        # torch.func.functional_call may put a dense tensor in its place.
+        layout = vars(layer).get("_layouts", {}).get("weight")
+        values = layer._parameters["weight"]
+        if layout is None or type(values) not in _PLAIN or values.shape != (layout.nnz,):
+            return dense_forward(layer, inputs)
+        form = layer._forms["weight"].for_values(values, layer.training)
+        outputs = compute(layer, inputs, values, layout, form)
+        return dense_forward(layer, inputs) if outputs is None else outputs
+
+    return forward
 
 
 def _reader(name: str) -> Callable[[SparseModule], Tensor | None]:

@@ -7,9 +7,8 @@ the geometry fits. Otherwise torch convolves with a dense copy of the weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +17,8 @@ from torch.nn import grad as dense_gradients
 from lightning_axosparse.sparse.cpu import convolutions as kept_convolutions
 from lightning_axosparse.sparse.cpu.convolutions import Geometry
 from lightning_axosparse.sparse.kernels import reference
-from lightning_axosparse.sparse.ops.linear import stored_weight
 from lightning_axosparse.sparse.store.formats import SegmentLayout
+from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.materialize import DenseForm, autocast_dtype
 from lightning_axosparse.sparse.store.weight import check_unchanged, sparse_weight
 from lightning_axosparse.support.torch_internals import (
@@ -35,38 +34,26 @@ _FORWARDS = {
 }
 
 
-def layer_forward(
-    dense_class: type[nn.Module], names: tuple[str, ...]
-) -> Callable[..., Tensor] | None:
-    """Return the forward of layers that may convolve with their kept values; None for others.
+def convolves(dense_class: type[nn.Module]) -> bool:
+    """Return whether layers that are of this class while they are dense may run here."""
+    convolution = _FORWARDS.get(cast(Any, dense_class.forward))
+    own = getattr(dense_class, "_conv_forward", None)
+    return convolution is not None and own is convolution
 
-    Args:
-        dense_class: the layer's class while it is dense.
-        names: its parameters that are stored sparse.
-    """
-    dense_forward: Callable[..., Tensor] = dense_class.forward
-    convolves = _FORWARDS.get(dense_forward)
-    if convolves is None or names != ("weight",):
+
+def convolved(
+    layer: Any, inputs: Tensor, values: Tensor, layout: Layout, form: DenseForm
+) -> Tensor | None:
+    """Convolve inputs with a layer's kept values; None if a dense weight has to be used."""
+    if form.copy is not None or not _eligible(layer, inputs, values, form):
         return None
-    if getattr(dense_class, "_conv_forward", None) is not convolves:
+    if not kept_convolutions.chosen(layout, form.backend, values):
         return None
-
-    def forward(layer: Any, inputs: Tensor) -> Tensor:
-        stored = stored_weight(layer)
-        if stored is None:
-            return dense_forward(layer, inputs)
-        values, layout, form = stored
-        if form.copy is not None or not _eligible(layer, inputs, values, form):
-            return dense_forward(layer, inputs)
-        if not kept_convolutions.chosen(layout, form.backend, values):
-            return dense_forward(layer, inputs)
-        geometry = _geometry_of(layer, layout.shape, inputs)
-        if not geometry.fits or not kept_convolutions.large_enough(form.backend, geometry):
-            return dense_forward(layer, inputs)
-        result: Tensor = _Convolution.apply(inputs, values, layer.bias, layout, geometry)  # type: ignore[no-untyped-call]
-        return result
-
-    return forward
+    geometry = _geometry_of(layer, layout.shape, inputs)
+    if not geometry.fits or not kept_convolutions.large_enough(form.backend, geometry):
+        return None
+    result: Tensor = _Convolution.apply(inputs, values, layer.bias, layout, geometry)  # type: ignore[no-untyped-call]
+    return result
 
 
 def _eligible(layer: Any, inputs: Any, values: Tensor, form: DenseForm) -> bool:

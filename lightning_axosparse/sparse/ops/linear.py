@@ -43,7 +43,7 @@ and which its checkpoints keep (``backend``): it is the same on all ranks, and i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -131,66 +131,32 @@ def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if follows else tensor
 
 
-def stored_weight(layer: Any) -> tuple[Tensor, Layout, DenseForm] | None:
-    """Return the kept values of a layer's weight, their layout and form; None if it is dense.
-
-    A caller may keep the bound forward for longer than the weight is stored sparse, and
-    ``torch.func.functional_call`` may put a dense tensor in its place.
-    """
-    layout = vars(layer).get("_layouts", {}).get("weight")
-    values = layer._parameters["weight"]
-    if layout is None or type(values) not in (Tensor, nn.Parameter):
+def multiplied(
+    by_rows: bool, layer: Any, inputs: Tensor, values: Tensor, layout: Layout, form: DenseForm
+) -> Tensor | None:
+    """Multiply inputs by a layer's kept values, by the first path; None if that cannot be."""
+    operands = eligible(inputs, layer.bias, values, layout.shape, form.dtype, by_rows)
+    if operands is None:
         return None
-    if values.shape != (layout.nnz,):
-        return None
-    return values, layout, layer._forms["weight"].for_values(values, layer.training)
+    inputs, bias, _ = operands
+    product = KeptProduct(layout, form, by_rows)
+    if not torch.is_grad_enabled():  # a node of autograd takes as long as a token's product
+        return product.forward(inputs, values, bias)
+    output: Tensor = _LayerProduct.apply(inputs, values, bias, product)  # type: ignore[no-untyped-call]
+    return output
 
 
-def layer_forward(
-    dense_class: type[nn.Module], names: tuple[str, ...]
-) -> Callable[..., Tensor] | None:
-    """Return the forward of the first path for layers of this class; None if it has none.
-
-    Args:
-        dense_class: the layer's class while it is dense.
-        names: its parameters that are stored sparse.
-    """
-    dense_forward: Callable[..., Tensor] = dense_class.forward
-    by_rows = rows_are_outputs(dense_class, names)
-    if by_rows is None:
-        return None
-
-    def forward(layer: Any, inputs: Tensor) -> Tensor:
-        stored = stored_weight(layer)
-        if stored is None:
-            return dense_forward(layer, inputs)
-        values, layout, form = stored
-        operands = eligible(inputs, layer.bias, values, layout.shape, form.dtype, by_rows)
-        if operands is None:
-            return dense_forward(layer, inputs)
-        inputs, bias, _ = operands
-        product = KeptProduct(layout, form, by_rows)
-        if not torch.is_grad_enabled():  # a node of autograd takes as long as a token's product
-            return product.forward(inputs, values, bias)
-        output: Tensor = _LayerProduct.apply(inputs, values, bias, product)  # type: ignore[no-untyped-call]
-        return output
-
-    return forward
-
-
-def rows_are_outputs(dense_class: type[nn.Module], names: tuple[str, ...]) -> bool | None:
+def rows_are_outputs(dense_class: type[nn.Module]) -> bool | None:
     """Return whether the rows of a layer's weight, or its columns, give the outputs.
 
     Args:
         dense_class: the layer's class while it is dense.
-        names: its parameters that are stored sparse.
 
     Returns:
         None if the first path does not serve such layers.
     """
     forward = dense_class.forward
-    known = _ROWS_ARE_OUTPUTS.get((forward.__module__, forward.__qualname__))
-    return known if names == ("weight",) else None
+    return _ROWS_ARE_OUTPUTS.get((forward.__module__, forward.__qualname__))
 
 
 class KeptProduct(NamedTuple):
