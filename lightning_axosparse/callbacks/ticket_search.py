@@ -228,14 +228,7 @@ class TicketSearch(Callback, ABC):
         self._looked = self._looked or now
         self._look(trainer, pl_module, now)
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Compare masks if they are due inside an epoch."""
         if not trainer.is_last_batch:
             now = Progress(trainer.global_step, trainer.current_epoch)

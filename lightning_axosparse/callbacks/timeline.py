@@ -186,43 +186,36 @@ class PipelineTimeline(L.Callback):
         self.folder = None if folder is None else Path(folder)
         self.steps: list[RecordedStep] = []
         self._recorded: dict[Period, tuple[int, list[Placed]]] = {}
-        self._period: Period = "dense"
-        """How weights are stored in the batch that is being recorded."""
+        self._period: Period | None = None
+        """How weights are stored in the batch that is being recorded; None if none is."""
 
     @override
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_start(self, *_: Any) -> None:
         self._recorded = {}
 
     @override
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._chosen(trainer, batch_idx):
+        if batch_idx == self.batch_idx and self.epoch in (None, trainer.current_epoch):
             self._period = period_of(trainer)
             clock.record()
 
     @override
-    def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        if self._chosen(trainer, batch_idx):
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if self._period is not None:
             grid = grid_of(trainer)
             placed = place(clock.recorded(), grid.replica, grid.stage)
             self._recorded[self._period] = trainer.current_epoch, placed
+            self._period = None
 
     @override
-    def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, *_: Any) -> None:
         clock.recorded()  # The batch that is being recorded has no end.
+        self._period = None
 
     @override
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
         own = {period: spans for period, (_, spans) in self._recorded.items()}
         ranks = all_gather(own, dist.group.WORLD if dist.is_initialized() else None)
         self.steps = [
@@ -246,9 +239,6 @@ class PipelineTimeline(L.Callback):
             path = folder / f"timeline-{step.weights}"
             path.with_suffix(".json").write_text(json.dumps(chrome_trace(step)))
             gantt([step]).savefig(path.with_suffix(".png"), dpi=120)
-
-    def _chosen(self, trainer: L.Trainer, batch_idx: int) -> bool:
-        return batch_idx == self.batch_idx and self.epoch in (None, trainer.current_epoch)
 
 
 def grid_of(trainer: L.Trainer) -> Grid:

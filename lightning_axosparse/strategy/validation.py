@@ -8,12 +8,11 @@ for several optimizers, when they are configured.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -22,7 +21,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
@@ -307,45 +306,29 @@ def validate_one_optimizer(optimizers: Sequence[Optimizer], feature: str) -> Non
         )
 
 
-class _Trial(NamedTuple):
-    """How it is tried whether an optimizer can be placed elsewhere, and what is said if not."""
-
-    steps: Callable[..., Tensor]
-    impossible: str
-    differs: str
-    needs: str
-
-
 def _in_buckets(optimizer: Optimizer) -> None:
     BucketwiseOptimizer(optimizer, HostMemory(), bucket=1)
 
 
-_TRIALS = {
-    "offload_optimizer": _Trial(
-        partial(trial_steps, prepare=_in_buckets),
+_REFUSALS = {
+    "offload_optimizer": (
         "cannot be offloaded",
-        "one parameter after the other gives other numbers",
         "offload_optimizer=True steps parameters on the CPU, bucket by bucket",
     ),
-    "shard_optimizer": _Trial(
-        partial(trial_steps, in_parts=True),
+    "shard_optimizer": (
         "cannot be divided",
-        "parts of a parameter get other numbers than all of it",
         "shard_optimizer=True gives each replica a part of every parameter",
     ),
-    "g_tensor": _Trial(
-        partial(trial_steps, in_parts=True),
+    "g_tensor": (
         "cannot step parts of weights",
-        "parts of a parameter get other numbers than all of it",
         "g_tensor gives each rank of a tensor group a part of every weight in the plan",
     ),
-    "g_expert": _Trial(
-        partial(trial_steps, in_parts=True),
+    "g_expert": (
         "cannot step parts of weights",
-        "parts of a parameter get other numbers than all of it",
         "g_expert gives each rank some of the experts in a parameter",
     ),
 }
+"""What is said of an optimizer that does not fit to a feature, and what the feature does."""
 
 
 def validate_placement(optimizer: Optimizer, feature: str) -> None:
@@ -354,21 +337,25 @@ def validate_placement(optimizer: Optimizer, feature: str) -> None:
     This takes trial steps of an optimizer of the same class and settings on small random
     parameters; the optimizer itself is not changed.
     """
-    trial = _TRIALS[feature]
+    by_buckets = feature == "offload_optimizer"
+    how: dict[str, Any] = {"prepare": _in_buckets} if by_buckets else {"in_parts": True}
     for group in optimizer.param_groups:
         try:
-            is_equal = torch.allclose(trial_steps(optimizer, group), trial.steps(optimizer, group))
+            whole, placed = trial_steps(optimizer, group), trial_steps(optimizer, group, **how)
         except Exception as error:  # whatever the user's optimizer raises
             reason = f"a trial step failed: {without_link(error)}"
             raise _not_placed(optimizer, feature, reason) from error
-        if not is_equal:
-            raise _not_placed(optimizer, feature, trial.differs)
+        if not torch.allclose(whole, placed):
+            reason = "parts of a parameter get other numbers than all of it"
+            if by_buckets:
+                reason = "one parameter after the other gives other numbers"
+            raise _not_placed(optimizer, feature, reason)
 
 
 def _not_placed(optimizer: Optimizer, feature: str, reason: str) -> MisconfigurationException:
-    trial = _TRIALS[feature]
+    impossible, needs = _REFUSALS[feature]
     return MisconfigurationException(
-        f"{type(optimizer).__name__} {trial.impossible}: {reason}. {trial.needs}: "
+        f"{type(optimizer).__name__} {impossible}: {reason}. {needs}: "
         "use AdamW, Adam, SGD, RMSprop, NAdam, Adagrad or the like, with their default "
         f"`capturable=False`, or leave {feature} out." + see("optimizers")
     )

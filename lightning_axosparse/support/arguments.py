@@ -89,7 +89,6 @@ INDEX = whole(0)
 BYTES = whole(1, 2**63 - 1)
 SEED = whole(0, 2**32 - 1)
 NOT_NEGATIVE = number("a finite number, at least 0", lambda value: 0 <= value < float("inf"))
-POSITIVE = number("a finite number above 0", lambda value: 0 < value < float("inf"))
 TIMEOUT = number("a number of seconds above 0", lambda value: value > 0) | Kind(
     "a datetime.timedelta above 0",
     lambda value: isinstance(value, timedelta) and value > timedelta(0),

@@ -128,23 +128,16 @@ class TrainingReport(L.Callback):
             self._parameters = sum(parameter.numel() for parameter in pl_module.parameters())
 
     @override
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_fit_start(self, *_: Any) -> None:
         self._measured = _Measurements()
 
     @override
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         self._started = _Instant.now(trainer)
 
     @override
     def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, *_: Any
     ) -> None:
         now, start = _Instant.now(trainer), self._started
         assert start is not None

@@ -159,19 +159,13 @@ class LoopCheck(RankLocalCallback):
         """Compare whether training is over."""
         self._compare(trainer, "training ends", None, ())
 
-    def on_validation_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Compare the lengths of the validation loaders."""
-        sanity = trainer.sanity_checking
-        self._begin(trainer, trainer.num_sanity_val_batches if sanity else trainer.num_val_batches)
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Compare the lengths of the loaders of an evaluation."""
+        loop: Any = trainer._active_loop
+        self._begin(trainer, loop.max_batches)
 
-    def on_test_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Compare the lengths of the test loaders."""
-        self._begin(trainer, trainer.num_test_batches)
-
-    def on_predict_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Compare the lengths of the predict loaders."""
-        self._begin(trainer, trainer.num_predict_batches)
-
+    on_test_start = on_validation_start
+    on_predict_start = on_validation_start
     on_validation_epoch_end = on_train_epoch_end
     on_test_epoch_end = on_train_epoch_end
     on_predict_epoch_end = on_train_epoch_end
