@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -209,14 +209,6 @@ class ReturnsShard(Protocol):
         """Yield what this rank returns, by name, dense, and free it, one tensor at a time."""
 
 
-class _Header(NamedTuple):
-    """What stands in the file before the bytes of a tensor."""
-
-    name: str
-    dtype: torch.dtype
-    shape: torch.Size
-
-
 def returned_by(strategy: Strategy, rank: int) -> Iterator[tuple[str, Tensor]]:
     """The tensors that a rank returns after a run; without sharding, the first one returns all."""
     if isinstance(strategy, ReturnsShard):
@@ -230,12 +222,12 @@ def write(tensors: Iterable[tuple[str, Tensor]], path: Path) -> None:
     """Write named tensors to a file, each before the next one is asked for."""
     with path.open("wb") as file:
         for name, tensor in tensors:
-            pickle.dump(_Header(name, tensor.dtype, tensor.shape), file)
+            pickle.dump((name, tensor.dtype, tensor.shape), file)
             file.write(_bytes_of(tensor.detach().cpu().contiguous()))
 
 
 def read(path: Path, module: nn.Module) -> None:
-    """Read the tensors of a file into those of ``module`` that have their names.
+    """Read the tensors of a file, one at a time, into those of ``module`` that have their names.
 
     What has another shape or dtype, or is on the meta device, gets memory of its own.
     """
@@ -247,24 +239,11 @@ def read(path: Path, module: nn.Module) -> None:
     )
     with path.open("rb") as file:
         while file.peek(1):
-            header = pickle.load(file)
-            _read_into(targets.get(header.name), header, file)
-
-
-def _read_into(target: Tensor | None, header: _Header, file: BinaryIO) -> None:
-    fits = (
-        target is not None
-        and (target.shape, target.dtype) == (header.shape, header.dtype)
-        and target.device.type == "cpu"
-        and target.is_contiguous()
-    )
-    if fits and target is not None:
-        file.readinto(_bytes_of(target.detach()))  # type: ignore[attr-defined]
-        return
-    values = torch.empty(header.shape, dtype=header.dtype)
-    file.readinto(_bytes_of(values))  # type: ignore[attr-defined]
-    if target is not None:
-        _replace(target, values)
+            name, dtype, shape = pickle.load(file)
+            values = torch.empty(shape, dtype=dtype)
+            file.readinto(_bytes_of(values))
+            if name in targets:
+                _replace(targets[name], values)
 
 
 def _replace(target: Tensor, values: Tensor) -> None:
