@@ -62,18 +62,22 @@ def take_rows(numbers: Tensor, values: Tensor, rows: Rows) -> Tensor:
     return result
 
 
-def add_rows(numbers: Tensor, dense: Tensor, rows: Rows) -> Tensor:
+def add_rows(numbers: Tensor, dense: Tensor, rows: Rows, padding: int | None = None) -> Tensor:
     """Add dense rows to some rows of a zero matrix, and return the kept entries of the sums.
 
     Args:
         numbers: which rows to add to, shape ``(n,)``, integers.
-        dense: the rows, shape ``(n, columns)``, float32 or float64.
+        dense: the rows, shape ``(n, columns)``, floating.
         rows: the kept entries of the matrix.
+        padding: a row to which nothing is added.
     """
-    values = dense.new_zeros(len(rows[1]))
-    flat = dense.detach().contiguous().view(-1).numpy()
+    if padding is not None:
+        dense, numbers = dense[numbers != padding], numbers[numbers != padding]
+    wide = dense if dense.dtype.itemsize >= 4 else dense.float()
+    values = wide.new_zeros(len(rows[1]))
+    flat = wide.detach().contiguous().view(-1).numpy()
     _add_rows(numbers.numpy(), _row_arrays(rows), flat, values.numpy())
-    return values
+    return values.to(dense.dtype)
 
 
 def _row_arrays(rows: Rows) -> tuple[Any, Any, Any, int, int]:

@@ -139,10 +139,7 @@ def dot(_: Any, left: Any, right: Any) -> Any:
             part = list(range(first, first + _BLOCK))
             one, other = (_shuffle(builder, vector, vector, part) for vector in args)
             total = _fma(builder, one, other, total)
-        kind = ir.FunctionType(_FLOAT, [_FLOAT, total.type])
-        name = f"llvm.vector.reduce.fadd.v{_BLOCK}f32"
-        function = cgutils.get_or_insert_function(builder.module, kind, name)
-        return builder.call(function, [ir.Constant(_FLOAT, 0.0), total], fastmath=("reassoc",))
+        return _sum(builder, total)
 
     return types.float32(left, right), generate
 
@@ -162,10 +159,9 @@ def store_columns(_: Any, offsets: Any, entry: Any, first: Any, columns: Any, at
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         offsets, entry, first, columns, at = args
         kinds, wide = signature.args, ir.VectorType(_INDEX, AT_ONCE)
-        pointer = _pointer(context, builder, kinds[0], offsets, entry)
-        there = builder.bitcast(pointer, ir.VectorType(ir.IntType(8), AT_ONCE).as_pointer())
-        loaded = builder.load(there)
-        loaded.align = 1
+        loaded = _load(
+            builder, _bytes(AT_ONCE), _pointer(context, builder, kinds[0], offsets, entry)
+        )
         start = _splat(builder, builder.trunc(first, _INDEX), AT_ONCE)
         places = builder.add(builder.zext(loaded, wide), start)
         _store(builder, places, _pointer(context, builder, kinds[3], columns, at))
@@ -230,10 +226,7 @@ def add_found_products(
         total, segment, values, offsets, entry, number = args
         kinds, integers = signature.args, ir.VectorType(_INDEX, _BLOCK)
         pointer = _pointer(context, builder, kinds[3], offsets, entry)
-        there = builder.bitcast(pointer, ir.VectorType(ir.IntType(8), _BLOCK).as_pointer())
-        loaded = builder.load(there)
-        loaded.align = 1
-        places = builder.zext(loaded, integers)
+        places = builder.zext(_load(builder, _bytes(_BLOCK), pointer), integers)
         found = _found(builder, segment, places)
         pointer = _pointer(context, builder, kinds[2], values, entry)
         factors = _load(builder, total.type, pointer)
@@ -265,10 +258,7 @@ def total_of(_: Any, vector: Any) -> Any:
     """Return the sum of a vector's numbers."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(_FLOAT, [_FLOAT, args[0].type])
-        name = f"llvm.vector.reduce.fadd.v{vector.lanes}f32"
-        function = cgutils.get_or_insert_function(builder.module, kind, name)
-        return builder.call(function, [ir.Constant(_FLOAT, 0.0), args[0]], fastmath=("reassoc",))
+        return _sum(builder, args[0])
 
     return types.float32(vector), generate
 
@@ -377,8 +367,19 @@ def _pointer(context: Any, builder: Any, kind: Any, array: Any, offset: Any) -> 
 
 def _load(builder: Any, vector: ir.VectorType, pointer: Any) -> Any:
     loaded = builder.load(builder.bitcast(pointer, vector.as_pointer()))
-    loaded.align = 4
+    loaded.align = 4 if vector.element == _FLOAT else 1
     return loaded
+
+
+def _bytes(number: int) -> ir.VectorType:
+    return ir.VectorType(ir.IntType(8), number)
+
+
+def _sum(builder: Any, vector: Any) -> Any:
+    kind = ir.FunctionType(_FLOAT, [_FLOAT, vector.type])
+    name = f"llvm.vector.reduce.fadd.v{vector.type.count}f32"
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    return builder.call(function, [ir.Constant(_FLOAT, 0.0), vector], fastmath=("reassoc",))
 
 
 def _store(builder: Any, vector: Any, pointer: Any) -> None:

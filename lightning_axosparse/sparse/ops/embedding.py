@@ -57,7 +57,8 @@ class _Lookup(torch.autograd.Function):
         if weight.dense_copy is not None:
             return weight.operand()[indices]
         assert isinstance(weight.entries, SegmentLayout)
-        rows = take_rows(indices.reshape(-1), weight.kept_values(), weight.entries)
+        loops, values = kernel_module("segments"), weight.kept_values()
+        rows: Tensor = loops.take_rows(indices.reshape(-1), values, weight.entries.rows)
         return rows.view(*indices.shape, rows.shape[1])
 
     @staticmethod
@@ -74,7 +75,8 @@ class _Lookup(torch.autograd.Function):
             dense = torch.ops.aten.embedding_dense_backward
             return None, dense(gradient, indices, ctx.rows, padding, False), None
         rows = gradient.reshape(-1, gradient.shape[-1])
-        values = add_rows(indices.reshape(-1), rows, ctx.layout, ctx.padding)
+        loops, numbers = kernel_module("segments"), indices.reshape(-1)
+        values = loops.add_rows(numbers, rows, ctx.layout.rows, ctx.padding)
         geometry = torch.empty(ctx.rows, rows.shape[1], dtype=rows.dtype, device="meta")
         return None, SparseWeight(values, ctx.layout, geometry), None
 
@@ -91,28 +93,5 @@ def load_loops() -> None:
     assert isinstance(layout, SegmentLayout)
     indices = torch.zeros(1, dtype=torch.int64, device="cpu")
     values = torch.zeros(64, dtype=torch.float32, device="cpu")
-    add_rows(indices, take_rows(indices, values, layout), layout)
-
-
-def take_rows(indices: Tensor, values: Tensor, layout: SegmentLayout) -> Tensor:
-    """Return the dense rows ``indices`` (shape ``(n,)``) of a weight: shape ``(n, columns)``."""
-    taken: Tensor = kernel_module("segments").take_rows(indices, values, layout.rows)
-    return taken
-
-
-def add_rows(
-    indices: Tensor, rows: Tensor, layout: SegmentLayout, padding: int | None = None
-) -> Tensor:
-    """Add ``rows`` to the rows ``indices`` of a zero matrix and return its kept entries.
-
-    Args:
-        indices: shape ``(n,)``.
-        rows: shape ``(n, columns)``.
-        layout: the kept entries.
-        padding: an index whose rows are not added.
-    """
-    if padding is not None:
-        rows, indices = rows[indices != padding], indices[indices != padding]
-    wide = rows if rows.dtype.itemsize >= 4 else rows.float()
-    added: Tensor = kernel_module("segments").add_rows(indices, wide, layout.rows)
-    return added.to(rows.dtype)
+    loops = kernel_module("segments")
+    loops.add_rows(indices, loops.take_rows(indices, values, layout.rows), layout.rows)
