@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_axosparse.sparse.backend import Backend, Processor
 from lightning_axosparse.sparse.kernels import LANES, ROWS, Weight, kernel_module
 from lightning_axosparse.sparse.store.formats import SegmentLayout, layout_of
-from lightning_axosparse.sparse.store.layout import Layout, block_rows, row_length
+from lightning_axosparse.sparse.store.layout import Layout, block_rows
 from lightning_axosparse.sparse.store.scratch import scratch
 from lightning_axosparse.support.memory import reusable_empty, reusable_zeros
 
@@ -196,8 +196,7 @@ def sddmm(left: Tensor, right: Tensor, layout: SegmentLayout) -> Tensor:
 
 def weight_of(layout: SegmentLayout, values: Tensor) -> Weight:
     """Return a sparse weight as loops read it."""
-    index = layout.counts.numpy(), layout.offsets.numpy()
-    return Weight(*index, _flat(values), layout.shape[0], row_length(layout.shape))
+    return Weight(*layout.read_by_loops, _flat(values))
 
 
 def _flat(tensor: Tensor) -> Any:

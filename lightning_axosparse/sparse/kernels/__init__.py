@@ -32,16 +32,16 @@ class Weight(NamedTuple):
     Attributes:
         counts: kept entries in each segment, row after row, int16.
         offsets: the place of each kept entry in its segment, uint8.
-        values: the kept values, float32.
         height: rows of the matrix.
         width: its columns.
+        values: the kept values, float32.
     """
 
     counts: Any
     offsets: Any
-    values: Any
     height: int
     width: int
+    values: Any
 
 
 @cache
