@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from lightning_axosparse.callbacks.report.tables import Section, terminal
-from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
+from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, validated
 from lightning_axosparse.checkpoint.load import load_sparse
 from lightning_axosparse.checkpoint.safetensors import SafetensorsState
 from lightning_axosparse.cli.train import (
@@ -35,7 +35,6 @@ from lightning_axosparse.support.arguments import (
     one_of,
     shown,
 )
-from lightning_axosparse.support.files import reading
 from lightning_axosparse.support.troubleshooting import see, without_link
 
 METRICS = "metrics.json"
@@ -102,12 +101,7 @@ def restored(config: DictConfig, source: Path) -> tuple[L.LightningModule, Path 
         return model, None
     files = AtomicCheckpointIO()
     files.verify(source)
-    with reading(source):
-        contents = files.load_mapped(source, weights_only=True)
-    if not isinstance(contents, Mapping) or "state_dict" not in contents:
-        raise ValueError(
-            f"'{source}' is no Lightning checkpoint: it has no `state_dict`." + see("commands")
-        )
+    contents = validated(files.load_mapped(source, weights_only=True), source)
     values = contents.get("hyper_parameters", {})
     _validate_plain(values, source)
     make = instantiate(config, _partial_=True)

@@ -21,7 +21,7 @@ from lightning_axosparse.pruning.channels import (
     layer_inputs,
     layer_outputs,
 )
-from lightning_axosparse.pruning.selection import highest
+from lightning_axosparse.pruning.selection import highest, kept_entries
 from lightning_axosparse.pruning.ticket import TicketFile
 from lightning_axosparse.sparse.module.convert import renew_reducers
 from lightning_axosparse.sparse.module.optimizer_state import trial_state, validate_state
@@ -112,18 +112,12 @@ def channel_masks(
     ``scales`` are the weights of BatchNorms, (channels,), by name; ratio and floor are those of
     ``EarlyBirdChannels``. Of equal scales the first are pruned first. The masks are on CPU.
     """
-    scores: dict[str, Tensor] = {}
-    for name, scale in scales.items():
-        size = scale.detach().abs().double().cpu()
-        least = max(1, math.ceil(floor * (1 - pruning_ratio) * len(size)))
-        if not size.isnan().any():
-            size[size.argsort(stable=True)[len(size) - least :]] = math.inf
-        scores[name] = size
+    scores = {name: scale.detach().abs().double().cpu() for name, scale in scales.items()}
     sizes = {name: score.shape for name, score in scores.items()}
-    entries = sum(size.numel() for size in sizes.values())
-    safe = sum(int(score.isinf().sum()) for score in scores.values())
-    kept = max(entries - round(pruning_ratio * entries), safe)
-    return highest(scores, sizes, kept)
+    share = floor * (1 - pruning_ratio)
+    least = {name: max(1, math.ceil(share * len(score))) for name, score in scores.items()}
+    kept = max(kept_entries(sizes, pruning_ratio), sum(least.values()))
+    return highest(scores, sizes, kept, least)
 
 
 @dataclass(frozen=True, repr=False)

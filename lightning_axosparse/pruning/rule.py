@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from lightning_axosparse.pruning.prunable import Prune, few, prunable
-from lightning_axosparse.pruning.selection import highest, kept_entries
+from lightning_axosparse.pruning.selection import highest, kept_entries, least_kept
 from lightning_axosparse.sparse.module.optimizer_state import expand_state, trial_state
 from lightning_axosparse.sparse.module.parameters import OwnedParameter, owned_parameters
 from lightning_axosparse.sparse.store.layout import Layout
@@ -237,7 +237,8 @@ class MaskRule:
 
         score = SCORES[rule.score] if isinstance(rule.score, str) else rule.score
         scores = Scores(score, names, stored)
-        masks = highest(scores, sizes, kept_entries(sizes, self.ratio), self.floor, group)
+        kept = kept_entries(sizes, self.ratio)
+        masks = highest(scores, sizes, kept, least_kept(sizes, kept, self.floor), group)
         for name in names:
             layout = stored(name).layout
             if layout is not None:

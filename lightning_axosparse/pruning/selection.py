@@ -49,7 +49,7 @@ def highest(
     scores: Mapping[str, Tensor],
     sizes: Sizes,
     kept: int,
-    floor: float = 0.0,
+    least: Mapping[str, int] | None = None,
     group: ProcessGroup | None = None,
 ) -> dict[str, Tensor]:
     """Compute the masks that keep the entries of highest score, as one process would.
@@ -62,11 +62,12 @@ def highest(
             is counted by exactly one rank of ``group``.
         sizes: all weights, the same on all ranks.
         kept: how many entries of all weights stay.
-        floor: as for :func:`least_kept`.
+        least: how many entries of each weight stay at least, together no more than ``kept``; None:
+            perhaps none.
         group: the ranks whose stages make up the model; None if this rank has the whole model.
     """
     double = _validate(scores, group)
-    keys = _Keys(scores, least_kept(sizes, kept, floor), double)
+    keys = _Keys(scores, least or {}, double)
     pruned = number_of_entries(sizes) - kept
     if pruned == 0:
         return {
@@ -93,7 +94,7 @@ class _Keys(Mapping[str, Tensor]):
         self._scores, self._double = scores, double
         self._floors: dict[str, tuple[int, int]] = {}
         for name in self:
-            if least[name]:
+            if least.get(name):
                 alone = {name: self[name]}
                 others = alone[name].numel() - least[name]
                 self._floors[name] = _select(alone, others, double, None)

@@ -44,7 +44,8 @@ def sizes_of(scores):
 
 def one_process(scores, ratio, floor=0.0):
     sizes = sizes_of(scores)
-    return highest(scores, sizes, kept_entries(sizes, ratio), floor)
+    kept = kept_entries(sizes, ratio)
+    return highest(scores, sizes, kept, least_kept(sizes, kept, floor))
 
 
 def sorted_masks(scores, kept, floor=0.0):
@@ -143,7 +144,8 @@ def masks_of_a_stage(stage, stages, group):
         held, counted = on_stage(scores, stages, stage)
         own = {name: held[name] for name in scores if name in counted}
         sizes = sizes_of(scores)
-        found.append(highest(own, sizes, kept_entries(sizes, ratio), floor, group))
+        kept = kept_entries(sizes, ratio)
+        found.append(highest(own, sizes, kept, least_kept(sizes, kept, floor), group))
     if "b.weight" in own:
         own["b.weight"] = own["b.weight"] * torch.nan
     with pytest.raises(ValueError, match=r"NaN in b\.weight"):
