@@ -101,7 +101,8 @@ def _spmm_t(
                     feature = load(zero, packed, (features + item(weight.offsets, k)) * lanes)
                     total = multiply_add(broadcast(zero, item(weight.values, k)), feature, total)
                 store(total, sums, row * lanes)
-        _unpack(sums, lanes, outputs, token * weight.height + top, weight.height, group, number)
+        place = token * weight.height + top
+        _transpose(sums, 0, lanes, number, group, outputs, place, weight.height)
     return int(group)
 
 
@@ -141,7 +142,7 @@ def _spmm(
                     total = load(zero, packed, place)
                     total = multiply_add(broadcast(zero, item(weight.values, k)), factor, total)
                     store(total, packed, place)
-    _unpack(packed, lanes, outputs, token * width, width, group, width)
+    _transpose(packed, 0, lanes, width, group, outputs, token * width, width)
     return int(group)
 
 
@@ -225,42 +226,29 @@ def _pack(
 
     Lanes without a token become zero.
     """
-    whole_tokens, whole_features = tokens // 16 * 16, features // 16 * 16
-    for token in range(0, whole_tokens, 16):
-        line = at + token * stride
-        for feature in range(0, whole_features, 16):
-            transpose(source, line + feature, stride, packed, feature * lanes + token, lanes)
-        for feature in range(whole_features, features):
-            for lane in range(16):
-                packed[feature * lanes + token + lane] = item(
-                    source, line + lane * stride + feature
-                )
-    for token in range(whole_tokens, tokens):
-        for feature in range(features):
-            packed[feature * lanes + token] = item(source, at + token * stride + feature)
+    _transpose(source, at, stride, tokens, features, packed, 0, lanes)
     for feature in range(features):
         for token in range(tokens, lanes):
             packed[feature * lanes + token] = 0
 
 
 @compiled
-def _unpack(
-    packed: Any, lanes: int, target: Any, at: int, stride: int, tokens: int, features: int
+def _transpose(
+    source: Any, at: int, stride: int, rows: int, columns: int, target: Any, to: int, step: int
 ) -> None:
-    """Write what :func:`_pack` packed back to a matrix of tokens x features."""
-    whole_tokens, whole_features = tokens // 16 * 16, features // 16 * 16
-    for token in range(0, whole_tokens, 16):
-        line = at + token * stride
-        for feature in range(0, whole_features, 16):
-            transpose(packed, feature * lanes + token, lanes, target, line + feature, stride)
-        for feature in range(whole_features, features):
+    """Write the transposed of a matrix, whose rows are so far apart, to rows that are ``step``."""
+    whole_rows, whole_columns = rows // 16 * 16, columns // 16 * 16
+    for row in range(0, whole_rows, 16):
+        line, place = at + row * stride, to + row
+        for column in range(0, whole_columns, 16):
+            transpose(source, line + column, stride, target, place + column * step, step)
+        for column in range(whole_columns, columns):
             for lane in range(16):
-                target[line + lane * stride + feature] = item(
-                    packed, feature * lanes + token + lane
-                )
-    for token in range(whole_tokens, tokens):
-        for feature in range(features):
-            target[at + token * stride + feature] = item(packed, feature * lanes + token)
+                value = item(source, line + lane * stride + column)
+                target[place + column * step + lane] = value
+    for row in range(whole_rows, rows):
+        for column in range(columns):
+            target[to + column * step + row] = item(source, at + row * stride + column)
 
 
 _ROWS_OF_ONE_TOKEN = 16
