@@ -255,13 +255,14 @@ def is_compiled(module: nn.Module) -> bool:
     return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
 
 
+def forward_mode() -> bool:
+    """Return whether forward-mode differentiation or ``torch.jit.trace`` is active."""
+    return forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None
+
+
 def transformed() -> bool:
-    """Return whether a ``torch.func`` transform, forward mode or ``torch.jit.trace`` is active."""
-    return (
-        torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-    )
+    """Return whether that, or a ``torch.func`` transform such as ``vmap``, is active."""
+    return torch._C._are_functorch_transforms_active() or forward_mode()
 
 
 def apply_untransformed(function: type[torch.autograd.Function], *args: Any) -> Any:

@@ -15,7 +15,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_axosparse.sparse.ops import convolution, linear
+from lightning_axosparse.sparse.ops import convolution, embedding, linear
 from lightning_axosparse.sparse.ops.torch_functions import read_weight
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.materialize import DenseForm, master_dtype
@@ -302,6 +302,8 @@ def _new_class(dense_class: type[nn.Module], names: tuple[str, ...]) -> type[Spa
     body: dict[str, Any] = {name: property(_reader(name)) for name in names}
     if names == ("weight",) and (compute := _computed_with_kept_values(dense_class)) is not None:
         body["forward"] = _forward(dense_class, compute)
+    elif (looked_up := embedding.layer_forward(dense_class, names)) is not None:
+        body["forward"] = looked_up
     body["_dense_class"] = dense_class
     body["__module__"] = dense_class.__module__
     body["__doc__"] = f"{dense_class.__name__} with {', '.join(names)} stored sparse."

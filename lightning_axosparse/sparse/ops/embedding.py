@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_axosparse.sparse.kernels import kernel_module
 from lightning_axosparse.sparse.store.formats import SegmentLayout, layout_of
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.weight import SparseWeight
-from lightning_axosparse.support.torch_internals import backward_transformed
+from lightning_axosparse.support.torch_internals import backward_transformed, transformed
 
 
 def embedding(
@@ -79,6 +80,35 @@ class _Lookup(torch.autograd.Function):
         values = loops.add_rows(numbers, rows, ctx.layout.rows, ctx.padding)
         geometry = torch.empty(ctx.rows, rows.shape[1], dtype=rows.dtype, device="meta")
         return None, SparseWeight(values, ctx.layout, geometry), None
+
+
+def layer_forward(
+    dense_class: type[nn.Module], names: tuple[str, ...]
+) -> Callable[..., Tensor] | None:
+    """Return the forward of layers that look up their rows without gradients, too.
+
+    A weight that is read without gradients does not call :func:`embedding`
+    (``torch_functions.OverridingWeight``), and would be dense as a whole for each token.
+
+    Args:
+        dense_class: the layer's class while it is dense.
+        names: its parameters that are stored sparse.
+
+    Returns:
+        The forward; None for other layers.
+    """
+    if dense_class.forward is not nn.Embedding.forward or names != ("weight",):
+        return None
+
+    def forward(layer: Any, input: Tensor) -> Tensor:
+        if not torch.is_grad_enabled() and not transformed():
+            options = layer.max_norm, layer.norm_type, layer.scale_grad_by_freq, layer.sparse
+            rows = embedding(input, layer.weight, layer.padding_idx, *options)
+            if isinstance(rows, Tensor):
+                return rows
+        return nn.Embedding.forward(layer, input)
+
+    return forward
 
 
 def found_by_row(layout: Layout) -> TypeGuard[SegmentLayout]:

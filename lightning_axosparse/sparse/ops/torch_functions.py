@@ -67,15 +67,16 @@ def read_weight(values: Tensor, layout: Layout, form: DenseForm) -> Tensor:
         layout: the kept entries.
         form: the weight's dtype and resident copy.
     """
-    overrides = layout.shape.numel() >= MIN_ENTRIES or is_stack(layout.shape)
+    large = layout.shape.numel() >= MIN_ENTRIES and torch.is_grad_enabled()
+    overrides = (large or is_stack(layout.shape)) and not transformed()
     return sparse_weight(values, layout, form, OverridingWeight if overrides else SparseWeight)
 
 
 class OverridingWeight(SparseWeight):
     """A sparse weight for which ``REPLACEMENTS`` run.
 
-    Weights are of this class only where that pays: large ones, and stacks of matrices. They keep
-    ``nn.TransformerEncoderLayer`` from its fast path, which would make all of them dense.
+    Weights are of this class only where that pays: large ones, and stacks of matrices. Without
+    gradients, matrices of ``nn.TransformerEncoderLayer`` would keep it from its fast path.
     """
 
     @classmethod

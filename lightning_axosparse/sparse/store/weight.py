@@ -18,6 +18,7 @@ from lightning_axosparse.sparse.store.materialize import DenseCopy, DenseForm, r
 from lightning_axosparse.support.torch_internals import (
     apply_untransformed,
     backward_transformed,
+    forward_mode,
     mutated_arguments,
     no_torch_function,
     transformed,
@@ -346,7 +347,7 @@ def sparse_weight(
 
     Its gradient is compressed to the kept entries as soon as it is complete. torch.compile cannot
     trace a tensor subclass into its operators: it gets a dense tensor, which the backward pass
-    makes again, so that it is not saved either. ``torch.func`` transforms, forward mode and
+    makes again, so that it is not saved either. Forward-mode differentiation and
     ``torch.jit.trace`` get a plain dense tensor.
 
     Args:
@@ -358,9 +359,14 @@ def sparse_weight(
     form = form or DenseForm(values.dtype)
     if torch.compiler.is_compiling():
         return recomputed_densify(values.to(form.dtype), layout)
-    if transformed():
+    if forward_mode():
         return reference.scatter(values.to(form.dtype), layout.positions(), layout.shape)
-    weight: SparseWeight = apply_untransformed(_Expand, values, layout, form, kind)
+    arguments = values, layout, form, kind
+    weight: SparseWeight
+    if transformed():
+        weight = _Expand.apply(*arguments)  # type: ignore[no-untyped-call]
+    else:
+        weight = apply_untransformed(_Expand, *arguments)
     weight.source = values
     return weight
 
@@ -383,6 +389,23 @@ class _Expand(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return compress_gradient(gradient, ctx.layout), None, None, None
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        values: Tensor,
+        layout: Layout,
+        form: DenseForm,
+        kind: type[SparseWeight],
+    ) -> tuple[Tensor, int | None]:
+        """Stay sparse for one set of values; make several sets dense together."""
+        if in_dims[0] is None:
+            return sparse_weight(
+                values, layout, DenseForm(form.dtype, backend=form.backend), kind
+            ), None
+        weights = torch.vmap(lambda one: reference.scatter(one, layout.positions(), layout.shape))
+        return weights(values.movedim(in_dims[0], 0).to(form.dtype)), 0
 
 
 def compress_gradient(gradient: Tensor, layout: Layout) -> Tensor:

@@ -79,7 +79,6 @@ def test_a_layer_makes_no_tile_without_gradients(precision, monkeypatch):
     mask = torch.rand(ROWS, WIDE) < 0.3
     expected = layer.weight.detach() * mask
     sparsify(layer, {"weight": mask})
-    monkeypatch.setattr(torch_functions, "MIN_ENTRIES", 0)
     monkeypatch.setattr(Layout, "densify_tile", None)
     tokens = torch.randint(ROWS, (2, 7))
     with torch.no_grad():
