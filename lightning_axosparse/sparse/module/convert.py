@@ -282,7 +282,9 @@ def _loops_of(entry: OwnedParameter) -> Iterator[Callable[[], None]]:
         if kept_convolutions.chosen(entry.layout, *choice):
             yield kept_convolutions.load_loops
     elif len(entry.layout.shape) == 2 or is_stack(entry.layout.shape):
-        if kept_products.chosen(entry.layout, "spmm_t", *choice):
+        # At any share of kept entries: a pruning ratio may rise, and the first rank says what all
+        # ranks wait for only if it compiles, too.
+        if kept_products.chosen(entry.layout, "one_token", *choice):
             yield kept_products.load_loops
         looked_up = any(isinstance(owner, nn.Embedding) for owner in owners)
         if looked_up and embedding.found_by_row(entry.layout):
