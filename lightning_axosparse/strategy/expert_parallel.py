@@ -5,6 +5,9 @@ What is spread are modules whose ``forward`` takes ``hidden_states``, ``top_k_in
 dimension of each of their parameters, or are the modules of an ``nn.ModuleList``. Each rank keeps
 some of them, calls the module's own ``forward`` with the tokens of these, from all ranks, and sends
 the results back.
+
+What PEFT adds to parameters of such a module (``LoraConfig(target_parameters=...)``) is a module
+around it, which has the same ``forward``. Each rank keeps the adapters of its experts, too.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from lightning_axosparse.sparse.module.parameters import (
     OwnedParameter,
     own_all,
     own_parts,
+    owned_parameters,
 )
 from lightning_axosparse.strategy.split_parameter import SplitParameter
 from lightning_axosparse.support.patched import Forward, patched, replaced_forward
@@ -45,7 +49,7 @@ class ExpertLayer:
 
     Attributes:
         path: its name.
-        module: the module.
+        module: the module, with what PEFT has put around it.
         listed: the list of its experts; None where they are slices of its parameters.
     """
 
@@ -54,31 +58,55 @@ class ExpertLayer:
     listed: nn.ModuleList | None
 
     @property
+    def nested(self) -> list[nn.Module]:
+        """The module that has the experts, and before it what is around it, outermost first."""
+        return list(_nested(self.module))
+
+    @property
     def experts(self) -> int:
         """The number of experts."""
         if self.listed is not None:
             return len(self.listed)
-        owned = (OwnedParameter(p, [k], [(self.module, k)]) for k, p in self._slices())
+        base = self.nested[-1]
+        slices = ((k, p) for k, p in base._parameters.items() if p is not None)
+        owned = (OwnedParameter(p, [k], [(base, k)]) for k, p in slices)
         return next((entry.shape[0] for entry in owned if entry.shape), 0)
 
-    def parameters(self) -> Iterator[tuple[str, int | None]]:
-        """The names of the experts' parameters, with their expert's number; None of all."""
+    def parameters(self, ranks: int) -> Iterator[tuple[str, int, list[int]]]:
+        """The names of the experts' parameters, and how so many ranks divide them.
+
+        These are the dimension, and the length of each rank's part of it, or of its blocks.
+        """
+        own = self.experts // ranks
         if self.listed is None:
-            yield from ((f"{self.path}.{key}", None) for key, _ in self._slices())
+            for entry in owned_parameters(self.module):
+                dimension, length = _slice(entry, self.experts) or (0, 0)
+                yield f"{self.path}.{entry.names[0]}", dimension, [own * length] * ranks
             return
         where = next(name for name, part in self.module.named_modules() if part is self.listed)
         for number, expert in enumerate(self.listed):
             path = ".".join(filter(None, (self.path, where, str(number))))
-            yield from ((f"{path}.{name}", number) for name, _ in expert.named_parameters())
-
-    def _slices(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return ((k, p) for k, p in self.module._parameters.items() if p is not None)
+            for entry in owned_parameters(expert):
+                rows = sum(entry.shape[:1])
+                sizes = [rows if rank == number // own else 0 for rank in range(ranks)]
+                yield f"{path}.{entry.names[0]}", 0, sizes
 
     @property
-    def counts(self) -> list[str]:
-        """The attributes in which the module keeps the number of its experts."""
-        found = vars(self.module).items()
-        return [k for k, v in found if "expert" in k and type(v) is int and v == self.experts]
+    def counts(self) -> list[tuple[nn.Module, str]]:
+        """The attributes in which the module, and what is around it, keep the number of experts."""
+        found = ((each, k, v) for each in self.nested for k, v in vars(each).items())
+        return [
+            (each, k)
+            for each, k, v in found
+            if "expert" in k and type(v) is int and v == self.experts
+        ]
+
+
+def _nested(module: nn.Module) -> Iterator[nn.Module]:
+    yield module
+    inner = getattr(module, "base_layer", None)
+    if isinstance(inner, nn.Module):
+        yield from _nested(inner)
 
 
 def expert_layers(module: nn.Module, experts: Experts) -> list[ExpertLayer]:
@@ -118,7 +146,8 @@ def _matches(path: str, pattern: str) -> bool:
 def _hugging_face_patterns(module: nn.Module) -> Iterator[str]:
     planned: list[str] = []
     for path, part in module.named_modules():
-        plan = getattr(part, "ep_plan", None)
+        # PEFT's modules have all attributes of the module inside of them.
+        plan = getattr(part, "ep_plan", None) if hasattr(type(part), "ep_plan") else None
         if isinstance(plan, Mapping) and not any(path.startswith(each) for each in planned):
             planned += [f"{path}."] if plan else []
             for name, style in plan.items():
@@ -129,21 +158,14 @@ def _hugging_face_patterns(module: nn.Module) -> Iterator[str]:
 def _layer(path: str, module: nn.Module) -> ExpertLayer:
     lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
     layer = ExpertLayer(path, module, lists[0] if lists else None)
-    arguments = list(signature(module.forward).parameters)
+    arguments = list(signature(layer.nested[-1].forward).parameters)
     reason = None
     if arguments != _ARGUMENTS:
         reason = f"its `forward` takes {', '.join(arguments) or 'nothing'}"
     elif layer.experts == 0:
         reason = "it has neither parameters of its own nor an nn.ModuleList of experts"
     elif layer.listed is None:
-        owned = (OwnedParameter(p, [k], [(module, k)]) for k, p in module.named_parameters())
-        others = [each.names[0] for each in owned if "." in each.names[0]]
-        others = others or [
-            key
-            for key, p in module._parameters.items()
-            if p is not None
-            and OwnedParameter(p, [key], [(module, key)]).shape[:1] != (layer.experts,)
-        ]
+        others = [e.names[0] for e in owned_parameters(module) if _slice(e, layer.experts) is None]
         if others:
             reason = f"{others[0]!r} has no slice for each of {layer.experts} experts"
     if reason is not None:
@@ -154,6 +176,21 @@ def _layer(path: str, module: nn.Module) -> ExpertLayer:
             + see("expert-parallel")
         )
     return layer
+
+
+def _slice(entry: OwnedParameter, experts: int) -> tuple[int, int] | None:
+    """The dimension along which experts have slices of a parameter, and the length of one.
+
+    PEFT's first factor has the rows of one expert after those of another; its second factor has
+    columns of all experts in turn, for each of its rank.
+    """
+    words, shape = entry.names[0].split("."), entry.shape
+    if "lora_B" in words:
+        return (1, 1) if shape[1] % experts == 0 else None
+    is_own = all(word == "base_layer" for word in words[:-1])
+    if "lora_A" in words or (is_own and shape[:1] == (experts,)):
+        return 0, shape[0] // experts
+    return None
 
 
 def validate_experts(module: nn.Module, experts: Experts, g_expert: int) -> None:
@@ -167,6 +204,12 @@ def validate_experts(module: nn.Module, experts: Experts, g_expert: int) -> None
             raise MisconfigurationException(
                 f"{layer.path!r} has {layer.experts} experts, which g_expert={g_expert} does not "
                 "divide. Choose another g_expert." + see("expert-parallel")
+            )
+        if layer.experts == g_expert and len(layer.nested) > 1:
+            raise MisconfigurationException(
+                f"With g_expert={g_expert} each rank has one of {layer.experts} experts of "
+                f"{layer.path!r}, but PEFT adapts parameters of several in another way than those "
+                "of one. Choose a smaller g_expert." + see("expert-parallel")
             )
 
 
@@ -204,18 +247,13 @@ class SpreadExperts:
 
     def divided(self, held: Mapping[str, OwnedParameter]) -> dict[str, SplitParameter]:
         """The parameters of this stage's experts."""
-        ranks = self.group.size()
         for layer, exchange in self._layers:
-            own = layer.experts // ranks
-            names = {name: number for name, number in layer.parameters() if name in held}
-            for name, number in names.items():
+            parameters = [each for each in layer.parameters(self.group.size()) if each[0] in held]
+            for name, dimension, sizes in parameters:
                 entry = held[name]
                 _validate(entry)
-                sizes = [own] * ranks
-                if number is not None:
-                    sizes = [entry.shape[0] if r == number // own else 0 for r in range(ranks)]
-                self._split[name] = SplitParameter(entry, 0, sizes, self.group)
-            if names:
+                self._split[name] = SplitParameter(entry, dimension, sizes, self.group)
+            if parameters:
                 self._held.append((layer, exchange))
         return self._split
 
@@ -281,8 +319,8 @@ class SpreadExperts:
             trained = [p for p in layer.module.parameters() if p.requires_grad and any_tokens]
             return rows + sum(p[:0].sum() for p in trained)
         with ExitStack() as fewer:
-            for name in layer.counts:
-                fewer.enter_context(patched(layer.module, name, len(self._own(layer))))
+            for owner, name in layer.counts:
+                fewer.enter_context(patched(owner, name, len(self._own(layer))))
             return own(rows, numbers[:, None], weights[:, None])  # type: ignore[no-any-return]
 
 

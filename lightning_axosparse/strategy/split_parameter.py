@@ -31,7 +31,8 @@ class SplitParameter:
     Args:
         entry: the parameter, whole, and its owners, which must read it plainly meanwhile.
         dimension: along which it is split.
-        sizes: the length of each rank's part; a rank may have nothing of it.
+        sizes: the length of each rank's part, of the whole dimension, or of each of its blocks of
+            as many entries as all parts have; a rank may have nothing of it.
         group: the ranks.
 
     Attributes:
@@ -49,6 +50,7 @@ class SplitParameter:
     ) -> None:
         self.entry, self.shape, self.group = entry, entry.shape, group
         self._dimension, self._sizes = dimension, list(sizes)
+        self._blocks = entry.shape[dimension] // sum(sizes)
 
     def gather(self, optimizers: Iterable[Optimizer]) -> None:
         """Have all of it, its gradient and state on each rank; collective."""
@@ -150,16 +152,20 @@ class SplitParameter:
         return _with_shape(values, self.shape, self._part)
 
     def _part(self, whole: Tensor) -> Tensor:
-        part: Tensor = whole.split(self._sizes, self._dimension)[self.group.rank()]
+        dim = self._dimension
+        blocks = whole.unflatten(dim, (self._blocks, sum(self._sizes)))
+        part: Tensor = blocks.split(self._sizes, dim + 1)[self.group.rank()].flatten(dim, dim + 1)
         return part.clone(memory_format=torch.contiguous_format)
 
     def _joined(self, part: Tensor) -> Tensor:
-        shapes = [list(part.shape) for _ in self._sizes]
+        dim, own = self._dimension, self._sizes[self.group.rank()]
+        blocks = part.detach().unflatten(dim, (self._blocks, own))
+        shapes = [list(blocks.shape) for _ in self._sizes]
         for shape, size in zip(shapes, self._sizes, strict=True):
-            shape[self._dimension] = size
+            shape[dim + 1] = size
         parts = [part.new_empty(shape) for shape in shapes]
-        dist.all_gather(parts, part.detach().contiguous(), group=self.group)
-        return torch.cat(parts, self._dimension)
+        dist.all_gather(parts, blocks.contiguous(), group=self.group)
+        return torch.cat(parts, dim + 1).flatten(dim, dim + 1)
 
 
 def _is_of(shape: torch.Size, value: Any) -> bool:

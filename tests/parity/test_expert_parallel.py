@@ -15,6 +15,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -156,6 +157,16 @@ class Mixtral(Own):
         return self.network(ids, labels=ids).loss if self.balanced else super().loss(ids)
 
 
+class Adapted(Mixtral):
+    """LoRA of PEFT on experts that are slices of a parameter, and on nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        targets = ["experts.gate_up_proj", "experts.down_proj"]
+        lora = LoraConfig(r=2, target_parameters=targets, init_lora_weights=False)
+        self.network = get_peft_model(self.network, lora)
+
+
 class Qwen(Mixtral):
     """Its layers have an expert for all tokens besides."""
 
@@ -170,6 +181,10 @@ class Qwen(Mixtral):
 
 
 OWN: dict[str, Any] = {"pipeline": "blocks", "experts": "blocks.*.experts"}
+ADAPTED: dict[str, Any] = {
+    "pipeline": "network.base_model.model.model.layers",
+    "experts": "auto",
+}
 HUGGING_FACE: dict[str, Any] = {"pipeline": "network.model.layers", "experts": "auto"}
 F64: dict[str, Any] = {"precision": "64-true"}
 # Row: module, strategy, trainer.
@@ -190,6 +205,7 @@ ROWS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "batched": (lambda: Mixtral(implementation="batched_mm"), HUGGING_FACE, {}),
     "balanced": (lambda: Mixtral(True), HUGGING_FACE, F64),
     "Qwen": (Qwen, HUGGING_FACE, F64),
+    "LoRA": (Adapted, ADAPTED, F64),
     "uneven": (Own, OWN, F64),
     "uneven, cut by hand": (Own, {**OWN, "split_batch": Tensor.chunk}, F64),
 }

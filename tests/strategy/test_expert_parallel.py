@@ -11,9 +11,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_axosparse import AxoSparseStrategy, PipelineTimeline
-from lightning_axosparse.strategy.expert_parallel import SpreadExperts, expert_layers
+from lightning_axosparse.strategy.expert_parallel import (
+    SpreadExperts,
+    expert_layers,
+    validate_experts,
+)
 from tests.faults import jobs
-from tests.parity.test_expert_parallel import Experts, Mixtral, Own
+from tests.parity.test_expert_parallel import Adapted, Experts, Mixtral, Own
 
 
 @pytest.mark.parametrize(
@@ -117,13 +121,27 @@ def test_parameters(change: Any, message: str) -> None:
         spread.divided({entry.names[0]: entry for entry in owned_parameters(module)})
 
 
+def test_adapters_of_parameters_are_divided_with_the_experts() -> None:
+    layer = expert_layers(Adapted(), "auto")[0]
+    divided = {n.removeprefix(f"{layer.path}."): rest for n, *rest in layer.parameters(2)}
+    assert divided == {
+        "base_layer.base_layer.gate_up_proj": [0, [2, 2]],
+        "base_layer.base_layer.down_proj": [0, [2, 2]],
+        **{f"{at}lora_A.default.weight": [0, [4, 4]] for at in ("", "base_layer.")},
+        **{f"{at}lora_B.default.weight": [1, [2, 2]] for at in ("", "base_layer.")},
+    }
+    with pytest.raises(MisconfigurationException, match="one of 4 experts of 'network"):
+        validate_experts(Adapted(), "auto", 4)
+
+
 def test_patterns_match_words_of_names() -> None:
     assert [each.path for each in expert_layers(Own(), "blocks.*.experts")] == [
         f"blocks.{number}.experts" for number in range(4)
     ]
     found = expert_layers(Mixtral(), "auto")
-    assert [(each.path, each.experts, each.listed, each.counts) for each in found] == [
-        (f"network.model.layers.{number}.mlp.experts", 4, None, ["num_experts"])
-        for number in range(4)
+    names = [[name for _, name in each.counts] for each in found]
+    assert [(each.path, each.experts, each.listed) for each in found] == [
+        (f"network.model.layers.{number}.mlp.experts", 4, None) for number in range(4)
     ]
+    assert names == [["num_experts"]] * 4
     assert isinstance(expert_layers(Experts(), "")[0].listed, nn.ModuleList)
