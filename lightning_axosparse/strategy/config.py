@@ -41,6 +41,7 @@ class Config:
     offload_optimizer: bool
     shard_optimizer: bool
     regrid: int | Literal["auto"] | None
+    share_batches: bool
     g_tensor: int
     tensor_plan: TensorPlan | None
     g_expert: int
@@ -71,7 +72,7 @@ class Config:
     @property
     def pipelines(self) -> bool:
         """Whether there are stages or micro-batches, or layers that are computed again."""
-        split = self.stages > 1 or self.parts > 1 or self.shares_layers
+        split = self.stages > 1 or self.parts > 1 or self.shares_layers or self.share_batches
         return split or self.recompute is not None or self.defers_gradients
 
     @property
@@ -130,6 +131,7 @@ class Config:
             "schedule": self.defers_gradients,
             "regrid": self.regrid is not None,
             "offload_optimizer": self.offload_optimizer,
+            "share_batches": self.share_batches,
         }
         for other in (each for each, is_given in unsupported.items() if is_given):
             raise MisconfigurationException(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -58,6 +59,7 @@ class MPIStrategy(ParallelStrategy):
         ranks_per_pipeline: ranks that make up a pipeline.
         g_tensor: pipelines that make up a replica.
         g_expert: replicas over which experts are spread.
+        share_batches: whether all replicas are given the same batches.
         timeout: seconds that a rank waits for others at a time before it ends the job.
         restarts: how many times a call begins again that has lost a rank.
         cluster_environment: what Lightning asks about the cluster, such as how Slurm requeues jobs;
@@ -70,6 +72,7 @@ class MPIStrategy(ParallelStrategy):
         ranks_per_pipeline: int,
         g_tensor: int,
         g_expert: int,
+        share_batches: bool,
         timeout: float,
         restarts: int = 0,
         cluster_environment: ClusterEnvironment | None = None,
@@ -80,6 +83,7 @@ class MPIStrategy(ParallelStrategy):
         super().__init__(cluster_environment=cluster_environment or self._job, **plugins)
         self._ranks_per_pipeline = ranks_per_pipeline
         self._g_tensor, self._g_expert = g_tensor, g_expert
+        self._share_batches = share_batches
         self._timeout, self._restarts = timeout, restarts
         self.num_nodes = 1
         """Number of nodes, as given to the Trainer, which sets it."""
@@ -138,7 +142,8 @@ class MPIStrategy(ParallelStrategy):
 
     def _grid_of(self, rank: int) -> Grid:
         shared = {"g_tensor": self._g_tensor, "g_expert": self._g_expert}
-        return Grid(self._ranks, self._ranks_per_pipeline, rank, **shared)
+        grid = Grid(self._ranks, self._ranks_per_pipeline, rank, **shared)
+        return replace(grid, replicas_per_batch=grid.g_data) if self._share_batches else grid
 
     @property
     def is_distributed(self) -> bool:

@@ -69,7 +69,7 @@ class PipelineStrategy(MPIStrategy):
 
     def __init__(self, config: Config, timeout: float, restarts: int = 0, **plugins: Any) -> None:
         ranks_per_pipeline = config.stages if config.transport == "mpi" else 1
-        shared = config.g_tensor, config.g_expert
+        shared = config.g_tensor, config.g_expert, config.share_batches
         super().__init__(ranks_per_pipeline, *shared, timeout, restarts, **plugins)
         self.config = config
         self._tensors: TensorShards | None = None

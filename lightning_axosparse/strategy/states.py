@@ -145,8 +145,9 @@ class Running:
                 config, trainer, precision, rule, steps_in_parts, stage_module
             )
             if config.regrid is not None and trainer.state.fn == TrainerFn.FITTING:
+                parts = config.parts * stage_module.grid.replicas_per_batch
                 self.regrid = Regrid(
-                    config.regrid, stage_module, runner, rule, config.parts, self.whole_state
+                    config.regrid, stage_module, runner, rule, parts, self.whole_state
                 )
         else:
             self.runner = WholeStepRunner(trainer, precision, steps_in_parts, stage_module)

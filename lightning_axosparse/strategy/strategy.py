@@ -140,6 +140,10 @@ class AxoSparseStrategy(PipelineStrategy):
         regrid: continues, from the epoch after the ticket was drawn, with shorter pipelines and
             more replicas: with this number of stages, a divisor of ``g_inter``; with "auto" as few
             as memory allows. Batches, their order and the losses stay the same.
+        share_batches: replicas divide each batch of the loader among them, in micro-batches,
+            instead of being given batches of their own. Losses, such as one that balances experts,
+            and logged values are then those of one process with the same loader, for any number of
+            replicas. Every rank loads whole batches.
         g_tensor: ranks of a stage that share its layers: each has a part of every weight that a
             plan names (tensor parallelism), and all run the same passes in the same order. The
             number of replicas is ``world_size // (g_inter * g_tensor)``.
@@ -191,6 +195,7 @@ class AxoSparseStrategy(PipelineStrategy):
         offload_optimizer=BOOL,
         shard_optimizer=BOOL,
         regrid=COUNT | one_of("auto") | NONE,
+        share_batches=BOOL,
         g_tensor=COUNT,
         tensor_plan=one_of("auto") | instance_of("a dict", dict) | NONE,
         g_expert=COUNT,
@@ -214,6 +219,7 @@ class AxoSparseStrategy(PipelineStrategy):
         offload_optimizer: bool = False,
         shard_optimizer: bool = False,
         regrid: int | Literal["auto"] | None = None,
+        share_batches: bool = False,
         g_tensor: int = 1,
         tensor_plan: TensorPlan | None = None,
         g_expert: int = 1,
@@ -242,6 +248,7 @@ class AxoSparseStrategy(PipelineStrategy):
             offload_optimizer,
             shard_optimizer,
             regrid,
+            share_batches,
             g_tensor,
             tensor_plan,
             g_expert,

@@ -351,6 +351,24 @@ def test_each_replica_balances_its_own_batch_as_ddp_does() -> None:
         assert difference(expected[rank // 2], record) <= 1e-12
 
 
+def in_shared_batches(stages: int) -> list[Record]:
+    """With one micro-batch a replica, with several, and pruned in the middle."""
+    ranks = 2 * stages
+    options: dict[str, Any] = {"pipeline": "layers", "share_batches": True}
+    return [
+        own("one hot", AxoSparseStrategy(stages, 1, **options), ranks),
+        own("counts", AxoSparseStrategy(stages, 3, shard_optimizer=True, **options), ranks),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2])
+def test_replicas_that_share_batches_balance_those(stages: int) -> None:
+    for records in run_ranks(2 * stages, in_shared_batches, stages):
+        for name, record in zip(("one hot", "counts"), records, strict=True):
+            assert difference(on_one_process(name), record) <= 1e-12
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 4])
 def test_the_balance_of_transformers_on_ranks(stages: int) -> None:

@@ -144,6 +144,7 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             "offload_optimizer": NO_BOOL,
             "shard_optimizer": NO_BOOL,
             "regrid": ["some", *NO_COUNT],
+            "share_batches": NO_BOOL,
             "g_tensor": NO_COUNT,
             "tensor_plan": [True, 1, "x", []],
             "g_expert": [True, 0, 1.0, "2"],

@@ -223,7 +223,10 @@ class StepCheck:
         rehearsal.numbers.clear()
         taken = sum(max(stage.peaks, default=0) for stage in first.stages.values())
         fits = taken * rehearsal.samples / self._parts[0].size <= free()
-        return all(self._gather(fits))
+        groups = self._stage_module.groups
+        # Replicas that share a batch compare it, or do not, together.
+        together = groups.whole if groups.experts is not None else groups.same_batch
+        return all(all_gather(fits, together))
 
     def _both(self, comparison: Comparison) -> tuple[Seen, Seen]:
         """Run the step on the whole batch and on its micro-batches; collective over the pipeline.

@@ -87,7 +87,8 @@ class StepRunner:
         self._schedules = config.schedules(module, device)
         self._microbatch_weight = config.microbatch_weight
         self._weights_given = config.microbatch_weight is not None
-        self._splitter = BatchSplitter(trainer, config.parts, config.split_batch, fewest)
+        parts = config.parts * stage_module.grid.replicas_per_batch
+        self._splitter = BatchSplitter(trainer, parts, config.split_batch, fewest)
         self._sends_outputs = config.step_outputs == "all"
         self._warned: set[str] = set()
         self._crossings: dict[tuple[object, int], Crossing] = {}
@@ -239,15 +240,23 @@ class StepRunner:
         """Compare a batch with its micro-batches; collective over the pipeline."""
         rules, key = StepRules(), self._loader_of(step)
         used = self._rules.get(key)
-        is_shared = len(microbatches) != len(step.microbatches)
-        if self._compares and not is_shared:
+        if self._compares:
+            # Replicas that share the batch all run all of it, and go by what the first one finds.
+            step = replace(step, microbatches=microbatches)
             check = StepCheck(self._open, step, batch, trains, self._tolerance, self._warned)
             if len(microbatches) > 1:
                 rules = check.rules(self._in_flight.free, self._weights_given, used)
             elif not self._open.stage_module.is_whole:
                 rules = check.changes()
+            if self._open.stage_module.groups.batch_replicas is not None:
+                rules = self._of_first_replica(rules)
         self._rules[key] = rules if used is None else rules.besides(used)
         return self._rules[key]
+
+    def _of_first_replica(self, rules: StepRules) -> StepRules:
+        """What the first of the replicas that share a batch has found; collective over them."""
+        groups, last_stage = self._open.stage_module.groups, self._open.stage_module.last_stage
+        return groups.broadcast_to_same_batch(rules, last_stage)
 
     def _is_late(self, rules: StepRules, sent: Sequence[Sent]) -> bool:
         """Whether the step has changed what it did not in batches that were compared."""
