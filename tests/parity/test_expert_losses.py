@@ -352,7 +352,7 @@ def test_each_replica_balances_its_own_batch_as_ddp_does() -> None:
 
 
 def in_shared_batches(stages: int) -> list[Record]:
-    """With one micro-batch a replica, with several, and pruned in the middle."""
+    """With one micro-batch a replica, and with several and divided optimizer state."""
     ranks = 2 * stages
     options: dict[str, Any] = {"pipeline": "layers", "share_batches": True}
     return [
