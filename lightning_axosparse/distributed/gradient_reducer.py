@@ -8,15 +8,15 @@ ranks which have a gradient of it: so it takes no message of its own to find tho
 A sparse parameter consists of its kept values (SAMO, Singh & Bhatele, IPDPS 2023), so its gradient
 has no other entries, and this module needs no code for sparsity.
 
-Where replicas divide the optimizer's state, each may keep its part alone of a reduced gradient; the
-bucket is then free for the next one.
+Where replicas divide the optimizer's state, each may need its part alone of a gradient. Then these
+are reduce-scattered, and the bucket is free for the next one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,9 @@ from torch.utils.hooks import RemovableHandle
 from lightning_axosparse.distributed.divided_gradient import DividedGradient
 from lightning_axosparse.distributed.mpi.shared_memory import BlockPool
 from lightning_axosparse.support.trace import clock
+
+if TYPE_CHECKING:  # It starts MPI, which one rank does without.
+    from lightning_axosparse.distributed.mpi.process_group import MPIProcessGroup
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -74,7 +77,7 @@ class _Bucket:
     group: dist.ProcessGroup
     parameters: list[nn.Parameter]
     missing: set[nn.Parameter] = field(default_factory=set)
-    flat: Tensor | None = None
+    used: Tensor | None = None
     work: Any = None
 
     @property
@@ -82,18 +85,19 @@ class _Bucket:
         """Number of elements of each parameter."""
         return [parameter.numel() for parameter in self.parameters]
 
-    def pack_and_start(self, terms: _Terms, pool: BlockPool, room: int) -> int:
-        """Copy the gradients into one flat tensor, start its all-reduce, return their bytes.
+    def pack_and_start(self, terms: _Terms, pool: BlockPool, part: Part | None, room: int) -> int:
+        """Copy the gradients into one flat tensor, start to reduce it, and return their bytes.
 
         Args:
             terms: how the gradients are computed.
-            pool: where the tensor comes from.
-            room: elements of the block that is taken from there, at least.
+            pool: where memory comes from.
+            part: the elements of each gradient that this rank keeps; None for all.
+            room: elements of the block that the flat tensor is in, at least.
         """
         first, sizes = self.parameters[0], self.sizes
         size = sum(sizes) + len(sizes)
-        self.flat = pool.empty((max(size, room),), first.dtype, first.device)[:size]
-        *pieces, used = self.flat.split([*sizes, len(sizes)])
+        flat = pool.empty((max(size, room),), first.dtype, first.device)[:size]
+        *pieces, used = flat.split([*sizes, len(sizes)])
         has_gradient = []
         for parameter, piece in zip(self.parameters, pieces, strict=True):
             gradient = terms.total(parameter)
@@ -102,34 +106,33 @@ class _Bucket:
                 piece.zero_()
             else:
                 torch.div(gradient.reshape(-1), terms.divisor, out=piece)
-            parameter.grad = piece.view(parameter.shape)
         used.copy_(torch.tensor(has_gradient))
-        self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
-        return sum(sizes) * self.flat.element_size()
-
-    def await_reduced(self, part: Part | None, pool: BlockPool) -> None:
-        """Wait for the all-reduce; what no rank has used gets None, as on one process.
-
-        Args:
-            part: the elements of each gradient that this rank keeps; None for all.
-            pool: where the memory of what is kept comes from.
-        """
-        assert self.flat is not None
-        self.work.wait()
-        *pieces, used = self.flat.split([*self.sizes, len(self.sizes)])
-        if part is not None:
+        if part is None:
+            self.used, reduced = used, pieces
+            self.work = dist.all_reduce(flat, group=self.group, async_op=True)
+        else:
             parts = [part(p, piece) for p, piece in zip(self.parameters, pieces, strict=True)]
-            sizes = [each.numel() for each in parts]
-            kept = pool.empty((sum(sizes),), self.flat.dtype, self.flat.device).split(sizes)
-            for parameter, own, each in zip(self.parameters, kept, parts, strict=True):
-                own.copy_(each)
-                whole = own.numel() == parameter.numel()
-                shape = parameter.shape
-                parameter.grad = own.view(shape) if whole else DividedGradient(own, shape)
-        for parameter, ranks in zip(self.parameters, used.tolist(), strict=True):
+            parts.append(used)
+            lengths = [each.numel() for each in parts]
+            kept = pool.empty((sum(lengths),), first.dtype, first.device)
+            *reduced, self.used = kept.split(lengths)
+            self.work = cast("MPIProcessGroup", self.group).reduce_parts(
+                [*reduced, self.used], parts, flat
+            )
+        for parameter, piece in zip(self.parameters, reduced, strict=True):
+            whole = piece.numel() == parameter.numel()
+            shape = parameter.shape
+            parameter.grad = piece.view(shape) if whole else DividedGradient(piece, shape)
+        return sum(sizes) * flat.element_size()
+
+    def await_reduced(self) -> None:
+        """Wait for the reduction; what no rank has used gets None, as on one process."""
+        assert self.used is not None
+        self.work.wait()
+        for parameter, ranks in zip(self.parameters, self.used.tolist(), strict=True):
             if not ranks:
                 parameter.grad = None
-        self.flat = self.work = None
+        self.used = self.work = None
 
 
 Part = Callable[[nn.Parameter, Tensor], Tensor]
@@ -222,7 +225,7 @@ class GradientReducer:
             for parameter in parameters:
                 bucket = self._bucket_of.get(parameter)
                 if bucket is not None:
-                    bucket.await_reduced(self.part, self._pool)
+                    bucket.await_reduced()
                     for reduced in bucket.parameters:
                         del self._bucket_of[reduced]
 
@@ -249,7 +252,7 @@ class GradientReducer:
         room = 0 if self.part is None else self._longest
         self._buckets = [bucket for bucket in self._buckets if bucket not in buckets]
         for bucket in buckets:
-            self.reduced_bytes += bucket.pack_and_start(self._terms, self._pool, room)
+            self.reduced_bytes += bucket.pack_and_start(self._terms, self._pool, self.part, room)
             if self.part is not None:
                 self._free_reduced()
 

@@ -1,10 +1,10 @@
-"""All-reduces, all-gathers and exchanges tensors over the ranks of one node by shared memory.
+"""All-reduces and exchanges tensors over the ranks of one node by shared memory.
 
 An all-reduce is a reduce-scatter and an all-gather without messages: every rank sums its own piece
 of a tensor over the memory of all ranks, and then copies each other piece from the rank that summed
-it. As one rank sums a piece for all, all ranks end with the same bits. An all-gather is the second
-half alone. In an exchange, each rank takes its pieces of what the others have published, of sizes
-that it alone has to know.
+it. A rank that needs some parts of the sum alone sums these, and copies nothing. Ranks are added in
+their order, so a sum has the same bits whichever rank makes it. In an exchange, each rank takes its
+pieces of what the others have published, of sizes that it alone has to know.
 
 All ranks process the tensors in the same order. Each has counters that the others can read: how
 many tensors it has published, reduced and gathered. The ranks need no other synchronization.
@@ -64,6 +64,20 @@ class Member(NamedTuple):
     counters: NDArray[np.int64]
 
 
+class _Operation(NamedTuple):
+    """What is to be done with a tensor; both functions take its number.
+
+    Attributes:
+        tensor: what this rank publishes, 1-D.
+        reduce: what to do once all ranks have published theirs.
+        gather: what to do once all have reduced; None where nothing is left to do then.
+    """
+
+    tensor: Tensor
+    reduce: Callable[[int], None]
+    gather: Callable[[int], None] | None = None
+
+
 class NodeCollectives:
     """The collectives under way in one group; :func:`node_collectives` creates it.
 
@@ -75,9 +89,7 @@ class NodeCollectives:
         self._counters, self._block = members[rank].counters, block
         self._pool = BlockPool()
         self._started = 0
-        self._pending: dict[int, Tensor] = {}
-        self._gathered_only: set[int] = set()
-        self._taken: dict[int, Sequence[Tensor]] = {}
+        self._pending: dict[int, _Operation] = {}
         self._read_by_others: deque[tuple[int, Tensor]] = deque()
         PROGRESS_ENGINES.add(self)
 
@@ -92,42 +104,41 @@ class NodeCollectives:
         for tensor, room in zip(tensors, shared, strict=True):
             if room is not tensor:
                 room.copy_(tensor)
-        return self._start(tensors, shared)
-
-    def _start(self, tensors: Sequence[Tensor], shared: Sequence[Tensor]) -> MPIWork:
-        self._publish_next(*shared)
+            self._start(_Operation(room.view(-1), self._sum_piece, self._copy_pieces))
         finish = partial(copy_all_back, shared, tensors)
         return _NodeWork(partial(self.is_done, self._started), tensors, shared, finish)
 
-    def _publish_next(self, *shared: Tensor) -> None:
-        for tensor in shared:
-            self._pending[self._started] = tensor.view(-1)
-            self._started += 1
-        self.advance()
-
-    def suits_gather(self, output: Tensor) -> bool:
-        """Whether it is to be filled here: a large tensor of the other ranks' pieces."""
-        return output.nbytes >= MIN_BYTES
-
-    def all_gather(self, output: Tensor, source: Tensor) -> MPIWork:
-        """Fill ``output`` with the tensors of all ranks, of which each may be its piece already."""
-        shared = self._in_arena(output)
-        piece = shared.view(-1)[self._rank * source.numel() :][: source.numel()]
-        if piece.data_ptr() != source.data_ptr():
-            piece.copy_(source.reshape(-1))
-        self._gathered_only.add(self._started)
-        return self._start([output], [shared])
-
-    def exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> MPIWork:
-        """Fill the r-th output with the tensor that rank r has for this rank.
+    def reduce_parts(
+        self, outputs: Sequence[Tensor], parts: Sequence[Tensor], tensor: Tensor
+    ) -> MPIWork:
+        """Sum some parts of a tensor over all ranks, each of which may need others.
 
         Args:
-            outputs: of the size and dtype of what each rank has.
-            inputs: one for each rank; or a single one, for all of them.
+            outputs: what the sums are written to, 1-D.
+            parts: for each output, the part of ``tensor`` that is summed: a view of it.
+            tensor: contiguous. Others may read it later than this rank, so it must not change.
         """
-        while self._read_by_others and self.is_done(self._read_by_others[0][0]):
-            self._read_by_others.popleft()
-        ranks, sizes = len(self._members), [each.nbytes for each in inputs]
+        shared = self._in_arena(tensor)
+        if shared is not tensor:
+            shared.copy_(tensor)
+        starts = [int(part.storage_offset() - tensor.storage_offset()) for part in parts]
+
+        def reduce(number: int) -> None:
+            for start, output in zip(starts, outputs, strict=True):
+                self._sum(number, start, output)
+
+        return self._start_reading(_Operation(shared.view(-1), reduce), outputs)
+
+    def exchange(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Sequence[Tensor]]
+    ) -> MPIWork:
+        """Fill tensors with those that each rank has for this one.
+
+        Args:
+            outputs: for each rank, tensors of the sizes of what it has, all of one dtype.
+            inputs: for each rank, tensors of that dtype; or a single list, for all of them.
+        """
+        ranks, sizes = len(self._members), [sum(t.nbytes for t in each) for each in inputs]
         head = -(-ranks // 2) * 16  # Where pieces lie for each rank; numbers of 16 bytes follow.
         ends = [*accumulate(sizes, initial=head)]
         shared = self._room((ends[-1],), torch.uint8)
@@ -135,13 +146,32 @@ class NodeCollectives:
             torch.tensor(ends[:-1] if len(inputs) > 1 else ends[:1] * ranks)
         )
         for piece, each in zip(shared[head:].split(sizes), inputs, strict=True):
-            piece.view(each.dtype).view(each.shape).copy_(each)
-        self._gathered_only.add(self._started)
-        self._taken[self._started] = outputs
-        self._publish_next(shared)
-        self._read_by_others.append((self._started, shared))
-        # What this rank has taken is its own, whatever the others have taken.
-        return _NodeWork(partial(self._has_gathered, self._started), outputs, [shared])
+            if len(piece):
+                torch.cat([tensor.reshape(-1) for tensor in each], out=piece.view(each[0].dtype))
+        own = inputs[self._rank] if len(inputs) > 1 else inputs[0]
+        for output, tensor in zip(outputs[self._rank], own, strict=True):
+            if not output.is_set_to(tensor):
+                output.copy_(tensor)
+
+        def take(number: int) -> None:
+            for rank, targets in enumerate(outputs):
+                if rank != self._rank and targets:
+                    self._take(number, rank, targets)
+
+        return self._start_reading(_Operation(shared, take), [t for each in outputs for t in each])
+
+    def _start_reading(self, operation: _Operation, outputs: Sequence[Tensor]) -> MPIWork:
+        """Start what is done once this rank has read the others' tensors, whoever reads its own."""
+        while self._read_by_others and self.is_done(self._read_by_others[0][0]):
+            self._read_by_others.popleft()
+        self._start(operation)
+        self._read_by_others.append((self._started, operation.tensor))
+        return _NodeWork(partial(self._has_gathered, self._started), outputs, [operation.tensor])
+
+    def _start(self, operation: _Operation) -> None:
+        self._pending[self._started] = operation
+        self._started += 1
+        self.advance()
 
     def advance(self) -> bool:
         """Do what need not wait for another rank; return whether there was anything to do."""
@@ -173,7 +203,7 @@ class NodeCollectives:
         number = int(self._counters[_PUBLISHED])
         if number == self._started or number - self._least(_GATHERED) == MAX_PENDING:
             return False
-        offset = self._own.offset(self._pending[number])
+        offset = self._own.offset(self._pending[number].tensor)
         self._counters[_OFFSETS + number % MAX_PENDING] = offset
         self._counters[_PUBLISHED] = number + 1
         return True
@@ -182,64 +212,70 @@ class NodeCollectives:
         number = int(self._counters[_REDUCED])
         if self._least(_PUBLISHED) == number:
             return False
-        if number not in self._gathered_only:
-            self._sum(number)
+        self._pending[number].reduce(number)
         self._counters[_REDUCED] = number + 1
         return True
 
-    def _sum(self, number: int) -> None:
-        mine = self._piece(number, self._rank, self._rank).split(CHUNK)
-        theirs = [
-            self._piece(number, self._rank, rank).split(CHUNK)
-            for rank in range(len(self._members))
-            if rank != self._rank
-        ]
-        for target, *others in zip(mine, *theirs, strict=True):
-            total = target.to(_SUMMED_AS[target.dtype])
-            for other in others:
-                total.add_(other)
-            if total is not target:
-                target.copy_(total)
-
     def _gather(self) -> bool:
         number = int(self._counters[_GATHERED])
-        only = number in self._gathered_only
-        # This rank has reduced once all have published.
-        ready = int(self._counters[_REDUCED]) if only else self._least(_REDUCED)
+        gather = self._pending[number].gather
+        ready = int(self._counters[_REDUCED]) if gather is None else self._least(_REDUCED)
         if ready <= number:
             return False
-        self._gathered_only.discard(number)
-        if number in self._taken:
-            for rank, target in enumerate(self._taken.pop(number)):
-                self._take(number, rank, target)
-        else:
-            for rank in range(len(self._members)):
-                if rank != self._rank:
-                    target = self._piece(number, rank, self._rank)
-                    target.copy_(self._piece(number, rank, rank))
+        if gather is not None:
+            gather(number)
         del self._pending[number]
         self._counters[_GATHERED] = number + 1
         return True
 
-    def _take(self, number: int, rank: int, target: Tensor) -> None:
+    def _sum_piece(self, number: int) -> None:
+        """Sum this rank's piece of a tensor, in place."""
+        tensor = self._pending[number].tensor
+        start, end = self._piece_of(self._rank, tensor)
+        self._sum(number, start, tensor[start:end])
+
+    def _sum(self, number: int, start: int, output: Tensor) -> None:
+        """Sum elements of a tensor from ``start`` on, which may be summed in place."""
+        every = [
+            self._read(number, rank, start * output.itemsize, output).split(CHUNK)
+            for rank in range(len(self._members))
+        ]
+        for target, first, *others in zip(output.split(CHUNK), *every, strict=True):
+            total = first.to(_SUMMED_AS[target.dtype])
+            for other in others:
+                total = torch.add(total, other, out=target if other is others[-1] else None)
+            if not others:
+                target.copy_(total)
+
+    def _copy_pieces(self, number: int) -> None:
+        """Copy the pieces of a tensor that the other ranks have summed."""
+        tensor = self._pending[number].tensor
+        for rank in range(len(self._members)):
+            if rank != self._rank:
+                start, end = self._piece_of(rank, tensor)
+                piece = tensor[start:end]
+                piece.copy_(self._read(number, rank, start * tensor.itemsize, piece))
+
+    def _take(self, number: int, rank: int, targets: Sequence[Tensor]) -> None:
         """Copy what a rank has published for this one."""
+        start = int(self._read(number, rank, 8 * self._rank, torch.empty(1, dtype=torch.int64)))
+        for target in targets:
+            target.copy_(self._read(number, rank, start, target).view(target.shape))
+            start += target.nbytes
+
+    def _read(self, number: int, rank: int, start: int, like: Tensor) -> Tensor:
+        """What a rank has published from a byte on: as many elements as another tensor has."""
         memory, counters = self._members[rank]
-        published = memory[int(counters[_OFFSETS + number % MAX_PENDING]) :]
-        start = int(published[8 * self._rank :][:8].view(np.int64)[0])
-        block = torch.from_numpy(published[start : start + target.nbytes])
-        if len(block):
-            target.copy_(block.view(target.dtype).view(target.shape))
+        start += int(counters[_OFFSETS + number % MAX_PENDING])
+        return torch.from_numpy(memory[start : start + like.nbytes]).view(like.dtype)
+
+    def _piece_of(self, rank: int, tensor: Tensor) -> tuple[int, int]:
+        """The first element, and that behind the last, that a rank sums for all."""
+        ranks = len(self._members)
+        return tensor.numel() * rank // ranks, tensor.numel() * (rank + 1) // ranks
 
     def _least(self, counter: int) -> int:
         return min(int(counters[counter]) for _, counters in self._members)
-
-    def _piece(self, number: int, index: int, rank: int) -> Tensor:
-        """The piece of a tensor that rank ``index`` sums, in the memory of ``rank``."""
-        tensor, ranks = self._pending[number], len(self._members)
-        start, end = (tensor.numel() * cut // ranks * tensor.itemsize for cut in (index, index + 1))
-        memory, counters = self._members[rank]
-        offset = int(counters[_OFFSETS + number % MAX_PENDING])
-        return torch.from_numpy(memory[offset + start : offset + end]).view(tensor.dtype)
 
 
 class _NodeWork(MPIWork):

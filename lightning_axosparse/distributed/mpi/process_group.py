@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +12,13 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from mpi4py import MPI
 from torch import Tensor
-from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import AllreduceOptions, FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from lightning_axosparse.distributed.kept_results import collective
 from lightning_axosparse.distributed.mpi.environment import placement
 from lightning_axosparse.distributed.mpi.node_collectives import node_collectives
 from lightning_axosparse.distributed.mpi.work import (
+    FollowedWork,
     MPIWork,
     ReduceOperation,
     copy_all_back,
@@ -207,8 +208,8 @@ class MPIProcessGroup(dist.ProcessGroup):
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> MPIWork:
         """Collect each rank's tensor into a list on every rank."""
-        if self._node is not None and len(outputs) == 1:
-            return self._node.exchange(outputs[0], inputs)
+        if self._node is not None:
+            return self._node.exchange(list(zip(*outputs, strict=True)), [inputs])
         sources = [source.contiguous() for source in inputs]
         buffers = [empty_for(parts) for parts in outputs]
         requests = [
@@ -227,8 +228,10 @@ class MPIProcessGroup(dist.ProcessGroup):
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> MPIWork:
         """Collect each rank's tensor into one tensor on every rank."""
-        if self._node is not None and len(outputs) == 1 and self._node.suits_gather(outputs[0]):
-            return self._node.all_gather(outputs[0], inputs[0])
+        if self._node is not None and all(output.is_contiguous() for output in outputs):
+            pieces = [output.view(-1).tensor_split(self.size()) for output in outputs]
+            by_rank = list(zip(*pieces, strict=True))
+            return self._node.exchange(by_rank, [[each.reshape(-1) for each in inputs]])
         # A source may be its rank's piece of the output, which MPI would not read.
         sources = [each.clone(memory_format=torch.contiguous_format) for each in inputs]
         buffers = [output.contiguous() for output in outputs]
@@ -269,7 +272,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> MPIWork:
         """Send the r-th tensor to rank r, and receive likewise."""
         if self._node is not None:
-            return self._node.exchange(outputs, inputs)
+            return self._node.exchange([[o] for o in outputs], [[i] for i in inputs])
         source, buffer = flat(inputs), empty_for(outputs)
         request = self._comm.Ialltoallv(raw(source, inputs), raw(buffer, outputs))
         return MPIWork([request], outputs, [source, buffer], lambda: split_back(buffer, outputs))
@@ -317,6 +320,46 @@ class MPIProcessGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> MPIWork:
         """Wait for all ranks."""
         return MPIWork([self._comm.Ibarrier()])
+
+    def reduce_parts(
+        self, outputs: Sequence[Tensor], parts: Sequence[Tensor], tensor: Tensor
+    ) -> dist.Work:
+        """Sum those parts of a tensor that this rank needs, to the bits of an all-reduce.
+
+        Args:
+            outputs: what the sums are written to, 1-D.
+            parts: for each output a view of the part of ``tensor``.
+            tensor: contiguous, of the same size on all ranks; not used afterwards.
+        """
+        if self._node is not None and self._node.suits([tensor], AllreduceOptions().reduceOp):
+            work = self._node.reduce_parts(outputs, parts, tensor)
+            work.describe(f"`reduce_parts` ({self._desc}) of {self._members}")
+            return self._started(work)
+        reduced = self.allreduce([tensor], AllreduceOptions())
+        return FollowedWork(reduced, lambda: copy_all_back(parts, outputs))
+
+    def gather_parts(
+        self, outputs: Sequence[Sequence[Tensor]], parts: Sequence[Tensor]
+    ) -> dist.Work:
+        """Collect the parts of several tensors, of one dtype, that the ranks have.
+
+        Args:
+            outputs: for each tensor, where the part of each rank goes, 1-D. This rank's may be the
+                part itself.
+            parts: this rank's part of each tensor, 1-D.
+        """
+        if self._node is not None and not parts[0].is_cuda:
+            work: dist.Work = self.allgather(outputs, parts)
+            return work
+        by_rank = list(zip(*outputs, strict=True))
+        buffers = [empty_for(each) for each in by_rank]
+        gathered = self.allgather([buffers], [flat(parts)])
+
+        def finish() -> None:
+            for buffer, each in zip(buffers, by_rank, strict=True):
+                split_back(buffer, each)
+
+        return FollowedWork(gathered, finish)
 
     # What torch calls the same operations from 2.13 on.
     all_gather_single = _allgather_base

@@ -234,3 +234,27 @@ class MPIWork(dist.Work):
 
     def _source_rank(self) -> int:
         return self._status[0].Get_source()
+
+
+class FollowedWork(dist.Work):
+    """A collective under way, after which something is left to do.
+
+    Args:
+        work: the collective.
+        finish: called once, by the first :meth:`wait`.
+    """
+
+    def __init__(self, work: dist.Work, finish: Callable[[], None]) -> None:
+        super().__init__()
+        self._work, self._finish = work, finish
+
+    def is_completed(self) -> bool:
+        """Whether :meth:`wait` need not wait any more."""
+        return self._work.is_completed()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the collective is done, and do what is left."""
+        self._work.wait(*() if timeout is None else (timeout,))
+        finish, self._finish = self._finish, lambda: None
+        finish()
+        return True

@@ -9,10 +9,10 @@ each element of a bucket; this takes none.
 With ``shard_optimizer`` each of the N ranks that keep the same values of a parameter (the replicas
 of a stage; of experts that are spread, those that have them) keeps the state of one N-th of its
 elements, unless it is small, steps that share of each bucket, and gets the others' values by an
-all-gather while the next bucket is stepped. Gradients are all-reduced as without it, to the same
-bits; where clipping, hooks or loggers do not see them before the step, each replica keeps its share
-alone from then on. The methods are ZeRO stages 1 and 2 of Rajbhandari et al., SC 2020. A weight
-that is stored sparse is the vector of its kept values, divided as any other.
+all-gather while the next bucket is stepped. Gradients have the same bits as without it; where
+clipping, hooks or loggers do not see them before the step, each replica gets its share alone. The
+methods are ZeRO stages 1 and 2 of Rajbhandari et al., SC 2020. A weight that is stored sparse is
+the vector of its kept values, divided as any other.
 
 As in AxoNN, the all-reduces that have not ended with the backward pass run while buckets whose
 gradients are reduced are stepped, those of the last layers first; but not where clipping, loss
@@ -25,8 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -34,7 +33,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_axosparse.distributed.divided_gradient import DividedGradient, kept
-from lightning_axosparse.distributed.mpi.shared_memory import BlockPool
 from lightning_axosparse.pipeline.shard.remote_tensor import (
     RemoteTensor,
     closure_called,
@@ -43,6 +41,9 @@ from lightning_axosparse.pipeline.shard.remote_tensor import (
 from lightning_axosparse.sparse.module.optimizer_state import MASTER, master_values
 from lightning_axosparse.sparse.store.materialize import master_dtype
 from lightning_axosparse.support.patched import patched
+
+if TYPE_CHECKING:  # It starts MPI, which one rank does without.
+    from lightning_axosparse.distributed.mpi.process_group import MPIProcessGroup
 
 HOST = torch.device("cpu")
 BUCKET = 4_000_000
@@ -108,7 +109,6 @@ class OptimizerShards:
         self, optimizer: Optimizer, replicas: Callable[[Tensor], dist.ProcessGroup | None]
     ) -> None:
         self._optimizer, self._replicas = optimizer, replicas
-        self._pool = BlockPool()
 
     def part(self, parameter: Tensor, tensor: Tensor) -> Tensor:
         """The elements of a parameter's value, gradient or state that this replica steps.
@@ -118,8 +118,7 @@ class OptimizerShards:
         group = self._dividing(parameter)
         if group is None or isinstance(tensor, DividedGradient):
             return kept(tensor)
-        pieces = _pieces(tensor.reshape(-1), group)
-        return pieces[dist.get_rank(group)]
+        return _piece(tensor.reshape(-1), group, group.rank())
 
     def _dividing(self, parameter: Tensor) -> dist.ProcessGroup | None:
         """The ranks that keep each a part of a parameter's state; None where this keeps it all."""
@@ -181,22 +180,16 @@ class OptimizerShards:
         self, tensors: Sequence[Tensor], parts: Sequence[Tensor], group: dist.ProcessGroup
     ) -> Callable[[], None]:
         """Start to fill tensors of one dtype with the parts of them of all ranks of a group."""
-        size, first = group.size(), tensors[0]
-        longest = [_longest(tensor, group) for tensor in tensors]
-        each = sum(longest)
-        # Sizes that are powers of two keep the number of different blocks small.
-        room = 1 << (size * each - 1).bit_length()
-        whole = self._pool.empty((room,), first.dtype, first.device)[: size * each].view(size, each)
-        mine = whole[dist.get_rank(group)]
-        for piece, part in zip(mine.split(longest), parts, strict=True):
-            piece[: part.numel()].copy_(part)
-        work = group.allgather_into_tensor_coalesced([whole.view(-1)], [mine])
+        flat = [tensor.reshape(-1) for tensor in tensors]  # copies where they are not contiguous
+        pieces = [[_piece(each, group, rank) for rank in range(group.size())] for each in flat]
+        work = cast("MPIProcessGroup", group).gather_parts(pieces, parts)
 
+        @torch.no_grad()
         def finish() -> None:
             work.wait()
-            blocks = whole.split(longest, dim=1)
-            for tensor, block, part in zip(tensors, blocks, parts, strict=True):
-                _fill(tensor, block, part, group)
+            for tensor, each in zip(tensors, flat, strict=True):
+                if each.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(each.view(tensor.shape))
 
         return finish
 
@@ -269,31 +262,10 @@ def _drop_divided(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = None
 
 
-def _longest(tensor: Tensor, group: dist.ProcessGroup) -> int:
-    """How many elements the first replicas have of a tensor; the last ones may have fewer."""
-    blocks = -(-tensor.numel() // (group.size() * _ALIGNED))
-    return blocks * _ALIGNED
-
-
-def _pieces(flat: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """The parts of a flat tensor, one for each replica."""
-    longest, size = _longest(flat, group), group.size()
-    starts = [min(flat.numel(), longest * rank) for rank in range(size + 1)]
-    return [flat[start:end] for start, end in pairwise(starts)]
-
-
-@torch.no_grad()
-def _fill(tensor: Tensor, block: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
-    """Fill a tensor with the parts of all replicas, which are the rows of ``block``.
-
-    This replica's ``own`` part may be in place.
-    """
-    flat = tensor.reshape(-1)  # a copy if it is not contiguous
-    for piece, row in zip(_pieces(flat, group), block, strict=True):
-        if piece.data_ptr() != own.data_ptr():
-            piece.copy_(row[: piece.numel()])
-    if flat.data_ptr() != tensor.data_ptr():
-        tensor.copy_(flat.view(tensor.shape))
+def _piece(flat: Tensor, group: dist.ProcessGroup, rank: int) -> Tensor:
+    """The part of a flat tensor that a replica keeps; that of the last ones may be shorter."""
+    length = -(-flat.numel() // (group.size() * _ALIGNED)) * _ALIGNED
+    return flat[length * rank : length * (rank + 1)]
 
 
 class BucketwiseOptimizer:

@@ -34,13 +34,18 @@ def drawn(rank: int, number: int, size: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(size, generator=generator).to(dtype)
 
 
+def parts_of(rank: int, ranks: int, tensor: Tensor) -> list[Tensor]:
+    """Some parts of a tensor that a rank wants: one of its own, and one that all want."""
+    return [tensor.tensor_split(ranks)[rank], tensor[: len(tensor) // 2]]
+
+
 @given(
     st.integers(1, 5),
     st.lists(
         st.tuples(
             st.integers(1, 300),
             st.sampled_from(DTYPES),
-            st.sampled_from(["reduce", "gather", "exchange"]),
+            st.sampled_from(["reduce", "parts", "gather", "exchange"]),
         ),
         min_size=1,
         max_size=6,
@@ -55,7 +60,7 @@ def test_the_order_in_which_ranks_advance_does_not_matter(
         patch.setattr(node_collectives, "MAX_PENDING", ahead)
         patch.setattr(node_collectives, "CHUNK", 16)
         nodes = group(ranks)
-        tensors: list[list[Tensor]] = [[] for _ in nodes]
+        tensors: list[list[Any]] = [[] for _ in nodes]
         works: list[list[Any]] = [[] for _ in nodes]
         every_rank_often = [r for r in range(ranks) for _ in wanted]
         for rank in [t for t in turns if t < ranks] + every_rank_often:
@@ -65,11 +70,19 @@ def test_the_order_in_which_ranks_advance_does_not_matter(
                 if what == "exchange":  # Each rank sends its r-th piece to rank r.
                     pieces = tensor.tensor_split(ranks)
                     tensor = tensor.new_empty(ranks, len(pieces[rank]))
-                    works[rank].append(nodes[rank].exchange(list(tensor), pieces))
-                elif what == "gather":
+                    given = [[piece] for piece in pieces]
+                    works[rank].append(nodes[rank].exchange([[row] for row in tensor], given))
+                elif what == "gather":  # Each rank has two tensors for all.
                     output = tensor.new_empty(ranks * size)
-                    works[rank].append(nodes[rank].all_gather(output, tensor))
+                    outputs = [piece.split(-(-size // 2)) for piece in output.split(size)]
+                    given = tensor.split(-(-size // 2))
+                    works[rank].append(nodes[rank].exchange(outputs, [given]))
                     tensor = output
+                elif what == "parts":
+                    parts = parts_of(rank, ranks, tensor)
+                    sums = [torch.empty_like(part) for part in parts]
+                    works[rank].append(nodes[rank].reduce_parts(sums, parts, tensor))
+                    tensor = sums
                 else:
                     works[rank].append(nodes[rank].all_reduce([tensor]))
                 tensors[rank].append(tensor)
@@ -79,21 +92,22 @@ def test_the_order_in_which_ranks_advance_does_not_matter(
                 assert work.wait()
     for number, (size, dtype, what) in enumerate(wanted):
         found = [of_rank[number] for of_rank in tensors]
+        every = [drawn(rank, number, size, dtype) for rank in range(ranks)]
         if what == "exchange":
-            sent = [drawn(rank, number, size, dtype).tensor_split(ranks) for rank in range(ranks)]
+            sent = [tensor.tensor_split(ranks) for tensor in every]
             for rank, tensor in enumerate(found):
                 assert torch.equal(tensor, torch.stack([pieces[rank] for pieces in sent]))
             continue
-        for tensor in found:
-            assert torch.equal(tensor, found[0])
         if what == "gather":
-            pieces = [drawn(rank, number, size, dtype) for rank in range(ranks)]
-            assert torch.equal(found[0], torch.cat(pieces))
+            assert all(torch.equal(tensor, torch.cat(every)) for tensor in found)
             continue
-        exact = sum(drawn(rank, number, size, dtype).double() for rank in range(ranks))
-        assert isinstance(exact, Tensor)
-        # 16-bit sums are rounded once; float32 sums of five at most four times.
-        assert torch.allclose(found[0].double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-6)
+        # Ranks are added in their order; 16-bit sums are rounded once.
+        total = sum(each.to(torch.promote_types(dtype, torch.float32)) for each in every)
+        assert isinstance(total, Tensor)
+        for rank, sums in enumerate(found):
+            expected = parts_of(rank, ranks, total) if what == "parts" else [total]
+            for one, other in zip(sums if what == "parts" else [sums], expected, strict=True):
+                assert torch.equal(one, other.to(dtype))
 
 
 def test_a_sum_waits_for_all_ranks_at_both_ends() -> None:
@@ -111,15 +125,20 @@ def test_a_sum_waits_for_all_ranks_at_both_ends() -> None:
     assert mine.tolist() == theirs.tolist() == [3.0] * 10
 
 
+def lists(outputs: Tensor, value: float) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+    """The rows of a tensor, and as many of a value to exchange for them."""
+    return [[row] for row in outputs], [[row] for row in torch.full_like(outputs, value)]
+
+
 def test_what_a_rank_has_taken_is_its_own_and_what_it_has_published_stays() -> None:
     first, second = group(2)
     mine, theirs = torch.empty(2, 3), torch.empty(2, 3)
-    work = first.exchange(list(mine), list(torch.full((2, 3), 1.0)))
+    work = first.exchange(*lists(mine, 1.0))
     assert not work.is_completed()
-    other = second.exchange(list(theirs), list(torch.full((2, 3), 2.0)))
+    other = second.exchange(*lists(theirs, 2.0))
     assert work.is_completed()
     assert mine.tolist() == [[1.0] * 3, [2.0] * 3]
-    again = first.exchange(list(mine), list(torch.full((2, 3), 3.0)))  # The second still reads.
+    again = first.exchange(*lists(mine, 3.0))  # The second still reads.
     assert other.is_completed()
     assert theirs.tolist() == [[1.0] * 3, [2.0] * 3]
     assert not again.is_completed()
@@ -211,6 +230,23 @@ def on_ranks() -> dict[str, Any]:
         source = output[rank].copy_(pieces[rank]) if number % 2 else pieces[rank]
         again.allgather_into_tensor_coalesced([output.view(-1)], [source]).wait()
         assert torch.equal(output, torch.stack(pieces)), (size, dtype)
+
+    for node in (again._node, None):  # By messages, as between nodes.
+        again._node = node
+        for number, (size, dtype) in enumerate(wanted):
+            tensor = of(rank, number, size, dtype)
+            pieces = [list(tensor.new_empty(size).tensor_split(ranks)) for _ in range(2)]
+            given = [tensor.tensor_split(ranks)[rank], tensor.tensor_split(ranks)[rank] + 1]
+            again.gather_parts(pieces, given).wait()
+            every = [of(r, number, size, dtype).tensor_split(ranks)[r] for r in range(ranks)]
+            for more, whole in enumerate(pieces):
+                assert torch.equal(torch.cat(whole), torch.cat(every) + more), (size, dtype)
+            summed = tensor.clone()
+            dist.all_reduce(summed, group=again)
+            sums = [torch.empty_like(part) for part in parts_of(rank, ranks, tensor)]
+            again.reduce_parts(sums, parts_of(rank, ranks, tensor), tensor).wait()
+            for one, other in zip(sums, parts_of(rank, ranks, summed), strict=True):
+                assert torch.equal(one, other), (size, dtype)
 
     rows = torch.full((300, 600), float(rank)).t()
     dist.all_reduce(rows)
