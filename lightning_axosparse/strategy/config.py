@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -46,6 +47,8 @@ class Config:
     tensor_plan: TensorPlan | None
     g_expert: int
     experts: str | Sequence[str] | None
+    timeout: float | timedelta
+    restarts: int
 
     def __post_init__(self) -> None:
         """Check what must go together."""
@@ -55,14 +58,20 @@ class Config:
         self._check_shared_layers()
 
     @property
-    def stages(self) -> int:
-        """Stages per replica."""
-        return self.g_inter
-
-    @property
     def parts(self) -> int:
         """Micro-batches per batch and replica."""
-        return self.microbatches or (4 * self.stages if self.stages > 1 else 1)
+        return self.microbatches or (4 * self.g_inter if self.g_inter > 1 else 1)
+
+    @property
+    def ranks_per_pipeline(self) -> int:
+        """Ranks that compute the stages of a replica."""
+        return self.g_inter if self.transport == "mpi" else 1
+
+    @property
+    def timeout_seconds(self) -> float:
+        """Seconds that a rank waits for others at a time before it ends the job."""
+        timeout = self.timeout
+        return timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
 
     @property
     def defers_gradients(self) -> bool:
@@ -72,7 +81,7 @@ class Config:
     @property
     def pipelines(self) -> bool:
         """Whether there are stages or micro-batches, or layers that are computed again."""
-        split = self.stages > 1 or self.parts > 1 or self.shares_layers or self.share_batches
+        split = self.g_inter > 1 or self.parts > 1 or self.shares_layers or self.share_batches
         return split or self.recompute is not None or self.defers_gradients
 
     @property
@@ -83,7 +92,7 @@ class Config:
     def schedules(self, module: LightningModule, device: torch.device) -> ScheduleRule:
         """How the training schedule is chosen."""
         may_defer = (
-            self.stages > 1
+            self.g_inter > 1
             and not self.shares_layers  # Stages would measure times of their own.
             and self.recompute is None
             and self.transport == "mpi"
@@ -141,7 +150,7 @@ class Config:
             )
 
     def _check_regrid(self) -> None:
-        regrid, stages = self.regrid, self.stages
+        regrid, g_inter = self.regrid, self.g_inter
         if regrid is not None and self.transport == "loopback":
             raise MisconfigurationException(
                 f"regrid={regrid!r} moves layers between ranks, but transport='loopback' runs all "
@@ -155,9 +164,9 @@ class Config:
                 "message-driven schedules with in_flight=None alone. Leave these two as they are "
                 "by default, or give regrid a number of stages." + see("grid")
             )
-        if isinstance(regrid, int) and regrid not in (shorter := divisors(stages)[:-1]):
+        if isinstance(regrid, int) and regrid not in (shorter := divisors(g_inter)[:-1]):
             choice = f"Choose from {shorter}, or 'auto'" if shorter else "Leave regrid out"
             raise MisconfigurationException(
-                f"regrid={regrid} is no proper divisor of g_inter={stages}, so the ranks of a "
+                f"regrid={regrid} is no proper divisor of g_inter={g_inter}, so the ranks of a "
                 f"pipeline cannot form pipelines of so many stages. {choice}." + see("grid")
             )

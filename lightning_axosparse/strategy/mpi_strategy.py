@@ -24,6 +24,7 @@ from lightning_axosparse.distributed.rank_status import blocked, mark_finished, 
 from lightning_axosparse.strategy.compat.internals import all_gather, reduce, with_atomic_files
 from lightning_axosparse.strategy.compat.loaders import process_dataloader
 from lightning_axosparse.strategy.compat.lockstep import cause_of
+from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.launcher.launcher import MPILauncher
 from lightning_axosparse.strategy.validation import validate_local_rank, validate_world_size
 from lightning_axosparse.support.files import keep_sockets_in
@@ -56,35 +57,19 @@ class MPIStrategy(ParallelStrategy):
     reductions go over replicas.
 
     Args:
-        ranks_per_pipeline: ranks that make up a pipeline.
-        g_tensor: pipelines that make up a replica.
-        g_expert: replicas over which experts are spread.
-        share_batches: whether all replicas are given the same batches.
-        timeout: seconds that a rank waits for others at a time before it ends the job.
-        restarts: how many times a call begins again that has lost a rank.
+        config: the strategy's arguments.
         cluster_environment: what Lightning asks about the cluster, such as how Slurm requeues jobs;
             None asks MPI. The ranks are those of the MPI job in both cases.
         plugins: the other arguments of Lightning's strategies.
     """
 
     def __init__(
-        self,
-        ranks_per_pipeline: int,
-        g_tensor: int,
-        g_expert: int,
-        share_batches: bool,
-        timeout: float,
-        restarts: int = 0,
-        cluster_environment: ClusterEnvironment | None = None,
-        **plugins: Any,
+        self, config: Config, cluster_environment: ClusterEnvironment | None = None, **plugins: Any
     ) -> None:
         environment.check_connected()
         self._job = environment.MPIJobEnvironment()
         super().__init__(cluster_environment=cluster_environment or self._job, **plugins)
-        self._ranks_per_pipeline = ranks_per_pipeline
-        self._g_tensor, self._g_expert = g_tensor, g_expert
-        self._share_batches = share_batches
-        self._timeout, self._restarts = timeout, restarts
+        self.config = config
         self.num_nodes = 1
         """Number of nodes, as given to the Trainer, which sets it."""
         self._groups: ProcessGroups | None = None
@@ -141,9 +126,10 @@ class MPIStrategy(ParallelStrategy):
         return self._grid_of(self.global_rank)
 
     def _grid_of(self, rank: int) -> Grid:
-        shared = {"g_tensor": self._g_tensor, "g_expert": self._g_expert}
-        grid = Grid(self._ranks, self._ranks_per_pipeline, rank, **shared)
-        return replace(grid, replicas_per_batch=grid.g_data) if self._share_batches else grid
+        config = self.config
+        shared = {"g_tensor": config.g_tensor, "g_expert": config.g_expert}
+        grid = Grid(self._ranks, config.ranks_per_pipeline, rank, **shared)
+        return replace(grid, replicas_per_batch=grid.g_data) if config.share_batches else grid
 
     @property
     def is_distributed(self) -> bool:
@@ -186,14 +172,14 @@ class MPIStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         devices = len(self.parallel_devices or ())
-        job_size = environment.job_size()
+        job_size, restarts = environment.job_size(), self.config.restarts
         validate_world_size(devices, self.num_nodes, job_size)
         self._grid_of(0)
         if job_size == 1 and self._ranks > 1:
-            self._launcher = MPILauncher(self, self._ranks, self._restarts)
-        elif self._restarts:
+            self._launcher = MPILauncher(self, self._ranks, restarts)
+        elif restarts:
             rank_zero_warn(
-                f"restarts={self._restarts} does nothing here: the call starts no ranks. For those "
+                f"restarts={restarts} does nothing here: the call starts no ranks. For those "
                 "that mpiexec or srun has started, docs/clusters.md shows how a job begins again."
                 + see("starting-ranks")
             )
@@ -213,7 +199,7 @@ class MPIStrategy(ParallelStrategy):
             map_larger_blocks()
             keep_sockets_in()
             self._undo.enter_context(environment.limited_threads())
-            watchdog().timeout = self._timeout
+            watchdog().timeout = self.config.timeout_seconds
             with blocked("all ranks to connect"):
                 init_process_group(self.root_device.type)
         grid = self._grid_of(self.global_rank)

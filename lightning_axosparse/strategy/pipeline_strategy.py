@@ -67,11 +67,8 @@ class PipelineStrategy(MPIStrategy):
     :mod:`lightning_axosparse.strategy.states`.
     """
 
-    def __init__(self, config: Config, timeout: float, restarts: int = 0, **plugins: Any) -> None:
-        ranks_per_pipeline = config.stages if config.transport == "mpi" else 1
-        shared = config.g_tensor, config.g_expert, config.share_batches
-        super().__init__(ranks_per_pipeline, *shared, timeout, restarts, **plugins)
-        self.config = config
+    def __init__(self, config: Config, **plugins: Any) -> None:
+        super().__init__(config, **plugins)
         self._tensors: TensorShards | None = None
         self._state: AtRest | Running | LeftSharded = AtRest()
         self._keeps_sharded = False

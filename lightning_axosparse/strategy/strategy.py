@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -228,38 +229,12 @@ class AxoSparseStrategy(PipelineStrategy):
         restarts: int = 0,
         **plugins: Any,
     ) -> None:
+        given = locals()
         for name in plugins.keys() - PLUGINS.keys():
             raise TypeError(f"AxoSparseStrategy() has no argument {name!r}." + see("arguments"))
         check(MisconfigurationException, plugins, PLUGINS)
-        config = Config(
-            g_inter,
-            microbatches,
-            pipeline,
-            balance,
-            in_flight,
-            schedule,
-            transport,
-            split_batch,
-            microbatch_weight,
-            check_first_batch,
-            step_outputs,
-            save_distributed_checkpoint,
-            recompute,
-            offload_optimizer,
-            shard_optimizer,
-            regrid,
-            share_batches,
-            g_tensor,
-            tensor_plan,
-            g_expert,
-            experts,
-        )
-        super().__init__(
-            config,
-            timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout),
-            restarts,
-            **plugins,
-        )
+        config = Config(**{field.name: given[field.name] for field in fields(Config)})
+        super().__init__(config, **plugins)
         self.schedule, self.transport = schedule, transport
 
     def __repr__(self) -> str:
@@ -283,7 +258,7 @@ class AxoSparseStrategy(PipelineStrategy):
     @property
     def g_inter(self) -> int:
         """Stages per replica, when the run begins."""
-        return self.config.stages
+        return self.config.g_inter
 
     @property
     def microbatches(self) -> int:

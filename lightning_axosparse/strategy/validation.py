@@ -50,7 +50,7 @@ def validate_run(config: Config, trainer: Trainer, io: CheckpointIO) -> None:
             validate_module(module)
         if config.defers_gradients:
             validate_split_module(module)
-    if config.shares_layers or (config.stages > 1 and config.transport != "loopback"):
+    if config.shares_layers or (config.g_inter > 1 and config.transport != "loopback"):
         validate_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
     if config.shares_layers:
         validate_whole_weights(config, trainer.callbacks)  # type: ignore[attr-defined]

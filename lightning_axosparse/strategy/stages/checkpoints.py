@@ -52,7 +52,7 @@ class StageCheckpoints:
         self._stage_module, self._stepped, self._shards = stage_module, stepped, shards
         self._metrics_shared = metrics_shared
         self._as_folders = config.save_distributed_checkpoint
-        self._in_parts = config.stages > 1 or config.shares_layers or self._as_folders
+        self._in_parts = config.g_inter > 1 or config.shares_layers or self._as_folders
         # A regrid changes the groups.
         self._tensors = StageTensors(lambda: stage_module.groups.inter)
         self._parts = StageTensors(lambda: None if shards is None else stage_module.groups.data)

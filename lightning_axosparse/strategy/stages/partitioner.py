@@ -56,29 +56,29 @@ class Partitioner:
         """The stages of this rank."""
         stage = self._ranks.grid.stage
         is_alone = self._config.transport == "loopback"
-        return range(self._config.stages) if is_alone else range(stage, stage + 1)
+        return range(self._config.g_inter) if is_alone else range(stage, stage + 1)
 
     @property
     def are_divided(self) -> bool:
         """Whether other ranks have stages of their own."""
-        return len(self.stages) < self._config.stages
+        return len(self.stages) < self._config.g_inter
 
     @property
     def are_measured(self) -> bool:
         """Whether the stages are known only when all layers have run."""
-        return self._config.stages > 1 and self._config.balance == "time"
+        return self._config.g_inter > 1 and self._config.balance == "time"
 
     def partition(self) -> Partition:
         """Partition the layers, by parameters; collective where batches show their order."""
         config, module = self._config, self.module
         partition = UNPARTITIONED
-        if config.stages > 1 or config.recompute is not None:
+        if config.g_inter > 1 or config.recompute is not None:
             sizes = None if isinstance(config.balance, str) else config.balance
             # Of layers on other ranks only the dense shapes are known.
             in_part = is_left_sharded(module) or self._adopted is not None
             with dense_shapes(module) if in_part else nullcontext():
                 partition = partition_layers(
-                    module, config.pipeline, sizes, config.stages, self._call_order
+                    module, config.pipeline, sizes, config.g_inter, self._call_order
                 )
         if self.are_measured:
             validate_example_input(module)
@@ -88,7 +88,7 @@ class Partitioner:
 
     def balanced(self, partition: Partition) -> Partition:
         """Partition again by the times that the first rank measures, if ``balance="time"``."""
-        if self._config.stages == 1:
+        if self._config.g_inter == 1:
             return partition
         if self.are_measured:
             seconds: list[float] = []

@@ -100,7 +100,7 @@ class StepRunner:
         self._waits = not steps_in_parts or gradients_are_seen(trainer)
         self._tolerance = tolerance_of(precision, device)
         _agree_on_seed(stage_module)
-        self._rng = PipelineRNG(torch.initial_seed(), config.stages, device)
+        self._rng = PipelineRNG(torch.initial_seed(), config.g_inter, device)
         self._tells_times = config.balance == "parameters"
         self._open = self._opened(stage_module)
 
