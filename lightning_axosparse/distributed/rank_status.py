@@ -141,12 +141,15 @@ class RankStatus(ctypes.Structure):
         self.replica, self.evaluation_group = grid.replica, grid.evaluation_group
 
     @property
+    def name(self) -> str:
+        """Which rank it is, in words: ``"rank 3 (stage 1 of replica 1)"``."""
+        stage = f" (stage {self.stage} of replica {self.replica})" if self.stage >= 0 else ""
+        return f"rank {self.rank}{stage}"
+
+    @property
     def who(self) -> str:
-        """Which rank it is, in words."""
-        place = f"rank {self.rank}"
-        if self.stage >= 0:
-            place += f" (stage {self.stage} of replica {self.replica})"
-        return f"{place} on host {self.host.decode()}"
+        """Which rank it is, and on which host, in words."""
+        return f"{self.name} on host {self.host.decode()}"
 
     @property
     def where(self) -> str:

@@ -190,6 +190,8 @@ class MPIStrategy(ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Connect this rank to the others and create the process groups of the grid."""
+        grid = self._grid_of(self.global_rank)
+        this_rank().place_in(grid)
         if self._ranks > 1:
             validate_local_rank(self.local_rank, len(self.parallel_devices or ()), self.num_nodes)
             # Importing it starts MPI, which one rank does without.
@@ -202,9 +204,7 @@ class MPIStrategy(ParallelStrategy):
             watchdog().timeout = self.config.timeout_seconds
             with blocked("all ranks to connect"):
                 init_process_group(self.root_device.type)
-        grid = self._grid_of(self.global_rank)
         self._groups = ProcessGroups(grid)
-        this_rank().place_in(grid)
         this_rank().begin_run()
         self._undo.callback(this_rank().end_run)
         self.set_world_ranks()
@@ -224,7 +224,7 @@ class MPIStrategy(ParallelStrategy):
         super().on_exception(exception)
         if self._ranks > 1:
             mark_finished()
-            environment.abort_job(cause_of(exception), self.grid)
+            environment.abort_job(cause_of(exception))
 
     @property
     def world_group(self) -> dist.ProcessGroup | None:

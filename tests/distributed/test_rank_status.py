@@ -21,6 +21,7 @@ from lightning_axosparse.distributed.rank_status import (
 
 
 def test_in_words() -> None:
+    assert RankStatus(rank=5, stage=-1).name == "rank 5"
     place = RankStatus(host=b"node7", batch=-1)
     place.place_in(Grid(4, 2, 3))
     assert str(place) == "rank 3 (stage 1 of replica 1) on host node7: before its first batch"

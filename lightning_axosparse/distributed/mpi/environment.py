@@ -21,8 +21,8 @@ import torch
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.mpi.mpich import check_room, unlink_segments
+from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.support.troubleshooting import see
 
 if TYPE_CHECKING:
@@ -270,11 +270,6 @@ def limited_threads() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def describe_rank(rank: int, grid: Grid | None = None) -> str:
-    """Describe a rank in messages: ``"rank 3 (stage 1 of replica 1)"``."""
-    return f"rank {rank}" + (f" (stage {grid.stage} of replica {grid.replica})" if grid else "")
-
-
 def all_arrive(place: Sequence[int], seconds: float) -> bool:
     """Whether all ranks of the job call this within some seconds of one another, at one place.
 
@@ -291,7 +286,7 @@ def all_arrive(place: Sequence[int], seconds: float) -> bool:
     return bool((everyone == own).all())
 
 
-def abort_job(exception: BaseException, grid: Grid | None = None) -> None:
+def abort_job(exception: BaseException) -> None:
     """Print on stderr which rank failed and why, and end all ranks of the job.
 
     In a process without a job, do nothing.
@@ -301,8 +296,9 @@ def abort_job(exception: BaseException, grid: Grid | None = None) -> None:
     from mpi4py import MPI
 
     sys.stdout.flush()
+    this_rank().rank = MPI.COMM_WORLD.rank  # It may have failed before its place was known.
     trace = "".join(traceback.format_exception(exception))
-    print(f"Failed on {describe_rank(MPI.COMM_WORLD.rank, grid)}:\n{trace}", file=sys.stderr)
+    print(f"Failed on {this_rank().name}:\n{trace}", file=sys.stderr)
     sys.stderr.flush()
     sleep(SECONDS_TO_PRINT)
     MPI.COMM_WORLD.Abort(1)

@@ -20,14 +20,9 @@ from typing import Any, cast
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lightning_axosparse.distributed.grid import Grid
-from lightning_axosparse.distributed.mpi.environment import (
-    check_connected,
-    describe_rank,
-    world_communicator,
-)
+from lightning_axosparse.distributed.mpi.environment import check_connected, world_communicator
 from lightning_axosparse.distributed.mpi.mpich import unlink_segments
-from lightning_axosparse.distributed.rank_status import mark_finished, publish
+from lightning_axosparse.distributed.rank_status import mark_finished, publish, this_rank
 from lightning_axosparse.strategy.compat.callbacks import run_until_tuned
 from lightning_axosparse.strategy.compat.lockstep import cause_of, save_together
 from lightning_axosparse.strategy.launcher.call import (
@@ -54,6 +49,7 @@ def main(folder: CallFolder) -> None:
     _end_with_caller(folder)
     keep_sockets_in(folder.path)
     world = world_communicator()
+    this_rank().rank = world.rank
     call: Call | None = None
     # From here on the others wait for a rank that ends in another way than by `Abort`.
     try:
@@ -65,7 +61,7 @@ def main(folder: CallFolder) -> None:
         publish(world.rank, folder.status(world.rank))
         if world.rank == 0:
             note_checkpoints_in(folder.checkpoints)
-        watchdog.before_abort.append(partial(_report, folder, world.rank, None))
+        watchdog.before_abort.append(partial(_report, folder))
         # In place of this module, whose names the caller's may have, too.
         sys.modules["__main__"] = ModuleType("__main__")
         call = cast(Call, load(folder.call))
@@ -77,7 +73,7 @@ def main(folder: CallFolder) -> None:
     except BaseException as exception:
         try:
             sys.stdout.flush()
-            _report(folder, world.rank, _grid(call), cause_of(exception))
+            _report(folder, cause_of(exception))
             if call is not None and call.trainer is not None:
                 save_together(call.trainer, exception)
         except Exception:
@@ -99,8 +95,8 @@ def _kill_after_caller(folder: CallFolder) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _report(folder: CallFolder, rank: int, grid: Grid | None, exception: BaseException) -> None:
-    folder.write_failure(rank, Failure.of(exception, describe_rank(rank, grid)))
+def _report(folder: CallFolder, exception: BaseException) -> None:
+    folder.write_failure(this_rank().rank, Failure.of(exception, this_rank().name))
     mark_finished()
 
 
@@ -121,11 +117,6 @@ def _run(call: Call, folder: CallFolder, rank: int) -> None:
             folder.result,
             snapshot.known,
         )
-
-
-def _grid(call: Call | None) -> Grid | None:
-    strategy = call.trainer.strategy if call and call.trainer else None
-    return getattr(strategy, "grid", None)
 
 
 if __name__ == "__main__":

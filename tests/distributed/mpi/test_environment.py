@@ -20,11 +20,11 @@ from lightning_axosparse.distributed.mpi.environment import (
     _library_found,
     abort_job,
     check_can_start,
-    describe_rank,
     job_size,
     limited_threads,
     placement,
 )
+from lightning_axosparse.distributed.rank_status import this_rank
 from tests.ranks import run_ranks
 
 IN_A_BATCH_SCRIPT = {
@@ -113,18 +113,14 @@ def fail_on_rank_1() -> None:
             raise ValueError("boom")
         MPI.COMM_WORLD.Barrier()
     except ValueError as error:
-        abort_job(error, Grid(world_size=2, g_inter=2, rank=rank))
+        this_rank().place_in(Grid(world_size=2, g_inter=2, rank=rank))
+        abort_job(error)
 
 
 def test_abort_job_ends_all_ranks_and_says_why():
     with pytest.raises(AssertionError, match="ValueError: boom") as failure:
         run_ranks(2, fail_on_rank_1)
     assert "Failed on rank 1 (stage 1 of replica 0)" in str(failure.value)
-
-
-def test_describe_rank():
-    assert describe_rank(5) == "rank 5"
-    assert describe_rank(5, Grid(6, 3, 5)) == "rank 5 (stage 2 of replica 1)"
 
 
 def test_mpi_is_there():

@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader
 
 from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.mpi.environment import placement
+from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.strategy.launcher import launcher
 from lightning_axosparse.strategy.launcher.launcher import MPILauncher, RankFailedError
 from tests.ranks import PATIENCE, WARM_RANKS, warm_python
@@ -42,14 +43,14 @@ class Ranks(SingleDeviceStrategy):
     def __init__(self, ranks: int) -> None:
         super().__init__("cpu")
         self.ranks = ranks
-        self.grid: Grid | None = None
 
     def _configure_launcher(self) -> None:
         if self.ranks:
             self._launcher = MPILauncher(self, self.ranks)
 
     def setup_environment(self) -> None:
-        self.grid = Grid(placement().world_size, placement().world_size, placement().rank)
+        size = placement().world_size
+        this_rank().place_in(Grid(size, size, placement().rank))
         super().setup_environment()
 
     @property
