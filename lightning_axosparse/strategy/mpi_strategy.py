@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.mpi import environment
-from lightning_axosparse.distributed.process_groups import ProcessGroups
+from lightning_axosparse.distributed.process_groups import ProcessGroups, broadcast
 from lightning_axosparse.distributed.rank_status import blocked, mark_finished, this_rank
 from lightning_axosparse.strategy.compat.internals import all_gather, reduce, with_atomic_files
 from lightning_axosparse.strategy.compat.loaders import process_dataloader
@@ -252,11 +252,8 @@ class MPIStrategy(ParallelStrategy):
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Broadcast the picklable ``obj`` of rank ``src`` to all ranks."""
-        if not dist.is_initialized():
-            return obj
-        values = [obj]
-        dist.broadcast_object_list(values, src=src)
-        return values[0]
+        world = dist.group.WORLD  # None where torch.distributed is not initialized
+        return obj if world is None else broadcast(obj, src, world)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Stack the tensors of all replicas, shape ``(g_data, *tensor.shape)``.

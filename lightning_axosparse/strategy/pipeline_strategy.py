@@ -31,7 +31,12 @@ from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.sparse import densify
 from lightning_axosparse.sparse.module.optimizer_state import dense_shapes
 from lightning_axosparse.sparse.module.parameters import owned_parameters
-from lightning_axosparse.strategy.compat.internals import files_mapped, reading_files, trainer_of
+from lightning_axosparse.strategy.compat.internals import (
+    callbacks_of,
+    files_mapped,
+    reading_files,
+    trainer_of,
+)
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.expert_parallel import SpreadExperts
 from lightning_axosparse.strategy.launcher.launcher import MPILauncher
@@ -137,7 +142,7 @@ class PipelineStrategy(MPIStrategy):
     def setup_environment(self) -> None:
         """Connect this rank to the others, if no callback copies what is left sharded."""
         if is_left_sharded(self._module):
-            validate_copied_whole(self._module.trainer.callbacks)  # type: ignore[attr-defined]
+            validate_copied_whole(callbacks_of(self._module.trainer))
         super().setup_environment()
         assert self._groups is not None
         self._tensors = None

@@ -29,7 +29,7 @@ from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_p
 from lightning_axosparse.pipeline.shard.optimizers import BucketwiseOptimizer, HostMemory
 from lightning_axosparse.pruning.prunable import few
 from lightning_axosparse.sparse.module.optimizer_state import trial_steps
-from lightning_axosparse.strategy.compat.internals import overrides
+from lightning_axosparse.strategy.compat.internals import callbacks_of, overrides
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.expert_parallel import validate_experts
 from lightning_axosparse.support.messages import rank_zero_info
@@ -51,9 +51,9 @@ def validate_run(config: Config, trainer: Trainer, io: CheckpointIO) -> None:
         if config.defers_gradients:
             validate_split_module(module)
     if config.shares_layers or (config.g_inter > 1 and config.transport != "loopback"):
-        validate_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+        validate_callbacks(callbacks_of(trainer))
     if config.shares_layers:
-        validate_whole_weights(config, trainer.callbacks)  # type: ignore[attr-defined]
+        validate_whole_weights(config, callbacks_of(trainer))
     if config.g_tensor > 1:
         validate_tensor_parallel(config, module)
     if config.g_expert > 1 and not overrides(module, "configure_model"):

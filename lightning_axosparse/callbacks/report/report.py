@@ -12,11 +12,10 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
@@ -29,8 +28,12 @@ from lightning_axosparse.callbacks.report.facts import (
     Work,
 )
 from lightning_axosparse.callbacks.ticket_search import Period, period_of, search_of
-from lightning_axosparse.callbacks.timeline import PipelineTimeline, folder_of, grid_of
-from lightning_axosparse.distributed.process_groups import all_gather
+from lightning_axosparse.callbacks.timeline import (
+    PipelineTimeline,
+    folder_of,
+    grid_of,
+    of_all_ranks,
+)
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.sparse.module.parameters import state_bytes
@@ -39,8 +42,6 @@ from lightning_axosparse.strategy.regrid import Regridded
 from lightning_axosparse.support.arguments import NONE, PATH, TEXT, checked
 from lightning_axosparse.support.torch_internals import tensors_in
 from lightning_axosparse.support.trace import Activity, clock
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -185,7 +186,7 @@ class TrainingReport(L.Callback):
         measured = self._measured
         losses = [float(loss) for loss in measured.losses]
         own = RankFacts(grid.rank, grid.stage, grid.replica, measured.work, losses, measured.tokens)
-        ranks = _everywhere(own)
+        ranks = of_all_ranks(own)
         self.facts = RunFacts(ranks, measured.steps, measured.validations)
         self.facts.regrid = _regridded(trainer)
         self.facts.parameters = self._parameters
@@ -276,7 +277,7 @@ def _draw(ticket: Ticket | ChannelTicket, work: Mapping[Period, Work]) -> Ticket
 
 def _log_storage(trainer: L.Trainer, state_bytes: int) -> None:
     """Log the bytes of the model state over all ranks, and what each pruned layer keeps."""
-    metrics: dict[str, float] = {"state_bytes": sum(_everywhere(state_bytes))}
+    metrics: dict[str, float] = {"state_bytes": sum(of_all_ranks(state_bytes))}
     search = search_of(trainer)
     if search is not None and search.ticket is not None:
         pruned = search.ticket.layer_sparsity().items()
@@ -286,7 +287,7 @@ def _log_storage(trainer: L.Trainer, state_bytes: int) -> None:
 
 def _log_work(trainer: L.Trainer, work: Work) -> None:
     """Log where the time of the last batches went, and how many micro-batches stages held."""
-    ranks = _everywhere(work)
+    ranks = of_all_ranks(work)
     held = [most for rank in ranks for most in rank.peak_in_flight.values()]
     metrics = {
         "seconds_per_batch/all": fmean(rank.seconds / rank.steps for rank in ranks),
@@ -302,11 +303,6 @@ def _log_work(trainer: L.Trainer, work: Work) -> None:
 def _log(trainer: L.Trainer, metrics: dict[str, float]) -> None:
     for logger in trainer.loggers:
         logger.log_metrics(metrics, step=trainer.global_step)
-
-
-def _everywhere(value: T) -> list[T]:
-    """The value of every rank, on every rank."""
-    return all_gather(value, dist.group.WORLD if dist.is_initialized() else None)
 
 
 def log_pictures(loggers: Iterable[Any], folder: Path, names: Sequence[str], step: int) -> None:

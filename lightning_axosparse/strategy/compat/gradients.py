@@ -194,11 +194,9 @@ def surround_backward(
 
 def restore_precision(plugin: Precision) -> None:
     """Give the plugin its own methods back; the loss scale keeps its value."""
-    _take_out(plugin, _SurroundedBackward)
-    _take_out(plugin, _WholeGradients)
-    _take_out(plugin, _ReplacedBackward)
-    _take_out(plugin, _PipelineClipping)
-    _take_out(getattr(plugin, "scaler", None), _AgreedScaler)
+    for instance in (plugin, getattr(plugin, "scaler", None)):
+        while isinstance(instance, _Mixin):
+            _, instance.__class__ = type(instance).__bases__
 
 
 def scale_loss(plugin: Precision, loss: Tensor) -> Tensor:
@@ -325,12 +323,6 @@ def _mix_in(instance: object, mixin: type, **attributes: Any) -> None:
     base = type(instance)
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
     instance.__class__ = type(base.__name__, (mixin, base), {**names, **attributes})
-
-
-def _take_out(instance: object, mixin: type) -> None:
-    """Give the instance its own class back."""
-    if isinstance(instance, mixin):
-        _, instance.__class__ = type(instance).__bases__
 
 
 def _all_reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup | None) -> None:

@@ -16,6 +16,7 @@ from lightning.fabric.utilities.distributed import (
     _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core import saving
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
@@ -38,6 +39,13 @@ move_optimizers = _optimizers_to_device
 
 all_gather = _all_gather_ddp_if_available
 """Stacks the tensors of all ranks of a group, shape ``(ranks, *tensor.shape)``."""
+
+random_states = _collect_rng_states
+"""Returns the states of the generators of torch, numpy and Python, of which all is drawn that has
+no generator of its own."""
+
+set_random_states = _set_rng_states
+"""Sets what :func:`random_states` has returned."""
 
 reduce = _sync_ddp_if_available
 """Reduces a tensor over a group, in place."""

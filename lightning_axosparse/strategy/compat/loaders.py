@@ -17,7 +17,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn, has_iterable_dataset
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.utilities._pytree import tree_unflatten
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -25,8 +24,13 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
+from lightning_axosparse.distributed.process_groups import broadcast
 from lightning_axosparse.pipeline.shard.partition import Example
-from lightning_axosparse.strategy.compat.internals import overrides
+from lightning_axosparse.strategy.compat.internals import (
+    overrides,
+    random_states,
+    set_random_states,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -297,8 +301,5 @@ def broadcast_seed(group: dist.ProcessGroup | None, source: int) -> None:
     would. The order differs from one process, from the second epoch on, only where the layers of
     that process draw from the same state, as dropout on the CPU does.
     """
-    if group is None:
-        return
-    states = [_collect_rng_states(include_cuda=False)]
-    dist.broadcast_object_list(states, src=source, group=group)
-    _set_rng_states(states[0])
+    if group is not None:
+        set_random_states(broadcast(random_states(include_cuda=False), source, group))

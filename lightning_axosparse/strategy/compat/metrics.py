@@ -18,6 +18,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers import Running
 
+from lightning_axosparse.distributed.process_groups import all_gather, broadcast
 from lightning_axosparse.support.torch_internals import tensors_in
 
 _ORIGINALS = "_axosparse_originals"
@@ -210,9 +211,8 @@ class PipelinedMetrics:
 
     def _gather(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
         # A last stage that was given no sample does not know the others' dtype and shape.
-        kinds: list[Any] = [None] * dist.get_world_size(self._data_group)
         own = (tensor.dtype, tensor.shape[1:]) if tensor.numel() else None
-        dist.all_gather_object(kinds, own, group=self._data_group)
+        kinds = all_gather(own, self._data_group)
         if None in kinds:
             tensor = torch.atleast_1d(tensor)
         if own is None and any(kinds):
@@ -289,9 +289,8 @@ class PipelinedMetrics:
     def _from_last_stage(self, value: Any) -> Any:
         if self._inter_group is None:
             return value
-        box = [_to(value, "cpu")]
-        dist.broadcast_object_list(box, src=self._last_stage_rank, group=self._inter_group)
-        return value if self._is_last_stage else box[0]
+        received = broadcast(_to(value, "cpu"), self._last_stage_rank, self._inter_group)
+        return value if self._is_last_stage else received
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import inspect
 import pickle
-import random
 import sys
 import time
 import traceback
@@ -17,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import numpy as np
 import torch
 from lightning.pytorch import Trainer
 
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_path
+from lightning_axosparse.strategy.compat.internals import random_states, set_random_states
 from lightning_axosparse.strategy.launcher.changes import known_objects
 from lightning_axosparse.support.files import LOCK, temporary_folder
 
@@ -32,10 +31,7 @@ _notes: Path | None = None
 class ProcessState:
     """Global state on which a call depends: random states, settings of torch, ``sys.argv``."""
 
-    python_random: Any
-    numpy_random: Any
-    torch_random: torch.Tensor
-    cuda_random: list[torch.Tensor]
+    random: dict[str, Any]
     deterministic: bool
     deterministic_warns: bool
     cudnn_benchmark: bool
@@ -49,10 +45,7 @@ class ProcessState:
         """The state of this process."""
         cuda_in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
         return cls(
-            python_random=random.getstate(),
-            numpy_random=np.random.get_state(),
-            torch_random=torch.get_rng_state(),
-            cuda_random=torch.cuda.get_rng_state_all() if cuda_in_use else [],
+            random=random_states(include_cuda=cuda_in_use),
             deterministic=torch.are_deterministic_algorithms_enabled(),
             deterministic_warns=torch.is_deterministic_algorithms_warn_only_enabled(),
             cudnn_benchmark=torch.backends.cudnn.benchmark,
@@ -64,11 +57,7 @@ class ProcessState:
 
     def restore(self) -> None:
         """Set it in this process."""
-        random.setstate(self.python_random)
-        np.random.set_state(self.numpy_random)
-        torch.set_rng_state(self.torch_random)
-        if self.cuda_random:
-            torch.cuda.set_rng_state_all(self.cuda_random)
+        set_random_states(self.random)
         torch.use_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warns)
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
         torch.backends.mkldnn.set_flags(self.onednn, _fp32_precision=None)

@@ -23,10 +23,11 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
+from lightning_axosparse.strategy.compat.internals import callbacks_of
 from lightning_axosparse.strategy.compat.lockstep import loops_of, progress_of
 from lightning_axosparse.strategy.launcher.pickling import fingerprint, survives
 from lightning_axosparse.support.messages import rank_zero_warn
-from lightning_axosparse.support.torch_internals import swap_values
+from lightning_axosparse.support.torch_internals import swap_values, tree_map_only
 from lightning_axosparse.support.troubleshooting import see
 
 _TRAINER_ATTRIBUTES = frozenset({"state", "should_stop", "callbacks", "datamodule"})
@@ -125,7 +126,7 @@ class Snapshot:
             for name, value in known.items()
             if isinstance(value, nn.Parameter)
         }
-        metrics = [_on_cpu(each) for each in _metrics(known["trainer"])]
+        metrics = [tree_map_only(Tensor, Tensor.cpu, each) for each in _metrics(known["trainer"])]
         return Changes(requires_grad, changed, deleted, metrics, lost)
 
     @staticmethod
@@ -140,10 +141,8 @@ class Snapshot:
 def known_objects(trainer: Trainer, arguments: Iterable[Any]) -> dict[str, Any]:
     """The objects of a call that its caller has, too, by names that are the same on every rank."""
     known: dict[str, Any] = {"trainer": trainer, "strategy": trainer.strategy}
-    known |= {
-        f"trainer.callbacks[{index}]": each for index, each in enumerate(vars(trainer)["callbacks"])
-    }
-    known |= {f"trainer.loggers[{index}]": each for index, each in enumerate(trainer.loggers)}
+    known |= {f"trainer.callbacks[{n}]": each for n, each in enumerate(callbacks_of(trainer))}
+    known |= {f"trainer.loggers[{n}]": each for n, each in enumerate(trainer.loggers)}
     for each in (vars(trainer)["datamodule"], *arguments):
         if isinstance(each, LightningDataModule):
             known["datamodule"] = each
@@ -179,10 +178,6 @@ def _is_users(owner: Any) -> bool:
 
 def _metrics(trainer: Trainer) -> list[dict[str, Any]]:
     return [trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics]
-
-
-def _on_cpu(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v.cpu() if isinstance(v, Tensor) else v for k, v in metrics.items()}
 
 
 def _assign(attributes: dict[str, Any], name: str, value: Any) -> None:

@@ -18,6 +18,7 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_axosparse.distributed.mpi.environment import check_can_start
+from lightning_axosparse.strategy.compat.internals import callbacks_of
 from lightning_axosparse.strategy.compat.lockstep import restore_handlers_in_teardown
 from lightning_axosparse.strategy.launcher import mpiexec
 from lightning_axosparse.strategy.launcher.call import (
@@ -96,7 +97,7 @@ class MPILauncher(_Launcher):
         """
         check_can_start(self._processes)
         if trainer is not None:
-            for part in (self._strategy, *vars(trainer)["callbacks"]):
+            for part in (self._strategy, *callbacks_of(trainer)):
                 if isinstance(part, ValidatesFit):
                     part.validate_fit(trainer)
             restore_handlers_in_teardown(trainer)

@@ -29,7 +29,7 @@ from lightning_axosparse.pipeline.shard.sharding import Sharding
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.sparse import sparsify
 from lightning_axosparse.sparse.module.optimizer_state import dense_shapes
-from lightning_axosparse.strategy.compat.internals import overrides, trainer_of
+from lightning_axosparse.strategy.compat.internals import callbacks_of, overrides, trainer_of
 from lightning_axosparse.strategy.compat.loaders import first_step
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
@@ -130,8 +130,7 @@ class Partitioner:
             return None
         if not overrides(self.module, "configure_model"):
             return None
-        callbacks = vars(trainer)["callbacks"]
-        pruning = (each for each in callbacks if isinstance(each, PrunesByTicket))
+        pruning = (each for each in callbacks_of(trainer) if isinstance(each, PrunesByTicket))
         return next((each.ticket for each in pruning if each.ticket is not None), None)
 
     def _keeps_dtype(self, dtype: torch.dtype) -> bool:
