@@ -305,13 +305,10 @@ def _members(addresses: Sequence[tuple[Address, int] | None]) -> list[Member]:
     """All ranks, by the arenas and offsets of their counters; none if one cannot be read."""
     members = []
     for entry in addresses:
-        if entry is None:
+        memory = None if entry is None else opened(entry[0])
+        if entry is None or memory is None:
             return []
-        address, offset = entry
-        try:
-            memory = opened(address)
-        except (OSError, ValueError):
-            return []
+        offset = entry[1]
         counters = memory[offset:][: 8 * (_OFFSETS + MAX_PENDING)].view(np.int64)
         members.append(Member(memory, counters))
     return members

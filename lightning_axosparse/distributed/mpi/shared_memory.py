@@ -4,11 +4,10 @@ An arena is an anonymous file (``memfd_create``) as long as the machine's memory
 use take memory. Every other rank maps it once, and finds a block in it by its offset: mapping each
 block would take longer than the all-reduce of its content.
 
-A block is passed in a slot: the sender copies it there and sends the slot's path. Nothing else has
-to make progress, whatever the two ranks compute meanwhile. The receiver uses the slot as the memory
-of a tensor, and the slot is free again when no tensor uses it. Each slot is an anonymous file: the
-receiver may use it longer than the sender keeps it, and no crash leaves it behind. It grows to the
-largest block it has carried.
+A block is passed in a slot, a part of the sender's arena: the sender copies the block there and
+sends the slot's address. Nothing else has to make progress, whatever the two ranks compute
+meanwhile. The receiver uses the slot as the memory of a tensor, and the slot is free again when no
+tensor uses it, even if the sender has stopped to use slots.
 """
 
 from __future__ import annotations
@@ -123,24 +122,20 @@ def _arena_of(process: int) -> Arena | None:
 
 
 @cache  # A rank maps the arena of another once.
-def opened(address: Address) -> Memory:
-    """The memory of the arena of a rank of this node, which may be this one."""
+def opened(address: Address) -> Memory | None:
+    """The memory of the arena of a rank, which may be this one; None if it is on another node."""
     own = arena()
     if own is not None and own.address == address:
         return own.memory
-    memory = mapped(address.path)
-    if memory[:16].tobytes() != address.token:
-        raise ValueError(f"The file at {address.path} is not the arena of another rank.")
-    return memory
-
-
-def mapped(path: str) -> Memory:
-    """Map a whole file."""
-    file = os.open(path, os.O_RDWR)
     try:
-        return np.frombuffer(mmap.mmap(file, 0), np.uint8)
-    finally:
-        os.close(file)
+        file = os.open(address.path, os.O_RDWR)
+        try:
+            memory = np.frombuffer(mmap.mmap(file, 0), np.uint8)
+        finally:
+            os.close(file)
+    except (OSError, ValueError):  # On another node the path is another file, or none.
+        return None
+    return memory if memory[:16].tobytes() == address.token else None
 
 
 class BlockPool:
@@ -174,89 +169,69 @@ def _new_block(nbytes: int) -> Tensor:
 
 
 class SlotAddress(NamedTuple):
-    """The path of a slot's file, as this user's processes on the node see it; its block's size."""
+    """The arena of a slot, the slot's offset there, and the bytes of its block."""
 
-    path: str
+    arena: Address
+    offset: int
     size: int
 
 
-class _Slot:
-    """A slot as its sender sees it."""
-
-    def __init__(self) -> None:
-        self._file = os.memfd_create("axosparse")
-        weakref.finalize(self, os.close, self._file)
-        self._path = f"/proc/{os.getpid()}/fd/{self._file}"
-        self._memory: Memory = np.zeros(_HEADER_BYTES, np.uint8)
-
-    @property
-    def free(self) -> bool:
-        return not self._memory[0]
-
-    def fill(self, block: Tensor) -> SlotAddress:
-        end = _HEADER_BYTES + block.numel()
-        if end > self._memory.size:
-            os.ftruncate(self._file, end)
-            self._memory = np.frombuffer(mmap.mmap(self._file, 0), np.uint8)
-        torch.from_numpy(self._memory[_HEADER_BYTES:end]).copy_(block)
-        self._memory[0] = True
-        return SlotAddress(self._path, block.numel())
-
-
 class SlotWriter:
-    """The slots that this rank fills and one other rank reads."""
+    """The slots of this process's arena that this rank fills and one other rank reads."""
 
     def __init__(self) -> None:
-        self._slots: list[_Slot] = []
+        own = arena()
+        assert own is not None
+        self._own, self._slots = own, list[Memory]()
+        weakref.finalize(self, _leave_to_readers, self._slots).atexit = False
 
     def write(self, block: Tensor) -> SlotAddress:
         """Copy a block (1-D uint8, CPU, not empty) into a free slot, or into a new one."""
-        slot = next((slot for slot in self._slots if slot.free), None)
-        if slot is None:
-            slot = _Slot()
-            self._slots.append(slot)
-        return slot.fill(block)
+        length = _HEADER_BYTES + block.numel()
+        fitting = (slot for slot in self._slots if not slot[0] and slot.size >= length)
+        slot = next(fitting, None)
+        if slot is None:  # A new one takes the place of those that are free, but too small.
+            slot = self._own.block(length).numpy()
+            self._slots[:] = [*filter(_is_in_use, self._slots), slot]
+        torch.from_numpy(slot[_HEADER_BYTES:length]).copy_(block)
+        slot[0] = True
+        offset = self._own.offset(torch.from_numpy(slot))
+        return SlotAddress(self._own.address, offset, block.numel())
 
 
-class SlotReader:
-    """The slots of another rank, as this rank reads them."""
-
-    def __init__(self) -> None:
-        self._memory: dict[str, Memory] = {}
-
-    def read(self, address: SlotAddress) -> Tensor:
-        """The block in its slot, which is free when no tensor uses the block any more."""
-        memory = self._memory.get(address.path)
-        if memory is None or memory.size < _HEADER_BYTES + address.size:
-            memory = self._memory[address.path] = mapped(address.path)
-        block = memory[_HEADER_BYTES : _HEADER_BYTES + address.size]
-        # A tensor made from an array refers to the array as long as its storage is in use.
-        weakref.finalize(block, _set_free, memory, os.getpid()).atexit = False
-        return torch.from_numpy(block)
+_left: list[Memory] = []
+"""Slots in use whose writers are gone."""
 
 
-def _set_free(memory: Memory, reader: int) -> None:
+def _leave_to_readers(slots: list[Memory]) -> None:
+    _left[:] = filter(_is_in_use, [*_left, *slots])
+
+
+def _is_in_use(slot: Memory) -> bool:
+    return bool(slot[0])
+
+
+def read(address: SlotAddress) -> Tensor:
+    """The block in a slot of another rank, which is free when no tensor uses the block any more."""
+    memory = opened(address.arena)
+    assert memory is not None
+    slot = memory[address.offset :]
+    block = slot[_HEADER_BYTES : _HEADER_BYTES + address.size]
+    # A tensor made from an array refers to the array as long as its storage is in use.
+    weakref.finalize(block, _set_free, slot, os.getpid()).atexit = False
+    return torch.from_numpy(block)
+
+
+def _set_free(slot: Memory, reader: int) -> None:
     # In a forked process, such as a worker of a DataLoader, only a copy of the tensor is gone.
     if os.getpid() == reader:
-        memory[0] = False
+        slot[0] = False
 
 
 def shares_memory(comm: MPI.Comm, peer: int) -> bool:
     """Whether this rank and rank ``peer`` can read each other's slots; called by both."""
-    token = torch.frombuffer(bytearray(secrets.token_bytes(16)), dtype=torch.uint8)
-    writer = SlotWriter()
     # A slot says that it is free, so its sender must not see that before the block has been read.
-    possible = hasattr(os, "memfd_create") and memory_is_ordered()
-    mine = (writer.write(token), token) if possible else None
-    readable = _is_readable(comm.sendrecv(mine, peer, source=peer))
+    own = arena() if memory_is_ordered() else None
+    theirs = comm.sendrecv(None if own is None else own.address, peer, source=peer)
+    readable = theirs is not None and opened(theirs) is not None
     return comm.sendrecv(readable, peer, source=peer) and readable
-
-
-def _is_readable(written: tuple[SlotAddress, Tensor] | None) -> bool:
-    if written is None:
-        return False
-    address, token = written
-    try:
-        return torch.equal(SlotReader().read(address), token)
-    except (OSError, ValueError):  # On another node the path is another file, or none.
-        return False

@@ -28,7 +28,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from lightning_axosparse.distributed.mpi.shared_memory import SlotAddress, SlotReader, SlotWriter
+from lightning_axosparse.distributed.mpi.shared_memory import SlotAddress, SlotWriter, read
 from lightning_axosparse.distributed.mpi.work import raw
 from lightning_axosparse.distributed.rank_status import BackOff, this_rank
 
@@ -202,7 +202,6 @@ class Channel:
         """Received messages, header and block, in the order in which they were sent."""
         self._comm, self._peer, self._window = comm, peer, window
         self._staging, self._progress = staging, progress
-        self._reader = SlotReader()
         self._writer = SlotWriter() if shares_memory else None
         self._to_send: deque[tuple[bytes, Tensor, Ready]] = deque()
         self._requests: list[MPI.Request] = []
@@ -338,7 +337,7 @@ class Channel:
         if isinstance(envelope.block, bytes):
             message.block = _writable(envelope.block)
         elif envelope.block is not None:
-            message.block = self._reader.read(envelope.block)
+            message.block = read(envelope.block)
         elif envelope.late:
             message.block = self._staging.empty(envelope.block_size)
             message.missing += 1
