@@ -30,6 +30,7 @@ from lightning_axosparse.strategy.validation import validate_local_rank, validat
 from lightning_axosparse.support.files import keep_sockets_in
 from lightning_axosparse.support.memory import map_larger_blocks
 from lightning_axosparse.support.messages import rank_zero_warn
+from lightning_axosparse.support.patched import patched
 from lightning_axosparse.support.troubleshooting import see
 
 T = TypeVar("T")
@@ -157,12 +158,8 @@ class MPIStrategy(ParallelStrategy):
         job: environment.MPIJobEnvironment,
         precision: Callable[[], AbstractContextManager[None]],
     ) -> Iterator[None]:
-        before, self._job = self._job, job
-        try:
-            with precision():
-                yield
-        finally:
-            self._job = before
+        with patched(self, "_job", job), precision():
+            yield
 
     def set_world_ranks(self) -> None:
         """Set the rank that Lightning's rank-zero helpers compare with."""

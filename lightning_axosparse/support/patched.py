@@ -18,9 +18,10 @@ def patched(owner: object, name: str, value: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        delattr(owner, name)
-        for key, before in own.items():
-            setattr(owner, key, before)
+        if own:
+            setattr(owner, name, own[name])
+        else:
+            delattr(owner, name)
 
 
 Forward = Callable[..., Any]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -19,9 +19,13 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers import Running
 
 from lightning_axosparse.distributed.process_groups import all_gather, broadcast
+from lightning_axosparse.support.patched import patched
 from lightning_axosparse.support.torch_internals import tensors_in
 
 _ORIGINALS = "_axosparse_originals"
+
+_NO_VALUE = (ArithmeticError, LookupError, RuntimeError, ValueError)
+"""What metrics raise that need more samples or updates for a value."""
 
 
 class PipelinedMetrics:
@@ -106,15 +110,13 @@ class PipelinedMetrics:
     @contextmanager
     def batch(self, microbatches: int) -> Iterator[None]:
         """Surround a batch's micro-batches, on every rank of the pipeline."""
-        self._microbatches, self._local = microbatches, True
+        self._microbatches = microbatches
         self._forwards.clear()
         self._windows.clear()
         for _, batch_metric in self._batch_metrics.values():
             batch_metric.reset()
-        try:
+        with self._on_this_rank():
             yield
-        finally:
-            self._local = False
 
     def recorded(self) -> dict[str, BatchStates]:
         """The states of this rank's batch metrics, by the metrics' attribute paths."""
@@ -145,24 +147,17 @@ class PipelinedMetrics:
         """
         if not 0 < self._forwards.get(id(metric), 0) <= self._microbatches:
             return None
-        self._local = True
-        try:
+        with self._on_this_rank():
             return self._batch_metrics[id(metric)][1].compute()
-        finally:
-            self._local = False
 
     def updated_value(self, metric: Metric) -> Any:
         """What a metric is on this rank alone; None where it needs more updates for a value."""
         copy = deepcopy(metric, _detached(metric))
         for part in _parts(copy):
             part._to_sync = False
-        self._local = True
-        try:
+        with self._on_this_rank(), suppress(*_NO_VALUE):
             return copy.compute()
-        except (ArithmeticError, LookupError, RuntimeError, ValueError):
-            return None
-        finally:
-            self._local = False
+        return None
 
     @contextmanager
     def states_shared(self, collect: Callable[[Any], list[Any]]) -> Iterator[None]:
@@ -203,6 +198,10 @@ class PipelinedMetrics:
         for metric in self._metrics():
             metric.reset()
 
+    def _on_this_rank(self) -> AbstractContextManager[None]:
+        """Let metrics compute without other ranks inside the context."""
+        return patched(self, "_local", True)
+
     def _metrics(self) -> Iterator[Any]:
         return (module for module in self._module.modules() if isinstance(module, Metric))
 
@@ -222,16 +221,13 @@ class PipelinedMetrics:
         return gathered
 
     def _forward(self, metric: Any, *args: Any, **kwargs: Any) -> Any:
-        outer = self._forwarded
-        self._forwarded = metric if self._local and self._microbatches > 1 else None
-        try:
+        is_part = self._local and self._microbatches > 1
+        with patched(self, "_forwarded", metric if is_part else None):
             value = type(metric).forward(metric, *args, **kwargs)
-        finally:
-            self._forwarded = outer
         if isinstance(value, dict):
             # Wrappers do not keep what they return; the log recognises a metric's value by it.
             metric._forward_cache = value
-        if self._local and self._microbatches > 1:
+        if is_part:
             self._batch_metric(metric).update(*args, **kwargs)
             self._forwards[id(metric)] = self._forwards.get(id(metric), 0) + 1
         return value
@@ -272,16 +268,13 @@ class PipelinedMetrics:
                 # asks for the value of the batch.
                 try:
                     return local_compute(*args, **kwargs)
-                except (ArithmeticError, LookupError, RuntimeError, ValueError):
+                except _NO_VALUE:
                     return torch.tensor(torch.nan, device=metric.device)
             if self._local:
                 return local_compute(*args, **kwargs)
             # A metric made of metrics calls their `compute`, but on the last stage alone.
-            self._local = True
-            try:
+            with self._on_this_rank():
                 value = local_compute(*args, **kwargs) if self._is_last_stage else None
-            finally:
-                self._local = False
             return _to(self._from_last_stage(value), metric.device)
 
         return compute_for_all

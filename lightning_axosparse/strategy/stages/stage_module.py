@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +38,7 @@ from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.expert_parallel import SpreadExperts
 from lightning_axosparse.strategy.validation import validate_parameters_known
 from lightning_axosparse.strategy.weight_parts import Division, WeightParts
+from lightning_axosparse.support.patched import patched
 
 if TYPE_CHECKING:  # DTensor, which only runs with g_tensor need.
     from lightning_axosparse.strategy.tensor_parallel import TensorShards
@@ -253,14 +254,9 @@ class StageModule:
         """The reducer of the running step; None where its gradients stay on this rank."""
         return self.reducer if self._reduces else None
 
-    @contextmanager
-    def gradients_kept_local(self) -> Iterator[None]:
+    def gradients_kept_local(self) -> AbstractContextManager[None]:
         """Omit the all-reduce inside the context."""
-        self._reduces = False
-        try:
-            yield
-        finally:
-            self._reduces = True
+        return patched(self, "_reduces", False)
 
     def validate_replicated_gradients(self, tolerance: float) -> None:
         """Once a run, compare gradients that a tensor group should have alike; collective."""
