@@ -77,6 +77,7 @@ class _Bucket:
     group: dist.ProcessGroup
     parameters: list[nn.Parameter]
     missing: set[nn.Parameter] = field(default_factory=set)
+    nbytes: int = 0
     used: Tensor | None = None
     work: Any = None
 
@@ -123,7 +124,7 @@ class _Bucket:
             whole = piece.numel() == parameter.numel()
             shape = parameter.shape
             parameter.grad = piece.view(shape) if whole else DividedGradient(piece, shape)
-        return sum(sizes) * flat.element_size()
+        return self.nbytes
 
     def await_reduced(self) -> None:
         """Wait for the reduction; what no rank has used gets None, as on one process."""
@@ -266,19 +267,16 @@ class GradientReducer:
 def _buckets(group: ReductionGroup) -> list[_Bucket]:
     """Fill buckets from the last parameter to the first, about the order of the backward pass."""
     open_buckets: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
-    size: dict[int, int] = {}
     buckets = []
     for parameter in reversed(group.parameters):
         if not parameter.requires_grad:
             continue
         key = parameter.dtype, parameter.device
         bucket = open_buckets.get(key)
-        size_bytes = parameter.numel() * parameter.element_size()
-        if bucket is None or size[id(bucket)] + size_bytes > BUCKET_BYTES:
+        if bucket is None or bucket.nbytes + parameter.nbytes > BUCKET_BYTES:
             bucket = open_buckets[key] = _Bucket(group.group, [])
-            size[id(bucket)] = 0
             buckets.append(bucket)
         bucket.parameters.append(parameter)
         bucket.missing.add(parameter)
-        size[id(bucket)] += size_bytes
+        bucket.nbytes += parameter.nbytes
     return buckets

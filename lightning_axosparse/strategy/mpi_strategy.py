@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -36,21 +35,6 @@ from lightning_axosparse.support.troubleshooting import see
 T = TypeVar("T")
 
 
-class _Replicas(environment.MPIJobEnvironment):
-    """The job as a step has to see it: all stages of a replica run the step as one rank."""
-
-    def __init__(self, grid: Grid) -> None:
-        self._grid = grid
-
-    def world_size(self) -> int:
-        """Number of data-parallel ranks."""
-        return self._grid.data_size
-
-    def global_rank(self) -> int:
-        """This rank's data-parallel rank."""
-        return self._grid.data_rank
-
-
 class MPIStrategy(ParallelStrategy):
     """A strategy whose ranks are ``g_data`` replicas of consecutive ranks.
 
@@ -68,8 +52,10 @@ class MPIStrategy(ParallelStrategy):
         self, config: Config, cluster_environment: ClusterEnvironment | None = None, **plugins: Any
     ) -> None:
         environment.check_connected()
-        self._job = environment.MPIJobEnvironment()
-        super().__init__(cluster_environment=cluster_environment or self._job, **plugins)
+        mpi_job = environment.MPIJobEnvironment()
+        super().__init__(cluster_environment=cluster_environment or mpi_job, **plugins)
+        self._seen: environment.Placement | None = None
+        """What a step sees as this rank's place in the job; None for the place itself."""
         self.config = config
         self.num_nodes = 1
         """Number of nodes, as given to the Trainer, which sets it."""
@@ -88,24 +74,28 @@ class MPIStrategy(ParallelStrategy):
         self._checkpoint_io = io
 
     @property
+    def _placement(self) -> environment.Placement:
+        return self._seen or environment.placement()
+
+    @property
     def world_size(self) -> int:
         """Number of ranks of the job."""
-        return self._job.world_size()
+        return self._placement.world_size
 
     @property
     def global_rank(self) -> int:
         """This rank's number in the job."""
-        return self._job.global_rank()
+        return self._placement.rank
 
     @property
     def local_rank(self) -> int:
         """This rank's number on its node."""
-        return self._job.local_rank()
+        return self._placement.local_rank
 
     @property
     def node_rank(self) -> int:
         """The number of this rank's node."""
-        return self._job.node_rank()
+        return self._placement.node_rank
 
     @property
     def root_device(self) -> torch.device:
@@ -150,16 +140,15 @@ class MPIStrategy(ParallelStrategy):
         A step that divides by ``trainer.world_size``, or logs if ``trainer.is_global_zero``, then
         does so as on one process.
         """
-        return partial(self._in_job, _Replicas(self.grid), precision)
+        size, rank = self.grid.data_size, self.grid.data_rank
+        replica = replace(environment.placement(), world_size=size, rank=rank)
 
-    @contextmanager
-    def _in_job(
-        self,
-        job: environment.MPIJobEnvironment,
-        precision: Callable[[], AbstractContextManager[None]],
-    ) -> Iterator[None]:
-        with patched(self, "_job", job), precision():
-            yield
+        @contextmanager
+        def context() -> Iterator[None]:
+            with patched(self, "_seen", replica), precision():
+                yield
+
+        return context
 
     def set_world_ranks(self) -> None:
         """Set the rank that Lightning's rank-zero helpers compare with."""
