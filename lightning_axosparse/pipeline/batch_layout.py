@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from torch import Tensor
@@ -87,8 +87,7 @@ class BatchLayout:
         return f"{cut}; passed whole: {whole}" if whole else cut
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """One entry of a container: its key or index, and what a user would write."""
 
     value: Any

@@ -203,7 +203,8 @@ class Pipeline:
         }
         runs = self._runs(steps, order)
         split = self._split.batch() if schedule.defers_weight_gradients else nullcontext()
-        with self._rng.batch(), split, self.choice.timed():
+        backwards = self._layers.backwards_followed()
+        with self._rng.batch(), split, backwards, self.choice.timed():
             run(runs)
         if any(step.reordered_sums for step in steps.values()):
             self.choice.found_reordered_sums()
@@ -218,7 +219,7 @@ class Pipeline:
         """
         shared = batch, self._layers, self._rng, self._tracker
         steps = {stage: StageStep(stage, *shared) for stage in self._links}
-        with self._rng.batch():
+        with self._rng.batch(), self._layers.backwards_followed():
             run(self._runs(steps, self._order(ForwardOnly, batch)))
         return steps.get(self._stages - 1)
 
@@ -232,7 +233,8 @@ class Pipeline:
         whole = replace(batch, microbatches=parts, crossing=None, is_shared=True)
         shared = whole, self._layers, self._rng, self._tracker
         steps = {stage: ProbingStep(stage, *shared) for stage in self._links}
-        with self._layers.followed_by(Recomputed()), self._rng.generators_restored():
+        state, backwards = self._layers.followed_by(Recomputed()), self._layers.backwards_followed()
+        with state, backwards, self._rng.generators_restored():
             run(self._runs(steps, self._order(ForwardOnly, whole)))
         seen = {stage: (step.reads, step.failure) for stage, step in steps.items()}
         gathered = {stage: each for others in self._gather(seen) for stage, each in others.items()}
@@ -248,8 +250,8 @@ class Pipeline:
         """
         shared = batch, self._layers, self._rng, self._tracker
         steps = {stage: DryStep(stage, *shared, rehearsal=rehearsal) for stage in self._links}
-        followed = self._layers.followed_by(Recomputed())
-        with followed, clock.paused(), self._rng.generators_restored():
+        state, backwards = self._layers.followed_by(Recomputed()), self._layers.backwards_followed()
+        with state, backwards, clock.paused(), self._rng.generators_restored():
             run(self._runs(steps, self._order(ForwardOnly, batch)))
         return {stage: step.run for stage, step in steps.items()}
 

@@ -71,7 +71,8 @@ class PipelineRNG:
     def _seed(self, microbatch: int, stage: int) -> None:
         if self._stages == 1:
             return
-        seed = random.Random(f"{self._batch}/{microbatch}/{stage}").getrandbits(63)
+        random.seed(f"{self._batch}/{microbatch}/{stage}")
+        seed = random.getrandbits(63)
         # `torch.manual_seed` takes milliseconds: it formats the stack for each kind of device that
         # is not in use.
         torch.default_generator.manual_seed(seed)

@@ -261,6 +261,10 @@ class PipelinedLayers:
         finally:
             self._state = before
 
+    def backwards_followed(self) -> AbstractContextManager[None]:
+        """Have backward passes that steps run themselves followed inside the context."""
+        return backward_passes_by(self._run_backward)
+
     @property
     def running_stage(self) -> int | None:
         """The stage whose forward pass runs; None outside of forward passes."""
@@ -289,7 +293,7 @@ class PipelinedLayers:
         self._running = _Running(visit, part, side_outputs, values, inner, modes, sends)
         self._state.begin(visit.stage)
         try:
-            with backward_passes_by(inner.run), values if follows else nullcontext():
+            with values if follows else nullcontext():
                 yield
         finally:
             inner.end()
@@ -335,6 +339,13 @@ class PipelinedLayers:
                 return self._run(running, index, compute, args, kwargs)
 
         return forward
+
+    def _run_backward(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a backward pass, which the user's step runs itself where it begins in a step."""
+        running = self._running
+        if running is None:
+            return own(*args, **kwargs)
+        return running.inner.run(own, *args, **kwargs)
 
     def _begin(self, running: _Running) -> None:
         """Prepare for the stage's own layers."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -261,9 +261,7 @@ class TrainingStageStep(StageStep):
         if is_last_pass and self._is_first_here:
             self._backward.begin_last(factor, self._split.parameters)
         visit = self._visits.pop(microbatch)
-        received = [] if gradients is None else gradients.tensors
-        borrowed = [*received, *tensors(visit.received)]
-        with self._split.deferring(self._queue, microbatch, borrowed):
+        with self._deferring(microbatch, visit, gradients):
             if gradients is not None:
                 _differentiate(output, gradients)
             else:
@@ -279,6 +277,17 @@ class TrainingStageStep(StageStep):
         if is_last_pass:
             self._queue.end_backwards()
         return factor
+
+    def _deferring(
+        self, microbatch: int, visit: Visit, gradients: Gradients | None
+    ) -> AbstractContextManager[None]:
+        """Make the context of a backward pass, in which products are queued if it defers."""
+        self._split.suspended = not self._defers(microbatch)
+        if self._split.suspended:
+            return nullcontext()
+        received = [] if gradients is None else gradients.tensors
+        borrowed = [*received, *tensors(visit.received)]
+        return self._split.deferring(self._queue, microbatch, borrowed)
 
     @property
     def reordered_sums(self) -> bool:
@@ -298,12 +307,12 @@ class TrainingStageStep(StageStep):
             self._queue.compute_next()
         return not self._queue.holds(microbatch)
 
-    @contextmanager
-    def _forward_context(self, microbatch: int, received: Activation | None) -> Iterator[None]:
+    def _forward_context(
+        self, microbatch: int, received: Activation | None
+    ) -> AbstractContextManager[None]:
         """Split layers if the backward pass defers, and measure what the pass leaves in memory."""
-        split = nullcontext() if self._defers(microbatch) else self._split.suspended()
-        with split, self._limit.measured(self._stage, received):
-            yield
+        self._split.suspended = not self._defers(microbatch)
+        return self._limit.measured(self._stage, received)
 
     def _take_output(self, output: Any, received: Activation | None) -> None:
         super()._take_output(output, received)

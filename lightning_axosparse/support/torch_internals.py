@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeGuard, TypeVar
 
@@ -385,27 +385,26 @@ class PausableMode(TorchFunctionMode):
         super().__init__()
         self._is_paused = False
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Observe nothing inside the context."""
-        before, self._is_paused = self._is_paused, True
-        # A mode that is entered costs a microsecond for each torch function.
-        leaves = current_function_mode() is self
-        if leaves:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
+
+class paused:
+    """A context in which some modes, of which the last was entered last, observe nothing."""
+
+    # Entered for each layer and micro-batch, so it is no generator.
+    def __init__(self, modes: Sequence[PausableMode]) -> None:
+        self._modes = modes
+        self._before: list[tuple[PausableMode, bool, bool]] = []
+
+    def __enter__(self) -> None:
+        for mode in reversed(self._modes):
+            # A mode that is entered costs a microsecond for each torch function.
+            leaves = current_function_mode() is mode
             if leaves:
-                self.__enter__()  # type: ignore[no-untyped-call]
-            self._is_paused = before
+                mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._before.append((mode, leaves, mode._is_paused))
+            mode._is_paused = True
 
-
-def paused(modes: Sequence[PausableMode]) -> AbstractContextManager[Any]:
-    """Pause some modes, of which the last was entered last, inside the context."""
-    if len(modes) == 1:
-        return modes[0].paused()
-    stack = ExitStack()
-    for mode in reversed(modes):
-        stack.enter_context(mode.paused())
-    return stack
+    def __exit__(self, *error: object) -> None:
+        for mode, leaves, was_paused in reversed(self._before):
+            if leaves:
+                mode.__enter__()  # type: ignore[no-untyped-call]
+            mode._is_paused = was_paused

@@ -277,6 +277,8 @@ class SplitLayers:
         self._undo = ExitStack()
         self._calls: dict[nn.Module, _Call] = {}
         self._destination: _Destination | None = None
+        self.suspended = False
+        """Whether the layers that are called now stay whole."""
 
     def install(self) -> None:
         """Split the layers of the module that this rank holds."""
@@ -311,15 +313,6 @@ class SplitLayers:
         finally:
             self._calls.clear()
             self.parameters = set()
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Leave the layers that are called inside the context whole."""
-        calls, self._calls = self._calls, {}
-        try:
-            yield
-        finally:
-            self._calls = calls
 
     @contextmanager
     def deferring(
@@ -365,7 +358,7 @@ class SplitLayers:
     def _forward(self, layer: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             call = self._calls.get(layer)
-            if call is not None and len(args) == 1 and not kwargs:
+            if call is not None and len(args) == 1 and not (kwargs or self.suspended):
                 output = self._split(call, args[0])
                 if output is not None:
                     return output

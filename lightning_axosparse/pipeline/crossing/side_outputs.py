@@ -41,7 +41,6 @@ from lightning_axosparse.pipeline.crossing.skip_tensors import DerivedValues
 from lightning_axosparse.support.torch_internals import (
     is_compiled,
     is_tensor_parallel,
-    never_compiled,
     tree_leaves,
     version_of,
 )
@@ -172,8 +171,6 @@ class SideOutputs:
         self._layer = index
         self._before = self.layers[index].attributes()
 
-    # Only a layer's own forward is to be compiled.
-    @never_compiled
     def end_layer(self, index: int) -> None:
         """Note what a layer of the stage has set."""
         layer = self.layers[index]

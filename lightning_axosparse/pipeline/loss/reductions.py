@@ -146,7 +146,9 @@ class ReductionTracker(PausableMode):
             self._note_scaled(func, args, terms[0], output)
         term: Term | None = None
         if func in _losses():
-            term = self._of_loss(_losses()[func].bind(*args, **kwargs), output)
+            defaults = _losses()[func]
+            given = dict(zip(defaults, args, strict=False))
+            term = self._of_loss(func, {**defaults, **given, **kwargs}, output)
         elif func in _REDUCING:
             term = self._reduced(func, args, kwargs, output)
         if term is not None:
@@ -273,16 +275,17 @@ class ReductionTracker(PausableMode):
             return Call(output.detach(), scaling, (plain, scale))
         return self._leaf(output, kind, count)
 
-    def _of_loss(self, call: inspect.BoundArguments, output: Tensor) -> Leaf | None:
+    def _of_loss(
+        self, func: Callable[..., Any], arguments: Mapping[str, Any], output: Tensor
+    ) -> Leaf | None:
         """The reduction of a loss function of ``torch.nn.functional``."""
-        arguments = call.arguments
-        reduction = arguments.get("reduction", "mean")
+        reduction = arguments["reduction"]
         is_deprecated = any(arguments.get(name) is not None for name in ("size_average", "reduce"))
         if is_deprecated or reduction == "none":
             return None
         first = next(value for value in arguments.values() if isinstance(value, Tensor))
         kind = "sum" if reduction == "sum" else "mean"
-        return self._leaf(output, kind, _denominator(call, first))
+        return self._leaf(output, kind, _denominator(func, arguments, first))
 
     def _along_samples(self, dims: Any, source: Tensor) -> bool:
         """Whether the dimension of the samples, the first or by its size the second, is reduced."""
@@ -336,34 +339,37 @@ _ARITHMETIC = {
 
 
 @cache
-def _losses() -> dict[Callable[..., Any], inspect.Signature]:
-    """The losses of ``torch.nn.functional``: functions with an argument ``reduction``."""
+def _losses() -> dict[Callable[..., Any], dict[str, Any]]:
+    """The losses of ``torch.nn.functional``: functions with an argument ``reduction``.
+
+    Returns:
+        By function, its parameters in order with their defaults.
+    """
     functions = [f for f in vars(functional).values() if inspect.isfunction(f)]
-    signatures = {function: inspect.signature(function) for function in functions}
-    return {f: s for f, s in signatures.items() if "reduction" in s.parameters}
+    parameters = {function: inspect.signature(function).parameters for function in functions}
+    return {
+        function: {name: parameter.default for name, parameter in of.items()}
+        for function, of in parameters.items()
+        if "reduction" in of
+    }
 
 
-def _denominator(call: inspect.BoundArguments, first: Tensor) -> float:
+def _denominator(func: Callable[..., Any], arguments: Mapping[str, Any], first: Tensor) -> float:
     """The denominator of a mean loss, up to a factor that all micro-batches have in common."""
-    arguments, parameters = call.arguments, call.signature.parameters
     target: Any = arguments.get("target")
     weight = arguments.get("weight")
     if "target_lengths" in arguments:
         return float(len(arguments["target_lengths"]))
-    if "ignore_index" in parameters and not target.is_floating_point():
-        ignored = arguments.get("ignore_index", parameters["ignore_index"].default)
-        counts = target != ignored
+    if "ignore_index" in arguments and not target.is_floating_point():
+        counts = target != arguments["ignore_index"]
         return float(counts.sum() if weight is None else weight.double()[target[counts]].sum())
-    if weight is not None and call.signature in _weighted_means():
+    if weight is not None and func in _WEIGHTED_MEANS:
         return float(weight.double().sum())
     return float(first.numel())
 
 
-@cache
-def _weighted_means() -> list[inspect.Signature]:
-    """The losses whose mean divides by the sum of ``weight``, not by the number of elements."""
-    weighted = functional.mse_loss, functional.l1_loss, functional.huber_loss
-    return [_losses()[function] for function in weighted]
+_WEIGHTED_MEANS = (functional.mse_loss, functional.l1_loss, functional.huber_loss)
+"""The losses whose mean divides by the sum of ``weight``, not by the number of elements."""
 
 
 def _with_count(func: Callable[..., Any], terms: tuple[Any, Any]) -> tuple[Any, Any]:

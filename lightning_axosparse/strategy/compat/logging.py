@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any, cast
@@ -26,9 +27,11 @@ from lightning_axosparse.pipeline.loss.combination import Rule, combine
 from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
 from lightning_axosparse.pipeline.loss.terms import Call, Term
 from lightning_axosparse.support.patched import patched
+from lightning_axosparse.support.torch_internals import paused
 from lightning_axosparse.support.troubleshooting import see
 
-_LOG_SIGNATURE = inspect.signature(LightningModule.log)
+_LOG_OPTIONS = tuple(inspect.signature(LightningModule.log).parameters)[3:]
+"""What may follow the module, the name and the value."""
 
 LogKey = tuple[str, int]
 """A name, and how often it was logged before in the same step, plus one."""
@@ -199,14 +202,14 @@ class MicrobatchLog:
         self._microbatches.clear()
         self._metrics = None
 
-    def _log(self, *args: Any, **kwargs: Any) -> None:
+    def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         trainer = self._module._trainer
         if self._open is None or (trainer is not None and trainer.predicting):  # which it refuses
-            type(self._module).log(self._module, *args, **kwargs)
+            type(self._module).log(self._module, name, value, *args, **kwargs)
             return
-        options = _LOG_SIGNATURE.bind(self._module, *args, **kwargs).arguments
-        del options["self"]
-        self._open.append(self._call(options.pop("name"), options.pop("value"), options))
+        options = {**dict(zip(_LOG_OPTIONS, args, strict=False)), **kwargs}
+        with paused([self._tracker]):
+            self._open.append(self._call(name, value, options))
 
     def _call(self, name: str, value: Any, options: dict[str, Any]) -> LogCall:
         if options.get("sync_dist_group") is not None:
@@ -215,7 +218,7 @@ class MicrobatchLog:
                 " whose stages belong to different groups. Leave it out: values are synchronised"
                 " over the replicas." + see("logging")
             )
-        options["reduce_fx"] = _reduction(name, options.get("reduce_fx", "mean"))
+        options["reduce_fx"] = _reduction(options.get("reduce_fx", "mean"))
         weight = self._weight
         if weight is None:
             given = options.get("batch_size")
@@ -281,9 +284,10 @@ class MicrobatchLog:
         return self._metrics
 
 
-def _reduction(name: str, reduce_fx: Any) -> str:
+@cache
+def _reduction(reduce_fx: Any) -> str:
     """The name of a reduction, which unlike a function can be sent to another rank."""
-    reduction: str = _Metadata(fx="step", name=name, reduce_fx=reduce_fx).reduce_fx.__name__
+    reduction: str = _Metadata(fx="step", name="", reduce_fx=reduce_fx).reduce_fx.__name__
     return reduction
 
 

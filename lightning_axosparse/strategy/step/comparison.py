@@ -115,8 +115,10 @@ class Compared:
             if len(each) == len(sizes):
                 means = (column for column in numbers if column[0].kind == "mean")
                 signature[key] = [are_proportional(column, sizes) for column in means]
-            varied |= {(key, place) for place, column in enumerate(numbers) if _vary(column)}
-        is_known = signature in self._signatures and varied <= self._varied
+            places = [(key, place) for place in range(len(numbers))]
+            unseen = [each for each in places if each not in self._varied]
+            varied |= {each for each in unseen if _vary(numbers[each[1]])}
+        is_known = signature in self._signatures and not varied
         if is_known and not (rules.fitted and self._batches < _ENOUGH_TO_FIT):
             return True
         self._signatures.append(signature)

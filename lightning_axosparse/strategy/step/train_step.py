@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
 
 from lightning_axosparse.distributed.process_groups import all_gather, gather
 from lightning_axosparse.distributed.rank_status import this_rank
@@ -376,7 +377,7 @@ class StepRunner:
         run.prints.replay(printed)
         run.forget_batch()
         output = move_data_to_device(output, stage_module.device)
-        if last is None or sends_all or not last.outputs:
+        if last is None or sends_all or not last.outputs or isinstance(output, Tensor):
             return output
         own = step.microbatches
         share = sum(part.weight for part in own) / sum(part.weight for part in microbatches)
