@@ -11,7 +11,13 @@ from lightning_axosparse.distributed.rank_status import BackOff, this_rank
 from lightning_axosparse.pipeline.agreed_order import Order
 from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
 from lightning_axosparse.pipeline.choice import InFlightLimit, ScheduleChoice
-from lightning_axosparse.pipeline.crossing.message import Crossing, Gradients, Link, Probe, tensors
+from lightning_axosparse.pipeline.crossing.message import (
+    Crossing,
+    Gradients,
+    Link,
+    learned,
+    tensors,
+)
 from lightning_axosparse.pipeline.dry_run import DryRun, DryStep, Recomputed, Rehearsal
 from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
 from lightning_axosparse.pipeline.rng import PipelineRNG
@@ -223,11 +229,14 @@ class Pipeline:
             run(self._runs(steps, self._order(ForwardOnly, batch)))
         return steps.get(self._stages - 1)
 
-    def probe(self, batch: Batch) -> Probe:
+    def probe(self, batch: Batch) -> Crossing | None:
         """Run the first micro-batch of a step forward, and see what has to cross edges of stages.
 
         Collective over the pipeline. Gradients are not computed, but the graph is made, as what a
         step does may depend on it. Nothing but random generators is restored.
+
+        Returns:
+            What crosses; None if the run has not called all layers.
         """
         parts = batch.microbatches[:1]
         whole = replace(batch, microbatches=parts, crossing=None, is_shared=True)
@@ -236,11 +245,8 @@ class Pipeline:
         state, backwards = self._layers.followed_by(Recomputed()), self._layers.backwards_followed()
         with state, backwards, self._rng.generators_restored():
             run(self._runs(steps, self._order(ForwardOnly, whole)))
-        seen = {stage: (step.reads, step.failure) for stage, step in steps.items()}
-        gathered = {stage: each for others in self._gather(seen) for stage, each in others.items()}
-        reads = {stage: reads for stage, (reads, _) in gathered.items()}
-        failures = {stage: failure for stage, (_, failure) in gathered.items() if failure}
-        return Probe(Crossing.learned(reads), failures)
+        gathered = self._gather({stage: step.reads for stage, step in steps.items()})
+        return learned({stage: reads for others in gathered for stage, reads in others.items()})
 
     def dry_run(self, batch: Batch, rehearsal: Rehearsal) -> dict[int, DryRun]:
         """Run a step forward only, without a trace.

@@ -127,7 +127,7 @@ class StageStep:
         is_whole_batch = len(batch.microbatches) == 1 and batch.microbatches[0].weight == 1
         self._tracks = self._is_last and not is_whole_batch
         crossing = batch.crossing
-        self._sent = Sent() if crossing is None else crossing.sent[stage]
+        self._sent = Sent() if crossing is None else crossing[stage]
         self._visits: dict[int, Visit] = {}
 
     def forward(self, microbatch: int, received: Activation | None) -> Any:
@@ -202,8 +202,6 @@ class ProbingStep(StageStep):
         super().__init__(*shared)
         self._reads = self.reads = Reads()
         self._tracks = False
-        self.failure: str | None = None
-        """The error that the user's code has raised."""
 
     def forward(self, microbatch: int, received: Activation | None) -> Any:
         """Run the user's step, as in a real pass; where it fails, the next stages do nothing."""
@@ -211,8 +209,7 @@ class ProbingStep(StageStep):
             return received
         try:
             output = super().forward(microbatch, received)
-        except Exception as error:
-            self.failure = f"{type(error).__name__}: {error}"
+        except Exception:  # The step meets it again when it trains, and tells it.
             return _NOTHING._replace(has_failed=True)
         self.reads.is_complete = self._visits[microbatch].next_layer > 0
         return output

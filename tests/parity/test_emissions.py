@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from lightning_axosparse import AxoSparseStrategy
-from lightning_axosparse.pipeline.crossing.message import LoopbackLink, Probe, encode
+from lightning_axosparse.pipeline.crossing.message import Crossing, LoopbackLink, encode
 from lightning_axosparse.pipeline.engine import Pipeline
 from tests.parity.cases import Record, difference, recorded, trainer
 from tests.parity.networks import in_float64
@@ -374,7 +374,7 @@ def test_a_network_of_which_nothing_else_is_read_sends_its_activations_alone(
         blocks.append(encode(tree, torch.device("cpu"))[1].nbytes)
         send(link, tree)
 
-    def probe(pipeline: Pipeline, batch: Any) -> Probe:
+    def probe(pipeline: Pipeline, batch: Any) -> Crossing | None:
         try:
             return learn(pipeline, batch)
         finally:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -49,23 +49,25 @@ class SidePlace(NamedTuple):
     Attributes:
         layer: the layer.
         module: path of the module in it.
-        kind: the attribute, or the registry and the position of a hook.
-        leaf: index among the leaves; -1 for the call of a hook.
+        name: the attribute, or the registry of a hook.
+        position: of the hook in its registry; -1 for an attribute.
+        leaf: index among the leaves of what is left; -1 for all of it.
     """
 
     layer: int
     module: str
-    kind: str
-    leaf: int
+    name: str
+    position: int = -1
+    leaf: int = -1
 
     @property
     def of_hook(self) -> bool:
         """Whether a hook is given the value; else it is an attribute."""
-        return self.kind.endswith("]")
+        return self.position >= 0
 
     @property
-    def call(self) -> SidePlace:
-        """The call of the hook that was given the value."""
+    def whole(self) -> SidePlace:
+        """The place of all that the hook was given, or of the attribute."""
         return self._replace(leaf=-1)
 
 
@@ -117,82 +119,40 @@ class Sent:
         return value in self.values or value not in self._seen
 
 
-@dataclass(frozen=True)
-class Crossing:
-    """What crosses the edges of stages in a step.
+Crossing: TypeAlias = tuple[Sent, ...]
+"""What crosses the edges of stages in a step: what each stage sends."""
 
-    Attributes:
-        sent: what each stage sends.
-    """
 
-    sent: tuple[Sent, ...]
-
-    @classmethod
-    def learned(cls, stages: Mapping[int, Reads]) -> Crossing | None:
-        """What is sent, by what each stage was seen to read; None if they did not see the step."""
-        if not all(reads.is_complete for reads in stages.values()):
-            return None
-        seen = frozenset(place for reads in stages.values() for place in reads.seen)
-        return cls(
-            tuple(
-                Sent(_union(reads.read for later, reads in stages.items() if later > stage), seen)
-                for stage in sorted(stages)
-            )
-        )
+def learned(stages: Mapping[int, Reads]) -> Crossing | None:
+    """What is sent, by what each stage was seen to read; None if they did not see the step."""
+    if not all(reads.is_complete for reads in stages.values()):
+        return None
+    seen = frozenset(place for reads in stages.values() for place in reads.seen)
+    return tuple(
+        Sent(_union(reads.read for later, reads in stages.items() if later > stage), seen)
+        for stage in sorted(stages)
+    )
 
 
 def _union(sets: Iterable[set[Value]]) -> frozenset[Value]:
     """The values in some sets, and the calls of hooks that are given them."""
     union = frozenset[Value]().union(*sets)
-    return union | {value.call for value in union if isinstance(value, SidePlace)}
+    return union | {value.whole for value in union if isinstance(value, SidePlace)}
 
 
-class Probe(NamedTuple):
-    """What a run in which everything crosses has shown.
-
-    Attributes:
-        crossing: what is to cross from then on; None if the run has not called all layers.
-        failures: by stage, the error that the user's code raised on it.
-    """
-
-    crossing: Crossing | None
-    failures: dict[int, str]
-
-
-class HookCall(NamedTuple):
-    """The arguments of a hook inside a layer."""
-
-    layer: int
-    module: str
-    registry: str
-    position: int
-    given: Any
-
-    def place(self, leaf: int = -1) -> SidePlace:
-        """Where a leaf of the arguments is; without one, the call."""
-        return SidePlace(self.layer, self.module, f"{self.registry}[{self.position}]", leaf)
-
-
-class Attribute(NamedTuple):
-    """A tensor, list or dict that a layer has set as an attribute of one of its modules.
+class SideOutput(NamedTuple):
+    """What a layer has left beside its output.
 
     Attributes:
-        value: it, or the items that the layer has appended to a list.
-        is_appended: whether it has.
+        place: where.
+        value: the arguments of a hook inside the layer; or a tensor, list or dict that the layer
+            has set as an attribute of one of its modules.
+        is_appended: whether the value is what the layer has appended to such a list.
     """
 
-    layer: int
-    module: str
-    name: str
+    place: SidePlace
     value: Any
     is_appended: bool = False
-
-    def place(self, leaf: int) -> SidePlace:
-        """Where a leaf of the value is."""
-        return SidePlace(self.layer, self.module, self.name, leaf)
-
-
-SideOutput = HookCall | Attribute
 
 
 class Activation(NamedTuple):

@@ -21,14 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from lightning_axosparse.pipeline.crossing.message import (
-    Attribute,
-    HookCall,
-    Reads,
-    Sent,
-    SideOutput,
-    SidePlace,
-)
+from lightning_axosparse.pipeline.crossing.message import Reads, Sent, SideOutput, SidePlace
 from lightning_axosparse.pipeline.crossing.placeholder import (
     OF_EVERY_MODULE,
     PLAIN,
@@ -175,16 +168,17 @@ class SideOutputs:
         """Note what a layer of the stage has set."""
         layer = self.layers[index]
         for (module, name), now in layer.attributes().items():
-            old, place = self._before.get((module, name)), (index, layer.paths[module], name)
+            old = self._before.get((module, name))
+            place = SidePlace(index, layer.paths[module], name)
             known = len(old.items) if old is not None and old.begins(now) else None
             if known == len(now.items):
                 continue
             if known is not None and isinstance(now.value, list):
                 items = list(now.items[known:])
-                self._note(Attribute(*place, items, is_appended=True), items)
+                self._note(SideOutput(place, items, is_appended=True))
                 self._note_list(now.value, items)
             elif any(isinstance(item, Tensor) for item in (now.value, *now.items)):
-                self._note(Attribute(*place, now.value), now.value)
+                self._note(SideOutput(place, now.value))
 
     def to_send(self) -> tuple[SideOutput, ...]:
         """What is sent to the next stage, after the stage's last layer."""
@@ -201,44 +195,47 @@ class SideOutputs:
 
     def replay(self, index: int) -> None:
         """Call the hooks and set the attributes of a layer of an earlier stage, as there."""
+        layer = self.layers[index]
         for received in self.received:
-            if received.layer != index:
+            place = received.place
+            if place.layer != index:
                 continue
-            layer = self.layers[index]
-            module = layer.modules[received.module]
-            path = ".".join(filter(None, (layer.name, received.module)))
-            if isinstance(received, HookCall):
+            module = layer.modules[place.module]
+            path = ".".join(filter(None, (layer.name, place.module)))
+            if place.of_hook:
                 self._replay_hook(module, received, path)
             else:
                 self._replay_attribute(module, received, path)
 
-    def _replay_hook(self, module: nn.Module, call: HookCall, path: str) -> None:
-        hooks = list(getattr(module, call.registry).values())
-        if call.position < len(hooks):
+    def _replay_hook(self, module: nn.Module, call: SideOutput, path: str) -> None:
+        hooks = list(getattr(module, call.place.name).values())
+        if call.place.position < len(hooks):
             source = f"what a hook of {path!r} is given"
-            hooks[call.position](module, *self._filled(call.given, call.place, source))
-        if self.reads is not None and self.values.holds(call.place()):
-            self.reads.read.add(call.place())
+            hooks[call.place.position](module, *self._filled(call, source))
+        if self.reads is not None and self.values.holds(call.place):
+            self.reads.read.add(call.place)
 
-    def _replay_attribute(self, module: nn.Module, received: Attribute, path: str) -> None:
-        source = f"{f'{path}.{received.name}'!r}, which a layer sets,"
-        value = self._filled(received.value, received.place, source)
-        now = getattr(module, received.name, None)
+    def _replay_attribute(self, module: nn.Module, received: SideOutput, path: str) -> None:
+        name = received.place.name
+        value = self._filled(received, f"{f'{path}.{name}'!r}, which a layer sets,")
+        now = getattr(module, name, None)
         if received.is_appended and isinstance(now, list):
             now.extend(value)
             self._note_list(now, value)
         elif isinstance(value, dict) and isinstance(now, dict):
             now.update(value)
         else:
-            setattr(module, received.name, value)
+            setattr(module, name, value)
 
-    def _filled(self, tree: Any, place: Callable[[int], SidePlace], source: str) -> Any:
+    def _filled(self, received: SideOutput, source: str) -> Any:
+        """What was received, with placeholders for what was not sent of it."""
+
         def put(leaf: int, value: Any) -> Tensor:
             if isinstance(value, Tensor):
-                return self.values.alias(value, place(leaf))
+                return self.values.alias(value, received.place._replace(leaf=leaf))
             return Placeholder.of(value, self.progress, source)
 
-        return filled(tree, put)
+        return filled(received.value, put)
 
     def _watch_hooks(self, module: nn.Module) -> None:
         for registry in _REGISTRIES:
@@ -254,34 +251,29 @@ class SideOutputs:
     ) -> Callable[..., Any]:
         def watched(module: nn.Module, *given: Any) -> Any:
             path = self.layers[self._layer].paths[module]
-            self._note(HookCall(self._layer, path, registry, position, given), given)
+            self._note(SideOutput(SidePlace(self._layer, path, registry, position), given))
             return hook(module, *given)
 
         watched.watched_by = self  # type: ignore[attr-defined]
         return watched
 
-    def _note(self, left: SideOutput, tree: Any) -> None:
+    def _note(self, left: SideOutput) -> None:
         """Note what a layer of the stage has left."""
         if self.reads is not None:
-            self.reads.seen |= {left.place(leaf) for leaf in range(-1, len(tree_leaves(tree)))}
+            leaves = range(-1, len(tree_leaves(left.value)))
+            self.reads.seen |= {left.place._replace(leaf=leaf) for leaf in leaves}
         if (side := self._sendable(left)) is not None:
             self._own.append(side)
 
     def _sendable(self, left: SideOutput) -> SideOutput | None:
         """What is sent of something that a layer has left; None for nothing."""
-        sent = self.sent
+        sent, place = self.sent, left.place
         assert sent is not None
-        if isinstance(left, HookCall) and not sent.sends(left.place()):
+        if place.of_hook and not sent.sends(place):
             return None
-        layer = self.layers[left.layer]
-        owner = f"{layer.name}.{left.module}" if isinstance(left, HookCall) else layer.name
-
-        def tree(value: Any) -> Any:
-            return sendable(value, lambda leaf: sent.sends(left.place(leaf)), owner)
-
-        if isinstance(left, HookCall):
-            return left._replace(given=tree(left.given))
-        return left._replace(value=tree(left.value))
+        owner = self.layers[place.layer].name + (f".{place.module}" if place.of_hook else "")
+        value = sendable(left.value, lambda leaf: sent.sends(place._replace(leaf=leaf)), owner)
+        return left._replace(value=value)
 
     def _note_list(self, items: list[Any], new: Sequence[Any]) -> None:
         # A list of tensors without gradients may be state that the layer reads itself.

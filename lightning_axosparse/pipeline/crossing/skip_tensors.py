@@ -208,7 +208,7 @@ class DerivedValues(PausableMode):
         """Whether something keeps what a hook was given in a call, or has made of it."""
         return any(
             made.tensor() is not None
-            and any(isinstance(s, SidePlace) and s.call == call for s in made.sources)
+            and any(isinstance(s, SidePlace) and s.whole == call for s in made.sources)
             for made in self._made.values()
         )
 

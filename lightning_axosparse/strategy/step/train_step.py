@@ -285,7 +285,7 @@ class StepRunner:
         if stage_module.last_stage and step.microbatches and key not in self._crossings:
             state = ModuleState(stage_module.module)
             with without_trace(run), run.metrics.batch(1), state.watched():
-                crossing = run.pipeline.probe(step).crossing
+                crossing = run.pipeline.probe(step)
             state.rewind()
             run.forget_batch()
             if crossing is not None:
