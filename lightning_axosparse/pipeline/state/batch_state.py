@@ -39,7 +39,6 @@ from lightning_axosparse.pipeline.state.rules import (
     not_sent,
 )
 from lightning_axosparse.pipeline.state.values import MISSING, copied, detached, size_of
-from lightning_axosparse.support.torch_internals import tensors_in
 
 LARGEST_MESSAGE = 2**20
 """Bytes of state that the last stage sends to the others after a batch."""
@@ -228,6 +227,7 @@ class BatchState(StepState):
         last_stage: the last stage of the pipeline.
         stage_of: returns the stage of the layer that a name belongs to; None outside the layers.
         sends: whether other ranks are given the same batches.
+        device: of this rank.
     """
 
     def __init__(
@@ -237,9 +237,10 @@ class BatchState(StepState):
         last_stage: int,
         stage_of: Callable[[str], int | None],
         sends: bool,
+        device: torch.device,
     ) -> None:
         self._module, self._stages, self._last_stage = module, stages, last_stage
-        self._stage_of, self._sends = stage_of, sends
+        self._stage_of, self._sends, self._device = stage_of, sends, device
         self._changed: dict[Place, _Changed] = {}
         self._rules = StateRules()
         self._weights: list[float] = []
@@ -346,9 +347,8 @@ class BatchState(StepState):
         self._weights_shared = list(weights)
         for each in self._counted():
             if each.is_shared:
-                own = each.parts
-                each.parts = [p for parts in recorded for p in parts.get(each.changing.place, ())]
-                each.parts = move_data_to_device(each.parts, _device_of(own))
+                parts = [p for theirs in recorded for p in theirs.get(each.changing.place, ())]
+                each.parts = move_data_to_device(parts, self._device)
 
     def made_shared(self) -> tuple[list[Sent], list[str]]:
         """What the batch makes of what other ranks get, on the last stage.
@@ -372,19 +372,18 @@ class BatchState(StepState):
             sent.append(each.made._replace(value=move_data_to_device(value, "cpu")))
         return sent, list(filter(None, warnings))
 
-    def settle(self, sent: Sequence[Sent], device: torch.device) -> list[str]:
+    def settle(self, sent: Sequence[Sent]) -> list[str]:
         """Let the module have what the batch makes of its state.
 
         Args:
             sent: what :meth:`made_shared` has returned on the last stage.
-            device: of this rank.
 
         Returns:
             What to warn of.
         """
         warnings: list[str | None] = []
         values = {
-            each.place: each._replace(value=move_data_to_device(each.value, device))
+            each.place: each._replace(value=move_data_to_device(each.value, self._device))
             for each in sent
         }
         for each in self._counted():
@@ -429,7 +428,3 @@ def _remembered(values: Sequence[tuple[_Changed, Any]]) -> Iterator[None]:
     finally:
         for (each, _), value in zip(values, before, strict=True):
             each.hold(value)
-
-
-def _device_of(value: Any) -> torch.device:
-    return next((tensor.device for tensor in tensors_in(value)), torch.device("cpu"))

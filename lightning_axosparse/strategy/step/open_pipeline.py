@@ -96,6 +96,7 @@ class OpenPipeline:
                 stage_module.last_stage,
                 stage_module.sharding.stage_of,
                 groups.same_batch is not None,
+                stage_module.device,
             )
             undo.enter_context(stage_module.layers.followed_by(self.state))
             self.prints = MicrobatchPrint(module)

@@ -369,7 +369,7 @@ class StepRunner:
             is_new = any(all_gather(is_new, stage_module.groups.experts))
         if is_new:
             logged = self._logged_again(logged, compare)
-        for warning in (*warnings, *run.state.settle(sent, stage_module.device)):
+        for warning in (*warnings, *run.state.settle(sent)):
             if warning not in self._warned:
                 self._warned.add(warning)
                 rank_zero_warn(warning)

@@ -15,7 +15,6 @@ from lightning_axosparse.pipeline.state.batch_state import BatchState, Changing,
 from lightning_axosparse.pipeline.state.module_state import Place
 from lightning_axosparse.pipeline.state.rules import Entries, Grown
 
-CPU = torch.device("cpu")
 PARTS = [MicroBatch(None, 3, 0.75, 0), MicroBatch(None, 1, 0.25, 1)]
 
 
@@ -49,7 +48,7 @@ def stage_of(name: str) -> int | None:
 
 
 def batch_state(module: nn.Module, stages: range, sends: bool = False) -> BatchState:
-    return BatchState(module, stages, 1, stage_of, sends)
+    return BatchState(module, stages, 1, stage_of, sends, torch.device("cpu"))
 
 
 def run(module: Any, state: BatchState, stages: Sequence[int], parts: Any = PARTS) -> None:
@@ -85,7 +84,7 @@ def test_all_stages_in_one_process() -> None:
     assert warnings == []
     names = {each.place.name for each in sent}
     assert names == {"steps", "average", "items", "made", "late", "calls"}
-    assert state.settle(sent, CPU) == []
+    assert state.settle(sent) == []
     assert values(module) == [1, [2.5, 2.5], [1, 4], 6, 1]
     assert module.layer.calls == 1
     assert module.average is average
@@ -103,7 +102,7 @@ def test_other_stages_get_what_the_last_one_changes() -> None:
             run(module, state, [stage])
         sent, _ = states[1].made_shared()
         for state in states:
-            assert state.settle(sent, CPU) == []
+            assert state.settle(sent) == []
         assert values(first) == values(last)
     assert values(last) == [11, [5.0, 5.0], [1, 4, 4], 7, 1]
     assert (first.layer.calls, last.layer.calls) == (8, 7)
@@ -118,7 +117,7 @@ def test_replicas_that_share_a_batch_join_their_parts() -> None:
     states[0].join([state.recorded() for state in states], [part.weight for part in PARTS])
     sent, _ = states[0].made_shared()
     for state in states:
-        state.settle(sent, CPU)
+        state.settle(sent)
     assert [values(module)[:3] for module in modules] == [[1, [2.5, 2.5], [1, 4]]] * 2
 
 
@@ -133,7 +132,7 @@ def test_what_is_too_large_stays_where_it_is() -> None:
     sent, (warning,) = state.made_shared()
     assert sent == []
     assert "`self.average`" in warning
-    state.settle(sent, CPU)
+    state.settle(sent)
     assert len(module.average) == 300_000
 
 
@@ -152,7 +151,7 @@ def test_a_number_that_changes_later(parts: Any, expected: float, warned: bool) 
             module.late = value
             state.end(stage)
     sent, warnings = state.made_shared()
-    state.settle(sent, CPU)
+    state.settle(sent)
     assert module.late == expected
     assert [warning.startswith("The step changes `self.late`") for warning in warnings] == (
         [True] if warned else []
@@ -170,7 +169,7 @@ def test_a_rule_that_no_longer_holds_is_named() -> None:
             state.end(stage)
     sent, warnings = state.made_shared()
     assert ["`self.steps`" in warnings[0], "`self.average`" in warnings[1]] == [True, True]
-    assert state.settle(sent, CPU) == []
+    assert state.settle(sent) == []
     assert (module.steps, module.average.shape) == (1, (1,))
 
 
@@ -201,7 +200,7 @@ def test_a_list_that_no_longer_grows_is_named() -> None:
     sent, (warning,) = states[1].made_shared()
     assert sent == [Sent(place("items"), "replace", [1])]
     assert "`self.items` in other ways than in its first batch" in warning
-    states[0].settle(sent, CPU)
+    states[0].settle(sent)
     assert first.items == [1]
 
 
@@ -219,6 +218,6 @@ def test_a_full_window_goes_on() -> None:
                     assert len(module.items) == 3
                 state.end(stage)
         sent, _ = state.made_shared()
-        state.settle(sent, CPU)
+        state.settle(sent)
         assert module.items == deque([[8, 9, 4], [9, 4, 4]][first], maxlen=3)
         assert module.items.maxlen == 3
