@@ -31,8 +31,7 @@ from torch.nn import functional
 from torch.nn.parameter import Parameter
 
 from lightning_axosparse.pipeline.crossing.placeholder import Placeholder
-from lightning_axosparse.pipeline.loss.callers import is_ours
-from lightning_axosparse.pipeline.loss.sample_dims import SampleDims
+from lightning_axosparse.pipeline.loss.sample_dims import SampleDims, is_ours
 from lightning_axosparse.pipeline.loss.terms import Call, Leaf, Term, leaves
 from lightning_axosparse.sparse.store.weight import SparseWeight
 from lightning_axosparse.support.torch_internals import PausableMode

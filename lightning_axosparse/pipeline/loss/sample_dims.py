@@ -2,17 +2,20 @@
 
 The same code makes tensors of the whole batch and of its micro-batches. A dimension that does not
 grow with them is not that of the samples: it may be that of classes or of experts. One that does
-has entries of samples, also where it joins their tokens.
+has entries of samples, also where it joins their tokens. Code is the same if the same instruction
+of the user's has called, by the frames of the call.
 """
 
 from __future__ import annotations
 
+import re
 import sys
-from types import CodeType
+from types import CodeType, FrameType
 
 from torch import Tensor
 
-from lightning_axosparse.pipeline.loss.callers import users_frame
+_OURS = re.compile(rf"{__name__.partition('.')[0]}\.(?!examples\.)")
+"""The modules of this package; those of the examples are as a user's."""
 
 _Place = tuple[CodeType, int, int, int]
 """The instruction that has called a function, the number of its tensor, and the dimension."""
@@ -71,3 +74,22 @@ class SampleDims:
         caller, asked = users_frame(sys._getframe(1)), self._asked
         self._asked += 1
         return [(caller.f_code, caller.f_lasti, asked, dim) for dim in range(tensor.dim())]
+
+
+def is_ours(caller: FrameType | None) -> bool:
+    """Whether code of this package has called a function, besides other modes that hand it on."""
+    while caller is not None and caller.f_code.co_name == "__torch_function__":
+        caller = caller.f_back
+    if caller is None:
+        return False
+    return _OURS.match(str(caller.f_globals.get("__name__"))) is not None
+
+
+def users_frame(caller: FrameType) -> FrameType:
+    """The innermost frame of a call that is neither of this package nor of torch."""
+    while caller.f_back is not None:
+        package = str(caller.f_globals.get("__name__")).partition(".")[0]
+        if package != "torch" and not is_ours(caller):
+            break
+        caller = caller.f_back
+    return caller

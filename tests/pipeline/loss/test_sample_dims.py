@@ -7,7 +7,7 @@ from types import FrameType
 
 import pytest
 
-from lightning_axosparse.pipeline.loss.callers import is_ours, users_frame
+from lightning_axosparse.pipeline.loss.sample_dims import is_ours, users_frame
 
 
 def frame_of(module: str) -> FrameType:
