@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_axosparse.pipeline.batch_layout import arrays, children, is_array, rebuilt
 from lightning_axosparse.pipeline.loss.combination import Rule, combine
 from lightning_axosparse.pipeline.loss.terms import Term
+from lightning_axosparse.pipeline.state.values import same
 from lightning_axosparse.support.troubleshooting import see
 
 
@@ -116,7 +117,7 @@ def _merged(parts: Sequence[_Returned], path: str) -> Any:
         return _merged_entries(parts, path)
     if isinstance(first, int) and not isinstance(first, bool) and _are_sizes(parts):
         return sum(outputs)
-    if not all(_same(out, first) for out in outputs):
+    if not all(same(out, first) for out in outputs):
         warnings.warn(
             f"The micro-batches of a batch returned different values in output{path} ({first!r} "
             "and others), of which the first is kept: how they make up the batch's value cannot be "
@@ -202,10 +203,3 @@ def _merged_entries(parts: Sequence[_Returned], path: str) -> Any:
 
 def _are_sizes(parts: Sequence[_Returned]) -> bool:
     return all(part.value == part.size for part in parts)
-
-
-def _same(one: Any, other: Any) -> bool:
-    try:
-        return one is other or bool(one == other)
-    except (RuntimeError, TypeError, ValueError):
-        return False
