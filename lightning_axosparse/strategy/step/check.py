@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torchmetrics import Metric
@@ -44,22 +44,6 @@ def without_trace(run: OpenPipeline) -> Iterator[set[str]]:
     silenced = loggers_silenced(module.trainer)
     with run.metrics.kept(), silenced as written, hooks.set_aside():
         yield written
-
-
-class Outcome(NamedTuple):
-    """What the step has shown on this rank.
-
-    Attributes:
-        reason: why it could not be compared; None if it was.
-        rules: how the values of micro-batches combine, on the last stage.
-        findings: what to tell the user, on the last stage.
-        state: what the step changes on the module; the same on all ranks.
-    """
-
-    reason: str | None = None
-    rules: StepRules = StepRules()
-    findings: Sequence[Finding] = ()
-    state: StateRules = StateRules()
 
 
 class StepCheck:
@@ -131,18 +115,19 @@ class StepCheck:
         )
         with without_trace(self._run) as written:
             if self._fits(free):
-                outcome = self._outcome(comparison)
+                rules, findings, reason = self._found(comparison)
             else:
-                outcome = Outcome(
+                rules, findings = StepRules(), []
+                reason = (
                     f"{self._rehearsal.samples} samples at once would not fit into memory, as "
                     f"{parts[0].size} take what was measured"
                 )
-        findings = [*outcome.findings, *self._unread(written)]
-        everyone = self._gather((outcome.reason, findings, outcome.rules.needs_batch))
-        reason = next((theirs for theirs, *_ in everyone if theirs is not None), None)
+        findings += self._unread(written)
+        everyone = self._gather((findings, reason, rules.needs_batch))
+        reason = next((theirs for _, theirs, _ in everyone if theirs is not None), None)
         needs_batch = any(theirs for *_, theirs in everyone)
         if reason is None:
-            self._tell([each for _, theirs, _ in everyone for each in theirs])
+            self._tell([each for theirs, *_ in everyone for each in theirs])
         else:
             text = f"{name} could not be checked on its first batch: {reason}." + see("losses")
             self._tell([Finding("info", text)])
@@ -154,10 +139,16 @@ class StepCheck:
                 "them."
             )
             self._tell([Finding("info", text + see("losses"))])
-        return outcome.rules._replace(state=outcome.state, needs_batch=needs_batch)
+        return rules._replace(needs_batch=needs_batch)
 
-    def _outcome(self, comparison: Comparison) -> Outcome:
-        """What the step shows on the batch and its micro-batches; collective over the pipeline."""
+    def _found(self, comparison: Comparison) -> tuple[StepRules, list[Finding], str | None]:
+        """Run the step on the batch and its micro-batches; collective over the pipeline.
+
+        Returns:
+            How values combine, on the last stage, with what the step changes on the module, the
+            same on all ranks; what to tell the user, on the last stage; and why the runs could not
+            be compared, None if they were.
+        """
         whole, cut = self._both(comparison)
         reason = self._incomparable(whole, cut)
         is_compared = reason is None and self._stage_module.runs_last_stage
@@ -176,7 +167,7 @@ class StepCheck:
             if self._again is not None and not findings:
                 # By the rules that were found: they may have held by chance.
                 findings = replace(comparison, used=rules).compare(*self._again)[1]
-        return Outcome(reason, rules, findings, state)
+        return rules._replace(state=state), findings, reason
 
     def _beyond_rounding(self, findings: list[Finding], comparison: Comparison) -> list[Finding]:
         """The findings without gradients that differ by rounding; collective over the pipeline.
