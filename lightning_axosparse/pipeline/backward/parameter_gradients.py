@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,23 +21,19 @@ from lightning_axosparse.distributed.gradient_reducer import GradientReducer
 from lightning_axosparse.support.torch_internals import gradient_hooks, hooked, storage_id
 
 
-class WeightProduct(Protocol):
-    """What one call of a layer adds to the gradients of its parameters."""
+class WeightProduct(NamedTuple):
+    """What one call of a layer adds to the gradients of its parameters.
 
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        """The parameters, first the weight."""
+    Attributes:
+        parameters: the parameters, first the weight.
+        tensors: what is kept until the product is computed.
+        compute: computes the term of each parameter; it is given whether a term may be in scratch
+            memory, which the next product may take.
+    """
 
-    @property
-    def tensors(self) -> Sequence[Tensor]:
-        """What is kept until the product is computed."""
-
-    def compute(self, in_scratch: bool) -> Sequence[Tensor]:
-        """Compute the term of each parameter.
-
-        Args:
-            in_scratch: whether a term may be in scratch memory, which the next product may take.
-        """
+    parameters: Sequence[nn.Parameter]
+    tensors: Sequence[Tensor]
+    compute: Callable[[bool], Sequence[Tensor]]
 
 
 class WeightGradientQueue:

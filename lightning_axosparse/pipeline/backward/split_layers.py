@@ -31,7 +31,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_axosparse.pipeline.backward.parameter_gradients import WeightGradientQueue
+from lightning_axosparse.pipeline.backward.parameter_gradients import (
+    WeightGradientQueue,
+    WeightProduct,
+)
 from lightning_axosparse.sparse.module.sparse_module import SparseModule, kept_product
 from lightning_axosparse.sparse.ops.linear import KeptProduct
 from lightning_axosparse.sparse.store.scratch import scratch
@@ -351,7 +354,9 @@ class SplitLayers:
             borrowed = storage_id(tensor.untyped_storage()) in destination.borrowed
             return tensor.clone() if borrowed else tensor
 
-        product = _Product(call.operation, call.parameters, kept(gradient), kept(x))
+        operands, (weight, *bias) = (kept(gradient), kept(x)), call.parameters
+        compute = partial(call.operation.parameter_gradients, *operands, weight, bool(bias))
+        product = WeightProduct(call.parameters, operands, compute)
         destination.queue.add(destination.microbatch, product)
         return True
 
@@ -388,25 +393,6 @@ class _Call(NamedTuple):
     layers: SplitLayers
     operation: Operation
     parameters: Sequence[nn.Parameter]
-
-
-class _Product(NamedTuple):
-    """What a call adds to its parameters' gradients."""
-
-    operation: Operation
-    parameters: Sequence[nn.Parameter]
-    gradient: Tensor
-    x: Tensor
-
-    @property
-    def tensors(self) -> Sequence[Tensor]:
-        return self.gradient, self.x
-
-    def compute(self, in_scratch: bool) -> Sequence[Tensor]:
-        weight, *bias = self.parameters
-        return self.operation.parameter_gradients(
-            self.gradient, self.x, weight, bool(bias), in_scratch
-        )
 
 
 class _SplitCall(torch.autograd.Function):

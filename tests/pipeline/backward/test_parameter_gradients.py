@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,24 +14,23 @@ from torch import Tensor, nn
 from lightning_axosparse.pipeline.backward.parameter_gradients import (
     GradientHooks,
     WeightGradientQueue,
+    WeightProduct,
 )
 from lightning_axosparse.sparse.store.scratch import scratch
 
 
-@dataclass(frozen=True)
-class Known:
+def known_product(parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> WeightProduct:
     """A product whose terms are known."""
 
-    parameters: Sequence[nn.Parameter]
-    tensors: Sequence[Tensor]
-
-    def compute(self, in_scratch: bool) -> Sequence[Tensor]:
+    def compute(in_scratch: bool) -> Sequence[Tensor]:
         assert not torch.is_grad_enabled()
-        first, *others = (tensor.clone() for tensor in self.tensors)
+        first, *others = (tensor.clone() for tensor in tensors)
         if in_scratch:
             memory = scratch.take("weight gradient", first.numel(), first.dtype, first.device)
             first = memory.view(first.shape).copy_(first)
         return [first, *others]
+
+    return WeightProduct(parameters, tensors, compute)
 
 
 def parameters(count: int) -> list[list[nn.Parameter]]:
@@ -61,7 +59,7 @@ def test_every_order_of_backwards_and_products_gives_the_sums_of_autograd(
             sums: list[Tensor] | None = None
             for _ in range(rng.randint(0, calls)):
                 terms = [torch.randn(parameter.shape) for parameter in layer]
-                queue.add(microbatch, Known(layer, terms))
+                queue.add(microbatch, known_product(layer, terms))
                 sums = terms if sums is None else [a + b for a, b in zip(sums, terms, strict=True)]
             if sums is not None:
                 for parameter, term in zip(layer, sums, strict=True):
@@ -94,7 +92,7 @@ def test_at_the_end_weights_follow_in_the_order_of_the_last_backward_pass() -> N
     queue = WeightGradientQueue(final.append)
     for microbatch in range(3):
         for layer in (third, second, first):
-            queue.add(microbatch, Known(layer, [torch.ones(p.shape) for p in layer]))
+            queue.add(microbatch, known_product(layer, [torch.ones(p.shape) for p in layer]))
     queue.compute_next()  # that of the third layer
     queue.end_backwards()
     order = []
@@ -118,7 +116,7 @@ def test_one_micro_batch_after_the_other_while_backward_passes_go_on() -> None:
     queue = WeightGradientQueue(lambda parameter: None)
     for microbatch in range(2):
         for layer in (second, first):
-            queue.add(microbatch, Known(layer, [torch.ones(p.shape) for p in layer]))
+            queue.add(microbatch, known_product(layer, [torch.ones(p.shape) for p in layer]))
     for holds in ((True, True), (True, True), (False, True), (False, True)):
         assert (queue.holds(0), queue.holds(1)) == holds
         queue.compute_next()
@@ -129,9 +127,9 @@ def test_the_bytes_of_a_micro_batch_count_shared_memory_once() -> None:
     (layer,) = parameters(1)
     queue = WeightGradientQueue(lambda parameter: None)
     both = torch.zeros(8, 3)
-    queue.add(0, Known(layer, [both[:2], both[2:]]))
-    queue.add(0, Known(layer, [both, torch.zeros(3)]))
-    queue.add(1, Known(layer, [torch.zeros(2, 3), torch.zeros(3)]))
+    queue.add(0, known_product(layer, [both[:2], both[2:]]))
+    queue.add(0, known_product(layer, [both, torch.zeros(3)]))
+    queue.add(1, known_product(layer, [torch.zeros(2, 3), torch.zeros(3)]))
     assert [queue.bytes_of(microbatch) for microbatch in range(3)] == [108, 36, 0]
 
 
@@ -139,7 +137,7 @@ def test_gradients_keep_the_layout_and_the_dtype_of_their_parameter() -> None:
     weight = nn.Parameter(torch.zeros(2, 4, 3, 3).to(memory_format=torch.channels_last))
     queue = WeightGradientQueue(lambda parameter: None)
     term = torch.randn(2, 4, 3, 3, dtype=torch.bfloat16)
-    queue.add(0, Known([weight], [term]))
+    queue.add(0, known_product([weight], [term]))
     queue.compute_next()
     assert weight.grad is not None
     assert weight.grad.stride() == weight.stride()
