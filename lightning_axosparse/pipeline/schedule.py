@@ -150,8 +150,7 @@ class Schedule(ABC):
 
     @property
     def _warming_up(self) -> bool:
-        held = self.forwards - self.backwards
-        return self.forwards < self.microbatches and held < self.warm_up
+        return self.forwards < self.microbatches and self.held < self.warm_up
 
 
 class MessageDriven(Schedule):

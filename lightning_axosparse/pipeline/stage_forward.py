@@ -367,19 +367,15 @@ class PipelinedLayers:
             return self._compute(running.visit, index, compute, args, kwargs)
         if running.sends:
             running.side_outputs.begin_layer(index)
-        with self._observed(running, index, args, kwargs):
+        observed: AbstractContextManager[None] = nullcontext()
+        if running.visit.reads is not None:  # What the layer reads is to be learned.
+            is_compiled = self._watched[index].compiled
+            observed = running.values.computing_layer((args, kwargs), is_compiled)
+        with observed:
             output = self._compute(running.visit, index, compute, args, kwargs)
         if running.sends:
             _note_output(running, index, output)
         return output
-
-    def _observed(
-        self, running: _Running, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> AbstractContextManager[None]:
-        """See what a layer reads inside the context, where that is to be learned."""
-        if running.visit.reads is None:
-            return nullcontext()
-        return running.values.computing_layer((args, kwargs), self._watched[index].compiled)
 
     def _compute(
         self,

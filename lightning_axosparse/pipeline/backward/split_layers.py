@@ -354,9 +354,10 @@ class SplitLayers:
             borrowed = storage_id(tensor.untyped_storage()) in destination.borrowed
             return tensor.clone() if borrowed else tensor
 
-        operands, (weight, *bias) = (kept(gradient), kept(x)), call.parameters
-        compute = partial(call.operation.parameter_gradients, *operands, weight, bool(bias))
-        product = WeightProduct(call.parameters, operands, compute)
+        tensors = kept(gradient), kept(x)
+        weight, *bias = call.parameters
+        compute = partial(call.operation.parameter_gradients, *tensors, weight, bool(bias))
+        product = WeightProduct(call.parameters, tensors, compute)
         destination.queue.add(destination.microbatch, product)
         return True
 

@@ -103,8 +103,7 @@ class LossWeights:
             return loss * weight if weight else None
         if index == 0:
             terms, sizes, first = self._everyone()
-            rule = own_rule(terms, sizes) if self._rule is None else self._rule
-            found = slopes(terms, sizes, rule)
+            found = slopes(terms, sizes, self._rule_of(terms, sizes))
             if found is not None and any(slope.any() for each in found for slope in each):
                 self._slopes = found[first : first + len(self.terms)]
         if self._slopes is None:  # Then losses are averaged over samples.

@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -378,8 +378,7 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
     ends = [layers]
     for part in range(stages, 0, -1):
         ends.append(int(cut[part, ends[-1]]))
-    ends.reverse()
-    return [range(ends[i], ends[i + 1]) for i in range(stages)]
+    return [range(first, end) for end, first in pairwise(ends)][::-1]
 
 
 def imbalance(costs: Sequence[float], parts: Sequence[range]) -> float:
@@ -401,5 +400,4 @@ def parts_of_sizes(sizes: Sequence[int], layers: int, stages: int) -> list[range
             f"{layers} layers and use all of them; it has {len(sizes)} entries with sum "
             f"{sum(sizes)}." + see("layers")
         )
-    ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
-    return [range(ends[i], ends[i + 1]) for i in range(stages)]
+    return [range(first, end) for first, end in pairwise(accumulate(sizes, initial=0))]

@@ -160,9 +160,8 @@ class Sharding:
         }
         self._holders: dict[Tensor, frozenset[int]] = {}
         for name, tensor in self._tensors(remove_duplicate=False):
-            self._holders[tensor] = self._holders.get(tensor, frozenset()) | self._holders_of_name(
-                name
-            )
+            known = self._holders.get(tensor, frozenset())
+            self._holders[tensor] = known | self._holders_of_name(name)
         self.holders = {name: self._holders[parameter] for parameter, name in self.names.items()}
 
     def _tensors(self, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:

@@ -97,20 +97,19 @@ class StateCheck(NamedTuple):
         for stage, changes in first.items():
             registers = any(place.is_of_hooks for place in changes.places)
             for place in changes.places:
-                if place.is_of_hooks:
-                    continue
                 layer_stage = self.stage_of(place.dotted)
-                if layer_stage in (None, stage):
-                    value = value_at(self.module, place)
-                    seen = self._seen(place, changes, value, value)
-                    if stage in again:
-                        second = self._seen(place, again[stage], value, seen.whole)
-                        seen = seen._replace(again=second)
-                    each = self._found(place, stage, layer_stage is None, value, seen)
-                    if registers and _is_settled(seen):
-                        # It says that hooks are registered, which no micro-batch takes back.
-                        each = each._replace(is_left=True, advice="")
-                    found.append(each)
+                if place.is_of_hooks or layer_stage not in (None, stage):
+                    continue
+                value = value_at(self.module, place)
+                seen = self._seen(place, changes, value, value)
+                if stage in again:
+                    second = self._seen(place, again[stage], value, seen.whole)
+                    seen = seen._replace(again=second)
+                each = self._found(place, stage, layer_stage is None, value, seen)
+                if registers and _is_settled(seen):
+                    # It says that hooks are registered, which no micro-batch takes back.
+                    each = each._replace(is_left=True, advice="")
+                found.append(each)
         return found
 
     def _seen(self, place: Place, changes: StageChanges, value: Any, before: Any) -> Seen:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_axosparse.pipeline.batch_layout import Key
+from lightning_axosparse.pipeline.crossing.placeholder import OF_EVERY_MODULE
 from lightning_axosparse.pipeline.microbatch import Norm
 from lightning_axosparse.pipeline.state.values import (
     MISSING,
@@ -142,8 +143,7 @@ def _inherited(owner: Any) -> dict[str, Any]:
 
 
 _INHERITED = (bool, int, float, list, set, dict, deque, Tensor, np.ndarray)
-_OWN = frozenset(vars(nn.Module())) | {"forward"}
-_OWN_OF_LIGHTNING = _OWN | frozenset(vars(LightningModule()))
+_OWN_OF_LIGHTNING = OF_EVERY_MODULE | frozenset(vars(LightningModule()))
 _HOOKS = [name for name, value in vars(nn.Module()).items() if type(value) is OrderedDict]
 
 
@@ -151,7 +151,7 @@ def _own(owner: Any) -> frozenset[str]:
     """The attributes in which torch and Lightning keep what belongs to no step."""
     if isinstance(owner, LightningModule):
         return _OWN_OF_LIGHTNING
-    return _OWN if isinstance(owner, nn.Module) else frozenset()
+    return OF_EVERY_MODULE if isinstance(owner, nn.Module) else frozenset()
 
 
 class Writes(OperatorMode):
