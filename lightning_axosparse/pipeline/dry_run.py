@@ -344,8 +344,8 @@ class DryStep(StageStep):
                 yield
             self.run.drawn.append((random.getstate(), str(np.random.get_state())))
 
-    def _take_output(self, output: Any, received: Activation | None) -> None:
-        super()._take_output(output, received)
+    def _take_output(self, output: Any) -> None:
+        super()._take_output(output)
         if self._rehearsal.trains:
             loss: Tensor | None = loss_of(output)
             term, slopes = self._tracker.of(loss), self._rehearsal.slopes

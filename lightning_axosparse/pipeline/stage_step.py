@@ -26,7 +26,7 @@ from lightning_axosparse.pipeline.crossing.message import (
     tensors,
 )
 from lightning_axosparse.pipeline.crossing.placeholder import Progress
-from lightning_axosparse.pipeline.loss.outputs import Scalar
+from lightning_axosparse.pipeline.loss.outputs import Scalar, with_loss
 from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
 from lightning_axosparse.pipeline.loss.weights import LossWeights
 from lightning_axosparse.pipeline.microbatch import (
@@ -170,7 +170,7 @@ class StageStep:
                 explain_statistics(error, part, batch.microbatches)
                 raise
             else:
-                self._take_output(output, received)
+                self._take_output(output)
         return output
 
     def _forward_context(
@@ -179,7 +179,7 @@ class StageStep:
         """Make the context in which the step runs on a micro-batch."""
         return nullcontext()
 
-    def _take_output(self, output: Any, received: Activation | None) -> None:
+    def _take_output(self, output: Any) -> None:
         """Keep what the last stage's step returned for a micro-batch."""
         self.outputs.append(apply_to_collection(output, Tensor, self._detached))
 
@@ -311,14 +311,15 @@ class TrainingStageStep(StageStep):
         self._split.suspended = not self._defers(microbatch)
         return self._limit.measured(self._stage, received)
 
-    def _take_output(self, output: Any, received: Activation | None) -> None:
-        super()._take_output(output, received)
+    def _take_output(self, output: Any) -> None:
+        super()._take_output(output)
         loss = loss_of(output)
         term = self._tracker.of(loss)
         if self._keeps_sources:
             self._sources[len(self.outputs) - 1] = self._tracker.sources(term)
         scalar = Scalar(loss.detach(), *self._weights.add(term))
-        self.outputs[-1] = _with_loss(self.outputs[-1], scalar)
+        entry = {"loss": scalar} if isinstance(output, Mapping) else scalar
+        self.outputs[-1] = with_loss(self.outputs[-1], entry)
         self._tracker.forget()
 
 
@@ -334,18 +335,6 @@ def _differentiate(output: Any, gradients: Gradients) -> None:
         torch.autograd.backward(outputs, incoming)
     else:
         exchange_nothing(tensors(output))
-
-
-def _with_loss(output: Any, loss: Scalar) -> Any:
-    """What a training step returned, with its loss combined as the gradients are.
-
-    A loss may also have the shape ``(1,)``.
-    """
-    if isinstance(output, (Scalar, Tensor)):
-        return loss
-    if isinstance(output, dict):
-        output["loss"] = loss
-    return output
 
 
 def loss_of(output: Any) -> Tensor:

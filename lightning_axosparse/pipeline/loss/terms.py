@@ -58,21 +58,9 @@ class Call:
     args: Any
     kwargs: Any = field(default_factory=dict)
 
-    @property
-    def name(self) -> str:
-        """Without underscores: ``__radd__``, ``add_`` and ``add`` are one."""
-        return str(getattr(self.func, "__name__", "")).strip("_")
-
     def to(self, device: Any) -> Term:
         """The same with all tensors on a device."""
-        done: dict[int, Term] = {}
-        for node in nodes(self):
-            if isinstance(node, Leaf):
-                done[id(node)] = node.to(device)
-            else:
-                value, *others = _placed(node, done)
-                done[id(node)] = Call(_moved(value, device), *others)
-        return done[id(self)]
+        return mapped(self, lambda leaf: leaf.to(device), lambda value: _moved(value, device))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle a long chain of calls as a list: it would be too deep for pickle."""
@@ -158,14 +146,19 @@ def nodes(term: Term) -> list[Term]:
     return in_order(term, terms_in)
 
 
-def mapped(term: Term, function: Callable[[Leaf], Leaf]) -> Term:
-    """A copy of a term with a function applied to each of its numbers."""
+def mapped(
+    term: Term,
+    function: Callable[[Leaf], Leaf],
+    of_result: Callable[[Any], Any] = lambda value: value,
+) -> Term:
+    """A copy of a term with a function applied to each of its numbers, and one to each result."""
     done: dict[int, Term] = {}
     for node in nodes(term):
         if isinstance(node, Leaf):
             done[id(node)] = function(node)
         else:
-            done[id(node)] = Call(*_placed(node, done))
+            value, *others = _placed(node, done)
+            done[id(node)] = Call(of_result(value), *others)
     return done[id(term)]
 
 
