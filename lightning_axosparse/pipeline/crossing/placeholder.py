@@ -274,7 +274,7 @@ class Placeholder(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         outcome = without_values(func, args, kwargs)
-        first = _first((args, kwargs))
+        first = next(each for each in tensors_in((args, kwargs)) if isinstance(each, cls))
         progress = first.progress
         if outcome is None or any(not isinstance(each, cls) for each in outcome.changed):
             raise first.missing_value()
@@ -309,22 +309,13 @@ class Placeholder(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with plain_torch_functions():
-            return _unpickled, (Unsent.of(self), self.source)
-
-
-def _first(arguments: tuple[Any, Any]) -> Placeholder:
-    """The first placeholder among the arguments of a function."""
-    return next(each for each in tensors_in(arguments) if isinstance(each, Placeholder))
+            return Placeholder.of, (Unsent.of(self), None, self.source)
 
 
 def computed_from(source: str) -> str:
     """What the step computes from a source, in words."""
     begin = "what the step computes from "
     return source if source.startswith(begin) else begin + source
-
-
-def _unpickled(unsent: Unsent, source: str) -> Placeholder:
-    return Placeholder.of(unsent, None, source)
 
 
 def described(tree: Any) -> Any:

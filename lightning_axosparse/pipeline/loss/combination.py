@@ -62,21 +62,14 @@ class _Column(tuple[Any, ...]):
     def key(self) -> tuple[int, ...]:
         return tuple(map(id, self))
 
-    @property
-    def is_call(self) -> bool:
-        """Whether the same function was called on arguments of the same structure."""
-        first = self[0]
-        return isinstance(first, Call) and all(
-            isinstance(term, Call) and term.func == first.func for term in self
-        )
-
     def arguments(self) -> Any:
         """The positional and keyword arguments of calls, of which terms are columns."""
         return _side_by_side([(term.args, term.kwargs) for term in self])
 
     def parts(self) -> list[_Column]:
-        found: list[_Column] = []
-        if self.is_call:
+        """The columns in arguments of one structure, if the same function was called on them."""
+        first, found = self[0], list[_Column]()
+        if all(isinstance(term, Call) and term.func == first.func for term in self):
             with suppress(ValueError):
                 in_arguments(self.arguments(), _Column, found.append)
         return found

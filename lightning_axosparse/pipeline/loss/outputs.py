@@ -115,7 +115,8 @@ def _merged(parts: Sequence[_Returned], path: str) -> Any:
         return type(first)(entry for out in outputs for entry in out)
     if any(children(out) for out in outputs):
         return _merged_entries(parts, path)
-    if isinstance(first, int) and not isinstance(first, bool) and _are_sizes(parts):
+    is_int = isinstance(first, int) and not isinstance(first, bool)
+    if is_int and all(part.value == part.size for part in parts):
         return sum(outputs)
     if not all(same(out, first) for out in outputs):
         warnings.warn(
@@ -199,7 +200,3 @@ def _merged_entries(parts: Sequence[_Returned], path: str) -> Any:
         parts[0].value,
         {key: _merged(values, path + key.text) for key, values in entries.items()},
     )
-
-
-def _are_sizes(parts: Sequence[_Returned]) -> bool:
-    return all(part.value == part.size for part in parts)

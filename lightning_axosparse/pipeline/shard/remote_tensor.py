@@ -102,9 +102,13 @@ class RemoteTensor(Tensor):
 
         return tree_map_only(Tensor, derived, result)
 
+    def another(self) -> RemoteTensor:
+        """One for another tensor of the same name and shape, of which no norm is known."""
+        meta: Tensor = torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return self.of(meta, self.origin, self.near)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteTensor:
-        meta = torch.empty(self.shape, dtype=self.dtype, device="meta")
-        copied = self.of(meta, self.origin, self.near)
+        copied = self.another()
         copied.requires_grad_(self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
             # A parameter of a subclass of Tensor has that class.

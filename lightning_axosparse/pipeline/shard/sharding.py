@@ -243,7 +243,7 @@ class RemoteGradients:
     def follow(self) -> None:
         """Take in which parameters other stages keep now, and their shapes."""
         self._gradients = {
-            name: (parameter, _gradient_of(parameter))
+            name: (parameter, parameter.another())
             for name, parameter in self._sharding.module.named_parameters()
             if isinstance(parameter, RemoteTensor)
         }
@@ -277,8 +277,3 @@ class RemoteGradients:
         """Take in that gradients change."""
         for _, gradient in self._gradients.values():
             gradient.norms.clear()
-
-
-def _gradient_of(parameter: RemoteTensor) -> RemoteTensor:
-    meta: Tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-    return RemoteTensor.of(meta, parameter.origin, parameter.near)
