@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
@@ -137,7 +138,7 @@ def _of(trainer: pl.Trainer, combined: Any, index: int) -> Source:
     name = stage.dataloader_prefix
     if combined._mode != "sequential":
         return Source(name, loop, 0, tuple(loaders), partial(_combined, combined._spec))
-    return Source(name, loop, index, (loaders[index],), _single)
+    return Source(name, loop, index, (loaders[index],), itemgetter(0))
 
 
 def collates_as_usual(trainer: pl.Trainer, origin: Source) -> bool:
@@ -198,10 +199,6 @@ def _transferred(trainer: pl.Trainer, batch: Any) -> Any:
 
 def _combined(spec: Any, batches: Sequence[Any]) -> Any:
     return tree_unflatten(list(batches), spec)
-
-
-def _single(batches: Sequence[Any]) -> Any:
-    return batches[0]
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,10 +87,9 @@ class StageModule:
             self.recompute = ActivationCheckpointing(config.recompute, device)
         self._splits_backward = config.schedules(module, device).splits_backward
         self.split = SplitLayers(module)
-        self._example_input = module.example_input_array
         self._freed: dict[Tensor, Tensor] = {}
         self._optimizers: Sequence[Optimizer] = ()
-        self._own_steps: list[OwnSteps] = []
+        self._attached = ExitStack()
         self.reducer: GradientReducer | None = None
         self._reduces = True
         self._part: Part | None = None
@@ -311,30 +310,28 @@ class StageModule:
 
     def _attach(self) -> None:
         """Let the layers compute as stages, and the gradients be reduced."""
+        module, undo = self.module, self._attached
         if self._splits_backward:
             self.split.install()
+            undo.callback(self.split.uninstall)
         self.layers.install(self.stages)
-        # Lightning's model summary would send it through layers of other stages.
-        if not self.is_whole:
-            self.module.example_input_array = None
+        undo.callback(self.layers.uninstall)
         self.remote_gradients.follow()
         if not self.is_whole:
-            self._own_steps = [OwnSteps(optimizer) for optimizer in self._optimizers]
+            # Lightning's model summary would send it through layers of other stages.
+            undo.callback(setattr, module, "example_input_array", module.example_input_array)
+            module.example_input_array = None
+            for optimizer in self._optimizers:
+                undo.callback(OwnSteps(optimizer).remove)
         if self.grid.world_size > 1:
             groups = self._reduction_groups()
             self.reducer = GradientReducer(groups, self.grid.data_size, self._part)
+            undo.callback(self.reducer.remove)
 
     def _detach(self) -> None:
         """Undo :meth:`_attach`."""
-        if self.reducer is not None:
-            self.reducer.remove()
-            self.reducer = None
-        for steps in self._own_steps:
-            steps.remove()
-        self._own_steps = []
-        self.layers.uninstall()
-        self.split.uninstall()
-        self.module.example_input_array = self._example_input
+        self._attached.close()
+        self.reducer = None
 
     def _shared_by_stages(self) -> set[frozenset[int]]:
         """The sets of stages that keep the same parameters."""
