@@ -89,6 +89,10 @@ class StageTensors:
         gather(tree_map_only(DeferredTensor, self._offer, mine), self.group)
         return []
 
+    def merged(self, mine: dict[str, Any]) -> dict[str, Any]:
+        """Gather the entries of all stages' parts on the first one; none on the others."""
+        return {name: entry for part in self.gather(mine) for name, entry in part.items()}
+
     def serve(self) -> None:
         """Send the first stage what it asks for, until it calls :meth:`end`; then drop the rest."""
         group = self.group
@@ -158,9 +162,7 @@ def gather_model_state(
         for key, value in state.items()
         if first.get(key, key) == key and split.source_of(key) in stages
     }
-    whole: dict[str, Any] = {}
-    for part in tensors.gather(mine):
-        whole.update(part)
+    whole = tensors.merged(mine)
     return {key: whole[first.get(key, key)] for key in state} if whole else {}
 
 
@@ -175,9 +177,7 @@ def gather_remote_tensors(checkpoint: dict[str, Any], tensors: StageTensors) -> 
     if not wanted:
         return checkpoint
     mine = {name: _deferred(name, leaf) for name, leaf in leaves if name in wanted - missing}
-    found: dict[str, Any] = {}
-    for part in tensors.gather(mine):
-        found.update(part)
+    found = tensors.merged(mine)
     complete: dict[str, Any] = tree_map_with_path(
         lambda path, leaf: found.get(path_name(path), leaf), checkpoint
     )
@@ -253,10 +253,9 @@ def gather_optimizer_state(
                 key: _deferred(f"optimizer_states.{key}.{name}", value, layout)
                 for key, value in state.items()
             }
-    parts = tensors.gather(mine)
-    if not parts:
+    by_name = tensors.merged(mine)
+    if not tensors.is_first:
         return {}
-    by_name = {name: state for part in parts for name, state in part.items()}
     index = {name: position for position, name in enumerate(order)}
     return {
         "state": {index[name]: by_name[name] for name in order if name in by_name},

@@ -27,7 +27,6 @@ from lightning_axosparse.distributed.mpi.work import (
     flat,
     raw,
     split_back,
-    typed,
 )
 from lightning_axosparse.distributed.rank_status import blocked
 from lightning_axosparse.support.torch_internals import tensors_in, tree_map_only
@@ -134,7 +133,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         reduction = ReduceOperation(opts.reduceOp, self.size())
         buffers = [reduction.stage(tensor) for tensor in tensors]
         requests = [
-            self._comm.Iallreduce(MPI.IN_PLACE, typed(buffer), reduction.operation(tensor.dtype))
+            self._comm.Iallreduce(MPI.IN_PLACE, buffer.numpy(), reduction.operation(tensor.dtype))
             for buffer, tensor in zip(buffers, tensors, strict=True)
         ]
         return MPIWork(requests, tensors, buffers, lambda: reduction.copy_back(buffers, tensors))
@@ -152,9 +151,9 @@ class MPIProcessGroup(dist.ProcessGroup):
         buffer, operation = reduction.stage(tensor), reduction.operation(tensor.dtype)
         if self.rank() != root:
             return MPIWork(
-                [self._comm.Ireduce(typed(buffer), None, operation, root)], tensors, [buffer]
+                [self._comm.Ireduce(buffer.numpy(), None, operation, root)], tensors, [buffer]
             )
-        request = self._comm.Ireduce(MPI.IN_PLACE, typed(buffer), operation, root)
+        request = self._comm.Ireduce(MPI.IN_PLACE, buffer.numpy(), operation, root)
         return MPIWork([request], tensors, [buffer], lambda: reduction.copy_back([buffer], tensors))
 
     @_nccl_for_cuda
@@ -170,8 +169,8 @@ class MPIProcessGroup(dist.ProcessGroup):
         ]
         requests = [
             self._comm.Ireduce_scatter(
-                typed(source),
-                typed(buffer),
+                source.numpy(),
+                buffer.numpy(),
                 [part.numel() for part in parts],
                 reduction.operation(parts[0].dtype),
             )

@@ -17,20 +17,12 @@ from torch.distributed import ReduceOp
 from lightning_axosparse.distributed.rank_status import BackOff
 from lightning_axosparse.support.troubleshooting import see
 
-_DATATYPES = {
-    torch.uint8: MPI.UINT8_T,
-    torch.int8: MPI.INT8_T,
-    torch.int16: MPI.INT16_T,
-    torch.int32: MPI.INT32_T,
-    torch.int64: MPI.INT64_T,
-    torch.uint16: MPI.UINT16_T,
-    torch.uint32: MPI.UINT32_T,
-    torch.uint64: MPI.UINT64_T,
-    torch.float32: MPI.FLOAT,
-    torch.float64: MPI.DOUBLE,
-    torch.complex64: MPI.C_FLOAT_COMPLEX,
-    torch.complex128: MPI.C_DOUBLE_COMPLEX,
+_REDUCED = {
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float32, torch.float64, torch.complex64, torch.complex128),
 }
+"""What every MPI reduces."""
 _CONVERTED_TO = {torch.bool: torch.uint8, torch.complex32: torch.complex64}
 
 _OPERATIONS = {
@@ -72,7 +64,7 @@ class ReduceOperation:
     def stage(self, tensor: Tensor) -> Tensor:
         """What MPI reduces: ``tensor`` itself where possible, else a contiguous copy."""
         dtype = tensor.dtype
-        if dtype not in _DATATYPES:
+        if dtype not in _REDUCED:
             dtype = _CONVERTED_TO.get(dtype, torch.float32)
         return tensor.to(dtype).contiguous()
 
@@ -91,11 +83,6 @@ def raw(tensor: Tensor, parts: Sequence[Tensor] | None = None) -> list[Any]:
     if parts is None:
         return [memory, MPI.BYTE]
     return [memory, [part.nbytes for part in parts], MPI.BYTE]
-
-
-def typed(tensor: Tensor) -> list[Any]:
-    """The memory of a contiguous tensor as an MPI datatype that can be reduced."""
-    return [MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes), _DATATYPES[tensor.dtype]]
 
 
 def flat(parts: Sequence[Tensor]) -> Tensor:
