@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -54,7 +55,7 @@ class Work:
 
     def seconds_per_step(self) -> dict[TimePart, float]:
         """Return the seconds of each part of the mean step; their sum is the whole step."""
-        spent = {name: self.activities.get(name, 0.0) for name in _ACTIVITIES}
+        spent = defaultdict[Activity, float](float, self.activities)
         swapping = spent["densify"] + spent["compress"]
         seconds: dict[TimePart, float] = {
             "compute": sum(spent[name] for name in _COMPUTE) - swapping,
@@ -68,14 +69,6 @@ class Work:
 
 
 _COMPUTE: tuple[Activity, ...] = ("forward", "backward", "weight gradient")
-_ACTIVITIES: tuple[Activity, ...] = (
-    *_COMPUTE,
-    "wait",
-    "all-reduce",
-    "optimizer",
-    "densify",
-    "compress",
-)
 
 
 @dataclass
