@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -214,8 +214,8 @@ class Running:
         """Give each replica all of the optimizer's state, as after a run without shards."""
         if self.shards is None:
             return
-        if self.stage_module.module.trainer.state.status == TrainerStatus.INTERRUPTED:
-            self.shards.drop()  # Others may not be there any more.
+        if self.stage_module.was_interrupted:
+            self.shards.drop()
         else:
             self.shards.make_whole()
 

@@ -113,6 +113,11 @@ class StageModule:
         """Whether this rank runs all stages."""
         return len(self.stages) > self.last_stage
 
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether an exception has ended the run, so that others may not be there any more."""
+        return self.module.trainer.state.status == TrainerStatus.INTERRUPTED
+
     def shard(self, optimizers: Sequence[Optimizer]) -> None:
         """Drop the tensors of other stages from the module and its optimizers; collective.
 
@@ -177,9 +182,7 @@ class StageModule:
 
     def _join(self) -> None:
         if self.parts:
-            # After an exception others may not be there any more.
-            interrupted = self.module.trainer.state.status == TrainerStatus.INTERRUPTED
-            self.parts.join(self._optimizers, not interrupted)
+            self.parts.join(self._optimizers, not self.was_interrupted)
 
     def counter(self) -> Callable[[Tensor], bool]:
         """What says whether this rank counts a parameter: each part once over a whole model."""
