@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lightning_axosparse.planning.simulate import Wire
+from lightning_axosparse.planning.simulate import Numbers, Wire
 
 _BLOCK_ENTRIES, _SEGMENT_ENTRIES = 4096, 256
 """Entries of a block and of a segment, for which a layout stores 4 and 2 bytes."""
@@ -49,11 +49,11 @@ class Storage:
         share = self.optimizer / replicas
         return replace(self, per_kept=self.per_kept - self.optimizer + share, optimizer=share)
 
-    def state_bytes(self, weights: float, pruning_ratio: float) -> float:
+    def state_bytes(self, weights: Numbers, pruning_ratio: float) -> Numbers:
         """Return the bytes of state of ``weights`` weights, ``pruning_ratio`` of them pruned."""
         return weights * (self.per_weight + (1 - pruning_ratio) * self.per_kept) + self.fixed
 
-    def reduced_bytes(self, weights: float, pruning_ratio: float) -> float:
+    def reduced_bytes(self, weights: Numbers, pruning_ratio: float) -> Numbers:
         """Return the bytes that the data-parallel all-reduce sends for ``weights`` weights."""
         return weights * (1 - pruning_ratio) * self.gradient
 

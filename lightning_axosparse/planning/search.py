@@ -175,34 +175,20 @@ class _StepEstimate:
         self._exchange = self._tokens(workload, parts) + self._shared(workload, parts)
         self._forward = self._forward + self._exchange
         self._backward = self._backward + self._exchange
-        kinds = (others, self._g_data), (experts, same_experts)
-        storage = workload.storage
+        storage, ring = workload.storage, cluster.ring(stages * g_tensor)
         # An all-gather of the values takes half as long as an all-reduce of as many bytes.
         messages = 1.5 if workload.shard_optimizer else 1.0
-        state = np.full(stages, storage.fixed)
-        for weights, replicas in kinds:
+        state, self._all_reduce = np.full(stages, storage.fixed), np.zeros(stages)
+        for weights, replicas in ((others, self._g_data), (experts, same_experts)):
             kept = replace(storage, fixed=0.0)
             if workload.shard_optimizer:
                 kept = kept.divided(replicas)
-            state = state + [kept.state_bytes(n, ratio) for n in weights]
+            state = state + kept.state_bytes(weights, ratio)
+            reduced = messages * storage.reduced_bytes(weights, ratio)
+            duration = ring_all_reduce(reduced, replicas, ring.bandwidth, ring.latency)
+            self._all_reduce += np.where(weights > 0, duration, 0.0)
         self.memory = float((state + _activation_bytes(workload, choice, parts)).max())
         self._optimizer: Seconds = state / cluster.memory_bandwidth
-        ring = cluster.ring(stages * g_tensor)
-        self._all_reduce: Seconds = np.array(
-            [
-                sum(
-                    ring_all_reduce(
-                        messages * storage.reduced_bytes(n, ratio),
-                        replicas,
-                        ring.bandwidth,
-                        ring.latency,
-                    )
-                    for n, (_, replicas) in zip(counts, kinds, strict=True)
-                    if n
-                )
-                for counts in zip(others, experts, strict=True)
-            ]
-        )
         sent = [layers.output_bytes[part[-1]] for part in parts[:-1]]
         self._message_bytes = choice.microbatch * max(sent, default=0.0)
         self._wires = cluster.wires(stages)
@@ -220,15 +206,9 @@ class _StepEstimate:
         choice = self.choice
         link = workload.cluster.exchange(choice.g_inter, choice.g_tensor)
         moved = choice.microbatch * _sums(workload.layers.shared_bytes, parts)
-        layers = [len(part) for part in parts]
-        return np.array(
-            [
-                2
-                * count
-                * ring_all_reduce(each / (2 * count), choice.g_tensor, link.bandwidth, link.latency)
-                for each, count in zip(moved, layers, strict=True)
-            ]
-        )
+        times: Seconds = np.array([2.0 * len(part) for part in parts])  # two in each layer
+        each = ring_all_reduce(moved / times, choice.g_tensor, link.bandwidth, link.latency)
+        return times * each
 
     @property
     def lower_bound(self) -> float:

@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -23,6 +24,7 @@ _INSTANT = 1e-9
 take equally long differ."""
 
 Seconds = NDArray[np.float64]
+Numbers = TypeVar("Numbers", float, NDArray[np.float64])
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ def simulate(
     )
 
 
-def ring_all_reduce(size: float, ranks: int, bandwidth: float, latency: float = 0.0) -> float:
+def ring_all_reduce(size: Numbers, ranks: int, bandwidth: float, latency: float = 0.0) -> Numbers:
     """Return the seconds of a ring all-reduce of ``size`` bytes: 2 (n - 1) steps of size / n.
 
     Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
