@@ -245,23 +245,23 @@ def _state_in(
     source: str | os.PathLike[str] | Mapping[str, Any],
 ) -> tuple[Mapping[str, Tensor], Ticket | None]:
     """Return the weights in ``source``, which has not changed, and a callback's ticket in it."""
-    if not isinstance(source, Mapping):
-        path = Path(source)
-        if not path.is_file():
-            raise FileNotFoundError(f"There is no file '{path}'." + see("files"))
-        if path.suffix == ".safetensors":
-            return SafetensorsState(path), None
-        archive.check(path)
-        with reading(path):
-            source = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        if not isinstance(source, Mapping):
-            raise ValueError(
-                f"'{path}' holds a {type(source).__name__}, not weights by their names."
-                + see("checkpoints")
-            )
-        with reading(path):
-            return source.get("state_dict", source), Ticket.in_checkpoint(source)
-    return source.get("state_dict", source), Ticket.in_checkpoint(source)
+    if isinstance(source, Mapping):
+        return source.get("state_dict", source), Ticket.in_checkpoint(source)
+    path = Path(source)
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no file '{path}'." + see("files"))
+    if path.suffix == ".safetensors":
+        return SafetensorsState(path), None
+    archive.check(path)
+    with reading(path):
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    if not isinstance(content, Mapping):
+        raise ValueError(
+            f"'{path}' holds a {type(content).__name__}, not weights by their names."
+            + see("checkpoints")
+        )
+    with reading(path):
+        return _state_in(content)
 
 
 def _ticket_of(state: SafetensorsState, skipped: Skipped) -> Ticket | None:

@@ -286,15 +286,11 @@ class MPIProcessGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> Any:
         """Send the r-th rows to rank r, and receive likewise."""
-        outputs = (
-            torch.split(output, output_splits)
-            if output_splits
-            else output.tensor_split(self.size())
+        outputs, inputs = (
+            list(tensor.split(splits) if splits else tensor.tensor_split(self.size()))
+            for tensor, splits in ((output, output_splits), (source, input_splits))
         )
-        inputs = (
-            torch.split(source, input_splits) if input_splits else source.tensor_split(self.size())
-        )
-        return self.alltoall(list(outputs), list(inputs))
+        return self.alltoall(outputs, inputs)
 
     @_nccl_for_cuda
     def send(self, tensors: list[Tensor], destination: int, tag: int = 0) -> MPIWork:

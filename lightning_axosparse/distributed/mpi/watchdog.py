@@ -286,12 +286,9 @@ class Watchdog:
         """End the job for what is certain: without the stacks and the answers of other ranks."""
         near = [peer.rank for peer in self._peers if peer.is_near and not peer.is_gone]
         is_first = this_rank().rank <= min(near, default=this_rank().rank)
-        message = cause + see("failing-and-waiting-ranks")
-        message += self._everyone()
         if not is_first:
             time.sleep(_TURN_SECONDS)  # as a rule, the first one ends the job meanwhile
-        _say(message)
-        self._abort(message)
+        self._abort(cause)
 
     def look(self, elapsed: float) -> str:
         """Look at all ranks, as the thread does every :data:`TICK_SECONDS`.
@@ -350,22 +347,18 @@ class Watchdog:
             self._messages.exchange(ask=True)
             time.sleep(TICK_SECONDS / 10)
         silent = [peer.name for peer in self._peers if not peer.answers]
-        message = reason
         if silent:
-            message += (
+            reason += (
                 f" No answer from {', '.join(silent)}: killed, stopped, behind a dead link, or in "
                 "native code that holds Python's lock."
             )
-        message += see("failing-and-waiting-ranks")
-        message += self._everyone()
+        self._abort(reason)
+
+    def _abort(self, reason: str) -> None:
+        """Print and report the reason, with the status of each rank, and end the job."""
+        everyone = "".join(f"\n- {status}" for status in (this_rank(), *self._peers))
+        message = reason + see("failing-and-waiting-ranks") + everyone
         _say(message)
-        self._abort(message)
-
-    def _everyone(self) -> str:
-        """The status of each rank, a line each."""
-        return "".join(f"\n- {status}" for status in (this_rank(), *self._peers))
-
-    def _abort(self, message: str) -> None:
         for report in before_abort:
             report(RanksStuckError(message))
         abort()
