@@ -183,6 +183,7 @@ class SlotWriter:
         own = arena()
         assert own is not None
         self._own, self._slots = own, list[Memory]()
+        _left[:] = filter(_is_in_use, _left)
         weakref.finalize(self, _leave_to_readers, self._slots).atexit = False
 
     def write(self, block: Tensor) -> SlotAddress:
@@ -204,7 +205,8 @@ _left: list[Memory] = []
 
 
 def _leave_to_readers(slots: list[Memory]) -> None:
-    _left[:] = filter(_is_in_use, [*_left, *slots])
+    # The garbage collector may call this in the middle of anything.
+    _left.extend(filter(_is_in_use, slots))
 
 
 def _is_in_use(slot: Memory) -> bool:

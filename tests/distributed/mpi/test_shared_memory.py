@@ -207,7 +207,7 @@ def test_a_forked_process_frees_nothing() -> None:
 
 
 def test_a_reader_may_use_a_slot_for_longer_than_its_writer() -> None:
-    SlotWriter()  # When one is gone, what readers have freed is returned.
+    SlotWriter()  # With the next one, what readers of earlier ones have freed is returned.
     own, writer = arena(), SlotWriter()
     assert own is not None
     rest = resident(own)
