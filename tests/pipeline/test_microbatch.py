@@ -67,7 +67,7 @@ def test_named_tuples_dataclasses_strings_and_scalars() -> None:
     assert isinstance(first["pair"], Pair)
     assert second["pair"].x.shape == (2, 1)
     assert (first["names"], second["names"]) == (["a", "b"], ["c", "d"])
-    assert second["sample"] == Sample(second["sample"].x, "all")
+    assert (type(second["sample"]), second["sample"].name) == (Sample, "all")
     assert second["sample"].x.shape == (2,)
     assert first["rate"] is batch["rate"]
     assert first["none"] is None

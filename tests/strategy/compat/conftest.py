@@ -3,7 +3,10 @@ need: ranks start slowly."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -32,6 +35,13 @@ def four_ranks() -> dict[str, Any]:
         "metrics": test_metrics.unusual_metrics(groups),
         "precision": test_gradients.clip_and_scale(),
     }
+
+
+@pytest.fixture(autouse=True)
+def seed_of_this_test() -> Iterator[None]:
+    """Lightning keeps the seed in the environment, where samplers of later tests would find it."""
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -77,7 +77,7 @@ def test_batch_value_is_that_of_the_whole_batch(metric: Any) -> None:
 
 
 def test_a_metric_that_needs_more_samples_than_a_micro_batch_has() -> None:
-    predicted, wanted = torch.rand(2, 6)
+    predicted, wanted = torch.rand(2, 6, generator=torch.Generator().manual_seed(5))
     module = Holder(r2=R2Score(), both=MetricCollection([R2Score(), MeanSquaredError()]))
     metrics = attached(module)
     for _ in range(2):
