@@ -47,7 +47,6 @@ def _say(seconds: Sequence[float]) -> None:
     if slowest > _UNEQUAL * mean:
         rank_zero_info(
             f"Stage {seconds.index(slowest)} computes {slowest / mean:.1f} times as long as the "
-            f"mean stage, so the others wait: {', '.join(f'{1e3 * s:,.0f}' for s in seconds)} ms "
-            "of a batch by stage. balance='time' partitions the layers by their time on the "
-            "module's example_input_array; balance=[...] gives the layers of each stage."
+            f"mean stage: {', '.join(f'{1e3 * s:,.0f}' for s in seconds)} ms of a batch by stage. "
+            "Try balance='time', or balance=[...] with the layers of each stage."
         )
