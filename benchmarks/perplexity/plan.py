@@ -32,19 +32,10 @@ DENSE = Arm(rate=1.2e-2)
 """Dense at the best rate so far."""
 
 GRADUAL = Arm(rate=6e-3, ratio=0.8, method="gradual", begin=0.25, end=0.9)
-"""The recipe with its first score, and its first rate."""
+"""The recipe."""
 
 CURVED = replace(GRADUAL, score="curvature")
-"""The recipe with its second score."""
-
-RECIPE = replace(GRADUAL, rate=9e-3, score="sixth root")
-"""The recipe, as it is the default of ``EarlyBirdTicket``."""
-
-POWERS = tuple(
-    replace(RECIPE, score=score)
-    for score in ("v^0.08", "v^0.125", "v^0.17", "curvature", "v^0.35", "saliency", "magnitude")
-)
-"""Scores ``|w| v^p`` by their p: the fourth is 1/4, the next to last 1/2, the last 0."""
+"""The recipe, with another score."""
 
 EARLY = replace(GRADUAL, begin=0.1)
 """The recipe from a tenth of the run on, of which variants were tried."""
@@ -133,18 +124,9 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
             "validation",
         ),
     ),
-    "recipe": (
-        Comparison(
-            "What pruning costs",
-            of(LIBRARY, DENSE, *at_ratios(RECIPE, 0.8, 0.5, 0.9)),
-            FRESH,
-            "test",
-        ),
-        Comparison("Powers of v", of(LIBRARY, DENSE, *POWERS), CHOOSING, "validation"),
-    ),
     "report": (
         Comparison(
-            "What pruning costs, scored by the root of v",
+            "What pruning costs",
             of(LIBRARY, DENSE, *at_ratios(GRADUAL, 0.8, 0.5, 0.9)),
             FRESH,
             "test",

@@ -189,22 +189,7 @@ def fisher(weight: Tensor, state: State) -> Tensor:
     return weight.abs() * state.get("slow", state["exp_avg_sq"]).sqrt()
 
 
-def by_power(power: float) -> Score:
-    """Return the score ``|w| v^power``; with 1/4 it is Optimal Brain Damage in AdamW's metric."""
-
-    def score(weight: Tensor, state: State) -> Tensor:
-        return weight.abs() * state["exp_avg_sq"].pow(power)
-
-    return score
-
-
-SCORES: dict[str, Score] = {
-    "saliency": fisher,
-    "slow": fisher,
-    "curvature": by_power(1 / 4),
-    "sixth root": saliency,
-    **{f"v^{power}": by_power(power) for power in (0.08, 0.125, 0.17, 0.35)},
-}
+SCORES: dict[str, Score] = {"saliency": fisher, "slow": fisher, "curvature": saliency}
 """By their names in the results, of which "saliency" is older than the package's formula."""
 
 

@@ -81,11 +81,11 @@ class EarlyBirdTicket(TicketSearch):
 
     Args:
         pruning_ratio: fraction of the entries of all pruned weights to prune, in (0, 1).
-        score: "saliency": magnitude times the sixth root of the optimizer's second moment (after
-            Optimal Brain Damage), for Adam and its kin, RMSprop, Adadelta and Adagrad; "magnitude";
-            "auto": saliency where the optimizer has a second moment, else magnitude. Or a function
-            of a weight and its optimizer state that returns a tensor of the weight's shape; it is
-            called several times and has to return the same.
+        score: "saliency": magnitude times the fourth root of the optimizer's second moment (Optimal
+            Brain Damage), for Adam and its kin, RMSprop, Adadelta and Adagrad; "magnitude"; "auto":
+            saliency where the optimizer has a second moment, else magnitude. Or a function of a
+            weight and its optimizer state that returns a tensor of the weight's shape; it is called
+            several times and has to return the same.
         floor: all weights are ranked together, but each keeps at least this fraction, in [0, 1], of
             what it would keep if all kept the same fraction; with 1 all do. So no layer becomes
             empty; weights that keep hardly anything are named when the ticket is drawn.

@@ -35,12 +35,11 @@ def magnitude(weight: Tensor, state: State) -> Tensor:
 
 
 def saliency(weight: Tensor, state: State) -> Tensor:
-    """Return ``|w| v^(1/6)``, where v is the optimizer's estimate of the squared gradient.
+    """Return ``|w| v^(1/4)``, where v is the optimizer's estimate of the squared gradient.
 
-    With a power of 1/4, its square ``w^2 sqrt(v)`` estimates how much the loss grows when the entry
-    becomes zero (Optimal Brain Damage; LeCun, Denker & Solla, NeurIPS 1989): Adam's preconditioner
-    ``sqrt(v)`` stands for the diagonal of the Hessian. As the weights go on training, a lower power
-    loses less; that of 1/6 was measured (``benchmarks/perplexity``).
+    The square of it, ``w^2 sqrt(v)``, estimates how much the loss grows when the entry becomes zero
+    (Optimal Brain Damage; LeCun, Denker & Solla, NeurIPS 1989): Adam's preconditioner ``sqrt(v)``
+    stands for the diagonal of the Hessian.
     """
     moment = _second_moment(weight.shape, state)
     if moment is None:
@@ -49,7 +48,7 @@ def saliency(weight: Tensor, state: State) -> Tensor:
             "with prune={...: False}, or set score='magnitude'"
         )
     wide = torch.promote_types(weight.dtype, torch.float32)
-    return weight.abs() * moment.to(weight.device, wide).pow(1 / 6)
+    return weight.abs() * moment.to(weight.device, wide).sqrt().sqrt()
 
 
 SCORES: dict[str, Score] = {"magnitude": magnitude, "saliency": saliency}

@@ -81,11 +81,9 @@ def test_jobs_that_train_together_train_as_each_alone(folder, tmp_path):
     ("arm", "method"),
     [
         pytest.param(Arm(), None, id="dense"),
-        pytest.param(once(0.8, score="sixth root"), "early-bird", id="once"),
+        pytest.param(once(0.8, score="curvature"), "early-bird", id="once"),
         pytest.param(
-            Arm(ratio=0.8, method="gradual", score="sixth root", **CHANGING),
-            "gradual",
-            id="gradual",
+            Arm(ratio=0.8, method="gradual", score="curvature", **CHANGING), "gradual", id="gradual"
         ),
     ],
 )
