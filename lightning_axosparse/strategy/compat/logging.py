@@ -30,8 +30,7 @@ from lightning_axosparse.support.patched import patched
 from lightning_axosparse.support.torch_internals import paused
 from lightning_axosparse.support.troubleshooting import see
 
-_LOG_OPTIONS = tuple(inspect.signature(LightningModule.log).parameters)[3:]
-"""What may follow the module, the name and the value."""
+_LOG_SIGNATURE = inspect.signature(LightningModule.log)
 
 LogKey = tuple[str, int]
 """A name, and how often it was logged before in the same step, plus one."""
@@ -207,7 +206,12 @@ class MicrobatchLog:
         if self._open is None or (trainer is not None and trainer.predicting):  # which it refuses
             type(self._module).log(self._module, name, value, *args, **kwargs)
             return
-        options = {**dict(zip(_LOG_OPTIONS, args, strict=False)), **kwargs}
+        options = kwargs
+        if args or not _LOG_SIGNATURE.parameters.keys() >= kwargs.keys():
+            # What does not fit is an error here, where the user has written it.
+            options = _LOG_SIGNATURE.bind(self._module, name, value, *args, **kwargs).arguments
+            for own in ("self", "name", "value"):
+                del options[own]
         with paused([self._tracker]):
             self._open.append(self._call(name, value, options))
 

@@ -114,6 +114,24 @@ def test_a_step_that_predicts_cannot_log() -> None:
         trainer(strategy).predict(LogsPredictions(), loader(1, batches=1))
 
 
+@pytest.mark.parametrize(
+    ("positional", "named"),
+    [((), {"prog_barr": True}), ((True,), {"prog_bar": True})],
+    ids=["unknown", "twice"],
+)
+def test_options_that_do_not_fit_are_an_error_of_the_users_line(
+    positional: tuple[bool, ...], named: dict[str, bool]
+) -> None:
+    class LogsWrongly(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.log("name", 1.0, *positional, **named)
+            raise AssertionError("It was logged.")
+
+    strategy = AxoSparseStrategy(2, 4, pipeline="model", transport="loopback")
+    with pytest.raises(TypeError, match="prog_bar"):
+        trainer(strategy).fit(LogsWrongly(), loader(1, batches=1))
+
+
 def test_early_stopping_stops_at_the_same_epoch() -> None:
     stops = []
     for strategy in ("auto", CutStrategy(3, alone())):
