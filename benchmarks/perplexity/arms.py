@@ -34,7 +34,8 @@ class Arm:
         distill: weight of the divergence from the dense network of the draw in the loss, 0 to 1.
         score: what says how much each weight keeps; "saliency": by the root of squared gradients;
             "slow": the same with squares averaged over a hundred steps; "curvature": by their
-            fourth root, which is the package's saliency.
+            fourth root, which is the package's saliency; "sixth root", "v^0.08" and so on: by such
+            powers of them.
         entries: which entries of each weight are kept.
         scope: how the weights shared what is kept, in earlier results; now "global".
         power: densities of the weights were those by score to this power, likewise; now 1.

@@ -37,6 +37,14 @@ GRADUAL = Arm(rate=6e-3, ratio=0.8, method="gradual", begin=0.25, end=0.9)
 CURVED = replace(GRADUAL, score="curvature")
 """The recipe, with another score."""
 
+SIXTH = replace(GRADUAL, rate=9e-3, score="sixth root")
+
+POWERS = tuple(
+    replace(SIXTH, score=score)
+    for score in ("v^0.17", "v^0.08", "v^0.125", "curvature", "v^0.35", "saliency")
+)
+"""Scores ``|w| v^p`` by their p; "curvature" has 1/4, "saliency" of the results 1/2."""
+
 EARLY = replace(GRADUAL, begin=0.1)
 """The recipe from a tenth of the run on, of which variants were tried."""
 
@@ -136,6 +144,20 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
         Comparison(
             "What pruning costs, scored by curvature",
             of(LIBRARY, DENSE, *at_ratios(CURVED, 0.8, 0.5, 0.9)),
+            FRESH,
+            "test",
+        ),
+    ),
+    "powers": (
+        Comparison("Powers of v", of(LIBRARY, *POWERS), CHOOSING, "validation"),
+        Comparison(
+            "The sixth root of v, by rate",
+            of(
+                LIBRARY,
+                DENSE,
+                *at_ratios(SIXTH, 0.8, 0.5, 0.9),
+                *at_ratios(replace(SIXTH, rate=6e-3), 0.8, 0.5),
+            ),
             FRESH,
             "test",
         ),

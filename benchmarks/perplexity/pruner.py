@@ -189,7 +189,22 @@ def fisher(weight: Tensor, state: State) -> Tensor:
     return weight.abs() * state.get("slow", state["exp_avg_sq"]).sqrt()
 
 
-SCORES: dict[str, Score] = {"saliency": fisher, "slow": fisher, "curvature": saliency}
+def by_power(power: float) -> Score:
+    """Return the score ``|w| v^power``."""
+
+    def score(weight: Tensor, state: State) -> Tensor:
+        return weight.abs() * state["exp_avg_sq"].pow(power)
+
+    return score
+
+
+SCORES: dict[str, Score] = {
+    "saliency": fisher,
+    "slow": fisher,
+    "curvature": saliency,
+    "sixth root": by_power(1 / 6),
+    **{f"v^{power}": by_power(power) for power in (0.08, 0.125, 0.17, 0.35)},
+}
 """By their names in the results, of which "saliency" is older than the package's formula."""
 
 
