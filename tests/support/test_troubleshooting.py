@@ -35,10 +35,6 @@ MODULES = {
 
 WITHOUT_LINK = {
     # Users never see them.
-    (
-        "distributed/mpi/shared_memory.py",
-        "ValueError(f'The file at",
-    ): "caught: no shared memory",
     ("pipeline/crossing/placeholder.py", "AttributeError(name)"): "Python's protocol",
     ("pipeline/loss/combination.py", "ValueError"): "caught: values that do not combine",
     ("pipeline/state/rules.py", "Unexplained("): "caught: becomes a warning with a link",

@@ -356,8 +356,9 @@ class Watchdog:
 
     def _abort(self, reason: str) -> None:
         """Print and report the reason, with the status of each rank, and end the job."""
+        link = see("failing-and-waiting-ranks")
         everyone = "".join(f"\n- {status}" for status in (this_rank(), *self._peers))
-        message = reason + see("failing-and-waiting-ranks") + everyone
+        message = reason + link + everyone
         _say(message)
         for report in before_abort:
             report(RanksStuckError(message))
