@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_axosparse.distributed.divided_gradient import DividedGradient
-from lightning_axosparse.distributed.process_groups import broadcast
+from lightning_axosparse.distributed.process_groups import all_gather, broadcast
 from lightning_axosparse.pruning.rule import Stored
 from lightning_axosparse.sparse.module.optimizer_state import expand_state, with_master
 from lightning_axosparse.sparse.module.parameters import OwnedParameter, set_values
@@ -97,13 +97,15 @@ class SplitParameter:
     def gradient(self) -> Tensor | None:
         """This rank's part of its gradient, also where it has nothing of it; collective.
 
-        None of one that replicas have divided among them.
+        None of one that replicas have divided among them, and on all ranks then: of a part with
+        few entries, as after pruning, replicas each keep all.
         """
         gradient = self.entry.parameter.grad
-        gradient = None if isinstance(gradient, DividedGradient) else gradient
-        if self._of_owner(gradient is not None) and gradient is None:
-            return torch.zeros_like(self.entry.parameter)
-        return gradient
+        divided = isinstance(gradient, DividedGradient)
+        found = all_gather((divided, gradient is not None), self.group)
+        if any(divided for divided, _ in found) or not any(has for _, has in found):
+            return None
+        return torch.zeros_like(self.entry.parameter) if gradient is None else gradient
 
     def _agreed(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Its optimizer state, also where this rank has nothing of it; collective.

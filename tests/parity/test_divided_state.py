@@ -22,6 +22,12 @@ from tests.ranks import PATIENCE, run_ranks
 RANKS = 4
 
 
+def upper_half(weight: torch.Tensor, state: Any) -> torch.Tensor:
+    """Scores that keep few entries of the second rank's rows, which are not worth dividing."""
+    rows = torch.arange(len(weight)) < len(weight) // 2
+    return weight.abs() + rows[:, None]
+
+
 class Listed(experts.Own):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
@@ -32,6 +38,7 @@ EXPERTS = {"g_expert": 2, **experts.HUGGING_FACE}
 # Row: module, strategy, callback, trainer.
 ROWS: dict[str, Row] = {
     "tensor": (Tensors, TENSOR, GRADUAL, F64),
+    "unlike parts": (Tensors, TENSOR, {**GRADUAL, "score": upper_half}, F64),
     "listed experts": (Listed, {"g_expert": 2, **experts.OWN}, GRADUAL, F64),
     "both": (Mixtral, {**EXPERTS, "g_tensor": 2, "tensor_plan": "auto"}, GRADUAL, F64),
     # Clipping reads whole gradients.
