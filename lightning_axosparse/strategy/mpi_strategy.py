@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -140,15 +141,18 @@ class MPIStrategy(ParallelStrategy):
         A step that divides by ``trainer.world_size``, or logs if ``trainer.is_global_zero``, then
         does so as on one process.
         """
-        size, rank = self.grid.data_size, self.grid.data_rank
-        replica = replace(environment.placement(), world_size=size, rank=rank)
+        grid = self.grid
+        if grid.data_size == grid.world_size:
+            return precision
+        replica = replace(environment.placement(), world_size=grid.data_size, rank=grid.data_rank)
+        return partial(self._step_as, replica, precision)
 
-        @contextmanager
-        def context() -> Iterator[None]:
-            with patched(self, "_seen", replica), precision():
-                yield
-
-        return context
+    @contextmanager
+    def _step_as(
+        self, replica: environment.Placement, precision: Callable[[], AbstractContextManager[None]]
+    ) -> Iterator[None]:
+        with patched(self, "_seen", replica), precision():
+            yield
 
     def set_world_ranks(self) -> None:
         """Set the rank that Lightning's rank-zero helpers compare with."""

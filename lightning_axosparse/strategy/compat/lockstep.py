@@ -62,7 +62,6 @@ def progress_of(owner: Any) -> dict[str, Any]:
 
 
 _LOOPS = {
-    RunningStage.TRAINING: "training",
     RunningStage.SANITY_CHECKING: "sanity check",
     RunningStage.VALIDATING: "validation",
     RunningStage.TESTING: "test",
@@ -74,8 +73,8 @@ def position(trainer: pl.Trainer) -> tuple[str, int, int]:
     """The running loop, the index of the epoch, and of the batch that was drawn last."""
     stage = trainer.state.stage
     assert stage is not None
-    if stage == RunningStage.TRAINING:
-        return _LOOPS[stage], trainer.current_epoch, trainer.fit_loop.batch_idx
+    if stage is RunningStage.TRAINING:
+        return "training", trainer.current_epoch, trainer.fit_loop.batch_idx
     loop: Any = trainer._active_loop
     return _LOOPS[stage], trainer.current_epoch, loop.batch_progress.current.ready - 1
 
