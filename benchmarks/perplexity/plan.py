@@ -29,13 +29,26 @@ CHOOSING = (0, 1, 2)
 FRESH = (3, 4, 5)
 
 DENSE = Arm(rate=1.2e-2)
-"""Dense at the best rate so far."""
+"""Dense at the rate that was best on the first seed."""
+
+BEST = Arm(rate=6e-3)
+"""Dense at the rate that is best on three seeds."""
 
 GRADUAL = Arm(rate=6e-3, ratio=0.8, method="gradual", begin=0.25, end=0.9)
 """The recipe."""
 
 CURVED = replace(GRADUAL, score="curvature")
 """The recipe, with another score."""
+
+FROM_HALF = replace(CURVED, ratio=0.5, begin=0.5)
+"""Half of the entries, pruned in the second half of the run."""
+
+AT_RATES = (
+    CURVED,
+    FROM_HALF,
+    replace(CURVED, ratio=0.9, rate=9e-3),
+)
+"""What pruning costs: 80, 50 and 90 %, each at its best rate."""
 
 SIXTH = replace(GRADUAL, rate=9e-3, score="sixth root")
 
@@ -133,39 +146,65 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
         ),
     ),
     "report": (
+        Comparison("What pruning costs", of(LIBRARY, BEST, *AT_RATES), FRESH, "test"),
         Comparison(
-            "What pruning costs",
-            of(LIBRARY, DENSE, *at_ratios(GRADUAL, 0.8, 0.5, 0.9)),
+            "Rates and times, on the seeds that choose",
+            of(
+                LIBRARY,
+                BEST,
+                replace(BEST, rate=9e-3),
+                DENSE,
+                CURVED,
+                replace(CURVED, rate=9e-3),
+                replace(CURVED, begin=0.5),
+                replace(FROM_HALF, begin=0.25),
+                FROM_HALF,
+                replace(FROM_HALF, begin=0.6, end=0.95),
+                replace(CURVED, ratio=0.9),
+                replace(CURVED, ratio=0.9, rate=9e-3),
+                replace(CURVED, ratio=0.9, rate=9e-3, begin=0.15),
+            ),
+            CHOOSING,
+            "validation",
+        ),
+        Comparison(
+            "All pruned at the same times, at one rate",
+            of(LIBRARY, BEST, *at_ratios(CURVED, 0.8, 0.5, 0.9)),
             FRESH,
             "test",
         ),
     ),
-    "curvature": (
+    "first score": (
         Comparison(
-            "What pruning costs, scored by curvature",
-            of(LIBRARY, DENSE, *at_ratios(CURVED, 0.8, 0.5, 0.9)),
+            "What pruning costs, scored by saliency",
+            of(LIBRARY, BEST, *at_ratios(GRADUAL, 0.8, 0.5, 0.9)),
             FRESH,
             "test",
         ),
     ),
     "powers": (
         Comparison("Powers of v", of(LIBRARY, *POWERS), CHOOSING, "validation"),
-        Comparison(
-            "The sixth root of v, by rate",
-            of(
-                LIBRARY,
-                DENSE,
-                *at_ratios(SIXTH, 0.8, 0.5, 0.9),
-                *at_ratios(replace(SIXTH, rate=6e-3), 0.8, 0.5),
-            ),
-            FRESH,
-            "test",
+        *(
+            Comparison(
+                f"Powers of v, {ratio:.0%}",
+                of(
+                    LIBRARY,
+                    *(
+                        replace(CURVED, ratio=ratio, rate=rate, score=score)
+                        for rate in (6e-3, 9e-3)
+                        for score in ("curvature", "v^(3/16)", "sixth root")
+                    ),
+                ),
+                (*CHOOSING, *FRESH),
+                "test",
+            )
+            for ratio in (0.5, 0.8, 0.9)
         ),
     ),
     "seconds": (
         Comparison(
             "At equal seconds",
-            of(LIBRARY, DENSE)
+            of(LIBRARY, BEST)
             + of(lasting(LIBRARY, 5344), CURVED)
             + of(lasting(LIBRARY, 5984), replace(CURVED, ratio=0.9)),
             FRESH,
@@ -297,7 +336,12 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
         ),
         Comparison(
             "English",
-            of(ENGLISH, *at_rates(6e-3), *at_ratios(replace(CURVED, rate=9e-3), 0.8, 0.5, 0.9)),
+            of(
+                ENGLISH,
+                BEST,
+                *at_ratios(replace(CURVED, rate=9e-3), 0.8, 0.5, 0.9),
+                FROM_HALF,
+            ),
             FRESH,
             "test",
         ),

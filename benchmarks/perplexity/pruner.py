@@ -198,11 +198,18 @@ def by_power(power: float) -> Score:
     return score
 
 
+def by_roots(weight: Tensor, state: State) -> Tensor:
+    """Return the score ``|w| v^(3/16)``, by square roots alone, which are rounded correctly."""
+    eighth = state["exp_avg_sq"].sqrt().sqrt().sqrt()
+    return weight.abs() * eighth * eighth.sqrt()
+
+
 SCORES: dict[str, Score] = {
     "saliency": fisher,
     "slow": fisher,
     "curvature": saliency,
     "sixth root": by_power(1 / 6),
+    "v^(3/16)": by_roots,
     **{f"v^{power}": by_power(power) for power in (0.08, 0.125, 0.17, 0.35)},
 }
 """By their names in the results, of which "saliency" is older than the package's formula."""

@@ -3,7 +3,8 @@
     python -m benchmarks.perplexity.together PHASE ... [--folder FOLDER]
 
 A network of this study leaves most of a GPU idle, and its steps take the time that starting kernels
-takes. A step of all jobs starts as many, and is one CUDA graph. Weights, masks, rates and the order
+takes. A step of all jobs starts as many, and is one CUDA graph. So give one process all jobs:
+several processes take turns on the GPU. Weights, masks, rates and the order
 of the windows are those of ``training.py``, whose pruner changes views of the stacked tensors, so
 results differ from those of one job by rounding: ``tests/benchmarks/test_perplexity.py``.
 """
