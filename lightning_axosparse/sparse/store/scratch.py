@@ -43,11 +43,6 @@ class _Scratch(threading.local):
             self._typed[use, dtype] = typed
         return typed[:numel]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated for this thread."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
-
     def clear(self) -> None:
         """Free this thread's memory."""
         self._buffers.clear()

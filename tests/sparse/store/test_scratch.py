@@ -76,10 +76,8 @@ def test_results_outlive_the_next_use():
 def test_memory_is_given_back():
     storage = StorageWeakRef(scratch.take("tile", 100, torch.float32, CPU).untyped_storage())
     assert not storage.expired()
-    assert scratch.nbytes >= 400
     scratch.clear()
     assert storage.expired()
-    assert scratch.nbytes == 0
 
 
 def test_modes_that_count_what_operators_make_do_not_see_it():
