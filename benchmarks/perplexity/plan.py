@@ -195,7 +195,7 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
                         for score in ("curvature", "v^(3/16)", "sixth root")
                     ),
                 ),
-                (*CHOOSING, *FRESH),
+                FRESH,
                 "test",
             )
             for ratio in (0.5, 0.8, 0.9)
