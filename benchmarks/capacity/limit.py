@@ -6,8 +6,8 @@ The first call trains and writes the checkpoint, the second one goes on from it 
 The dense state of the model (weights, gradients, two moments of AdamW) takes ``--state`` MB. The
 limit is the system's (``RLIMIT_DATA``: what a process has in private memory that it may write,
 touched or not), set before the first layer is made: what the process has then, and ``--allowed``
-MB. With ``--ticket 0.8`` a ticket of any entries is adopted when the run starts. Prints a Markdown
-row.
+MB. With ``--ticket 0.8`` a ticket of random entries is adopted when the run starts. Prints a row of
+Markdown.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def run(width: int, allowed: int, file: Path, ticket: Path | None) -> str:
 
 
 def drawn(width: int, ratio: float, path: Path) -> Path:
-    """Write a ticket of any entries of every layer."""
+    """Write a ticket that keeps random entries of every layer."""
     torch.manual_seed(0)
     masks = {f"layers.{i}.weight": torch.rand(width, width) >= ratio for i in range(LAYERS)}
     Ticket(masks, pruning_ratio=ratio).save(path)
