@@ -1,6 +1,6 @@
 """Trains dense and pruned GPTs, and compares their perplexities.
 
-    python -m benchmarks.perplexity choose report [--folder FOLDER]
+    python -m benchmarks.perplexity rates report [--folder FOLDER]
     python -m benchmarks.perplexity --table
 
 A job that was finished is a line of results.jsonl, and is not run again; one that was stopped goes

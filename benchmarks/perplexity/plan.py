@@ -43,7 +43,7 @@ CURVED = replace(GRADUAL, score="curvature")
 FROM_HALF = replace(CURVED, ratio=0.5, begin=0.5)
 """Half of the entries, pruned in the second half of the run."""
 
-AT_RATES = (
+AT_THEIR_BEST = (
     CURVED,
     FROM_HALF,
     replace(CURVED, ratio=0.9, rate=9e-3),
@@ -146,7 +146,7 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
         ),
     ),
     "report": (
-        Comparison("What pruning costs", of(LIBRARY, BEST, *AT_RATES), FRESH, "test"),
+        Comparison("What pruning costs", of(LIBRARY, BEST, *AT_THEIR_BEST), FRESH, "test"),
         Comparison(
             "Rates and times, on the seeds that choose",
             of(
@@ -174,7 +174,7 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
             "test",
         ),
     ),
-    "first score": (
+    "root": (
         Comparison(
             "What pruning costs, scored by saliency",
             of(LIBRARY, BEST, *at_ratios(GRADUAL, 0.8, 0.5, 0.9)),
@@ -333,6 +333,8 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
                 *at_rates(6e-3, 3e-3, 9e-3, 1.2e-2),
                 *(replace(arm, rate=rate) for rate in (6e-3, 9e-3) for arm in (CURVED, GRADUAL)),
                 replace(CURVED, rate=1.2e-2),
+                FROM_HALF,
+                replace(FROM_HALF, rate=9e-3),
             ),
             CHOOSING[:1],
             "validation",

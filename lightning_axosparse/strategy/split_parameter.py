@@ -97,8 +97,8 @@ class SplitParameter:
     def gradient(self) -> Tensor | None:
         """This rank's part of its gradient, also where it has nothing of it; collective.
 
-        None of one that replicas have divided among them, and on all ranks then: of a part with
-        few entries, as after pruning, replicas each keep all.
+        None if the replicas of any rank have divided theirs. Those of another may not have: the
+        gradient of a part with few entries, as after pruning, is not worth dividing.
         """
         gradient = self.entry.parameter.grad
         divided = isinstance(gradient, DividedGradient)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import lightning as L
 import pytest
@@ -280,6 +282,16 @@ def test_what_reports_is_not_what_chooses():
         for each in comparisons:
             assert set(each.seeds) <= set(plan.FRESH if each.key == "test" else plan.CHOOSING)
             assert {job.task for job in plan.jobs(phase)} >= {job.task for job in each.jobs}
+
+
+def test_the_page_and_the_help_name_phases_that_exist():
+    folder = Path(plan.__file__).parent
+    for file in ("README.md", "__main__.py"):
+        found = re.search(
+            r"python -m benchmarks\.perplexity ([a-z][a-z ]*)", (folder / file).read_text()
+        )
+        assert found is not None
+        assert set(found[1].split()) <= set(plan.PHASES)
 
 
 def test_tasks_see_twenty_tokens_a_parameter():
