@@ -9,8 +9,7 @@ from lightning_axosparse.checkpoint.load import load_sparse
 from lightning_axosparse.checkpoint.safetensors import save_safetensors
 from lightning_axosparse.pruning import ChannelTicket, Ticket
 from lightning_axosparse.sparse import densify, sparsify
-from lightning_axosparse.strategy.compat.fabric import refuse_fabric
-from lightning_axosparse.strategy.compat.other_package import refuse_other_package
+from lightning_axosparse.strategy.compat.refusals import refuse_fabric, refuse_other_package
 from lightning_axosparse.strategy.launcher.launcher import RankFailedError
 from lightning_axosparse.strategy.strategy import AxoSparseStrategy
 from lightning_axosparse.support.files import CorruptFileError

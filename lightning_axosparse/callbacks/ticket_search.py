@@ -30,7 +30,7 @@ from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.pruning.masks import DISTANCES, Distance, MaskBits, MaskWindow
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.strategy.compat.internals import callbacks_of
-from lightning_axosparse.strategy.compat.other_package import validate_package
+from lightning_axosparse.strategy.compat.refusals import validate_package
 from lightning_axosparse.strategy.strategy import AxoSparseStrategy
 from lightning_axosparse.support.arguments import COUNT, NONE, Kind, number, one_of, whole
 from lightning_axosparse.support.files import restoring

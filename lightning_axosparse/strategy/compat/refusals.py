@@ -1,4 +1,4 @@
-"""Refuses what is of the other package, pytorch_lightning, and says what to import."""
+"""Refuses the strategy in Fabric, and what is of pytorch_lightning, and says what to use."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning as L
+from lightning.fabric.connector import _Connector
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import compile as compiling
 
 from lightning_axosparse.support.troubleshooting import see
@@ -18,14 +21,28 @@ from lightning_axosparse.support.troubleshooting import see
 _STRATEGIES = "pytorch_lightning.strategies"
 
 
-def validate_package(trainer: object) -> None:
-    """Raise for a Trainer of the other package, which has the same classes.
+def refuse_fabric(name: str, kind: type[Strategy]) -> None:
+    """Refuse a strategy, by its name and as an object of its class."""
+    STRATEGY_REGISTRY.register(name, _refuse_fabric, override=True)
+    connector: Any = _Connector
+    check = connector._check_config_and_set_final_flags
 
-    Raises:
-        MisconfigurationException: if it is one.
-    """
-    if not isinstance(trainer, L.Trainer):
-        raise _mixed()
+    def check_by_name(self: _Connector, strategy: Any, **others: Any) -> None:
+        # Fabric calls an object that is no strategy of its own an invalid name.
+        check(self, name if isinstance(strategy, kind) else strategy, **others)
+
+    connector._check_config_and_set_final_flags = check_by_name
+
+
+def _refuse_fabric(**_: Any) -> NoReturn:
+    """Raise: a loop of the user's own cannot be cut into the passes of stages."""
+    raise MisconfigurationException(
+        "Fabric(strategy='axosparse') is not possible: with Fabric the loop is yours, and a stage "
+        "has to run parts of it again and again. Write a LightningModule, for `L.Trainer("
+        "strategy='axosparse')`. Sparse storage alone works under Fabric with any of its "
+        "strategies for one process: sparsify(model, masks, optimizer) before fabric.setup(...)."
+        + see("starting-ranks")
+    )
 
 
 def refuse_other_package(name: str) -> None:
@@ -71,6 +88,16 @@ class _WhenImported(MetaPathFinder):
 
 def _register(name: str, strategies: ModuleType) -> None:
     strategies.StrategyRegistry.register(name, validate_package, override=True, trainer=None)
+
+
+def validate_package(trainer: object) -> None:
+    """Raise for a Trainer of the other package, which has the same classes.
+
+    Raises:
+        MisconfigurationException: if it is one.
+    """
+    if not isinstance(trainer, L.Trainer):
+        raise _mixed()
 
 
 def _mixed() -> MisconfigurationException:
