@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass, replace
 from math import isqrt
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -93,7 +94,12 @@ class Grid:
     @property
     def expert_rank(self) -> int:
         """Which experts of its stage this rank has."""
-        return self._expert_rank(self.rank)
+        return self.replica % self.g_expert
+
+    @property
+    def copy(self) -> int:
+        """Which copy of the whole model this rank has a part of."""
+        return self.replica // self.g_expert
 
     @property
     def data_size(self) -> int:
@@ -114,121 +120,50 @@ class Grid:
         return self.data_rank // self.g_expert
 
     @property
-    def same_batch_ranks(self) -> list[int]:
-        """The ranks with this rank's data-parallel rank."""
-        return self.batch_ranks[self.data_rank]
-
-    @property
     def part_of_batch(self) -> int:
         """Index of this rank's replica among the replicas that share its batches."""
         return self.replica % self.replicas_per_batch
 
     @property
-    def pipelines(self) -> list[list[int]]:
-        """For each pipeline, its ranks, first stage first."""
-        return _consecutive(self.world_size, self.g_inter)
-
-    @property
-    def stage_ranks(self) -> list[list[int]]:
-        """For each stage and tensor rank, the ranks in all replicas."""
-        return _strided(list(range(self.world_size)), self._ranks_per_replica)
-
-    @property
-    def replica_ranks(self) -> list[list[int]]:
-        """For each replica, its ranks."""
-        return _consecutive(self.world_size, self._ranks_per_replica)
-
-    @property
-    def tensor_ranks(self) -> list[list[int]]:
-        """For each replica and stage, the ranks that share its layers, by tensor rank."""
-        return [part for ranks in self.replica_ranks for part in _strided(ranks, self.g_inter)]
-
-    @property
-    def whole_ranks(self) -> list[list[int]]:
-        """The ranks that have the whole model together, in each of its copies."""
-        return _consecutive(self.world_size, self._ranks_per_whole)
-
-    @property
-    def ordered_ranks(self) -> list[list[int]]:
-        """For each copy of the model and stage, the ranks whose layers exchange values."""
-        return [part for ranks in self.whole_ranks for part in _strided(ranks, self.g_inter)]
-
-    @property
-    def expert_ranks(self) -> list[list[int]]:
-        """For each copy of the model, stage and tensor rank, the ranks with its experts."""
-        every = self._ranks_per_replica
-        return [part for ranks in self.whole_ranks for part in _strided(ranks, every)]
-
-    @property
-    def same_expert_ranks(self) -> list[list[int]]:
-        """For each stage and expert rank, the ranks in all copies: they have the same experts."""
-        places = [(rank % self.g_inter, self._expert_rank(rank)) for rank in range(self.world_size)]
-        return [
-            [rank for rank, place in enumerate(places) if place == (stage, expert_rank)]
-            for expert_rank in range(self.g_expert)
-            for stage in range(self.g_inter)
-        ]
-
-    @property
-    def batch_ranks(self) -> list[list[int]]:
-        """For each data-parallel rank, the ranks that have it."""
-        return _consecutive(self.world_size, self._ranks_per_batch)
-
-    @property
-    def across_batch_ranks(self) -> list[list[int]]:
-        """For each place among the ranks of a batch, the ranks at this place."""
-        return _strided(list(range(self.world_size)), self._ranks_per_batch)
-
-    @property
-    def batch_stage_ranks(self) -> list[list[int]]:
-        """For each data-parallel rank, stage and tensor rank, the ranks that have all three."""
-        every = self._ranks_per_replica
-        return [part for ranks in self.batch_ranks for part in _strided(ranks, every)]
-
-    @property
-    def _ranks_per_replica(self) -> int:
-        return self.g_inter * self.g_tensor
-
-    def _expert_rank(self, rank: int) -> int:
-        return rank // self._ranks_per_replica % self.g_expert
-
-    @property
-    def _ranks_per_whole(self) -> int:
-        return self._ranks_per_replica * self.g_expert
-
-    @property
-    def _ranks_per_batch(self) -> int:
-        return self._ranks_per_replica * self.replicas_per_batch
-
-    def ranks_holding(self, stages: frozenset[int]) -> list[list[int]]:
-        """For each tensor rank, the ranks of these stages over all replicas, in their order."""
-        held = [rank for rank in range(self.world_size) if rank % self.g_inter in stages]
-        return [
-            [rank for rank in held if rank // self.g_inter % self.g_tensor == tensor_rank]
-            for tensor_rank in range(self.g_tensor)
-        ]
-
-    @property
     def pipeline(self) -> list[int]:
         """The ranks of this rank's pipeline, first stage first."""
-        return self.pipelines[self.pipeline_index]
+        first = self.rank - self.stage
+        return list(range(first, first + self.g_inter))
+
+    @property
+    def same_batch_ranks(self) -> list[int]:
+        """The ranks with this rank's data-parallel rank."""
+        number = self._ranks_per_replica * self.replicas_per_batch
+        return list(range(self.data_rank * number, (self.data_rank + 1) * number))
 
     def batch_replicas(self, stage: int) -> list[int]:
         """The ranks of a stage in the replicas that share this rank's batches, in their order.
 
         Of those that share layers it is the first one.
         """
-        return _strided(self.same_batch_ranks, self._ranks_per_replica)[stage]
+        return self.same_batch_ranks[stage :: self._ranks_per_replica]
+
+    def ranks_by(
+        self, place: Callable[[Grid], Hashable], stages: Collection[int] | None = None
+    ) -> list[list[int]]:
+        """The ranks of the job, in groups of those that have the same place.
+
+        Args:
+            place: returns the place of a rank, such as its pipeline's index, by its grid.
+            stages: those whose ranks are in the groups; None for all.
+        """
+        groups: dict[Hashable, list[int]] = {}
+        for rank in range(self.world_size):
+            grid = replace(self, rank=rank)
+            if stages is None or grid.stage in stages:
+                groups.setdefault(place(grid), []).append(rank)
+        return list(groups.values())
+
+    @property
+    def _ranks_per_replica(self) -> int:
+        return self.g_inter * self.g_tensor
 
     def shortened(self, g_inter: int) -> Grid:
         """The grid with pipelines of ``g_inter`` stages in which every rank keeps its batches."""
         replicas_per_batch = self.replicas_per_batch * self.g_inter // g_inter
         return Grid(self.world_size, g_inter, self.rank, replicas_per_batch)
-
-
-def _consecutive(world_size: int, length: int) -> list[list[int]]:
-    return [list(range(start, start + length)) for start in range(0, world_size, length)]
-
-
-def _strided(ranks: list[int], step: int) -> list[list[int]]:
-    return [ranks[start::step] for start in range(step)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -51,28 +51,36 @@ class ProcessGroups:
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
         self.world = dist.group.WORLD if grid.world_size > 1 else None
-        self.inter = _group_of(grid, grid.pipelines, "stages of a pipeline")
-        self.tensor = _group_of(grid, grid.tensor_ranks, "ranks that share layers")
+        self.inter = self._group("stages of a pipeline", lambda rank: rank.pipeline_index)
+        self.tensor = self._group(
+            "ranks that share layers", lambda rank: (rank.replica, rank.stage)
+        )
         self.replica = self.inter
         if self.tensor is not None:
-            self.replica = _group_of(grid, grid.replica_ranks, "ranks of a replica")
-        self.data = _group_of(grid, grid.stage_ranks, "replicas of a stage")
+            self.replica = self._group("ranks of a replica", lambda rank: rank.replica)
+        self.data = self._group("replicas of a stage", _shard)
         self.experts = self.same_experts = None
         self.whole, self.ordered = self.replica, self.tensor
         if grid.g_expert > 1:
-            self.experts = _group_of(grid, grid.expert_ranks, "ranks with experts of a stage")
-            self.same_experts = _group_of(grid, grid.same_expert_ranks, "the same experts", 1)
-            self.whole = _group_of(grid, grid.whole_ranks, "ranks of a whole model")
-            self.ordered = _group_of(grid, grid.ordered_ranks, "ranks that run the same passes")
+            self.experts = self._group(
+                "ranks with experts of a stage", lambda rank: (rank.copy, _shard(rank))
+            )
+            self.same_experts = self._group(
+                "the same experts", lambda rank: (rank.expert_rank, rank.stage), smallest=1
+            )
+            self.whole = self._group("ranks of a whole model", lambda rank: rank.copy)
+            self.ordered = self._group(
+                "ranks that run the same passes", lambda rank: (rank.copy, rank.stage)
+            )
         self.same_batch, self.across_batches, self.batch_replicas = self.replica, self.data, None
         if grid.replicas_per_batch > 1:
-            self.same_batch = _group_of(grid, grid.batch_ranks, "ranks that share a batch")
-            self.across_batches = _group_of(grid, grid.across_batch_ranks, "ranks across batches")
-            self.batch_replicas = _group_of(
-                grid, grid.batch_stage_ranks, "replicas that share a batch"
+            self.same_batch = self._group("ranks that share a batch", lambda rank: rank.data_rank)
+            self.across_batches = self._group("ranks across batches", _place_in_batch)
+            self.batch_replicas = self._group(
+                "replicas that share a batch", lambda rank: (rank.data_rank, _shard(rank))
             )
-        self.logged = _group_of(grid, grid.across_batch_ranks, "logged values")
-        self.loop_ends = _group_of(grid, [range(grid.world_size)], "the ends of loops")
+        self.logged = self._group("logged values", _place_in_batch)
+        self.loop_ends = self._group("the ends of loops", lambda rank: 0)
 
     def device_mesh(self, device: torch.device) -> DeviceMesh:
         """Lightning's mesh of the ranks of this stage: ``data_parallel`` x ``tensor_parallel``.
@@ -81,8 +89,8 @@ class ProcessGroups:
         """
         grid, data = self.grid, self.data
         if data is None:
-            data = _group_of(grid, grid.stage_ranks, "a replica alone", smallest=1)
-        mesh = [ranks for ranks in grid.tensor_ranks if ranks[0] % grid.g_inter == grid.stage]
+            data = self._group("a replica alone", _shard, smallest=1)
+        mesh = grid.ranks_by(lambda rank: rank.replica, {grid.stage})
         assert data is not None
         assert self.tensor is not None
         return DeviceMesh.from_group(
@@ -109,15 +117,30 @@ class ProcessGroups:
             return self.batch_replicas
         if len(stages) == self.grid.g_inter:
             return self.inter if self.grid.replicas_per_batch == 1 else self.same_batch
-        parts = [
-            [rank for rank in ranks if rank in holding]
-            for ranks in self.grid.batch_ranks
-            for holding in map(set, self.grid.ranks_holding(stages))
-        ]
-        return _group_of(self.grid, parts, "shared parameters in a batch")
+        return self._group(
+            "shared parameters in a batch", lambda rank: (rank.data_rank, rank.tensor_rank), stages
+        )
 
     def _of_stages(self, stages: frozenset[int]) -> dist.ProcessGroup | None:
-        return _group_of(self.grid, self.grid.ranks_holding(stages), "shared parameters")
+        return self._group("shared parameters", lambda rank: rank.tensor_rank, stages)
+
+    def _group(
+        self,
+        description: str,
+        place: Callable[[Grid], Hashable],
+        stages: Collection[int] | None = None,
+        smallest: int = 2,
+    ) -> dist.ProcessGroup | None:
+        """Create a group for each place that ranks have, and return the one with this rank."""
+        mine = None
+        for ranks in self.grid.ranks_by(place, stages):
+            if len(ranks) >= smallest:
+                created = _created.setdefault(dist.group.WORLD, {})
+                key = description, tuple(ranks)
+                if key not in created:
+                    created[key] = dist.new_group(ranks, group_desc=description)
+                mine = created[key] if self.grid.rank in ranks else mine
+        return mine
 
     # With the loopback transport this rank runs stages that the grid does not have. Its groups are
     # None then, and its value is that of every stage.
@@ -150,19 +173,13 @@ before its world, each has a communicator of its own, and an MPI has only so man
 """
 
 
-def _group_of(
-    grid: Grid, partition: Sequence[Sequence[int]], description: str, smallest: int = 2
-) -> dist.ProcessGroup | None:
-    """Create a group for each part of a partition of ranks, and return the one with this rank."""
-    mine = None
-    for part in partition:
-        if len(part) >= smallest:
-            created = _created.setdefault(dist.group.WORLD, {})
-            key = description, tuple(part)
-            if key not in created:
-                created[key] = dist.new_group(list(part), group_desc=description)
-            mine = created[key] if grid.rank in part else mine
-    return mine
+def _shard(rank: Grid) -> tuple[int, int]:
+    """Which part of a replica a rank has."""
+    return rank.tensor_rank, rank.stage
+
+
+def _place_in_batch(rank: Grid) -> tuple[int, int, int]:
+    return rank.part_of_batch, *_shard(rank)
 
 
 def all_sum(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -65,9 +65,8 @@ def connect(g_inter: int) -> Groups:
         store = dist.TCPStore(host, port, world.size)
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
     grid = Grid(world.size, g_inter, world.rank)
-    inter, _ = dist.new_subgroups_by_enumeration(grid.pipelines)
-    stages = [grid.ranks_holding(frozenset({stage}))[0] for stage in range(g_inter)]
-    data, _ = dist.new_subgroups_by_enumeration(stages)
+    inter, _ = dist.new_subgroups_by_enumeration(grid.ranks_by(lambda g: g.pipeline_index))
+    data, _ = dist.new_subgroups_by_enumeration(grid.ranks_by(lambda g: g.stage))
     return Groups(grid, inter if g_inter > 1 else None, data if grid.g_data > 1 else None)
 
 
