@@ -150,7 +150,7 @@ class Ours:
             decides.defers,
         )
         with self._products(), self._split.batch():
-            engine.run([StageRun(stage, stages, decides, self._link, passes)])
+            engine.run([StageRun(stage, stages, decides, self._link, passes, engine.Order())])
 
 
 class Torch:

@@ -166,7 +166,7 @@ class SleepingStage:
         decides = choice.schedule(self.stage, self.stages, MICROBATCHES, choice.limit)
         deferred = backward * WEIGHT * choice.schedule.defers_weight_gradients
         passes = SleepingPasses(forward, backward - deferred, deferred)
-        engine.run([StageRun(self.stage, self.stages, decides, self._link, passes)])
+        engine.run([StageRun(self.stage, self.stages, decides, self._link, passes, engine.Order())])
 
     def runner(self, choice: Choice, case: Case) -> Runner:
         return lambda trial: self.step(choice, case, trial)

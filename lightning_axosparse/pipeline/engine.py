@@ -1,14 +1,28 @@
-"""Runs batches through the stages of this process, whichever message arrives first."""
+"""Runs batches through the stages of this process, whichever message arrives first.
+
+Collectives inside layers match only if all ranks that share these layers are in the same pass. So
+the first of them chooses by the messages that it has, and tells the others, in one byte; these
+start what they were told once they have the message for it. RRFP (arXiv 2605.18750) coordinates
+tensor groups in a message-driven pipeline for the same reason.
+
+It cannot deadlock. The first rank starts only passes whose message it has. That message was sent by
+the first rank of the adjacent stage, in a pass that the others of that stage have been told of, and
+in which they send theirs. So, by induction over the passes in the order in which first ranks start
+them, every rank gets the message for each pass that it is told of. Within a pass all ranks of the
+group meet in the same collectives, in the same order.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, cast, get_args
+
+import torch
+import torch.distributed as dist
 
 from lightning_axosparse.distributed.rank_status import BackOff, this_rank
-from lightning_axosparse.pipeline.agreed_order import Order
 from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
 from lightning_axosparse.pipeline.choice import InFlightLimit, ScheduleChoice
 from lightning_axosparse.pipeline.crossing.message import (
@@ -21,7 +35,7 @@ from lightning_axosparse.pipeline.crossing.message import (
 from lightning_axosparse.pipeline.dry_run import DryRun, DryStep, Recomputed, Rehearsal
 from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
 from lightning_axosparse.pipeline.rng import PipelineRNG
-from lightning_axosparse.pipeline.schedule import ForwardOnly, Op, Schedule
+from lightning_axosparse.pipeline.schedule import ForwardOnly, Op, PassKind, Schedule
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.pipeline.stage_step import (
     Batch,
@@ -31,6 +45,101 @@ from lightning_axosparse.pipeline.stage_step import (
     TrainingStageStep,
 )
 from lightning_axosparse.support.trace import clock
+
+_KINDS: tuple[PassKind, ...] = get_args(PassKind)
+
+
+class Order:
+    """Starts what the schedule of a stage chooses."""
+
+    @property
+    def awaited(self) -> str:
+        """What this rank waits for besides messages of adjacent stages, in words."""
+        return ""
+
+    def start_next(self, schedule: Schedule, activations: int, gradients: int) -> Op | None:
+        """Start the next pass, if there is one; arguments as for :meth:`Schedule.start_next`."""
+        return schedule.start_next(activations, gradients)
+
+
+class LeadingOrder(Order):
+    """The first rank of a group, whose schedule decides for all.
+
+    Args:
+        tell: tells the others the kind of a pass, without waiting for them.
+    """
+
+    def __init__(self, tell: Callable[[PassKind], None]) -> None:
+        self._tell = tell
+
+    def start_next(self, schedule: Schedule, activations: int, gradients: int) -> Op | None:
+        """Start what the schedule chooses, and tell the others."""
+        op = super().start_next(schedule, activations, gradients)
+        if op is not None:
+            self._tell(op.kind)
+        return op
+
+
+class FollowingOrder(Order):
+    """Another rank of a group, which replays what the first one starts.
+
+    Args:
+        ask: returns the kind of the next pass, in the order in which they are told; None as long as
+            it has not been told.
+        leader: the first rank, in words.
+    """
+
+    def __init__(self, ask: Callable[[], PassKind | None], leader: str) -> None:
+        self._ask, self._leader = ask, leader
+        self._told: PassKind | None = None
+
+    @property
+    def awaited(self) -> str:
+        """The next pass, until it has been told."""
+        return "" if self._told else f"the next pass from {self._leader}, which shares its layers"
+
+    def start_next(self, schedule: Schedule, activations: int, gradients: int) -> Op | None:
+        """Start what was told, once the message for it is here."""
+        self._told = self._told or self._ask()
+        if self._told is None or not schedule.has_arrived(self._told, activations, gradients):
+            return None
+        op, self._told = schedule.start(self._told), None
+        return op
+
+
+class _Told:
+    """Passes on their way from the first rank of a group, by broadcasts that nobody waits in."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._kind = torch.zeros(1, dtype=torch.uint8)
+        self._under_way: dist.Work | None = None
+
+    def tell(self, kind: PassKind) -> None:
+        self._broadcast(torch.tensor([_KINDS.index(kind)], dtype=torch.uint8))
+
+    def ask(self) -> PassKind | None:
+        if self._under_way is None:
+            self._under_way = self._broadcast(self._kind)
+        if not self._under_way.is_completed():
+            return None
+        self._under_way = None
+        return _KINDS[int(self._kind)]
+
+    def _broadcast(self, kind: torch.Tensor) -> dist.Work:
+        work: dist.Work | None = dist.broadcast(kind, group_src=0, group=self._group, async_op=True)
+        assert work is not None
+        return work
+
+
+def agreed_order(group: dist.ProcessGroup | None) -> Order:
+    """Who decides on the ranks of a group that share layers; None: each stage for itself."""
+    if group is None:
+        return Order()
+    told = _Told(group)
+    if dist.get_rank(group) == 0:
+        return LeadingOrder(told.tell)
+    return FollowingOrder(told.ask, f"rank {dist.get_global_rank(group, 0)}")
 
 
 class StageRun:
@@ -43,7 +152,7 @@ class StageRun:
         schedule: Schedule,
         link: Link,
         passes: StageStep,
-        order: Order | None = None,
+        order: Order,
     ) -> None:
         self.stage, self.schedule, self.passes = stage, schedule, passes
         self._order = order
@@ -51,30 +160,24 @@ class StageRun:
         """Most micro-batches that the stage has held, or that waited for weight gradients."""
         self._first, self._last = stage == 0, stage == stages - 1
         self._link = link
-        self._activations_used = self._gradients_used = 0
         self._held: dict[int, tuple[Any, Any]] = {}
         forward_only = isinstance(schedule, ForwardOnly)
         link.begin(schedule.microbatches, 0 if forward_only else schedule.microbatches)
 
     def start_next(self) -> Op | None:
         """Take in what has arrived and start what the schedule chooses, if anything."""
-        link = self._link
+        link, schedule = self._link, self.schedule
         link.poll()
-        activations = gradients = self.schedule.microbatches
+        activations = gradients = schedule.microbatches
         if not self._first:
-            activations = self._activations_used + len(link.activations)
+            activations = schedule.forwards + len(link.activations)
         if not self._last:
-            gradients = self._gradients_used + len(link.gradients)
-        if self._order is None:
-            return self.schedule.start_next(activations, gradients)
-        return self._order.start_next(self.schedule, activations, gradients)
+            gradients = schedule.backwards + len(link.gradients)
+        return self._order.start_next(schedule, activations, gradients)
 
     def receive_activation(self) -> Any:
         """The next activation of the previous stage; None on the first stage."""
-        if self._first:
-            return None
-        self._activations_used += 1
-        return self._link.activations.popleft()
+        return None if self._first else self._link.activations.popleft()
 
     def send_activation(self, microbatch: int, received: Any, output: Any) -> None:
         """Send the output of a forward pass on, and keep what its backward pass needs."""
@@ -88,10 +191,7 @@ class StageRun:
     def backward(self, microbatch: int) -> None:
         """Run a backward pass and send the gradients of what was received back."""
         received, output = self._held.pop(microbatch)
-        gradients = None
-        if not self._last:
-            gradients = self._link.gradients.popleft()
-            self._gradients_used += 1
+        gradients = None if self._last else self._link.gradients.popleft()
         factor = cast(TrainingStageStep, self.passes).backward(microbatch, output, gradients)
         if not self._first:
             leaves = [None if t is None else t.grad for t in tensors(received)]
@@ -104,7 +204,7 @@ class StageRun:
 
     def awaited(self) -> str:
         """The messages without which this stage cannot continue, in words."""
-        if self._order is not None and self._order.awaited:
+        if self._order.awaited:
             return self._order.awaited
         missing, forwards, backwards = [], self.schedule.forwards, self.schedule.backwards
         if not self._first and forwards < self.schedule.microbatches:
@@ -176,7 +276,7 @@ class Pipeline:
         tracker: ReductionTracker,
         split: SplitLayers,
         gather: Callable[[Any], list[Any]],
-        agreed_order: Order | None = None,
+        agreed_order: Order,
     ) -> None:
         self._agreed_order = agreed_order
         self.limit, self.choice = limit, choice

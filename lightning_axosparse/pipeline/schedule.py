@@ -113,8 +113,8 @@ class Schedule(ABC):
             The pass to run now, or None when the stage has to wait for a message. Weight gradients
             are those of the oldest pending micro-batch, until :meth:`end_weight_gradients`.
         """
-        can_forward = self.forwards < min(self.microbatches, activations)
-        can_backward = self.backwards < min(self.forwards, gradients)
+        can_forward = self.has_arrived("forward", activations, gradients)
+        can_backward = self.has_arrived("backward", activations, gradients)
         if self._forwards_first and self.forwards < self.microbatches:
             can_backward = False
         if can_forward:

@@ -265,11 +265,6 @@ class PipelinedLayers:
         """Have backward passes that steps run themselves followed inside the context."""
         return backward_passes_by(self._run_backward)
 
-    @property
-    def running_stage(self) -> int | None:
-        """The stage whose forward pass runs; None outside of forward passes."""
-        return None if self._running is None else self._running.visit.stage
-
     @contextmanager
     def visit(self, visit: Visit) -> Iterator[None]:
         """Compute the layers of ``visit.stage`` inside the context."""

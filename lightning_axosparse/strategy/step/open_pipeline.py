@@ -9,9 +9,8 @@ from functools import partial
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_axosparse.distributed.process_groups import all_gather
-from lightning_axosparse.pipeline.agreed_order import agreed_order
 from lightning_axosparse.pipeline.choice import InFlightLimit, ScheduleRule
-from lightning_axosparse.pipeline.engine import Pipeline
+from lightning_axosparse.pipeline.engine import Pipeline, agreed_order
 from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.state.batch_state import BatchState

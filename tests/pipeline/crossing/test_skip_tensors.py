@@ -16,7 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_axosparse.pipeline.crossing.message import Activation, LoopbackLink, tensors
 from lightning_axosparse.pipeline.microbatch import split
-from tests.pipeline.test_engine import evaluate, evaluation, learned, pipeline, train
+from tests.pipeline.test_engine import (
+    evaluate,
+    evaluation,
+    learned,
+    pipeline,
+    running_stage,
+    train,
+)
 
 WIDTH, BATCH, MICROBATCHES = 6, 4, 2
 Network = Callable[[nn.ModuleList, Tensor], Tensor]
@@ -359,7 +366,7 @@ def test_no_stage_waits_for_one_that_fails() -> None:
     batch = torch.randn(BATCH, WIDTH, dtype=torch.float64)
 
     def step(x: Tensor) -> Tensor:
-        if dealt.running_stage == 1:
+        if running_stage(dealt) == 1:
             raise ZeroDivisionError("of the user")
         return chain(ours, x)
 

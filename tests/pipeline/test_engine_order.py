@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_axosparse.pipeline.agreed_order import (
+from lightning_axosparse.pipeline.engine import (
     FollowingOrder,
     LeadingOrder,
     Order,
