@@ -51,8 +51,10 @@ def peak(ratio: int) -> str:
 
 
 def block(ratio: int) -> str:
-    place = ["50%", "80%", "90%", "95%"].index(f"{ratio}%") + 3
-    return percents(row[place] for row in table("overhead", "forward + backward"))
+    measured = ("1024", "512", "forward + backward")
+    blocks = [table("overhead", *measured)[0]]
+    blocks += [table("overhead", machine, *measured)[0] for machine in ("Zen 4", "Zen 5")]
+    return percents(row[-3 if ratio == 80 else -2] for row in blocks)
 
 
 def step(ratio: int) -> str:

@@ -1,4 +1,4 @@
-"""A residual network whose layers stand in several containers, on scikit-learn's digits.
+"""A residual network whose layers are in several containers, on scikit-learn's digits.
 
 ``python train.py``, with ``pip install '.[images]'``
 """

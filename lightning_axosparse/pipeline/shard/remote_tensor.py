@@ -46,7 +46,7 @@ class RemoteTensor(Tensor):
 
     @classmethod
     def of(cls, meta: Tensor, name: str, near: torch.device) -> RemoteTensor:
-        """Let a meta tensor stand in for the tensor ``name`` of another stage."""
+        """Let a meta tensor replace the tensor ``name`` of another stage."""
         remote = meta.as_subclass(cls)
         remote.origin, remote.near, remote.norms = name, near, {}
         return remote

@@ -1,4 +1,4 @@
-"""Networks whose layers stand in lists of lists, beside None, or outside of any container."""
+"""Networks whose layers are in lists of lists, beside None, or outside any container."""
 
 from __future__ import annotations
 
