@@ -162,7 +162,7 @@ class OptimizerShards:
             if group is not None:
                 alike.setdefault((group, parameter.dtype), []).append(index)
             else:
-                parameter.copy_(stepped[index])
+                parameter.copy_(stepped[index], non_blocking=True)
         started = [
             self._start_gather(
                 [parameters[i].detach() for i in indices], [stepped[i] for i in indices], group
@@ -293,7 +293,8 @@ class BucketwiseOptimizer:
         await_gradients: Callable[[Sequence[nn.Parameter]], None] = lambda _: None,
         bucket: int = BUCKET,
     ) -> None:
-        self._optimizer, self._place, self._shards = optimizer, place, shards
+        self._optimizer, self._place = optimizer, place
+        self._shards = shards or OptimizerShards(optimizer, lambda parameter: None)
         self._await, self._bucket = await_gradients, bucket
         self._gradients: dict[nn.Parameter, Tensor] = {}
         if optimizer.state:  # Adagrad's constructor makes it.
@@ -313,7 +314,7 @@ class BucketwiseOptimizer:
         likes: dict[Tensor, Tensor] = {
             parameter: self._place.like(parameter) for parameter in self._parameters()
         }
-        divided = dict(state) if self._shards is None else self._shards.divided(state)
+        divided = self._shards.divided(state)
         with _substituted(self._optimizer, likes):
             self._optimizer.load_state_dict(divided)
 
@@ -355,22 +356,17 @@ class BucketwiseOptimizer:
             if master_value.dtype != parameter.dtype:
                 optimizer.state[parameter][MASTER] = master_value
                 value.copy_(master_value)
-        if self._shards is not None:
-            return self._shards.gather_values(parameters, values)
-        for parameter, value in zip(parameters, values, strict=True):
-            parameter.copy_(value, non_blocking=True)
-        return _nothing
+        return self._shards.gather_values(parameters, values)
 
     def _taken(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         """What this replica steps of a parameter's tensor, in the place of the state."""
-        shards = self._shards
-        return self._place.take(tensor if shards is None else shards.part(parameter, tensor))
+        return self._place.take(self._shards.part(parameter, tensor))
 
     def _buckets(self) -> Iterator[list[nn.Parameter]]:
         """The buckets, each once its gradients are reduced; those of the last layers are first."""
         trained = [p for p in self._parameters() if p.grad is not None][::-1]
         # Ranks that keep other experts have the same buckets of what else they keep.
-        kinds = [trained] if self._shards is None else self._shards.by_replicas(trained)
+        kinds = self._shards.by_replicas(trained)
         for parameters in (each for kind in kinds for each in bucketed(kind, self._bucket)):
             self._await(parameters)
             # Only now it is known which gradients no rank has.
