@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,18 @@ class Trials(NamedTuple):
     reordered: bool
 
 
+def tried(schedule: str, may_defer: bool) -> list[str]:
+    """The names of the schedules of which the fastest is used.
+
+    Args:
+        schedule: one of ``SCHEDULES``, or "message-driven" for the fastest of these.
+        may_defer: whether nothing else forbids that one defers weight gradients.
+    """
+    if schedule != "message-driven":
+        return [schedule]
+    return ["together", "cooldown", "deferred"] if may_defer else ["together"]
+
+
 class ScheduleChoice:
     """Runs the first batches by several schedules in turn, and the others by the fastest one.
 
@@ -41,17 +53,17 @@ class ScheduleChoice:
     a split layer takes longer, and a product whose operands have left the cache does.
 
     Args:
-        schedules: by name; first the one whose backward passes are whole, last the one that takes
-            the most memory.
+        names: of the schedules; first the one whose backward passes are whole, last the one that
+            takes the most memory.
         gather: returns the values of all ranks on every rank; collective over the job.
     """
 
     def __init__(
         self,
-        schedules: Mapping[str, type[Schedule]],
+        names: Sequence[str],
         gather: Callable[[Trials], list[Trials]],
     ) -> None:
-        self._ways, self._schedules = list(schedules), list(schedules.values())
+        self._names, self._schedules = names, [SCHEDULES[name] for name in names]
         self._gather = gather
         self.measure_again()
 
@@ -99,50 +111,15 @@ class ScheduleChoice:
         slowest = [max(each) for each in zip(*(rank.seconds for rank in ranks), strict=True)]
         best = slowest.index(min(slowest))
         others = ", ".join(
-            f"{way} {seconds * 1e3:,.0f}"
-            for seconds, way in zip(slowest, self._ways, strict=True)
-            if way != self._ways[best]
+            f"{name} {seconds * 1e3:,.0f}"
+            for seconds, name in zip(slowest, self._names, strict=True)
+            if name != self._names[best]
         )
         rank_zero_info(
-            f"schedule={self._ways[best]!r} is fastest: {slowest[best] * 1e3:,.0f} ms a "
+            f"schedule={self._names[best]!r} is fastest: {slowest[best] * 1e3:,.0f} ms a "
             f"batch ({others})."
         )
         return self._schedules[best]
-
-
-@dataclass(frozen=True)
-class ScheduleRule:
-    """How the schedule follows from the strategy's arguments.
-
-    Attributes:
-        schedule: one of ``SCHEDULES``, or "message-driven" for the fastest of these.
-        may_defer: whether nothing else forbids that one defers weight gradients.
-    """
-
-    schedule: str
-    may_defer: bool
-
-    @property
-    def defers(self) -> bool:
-        """Whether the user asked for weight gradients that are made apart."""
-        return self.schedule in SCHEDULES and SCHEDULES[self.schedule].defers_weight_gradients
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether some batch may defer weight gradients."""
-        return self.defers or (self.schedule == "message-driven" and self.may_defer)
-
-    def choice(self, stages: int, groups: ProcessGroups) -> ScheduleChoice:
-        """The choice for a pipeline of so many stages, on the grid of these groups."""
-        names = [self.schedule]
-        if self.schedule == "message-driven":
-            names = (
-                ["together", "cooldown", "deferred"]
-                if self.may_defer and stages > 1
-                else ["together"]
-            )
-        schedules = {name: SCHEDULES[name] for name in names}
-        return ScheduleChoice(schedules, partial(all_gather, group=groups.world))
 
 
 class InFlightLimit:
@@ -198,15 +175,12 @@ class MemoryInFlightLimit(InFlightLimit):
     def __init__(
         self,
         stages: int,
-        free: Callable[[], int],
-        device: torch.device,
-        steps: Callable[[], int],
+        rule: InFlightRule,
         gather: Callable[[Capacity], list[Capacity]],
     ) -> None:
         super().__init__(stages)
         self.largest = 2 * stages
-        self._least, self._free, self._device = stages, free, device
-        self._steps, self._gather = steps, gather
+        self._least, self._rule, self._gather = stages, rule, gather
         self.measure_again()
 
     def measure_again(self) -> None:
@@ -217,8 +191,8 @@ class MemoryInFlightLimit(InFlightLimit):
     def begin_batch(self) -> None:
         """Choose the limit once, after it was measured; collective over the job then."""
         if not self._kept:
-            self._measured_at = self._steps()
-        elif not self._chosen and self._steps() > self._measured_at:
+            self._measured_at = self._rule.steps()
+        elif not self._chosen and self._rule.steps() > self._measured_at:
             self._choose()
 
     def measured(self, stage: int, received: Any) -> AbstractContextManager[None]:
@@ -232,13 +206,13 @@ class MemoryInFlightLimit(InFlightLimit):
 
     @contextmanager
     def _measure(self, stage: int, received: Any) -> Iterator[None]:
-        with activation_bytes(self._device, received) as kept:
+        with activation_bytes(self._rule.device, received) as kept:
             yield
             self._kept[stage] = kept()
         self.kept = sum(self._kept.values())
 
     def _choose(self) -> None:
-        free = self._free()
+        free = self._rule.free()
         fitting = min(free // max(1, self.kept), self.largest)
         capacities = self._gather(Capacity(max(fitting, self._least), self.kept, free))
         tightest = min(capacities)
@@ -271,10 +245,4 @@ class InFlightRule:
         """The limit of a pipeline of so many stages."""
         if self.given is not None or stages == 1 or not is_message_driven(self.schedule):
             return InFlightLimit(self.given or stages)
-        return MemoryInFlightLimit(
-            stages,
-            self.free,
-            self.device,
-            self.steps,
-            partial(all_gather, group=groups.world),
-        )
+        return MemoryInFlightLimit(stages, self, partial(all_gather, group=groups.world))

@@ -12,9 +12,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 
 from lightning_axosparse.distributed.grid import divisors
-from lightning_axosparse.pipeline.choice import ScheduleRule
+from lightning_axosparse.pipeline.choice import tried
 from lightning_axosparse.pipeline.microbatch import MicrobatchWeight
-from lightning_axosparse.pipeline.schedule import is_message_driven
+from lightning_axosparse.pipeline.schedule import SCHEDULES, is_message_driven
 from lightning_axosparse.strategy.compat.internals import overrides
 from lightning_axosparse.support.troubleshooting import see
 
@@ -76,7 +76,8 @@ class Config:
     @property
     def defers_gradients(self) -> bool:
         """Whether the user asked for weight gradients that are made apart."""
-        return ScheduleRule(self.schedule, may_defer=False).defers
+        given = SCHEDULES.get(self.schedule)
+        return given is not None and given.defers_weight_gradients
 
     @property
     def pipelines(self) -> bool:
@@ -89,8 +90,8 @@ class Config:
         """Whether several ranks have each a part of a layer."""
         return self.g_tensor > 1 or self.g_expert > 1
 
-    def schedules(self, module: LightningModule, device: torch.device) -> ScheduleRule:
-        """How the training schedule is chosen."""
+    def schedules(self, module: LightningModule, device: torch.device) -> list[str]:
+        """The names of the schedules of which the fastest is used."""
         may_defer = (
             self.g_inter > 1
             and not self.shares_layers  # Stages would measure times of their own.
@@ -99,7 +100,7 @@ class Config:
             and device.type == "cpu"
             and not overrides(module, "backward")
         )
-        return ScheduleRule(self.schedule, may_defer)
+        return tried(self.schedule, may_defer)
 
     def _check_grid(self) -> None:
         g_inter, balance = self.g_inter, self.balance

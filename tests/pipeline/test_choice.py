@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import islice
 from time import sleep
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -15,10 +14,11 @@ import torch
 from lightning_axosparse.pipeline import choice as limits
 from lightning_axosparse.pipeline import choice as schedule_choice
 from lightning_axosparse.pipeline.choice import (
+    InFlightRule,
     MemoryInFlightLimit,
     ScheduleChoice,
-    ScheduleRule,
     Trials,
+    tried,
 )
 from lightning_axosparse.pipeline.schedule import (
     BubbleFilling,
@@ -72,7 +72,7 @@ def alone(trials: Trials) -> list[Trials]:
     ],
 )
 def test_the_fastest_one_is_kept(seconds: Any, fastest: Any, monkeypatch: Any) -> None:
-    choice = ScheduleChoice(WAYS, alone)
+    choice = ScheduleChoice(list(WAYS), alone)
     schedules = list(islice(run(choice, Clock(*seconds), monkeypatch), 40))
     assert schedules[:TRIALS] == IN_TURN * (TRIALS // 3)
     assert set(schedules[TRIALS:]) == {fastest}
@@ -86,7 +86,7 @@ def test_the_slowest_rank_decides_for_all(monkeypatch: Any) -> None:
         gathered.append(trials)
         return [trials, slow]
 
-    choice = ScheduleChoice(WAYS, gather)
+    choice = ScheduleChoice(list(WAYS), gather)
     *_, last = islice(run(choice, Clock(2.0, 1.5, 1.0), monkeypatch), 40)
     assert last is MessageDriven
     assert gathered == [((2.0, 1.5, 1.0), False)]
@@ -94,14 +94,14 @@ def test_the_slowest_rank_decides_for_all(monkeypatch: Any) -> None:
 
 def test_a_rank_that_sums_in_another_order_decides_for_all(monkeypatch: Any) -> None:
     reordered = Trials((1.0, 0.5, 0.5), reordered=True)
-    choice = ScheduleChoice(WAYS, lambda mine: [mine, reordered])
+    choice = ScheduleChoice(list(WAYS), lambda mine: [mine, reordered])
     *_, last = islice(run(choice, Clock(1.0, 0.7, 0.5), monkeypatch), 40)
     assert last is MessageDriven
 
 
 def test_reordering_is_told_to_the_other_ranks(monkeypatch: Any) -> None:
     gathered = []
-    choice = ScheduleChoice(WAYS, lambda mine: gathered.append(mine) or [mine])
+    choice = ScheduleChoice(list(WAYS), lambda mine: gathered.append(mine) or [mine])
     running = run(choice, Clock(1.0, 0.7, 0.5), monkeypatch)
     next(running)
     choice.found_reordered_sums()
@@ -111,7 +111,7 @@ def test_reordering_is_told_to_the_other_ranks(monkeypatch: Any) -> None:
 
 
 def test_it_is_measured_again_when_passes_have_changed(monkeypatch: Any) -> None:
-    choice = ScheduleChoice(WAYS, alone)
+    choice = ScheduleChoice(list(WAYS), alone)
     *_, before = islice(run(choice, Clock(1.0, 0.7, 0.5), monkeypatch), 40)
     choice.measure_again()
     schedules = list(islice(run(choice, Clock(1.0, 2.0, 2.0), monkeypatch), 40))
@@ -121,23 +121,20 @@ def test_it_is_measured_again_when_passes_have_changed(monkeypatch: Any) -> None
 
 
 @pytest.mark.parametrize(
-    ("schedule", "may_defer", "stages", "expected"),
+    ("schedule", "may_defer", "expected"),
     [
-        ("deferred", False, 1, BubbleFilling),
-        ("cooldown", False, 4, CooldownFilling),
-        ("together", True, 4, MessageDriven),
-        ("message-driven", False, 4, MessageDriven),
-        ("message-driven", True, 1, MessageDriven),
-        ("1f1b", True, 4, OneForwardOneBackward),
-        ("zb-h1", True, 4, ZeroBubbleH1),
+        ("deferred", False, BubbleFilling),
+        ("cooldown", False, CooldownFilling),
+        ("together", True, MessageDriven),
+        ("message-driven", False, MessageDriven),
+        ("1f1b", True, OneForwardOneBackward),
+        ("zb-h1", True, ZeroBubbleH1),
     ],
 )
 def test_what_is_given_or_cannot_be_deferred_is_not_tried(
-    schedule: str, may_defer: bool, stages: int, expected: Any
+    schedule: str, may_defer: bool, expected: Any
 ) -> None:
-    rule = ScheduleRule(schedule, may_defer)
-    groups: Any = SimpleNamespace(world=None)  # asked by none of them
-    choice = rule.choice(stages, groups)
+    choice = ScheduleChoice(tried(schedule, may_defer), alone)
     chosen = []
     for _ in range(TRIALS + 2):
         chosen.append(choice.begin_batch())
@@ -152,13 +149,8 @@ KEPT = 400
 
 def limit(free: int, others: list[Any] | None = None, stages: int = 4) -> MemoryInFlightLimit:
     state = {"steps": 0, "free": free}
-    made = MemoryInFlightLimit(
-        stages,
-        lambda: state["free"],
-        CPU,
-        lambda: state["steps"],
-        lambda room: [room, *(others or [])],
-    )
+    rule = InFlightRule(None, "message-driven", CPU, lambda: state["free"], lambda: state["steps"])
+    made = MemoryInFlightLimit(stages, rule, lambda room: [room, *(others or [])])
     made.state = state  # type: ignore[attr-defined]
     return made
 

@@ -44,7 +44,7 @@ def pipeline(
     links = dict(enumerate(LoopbackLink.chain(stages)))
     randomness = PipelineRNG(0, stages, torch.device("cpu"))
     limit, tracker = InFlightLimit(in_flight), ReductionTracker()
-    choice = ScheduleChoice({"together": SCHEDULES[schedule]}, lambda own: [own])
+    choice = ScheduleChoice([schedule], lambda own: [own])
     shared = limit, randomness, tracker, split, lambda value: [value], Order()
     return Pipeline(dealt, links, choice, *shared), dealt
 

@@ -19,6 +19,7 @@ from lightning_axosparse.distributed.process_groups import ProcessGroups
 from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpointing
 from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
 from lightning_axosparse.pipeline.crossing.message import ChannelLink, Link, LoopbackLink
+from lightning_axosparse.pipeline.schedule import SCHEDULES
 from lightning_axosparse.pipeline.shard.partition import Partition
 from lightning_axosparse.pipeline.shard.remote_tensor import OwnSteps, following_parameters
 from lightning_axosparse.pipeline.shard.sharded_module import (
@@ -85,7 +86,8 @@ class StageModule:
         self.recompute: ActivationCheckpointing | None = None
         if config.recompute is not None:
             self.recompute = ActivationCheckpointing(config.recompute, device)
-        self._splits_backward = config.schedules(module, device).splits_backward
+        schedules = (SCHEDULES[name] for name in config.schedules(module, device))
+        self._splits_backward = any(each.defers_weight_gradients for each in schedules)
         self.split = SplitLayers(module)
         self._freed: dict[Tensor, Tensor] = {}
         self._optimizers: Sequence[Optimizer] = ()

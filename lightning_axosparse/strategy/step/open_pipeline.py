@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_axosparse.distributed.process_groups import all_gather
-from lightning_axosparse.pipeline.choice import InFlightLimit, ScheduleRule
+from lightning_axosparse.pipeline.choice import InFlightLimit, ScheduleChoice
 from lightning_axosparse.pipeline.engine import Pipeline, agreed_order
 from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
 from lightning_axosparse.pipeline.rng import PipelineRNG
@@ -32,7 +32,7 @@ class OpenPipeline:
     Args:
         stage_module: the part of the module on this rank.
         limit: most micro-batches that a stage may hold.
-        schedules: chooses the class of the training schedule.
+        schedules: the names of the training schedules of which the fastest is used.
         precision: the precision plugin.
         rng: random numbers of the pipeline.
         give_gradients: gives parameters the gradients that a step has computed.
@@ -42,7 +42,7 @@ class OpenPipeline:
         self,
         stage_module: StageModule,
         limit: InFlightLimit,
-        schedules: ScheduleRule,
+        schedules: Sequence[str],
         precision: Precision,
         rng: PipelineRNG,
         give_gradients: Callable[[], None],
@@ -63,10 +63,14 @@ class OpenPipeline:
             if stage_module.parts:
                 show_whole_gradients(precision, module.trainer, stage_module.parts.whole)
             links = stage_module.links(limit.largest)
+            waits = len(stage_module.layers.parts) > 1
+            choice = ScheduleChoice(
+                schedules if waits else schedules[:1], partial(all_gather, group=groups.world)
+            )
             self.pipeline = Pipeline(
                 stage_module.layers,
                 links,
-                schedules.choice(len(stage_module.layers.parts), groups),
+                choice,
                 limit,
                 rng,
                 self.tracker,
