@@ -8,10 +8,11 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from itertools import accumulate, chain, pairwise
+from math import inf
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -359,25 +360,25 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
     Returns:
         The layer indices of each stage.
     """
-    layers = len(costs)
-    prefix = np.concatenate([[0.0], np.cumsum(np.asarray(costs, dtype=np.float64))])
-    best = np.full((stages + 1, layers + 1), np.inf)
-    square = np.full((stages + 1, layers + 1), np.inf)
-    cut = np.zeros((stages + 1, layers + 1), dtype=np.int64)
-    best[0, 0] = square[0, 0] = 0.0
-    for part in range(1, stages + 1):
-        for end in range(part, layers + 1):
-            starts = np.arange(part - 1, end)
-            cost = prefix[end] - prefix[starts]
-            bottleneck = np.maximum(best[part - 1, starts], cost)
-            squares = square[part - 1, starts] + cost**2
-            # Sums of squares decide between equal bottlenecks.
-            choice = int(np.lexsort((squares, bottleneck))[0])
-            best[part, end], square[part, end] = bottleneck[choice], squares[choice]
-            cut[part, end] = starts[choice]
-    ends = [layers]
+    sums = list(accumulate(map(float, costs), initial=0.0))
+
+    @cache
+    def best(part: int, end: int) -> tuple[float, float, int]:
+        """The largest cost, the sum of squares and the last boundary for the first layers."""
+        if part == 0:
+            return (inf, inf, 0) if end else (0.0, 0.0, 0)
+        least = inf, inf, 0
+        for start in reversed(range(part - 1, end)):
+            cost = sums[end] - sums[start]
+            if cost > least[0]:
+                break  # A stage of more layers costs no less.
+            largest, squares, _ = best(part - 1, start)
+            least = min(least, (max(largest, cost), squares + cost**2, start))
+        return least
+
+    ends = [len(costs)]
     for part in range(stages, 0, -1):
-        ends.append(int(cut[part, ends[-1]]))
+        ends.append(best(part, ends[-1])[2])
     return [range(first, end) for end, first in pairwise(ends)][::-1]
 
 
