@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
@@ -206,9 +206,12 @@ def _count(batch: Any, batch_size: int | None) -> int | None:
     """The number of samples in a batch of which nothing else is known; None to cut nothing."""
     if batch_size is None and [leaf.ndim for _, leaf in arrays(batch)] == [1]:
         return None
-    lists = {path: node for path, node in _columns(batch) if any(True for _ in arrays(node))}
+    lists: dict[Path, Any] = {}  # Those that are not the batch itself, nor in another one.
+    for path, node in nested_lists(batch):
+        if path and not _is_below(path, lists) and any(True for _ in arrays(node)):
+            lists[path] = node
     firsts: dict[Path, int] = {path: leaf.shape[0] for path, leaf in arrays(batch)}
-    outside = [first for path, first in firsts.items() if not any(_below(path, lists))]
+    outside = [first for path, first in firsts.items() if not _is_below(path, lists)]
     lengths = {len(node) for node in lists.values()}
     if batch_size is not None and batch_size in {*outside, *lengths}:
         return batch_size
@@ -226,18 +229,8 @@ def _count(batch: Any, batch_size: int | None) -> int | None:
     )
 
 
-def _columns(batch: Any) -> Iterator[tuple[Path, Any]]:
-    """The lists and tuples in a batch that are not the batch itself, outermost first."""
-    for key, child in children(batch).items():
-        if _is_list(child):
-            yield (key.text,), child
-        else:
-            for path, node in _columns(child):
-                yield (key.text, *path), node
-
-
-def _below(path: Path, paths: Mapping[Path, Any]) -> Iterator[bool]:
-    return (path[: len(above)] == above for above in paths)
+def _is_below(path: Path, paths: Iterable[Path]) -> bool:
+    return any(path[: len(above)] == above for above in paths)
 
 
 def _disagreement(batch: Any, path: Path, node: Any, samples: int) -> str:

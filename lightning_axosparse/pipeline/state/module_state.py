@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -169,14 +169,8 @@ class Writes(OperatorMode):
         self._note = note
         self.storages: set[int] = set()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def observe(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Note the memory that an operator writes to, and run it."""
         for leaf in mutated_arguments(func, args, kwargs):
             if isinstance(leaf, Tensor) and is_readable(leaf):
                 storage = storage_id(leaf.untyped_storage())
