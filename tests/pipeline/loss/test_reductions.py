@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_axosparse.pipeline.loss.combination import Rule, combine, found_rules, own_rule
-from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
+from lightning_axosparse.pipeline.loss.reductions import ReductionTracker, is_ours, users_frame
 from lightning_axosparse.pipeline.loss.terms import Leaf, Term, leaves, mapped
 from lightning_axosparse.pipeline.loss.weights import LossWeights
 from lightning_axosparse.support.torch_internals import paused
@@ -471,3 +473,29 @@ def test_tokens_that_are_one_dimension_with_samples_belong_to_samples() -> None:
     for term in terms(step, parts, tracker):
         assert isinstance(term, Leaf)
         assert term.kind == "mean"
+
+
+def frame_of(module: str) -> FrameType:
+    """A frame of code of a module, called from this one."""
+    names = {"__name__": module, "frame": sys._getframe}
+    frame: FrameType = eval("(lambda: frame())()", names)
+    return frame
+
+
+@pytest.mark.parametrize(
+    ("module", "ours"),
+    [
+        ("lightning_axosparse.strategy.strategy", True),
+        ("lightning_axosparse.examples.gpt", False),
+        ("lightning_axosparse_of_a_user", False),
+        ("torch.nn.functional", False),
+    ],
+)
+def test_whose_code_has_called(module: str, ours: bool) -> None:
+    assert is_ours(frame_of(module)) is ours
+
+
+def test_the_users_frame_is_found_behind_this_package_and_torch() -> None:
+    for module in ("lightning_axosparse.pipeline.engine", "torch.nn.functional"):
+        assert users_frame(frame_of(module)).f_code is frame_of.__code__
+    assert users_frame(frame_of("a_user")).f_globals["__name__"] == "a_user"
