@@ -23,7 +23,6 @@ from lightning_axosparse.pipeline.shard.sharded_module import (
     bring,
     everything,
     is_left_sharded,
-    made_without,
     parameters_on_meta,
     take,
 )
@@ -55,6 +54,7 @@ from lightning_axosparse.strategy.validation import (
     validate_optimizers,
     validate_run,
 )
+from lightning_axosparse.support.deferred_init import DeferredInit
 from lightning_axosparse.support.dense_products import by_onednn, onednn_is_faster
 from lightning_axosparse.support.files import restoring
 from lightning_axosparse.support.messages import rank_zero_info, rank_zero_warn
@@ -132,8 +132,11 @@ class PipelineStrategy(MPIStrategy):
             with self._tensors.configuring():
                 yield
         elif layers.are_divided and not layers.are_measured:
-            with made_without(lambda: layers.split()[1].values(), layers.make_sparse):
+            with DeferredInit() as deferred:
                 yield
+            # Sparse ones become smaller before the next one is made.
+            layers.make_sparse(deferred.make)
+            deferred.make_except(layers.split()[1].values())
         else:
             yield
 

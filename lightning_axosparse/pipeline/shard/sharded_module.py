@@ -24,7 +24,6 @@ from torch.utils.hooks import RemovableHandle
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.pipeline.shard.sharding import free
 from lightning_axosparse.sparse.module.parameters import Owner, forget, owners, pack, unpack
-from lightning_axosparse.support.deferred_init import DeferredInit
 from lightning_axosparse.support.torch_internals import swap_values
 from lightning_axosparse.support.troubleshooting import see
 
@@ -173,28 +172,6 @@ def _refusal(called: str) -> str:
 
 
 _META = torch.device("meta")
-
-
-@contextmanager
-def made_without(
-    unwanted: Callable[[], Iterable[Tensor]],
-    make_first: Callable[[Callable[[Tensor], None]], None] | None = None,
-) -> Iterator[None]:
-    """Make the tensors of the context at its end, except those that ``unwanted`` returns then.
-
-    They have the values, to the bit, that they would have if all were made at once. The others stay
-    on the meta device.
-
-    Args:
-        unwanted: returns the others.
-        make_first: is given a function that makes one tensor; for those that are to become smaller
-            before the next one is made.
-    """
-    with DeferredInit() as deferred:
-        yield
-    if make_first is not None:
-        make_first(deferred.make)
-    deferred.make_except(unwanted())
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, Ticket
 from lightning_axosparse.pipeline.shard.sharded_module import (
     allocate,
-    made_without,
     parameters_on_meta,
     validate_values,
     values_held,
@@ -211,12 +210,12 @@ def test_a_transformer_made_in_part_is_the_one_that_is_made_whole(architecture: 
     torch.manual_seed(1)
     whole, drawn = small(architecture), torch.rand(1)
     torch.manual_seed(1)
-    made: list[Any] = []
-    with made_without(lambda: last_layer(made[0]).parameters()):
-        made.append(small(architecture))
+    with DeferredInit() as deferred:
+        made = small(architecture)
+    deferred.make_except(last_layer(made).parameters())
     assert torch.equal(torch.rand(1), drawn)
-    absent = {id(parameter) for parameter in last_layer(made[0]).parameters()}
-    for (name, one), other in zip(tensors(whole).items(), tensors(made[0]).values(), strict=True):
+    absent = {id(parameter) for parameter in last_layer(made).parameters()}
+    for (name, one), other in zip(tensors(whole).items(), tensors(made).values(), strict=True):
         assert other.is_meta if id(other) in absent else torch.equal(one, other), name
 
 
