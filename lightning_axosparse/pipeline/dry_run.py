@@ -42,18 +42,16 @@ _SHIFT = 1e-3
 """By how much values are moved, relative to themselves, times normal random numbers."""
 
 
+@dataclass
 class Rehearsal:
     """What the dry runs of a batch on this rank have in common: its samples, and what is put back.
 
-    Args:
+    Attributes:
         module: the module.
         parameters: those of this rank by which losses are differentiated, where they are trained.
         samples: of the batch.
         trains: whether the step returns a loss.
         device: of this rank.
-
-    Attributes:
-        differentiates: whether the last stage differentiates the losses.
         measures: whether the memory of each micro-batch is measured.
         numbers: the random numbers of each stage of this rank.
         begins: per stage, what each micro-batch finds changed on the module when it begins.
@@ -61,25 +59,25 @@ class Rehearsal:
             are as they are.
         slopes: by how much the batch's loss changes with the numbers that each micro-batch's was
             computed from, where these are differentiated; None where the losses are.
+        differentiates: whether the last stage differentiates the losses.
+        state: of the module, before the runs.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        parameters: Sequence[nn.Parameter],
-        samples: int,
-        trains: bool,
-        device: torch.device,
-    ) -> None:
-        self.module, self.samples, self.trains, self.device = module, samples, trains, device
-        self.parameters = [each for each in parameters if each.requires_grad]
-        self.differentiates = trains
-        self.measures = False
-        self.numbers: dict[int, RandomNumbers] = {}
-        self.begins: Mapping[int, Mapping[Place, Any]] = {}
-        self.shifts: RandomNumbers | None = None
-        self.slopes: Sequence[Sequence[Tensor]] | None = None
-        self.state = ModuleState(module)
+    module: nn.Module
+    parameters: Sequence[nn.Parameter]
+    samples: int
+    trains: bool
+    device: torch.device
+    measures: bool = False
+    numbers: dict[int, RandomNumbers] = field(default_factory=dict)
+    begins: Mapping[int, Mapping[Place, Any]] = field(default_factory=dict)
+    shifts: RandomNumbers | None = None
+    slopes: Sequence[Sequence[Tensor]] | None = None
+
+    def __post_init__(self) -> None:
+        self.parameters = [each for each in self.parameters if each.requires_grad]
+        self.differentiates = self.trains
+        self.state = ModuleState(self.module)
 
     @contextmanager
     def modes(self) -> Iterator[None]:
