@@ -146,7 +146,7 @@ class OptimizerShards:
 
     def gather_values(
         self, parameters: Sequence[nn.Parameter], stepped: Sequence[Tensor]
-    ) -> Callable[[], None]:
+    ) -> list[Callable[[], None]]:
         """Start to give the replicas each other's values of parameters; collective over them.
 
         Args:
@@ -154,7 +154,7 @@ class OptimizerShards:
             stepped: this replica's part of each, with the new values.
 
         Returns:
-            A function that waits until the parameters have the new values.
+            Functions that wait until the parameters have the new values.
         """
         alike: dict[tuple[dist.ProcessGroup, torch.dtype], list[int]] = {}
         for index, parameter in enumerate(parameters):
@@ -163,18 +163,12 @@ class OptimizerShards:
                 alike.setdefault((group, parameter.dtype), []).append(index)
             else:
                 parameter.copy_(stepped[index], non_blocking=True)
-        started = [
+        return [
             self._start_gather(
                 [parameters[i].detach() for i in indices], [stepped[i] for i in indices], group
             )
             for (group, _), indices in alike.items()
         ]
-
-        def finish() -> None:
-            for each in started:
-                each()
-
-        return finish
 
     def _start_gather(
         self, tensors: Sequence[Tensor], parts: Sequence[Tensor], group: dist.ProcessGroup
@@ -323,20 +317,22 @@ class BucketwiseOptimizer:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Step all buckets, and leave the optimizer's own step, which follows, nothing to do."""
         kwargs = closure_called(args, kwargs)
-        finish = _nothing
+        started: list[Callable[[], None]] = []
         with torch.no_grad():
             for parameters in self._buckets():
                 following = self._step_bucket(optimizer, parameters)
+                for finish in started:
+                    finish()
+                started = following
+            for finish in started:
                 finish()
-                finish = following
-            finish()
         self._await(list(self._parameters()))
         self._hide_gradients()
         return (optimizer,), kwargs
 
     def _step_bucket(
         self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]
-    ) -> Callable[[], None]:
+    ) -> list[Callable[[], None]]:
         """Step some parameters; return what waits until they have their new values."""
         values = [self._taken(parameter, parameter.detach()) for parameter in parameters]
         gradients = [self._taken(p, p.grad) for p in parameters if p.grad is not None]
@@ -386,10 +382,6 @@ class BucketwiseOptimizer:
         for parameter, gradient in self._gradients.items():
             parameter.grad = gradient
         self._gradients = {}
-
-
-def _nothing() -> None:
-    """There is nothing to wait for."""
 
 
 @contextmanager
