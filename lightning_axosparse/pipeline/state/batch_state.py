@@ -25,7 +25,7 @@ from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.state.module_state import (
     Place,
     held_by,
-    namespace_of,
+    hold,
     owner_of,
     value_at,
     write,
@@ -151,12 +151,7 @@ class _Changed:
 
     def hold(self, value: Any) -> None:
         """Let the attribute hold another value."""
-        name = self.changing.place.name
-        namespace = namespace_of(self.owner, name)
-        if value is MISSING:
-            namespace.pop(name, None)
-        else:
-            namespace[name] = value
+        hold(self.owner, self.changing.place.name, value)
 
     def lend(self) -> None:
         """Let the attribute hold a copy, so that what is done to it can be taken back."""

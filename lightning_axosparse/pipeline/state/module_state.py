@@ -124,11 +124,18 @@ def write(module: nn.Module, place: Place, value: Any, in_place: bool = True) ->
     owner = owner_of(module, place)
     if owner is None:
         return
-    namespace = namespace_of(owner, place.name)
+    held = namespace_of(owner, place.name).get(place.name)
+    if not (in_place and overwrite(held, value)):
+        hold(owner, place.name, value)
+
+
+def hold(owner: Any, name: str, value: Any) -> None:
+    """Let an attribute hold another value; ``MISSING`` deletes it."""
+    namespace = namespace_of(owner, name)
     if value is MISSING:
-        namespace.pop(place.name, None)
-    elif not (in_place and overwrite(namespace.get(place.name), value)):
-        namespace[place.name] = value
+        namespace.pop(name, None)
+    else:
+        namespace[name] = value
 
 
 def _inherited(owner: Any) -> dict[str, Any]:
