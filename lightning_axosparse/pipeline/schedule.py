@@ -222,14 +222,7 @@ class ZeroBubbleH1(OneForwardOneBackward):
 class GPipe(OneForwardOneBackward):
     """All forwards, then all backwards (Huang et al., NeurIPS 2019), for comparison."""
 
-    def __init__(
-        self,
-        stage: int,
-        stages: int,
-        microbatches: int,
-        in_flight: int,
-        forwards_first: bool = True,
-    ) -> None:
+    def __init__(self, stage: int, stages: int, microbatches: int, in_flight: int, *_: Any) -> None:
         super().__init__(stage, stages, microbatches, in_flight, forwards_first=True)
 
 

@@ -189,13 +189,10 @@ class DerivedValues(PausableMode):
         else:
             output = filled(last, lambda leaf, form: held.pop(Place(layer, 0, leaf), form))
             last = self._form(last, layer)
-        forms = []
-        for index, form in self._forms.items():
-            if form != last:
-                forms.append((index, form))
+        forms = tuple((index, form) for index, form in self._forms.items() if form != last)
         for tensor, version in self._versions:
             self._is_changed |= version_of(tensor) != version
-        return Activation(output, tuple(held.items()), tuple(forms), self._is_changed)
+        return Activation(output, tuple(held.items()), forms, self._is_changed)
 
     def alias(self, received: Tensor, place: SidePlace) -> Tensor:
         """Return what the step gets for a tensor of a hook's or an attribute's."""

@@ -390,25 +390,21 @@ def at_least_one(count: float) -> float:
 _SAMPLES = object()
 """Stands for an argument that belongs to samples."""
 
-_REDUCING: dict[Callable[..., Any], Literal["mean", "sum"]] = {
-    **dict.fromkeys((torch.mean, Tensor.mean, torch.nanmean, Tensor.nanmean), "mean"),
-    **dict.fromkeys((torch.sum, Tensor.sum, torch.nansum, Tensor.nansum), "sum"),
-    **dict.fromkeys((torch.count_nonzero, Tensor.count_nonzero), "sum"),
-}
 _SCATTERING: set[Callable[..., Any]] = {
     *(torch.scatter_add, Tensor.scatter_add, Tensor.scatter_add_),
     *(torch.index_add, Tensor.index_add, Tensor.index_add_),
 }
 _COUNTING: set[Callable[..., Any]] = {
-    torch.bincount,
-    Tensor.bincount,
-    torch.histc,
-    Tensor.histc,
+    *(torch.bincount, Tensor.bincount, torch.histc, Tensor.histc),
     *_SCATTERING,
 }
 """Functions that add up all entries, whatever else they are given."""
 
-_REDUCING.update(dict.fromkeys(_COUNTING, "sum"))
+_REDUCING: dict[Callable[..., Any], Literal["mean", "sum"]] = {
+    **dict.fromkeys((torch.mean, Tensor.mean, torch.nanmean, Tensor.nanmean), "mean"),
+    **dict.fromkeys((torch.sum, Tensor.sum, torch.nansum, Tensor.nansum), "sum"),
+    **dict.fromkeys((torch.count_nonzero, Tensor.count_nonzero, *_COUNTING), "sum"),
+}
 
 # By the names of torch's functions, without underscores: `__radd__`, `add_` and `add` are one.
 _PRODUCTS = {"mul", "rmul", "imul", "multiply"}

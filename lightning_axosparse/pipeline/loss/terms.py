@@ -81,27 +81,18 @@ class _Place(NamedTuple):
 
 def _placed(call: Call, terms: Mapping[int, Any]) -> tuple[Any, ...]:
     """The fields of a call, with others in place of the terms in its arguments, by their ids."""
-
-    def other(each: Any) -> Any:
-        return terms[id(each)]
-
-    args, kwargs = (in_arguments(each, (Leaf, Call), other) for each in (call.args, call.kwargs))
-    return call.value, call.func, args, kwargs
+    arguments = call.args, call.kwargs
+    placed = in_arguments(arguments, (Leaf, Call), lambda each: terms[id(each)])
+    return call.value, call.func, *placed
 
 
-def _unpickled(flat: Sequence[Any]) -> Call:
-    found: list[Any] = []
+def _unpickled(flat: Sequence[Any]) -> Term:
+    found: list[Term] = []
     for each in flat:
-        if isinstance(each, Leaf):
-            found.append(each)
-        else:
-            value, func, *arguments = each
-            args, kwargs = (
-                in_arguments(given, _Place, lambda place: found[place.place]) for given in arguments
-            )
-            found.append(Call(value, func, args, kwargs))
-    last: Call = found[-1]
-    return last
+        if not isinstance(each, Leaf):
+            each = Call(*in_arguments(each, _Place, lambda place: found[place.place]))
+        found.append(each)
+    return found[-1]
 
 
 def in_arguments(arguments: Any, kinds: Any, function: Callable[[Any], Any]) -> Any:
