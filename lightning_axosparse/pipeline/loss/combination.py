@@ -229,12 +229,8 @@ _ROUNDING = 1e-5
 def shares(terms: Sequence[Term], sizes: Sequence[float], rule: Rule) -> list[float] | None:
     """By what the gradient of each micro-batch's value is weighted in that of the batch.
 
-    It is how much the batch's value changes where that of the micro-batch changes by one.
-
-    Args:
-        terms: one for each micro-batch.
-        sizes: samples of each micro-batch.
-        rule: how they combine.
+    It is how much the batch's value changes where that of the micro-batch changes by one. Arguments
+    are as for :func:`combine`.
 
     Returns:
         The weights; zero where nothing was averaged, as over padding. None if there are none: the
@@ -263,10 +259,7 @@ def shares(terms: Sequence[Term], sizes: Sequence[float], rule: Rule) -> list[fl
 def slopes(terms: Sequence[Term], sizes: Sequence[float], rule: Rule) -> list[list[Tensor]] | None:
     """By how much the batch's value changes with each differentiable number of each micro-batch.
 
-    Args:
-        terms: one for each micro-batch.
-        sizes: samples of each micro-batch.
-        rule: how they combine.
+    Arguments are as for :func:`combine`.
 
     Returns:
         The gradients in double precision, in the order of :func:`leaves`; None if the terms were
