@@ -1,5 +1,7 @@
 """Runs a step forward without a trace, so that a whole batch and its micro-batches compare.
 
+Such runs of the first batch show what the step changes on the module, too.
+
 Modules train as usual, but for BatchNorms, whose statistics are known to differ, and for dropout.
 Whatever else the step draws at random, a micro-batch gets the numbers that its samples have in the
 whole batch. What the step changes on the module is put back after each micro-batch.
@@ -8,11 +10,11 @@ whole batch. What the step changes on the module is put back after each micro-ba
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,18 +26,28 @@ from lightning_axosparse.pipeline.loss.terms import Term
 from lightning_axosparse.pipeline.loss.weights import along
 from lightning_axosparse.pipeline.microbatch import Norm
 from lightning_axosparse.pipeline.profile import peak_bytes
+from lightning_axosparse.pipeline.rng import RandomNumbers
 from lightning_axosparse.pipeline.stage_step import StageStep, loss_of
-from lightning_axosparse.pipeline.state.batch_state import StepState
-from lightning_axosparse.pipeline.state.module_state import ModuleState, Place, write
-from lightning_axosparse.pipeline.state.values import copied
+from lightning_axosparse.pipeline.state.batch_state import (
+    LARGEST_MESSAGE,
+    Changing,
+    StateRules,
+    StepState,
+)
+from lightning_axosparse.pipeline.state.module_state import ModuleState, Place, value_at, write
+from lightning_axosparse.pipeline.state.rules import (
+    Rule,
+    Seen,
+    Unexplained,
+    find,
+    not_sent,
+    trained,
+    unexplained,
+)
+from lightning_axosparse.pipeline.state.values import copied, same, size_of
 from lightning_axosparse.support.torch_internals import (
-    OperatorMode,
-    is_random,
-    tensors_in,
-    tree_leaves,
     tree_map_only,
     without_dispatch_modes,
-    writes_beside,
 )
 
 _SHIFT = 1e-3
@@ -164,112 +176,6 @@ def _with_state(state: ModuleState, layer: nn.Module) -> Iterator[None]:
         now.rewind()
 
 
-class RandomNumbers(OperatorMode):
-    """Gives micro-batches the random numbers that their samples have in the whole batch.
-
-    The whole batch has to be computed first.
-
-    Attributes:
-        problem: why a micro-batch could not get these numbers; None if it could.
-        is_unclear: whether they may belong to other samples.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.problem: str | None = None
-        self.is_unclear = False
-        self._whole: list[Tensor] = []
-        self._used, self._bounds = 0, (0, 0, 0)
-        self._records = True
-        self._given: dict[torch.Generator, Tensor] = {}
-        """The states that generators of the user's had before."""
-
-    @contextmanager
-    def of_samples(self, first: int, end: int, samples: int) -> Iterator[None]:
-        """Draw the numbers of some of the batch's samples inside the context.
-
-        After it, generators that the code has named are in the states in which they were.
-        """
-        self._records, self._used = end - first == samples, 0
-        self._bounds = first, end, samples
-        if self._records:
-            self._whole = []
-        try:
-            with self:
-                yield
-        finally:
-            for generator, state in self._given.items():
-                generator.set_state(state)
-            self._given = {}
-        if not self._records and self._used != len(self._whole):
-            self.problem = "how often it draws random numbers depends on the samples"
-
-    def observe(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run an operator, and give a micro-batch the numbers of its samples if it draws some."""
-        if not is_random(func):
-            return func(*args, **kwargs)
-        leaves = tree_leaves((args, kwargs))
-        given = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
-        for generator in given:
-            self._given.setdefault(generator, generator.get_state())
-        before = self._states(given)
-        output = func(*args, **kwargs)
-        made = [tensor for tensor in tensors_in(output) if tensor.numel()]
-        # A fused function without dropout draws nothing.
-        if all(map(torch.equal, before, self._states(given))):
-            return output
-        if func is torch.ops.aten.native_dropout.default:  # dropout on CUDA; it returns its mask
-            self._drawn(func, output[1])
-            scale = 1 / (1 - args[1]) if args[1] < 1 else 0.0
-            torch.mul(args[0], output[1] * scale, out=output[0])
-        # One that keeps its numbers for the backward pass has more results than it returns.
-        elif len(made) == 1 and not writes_beside(func):
-            self._drawn(func, made[0])
-        else:
-            self.problem = f"{_name(func)} draws random numbers for itself"
-        return output
-
-    @staticmethod
-    def _states(given: Sequence[torch.Generator]) -> list[Tensor]:
-        states = [torch.get_rng_state(), *(generator.get_state() for generator in given)]
-        return [*states, torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else states
-
-    def _drawn(self, func: Any, tensor: Tensor) -> None:
-        if self._records:
-            self._whole.append(tensor.detach().clone())
-            return
-        whole = self._whole[self._used] if self._used < len(self._whole) else None
-        self._used += 1
-        first, end, samples = self._bounds
-        numbers = None if whole is None else _of_samples(whole, tensor.shape, first, end, samples)
-        if whole is None or numbers is None or (numbers is not whole and "randperm" in str(func)):
-            self.problem = f"it draws numbers ({_name(func)}) that belong to no single sample"
-            return
-        # Two views of each sample, or two tokens of each, may be drawn together.
-        self.is_unclear |= numbers is not whole and whole.shape.count(samples) != 1
-        tensor.detach().copy_(numbers)
-
-
-def _name(func: Any) -> str:
-    return "torch." + str(func).removeprefix("aten.").split(".")[0].strip("_")
-
-
-def _of_samples(
-    whole: Tensor, shape: torch.Size, first: int, end: int, samples: int
-) -> Tensor | None:
-    """The part of the numbers of a batch that belongs to some samples; None if it is not clear."""
-    if whole.shape == shape:
-        return whole
-    if whole.dim() != len(shape):
-        return None
-    unlike = [dim for dim, (a, b) in enumerate(zip(whole.shape, shape, strict=True)) if a != b]
-    (dim, *others) = unlike
-    each, rest = divmod(whole.shape[dim], samples)
-    if others or rest or shape[dim] != each * (end - first):
-        return None
-    return whole.narrow(dim, first * each, shape[dim])
-
-
 class DryStep(StageStep):
     """The forward passes of one stage in a dry run.
 
@@ -371,3 +277,161 @@ def _slope(gradient: Tensor | None, number: int) -> Tensor | None:
         generator = torch.Generator(gradient.device).manual_seed(number)
         direction = torch.empty_like(gradient).normal_(generator=generator)
         return (gradient * direction).sum().detach()
+
+
+class Found(NamedTuple):
+    """What the runs of a stage show of an attribute that its step changes; can be pickled.
+
+    Attributes:
+        place: the attribute.
+        stage: the stage.
+        is_outside: whether it is outside the layers.
+        is_trained: whether it is a parameter that is trained.
+        rule: as for :class:`Changing`; None if it is not known.
+        advice: what to say of it.
+        is_sent: whether a message can hold it.
+        is_left: whether the stage leaves it as its steps have.
+    """
+
+    place: Place
+    stage: int
+    is_outside: bool
+    is_trained: bool
+    rule: Rule | None
+    advice: str
+    is_sent: bool
+    is_left: bool = False
+
+
+class StageChanges(NamedTuple):
+    """What the steps of a stage have changed on the module, each from the same state.
+
+    Attributes:
+        whole: what the whole batch has changed.
+        parts: what each micro-batch has changed.
+        written: what the whole batch has written to, though it may be equal: a teacher, for
+            example, that is still equal to its student.
+    """
+
+    whole: Mapping[Place, Any]
+    parts: Sequence[Mapping[Place, Any]]
+    written: Collection[Place] = ()
+
+    @property
+    def places(self) -> list[Place]:
+        """All that a run has changed."""
+        changed = (self.whole, *self.parts, sorted(self.written, key=str))
+        return list(dict.fromkeys(place for each in changed for place in each))
+
+
+class StateCheck(NamedTuple):
+    """Finds by which rules the stages of this rank change the module.
+
+    Attributes:
+        module: the user's module, in its state before the runs.
+        trained: the ids of the parameters that an optimizer changes.
+        stage_of: returns the stage of the layer that a name belongs to; None outside the layers.
+        weights: of the micro-batches.
+        tolerance: largest relative error of a change.
+    """
+
+    module: nn.Module
+    trained: Collection[int]
+    stage_of: Callable[[str], int | None]
+    weights: Sequence[float]
+    tolerance: float
+
+    def found(
+        self, first: Mapping[int, StageChanges], again: Mapping[int, StageChanges]
+    ) -> list[Found]:
+        """What runs show.
+
+        Args:
+            first: per stage, the changes from the state before the runs.
+            again: those from what the whole batch has left; nothing if there were no such runs.
+        """
+        found = []
+        for stage, changes in first.items():
+            registers = any(place.is_of_hooks for place in changes.places)
+            for place in changes.places:
+                layer_stage = self.stage_of(place.dotted)
+                if place.is_of_hooks or layer_stage not in (None, stage):
+                    continue
+                value = value_at(self.module, place)
+                seen = self._seen(place, changes, value, value)
+                if stage in again:
+                    second = self._seen(place, again[stage], value, seen.whole)
+                    seen = seen._replace(again=second)
+                each = self._found(place, stage, layer_stage is None, value, seen)
+                if registers and _is_settled(seen):
+                    # It says that hooks are registered, which no micro-batch takes back.
+                    each = each._replace(is_left=True, advice="")
+                found.append(each)
+        return found
+
+    def _seen(self, place: Place, changes: StageChanges, value: Any, before: Any) -> Seen:
+        whole = changes.whole.get(place, value)
+        parts = [each.get(place, value) for each in changes.parts]
+        return Seen(before, whole, parts, self.weights, self.tolerance)
+
+    def _found(self, place: Place, stage: int, is_outside: bool, value: Any, seen: Seen) -> Found:
+        rule, advice = None, ""
+        is_trained = (
+            isinstance(value, nn.Parameter) and value.requires_grad and id(value) in self.trained
+        )
+        if is_trained:
+            # Backward passes read it after its step: it cannot be put back for the next one.
+            advice = "" if len(seen.parts) == 1 or _is_idempotent(seen) else trained(place)
+        else:
+            try:
+                rule = find(seen)
+            except Unexplained as error:
+                advice = unexplained(place, error.path, error.seen)
+        is_sent = size_of(seen.whole) <= LARGEST_MESSAGE
+        return Found(place, stage, is_outside, is_trained, rule, advice, is_sent)
+
+
+def _is_settled(seen: Seen) -> bool:
+    """Whether any step leaves the same value, and leaves it alone from then on."""
+    return seen.again is not None and all(
+        same(part, seen.whole) for part in (*seen.parts, seen.again.whole, *seen.again.parts)
+    )
+
+
+def _is_idempotent(seen: Seen) -> bool:
+    """Whether a step leaves a value alone that a step has changed before, as with masks."""
+    return seen.again is not None and all(
+        isinstance(part, Tensor) and torch.allclose(part, seen.whole, seen.tolerance)
+        for part in (*seen.parts, seen.again.whole, *seen.again.parts)
+    )
+
+
+def agree(found: Iterable[Found], last_stage: int, is_whole: bool) -> tuple[StateRules, list[str]]:
+    """Combine what the stages of a pipeline have found, the same on all ranks.
+
+    Args:
+        found: on all stages.
+        last_stage: whose changes count outside the layers.
+        is_whole: whether one rank runs all stages.
+
+    Returns:
+        What steps change, and what to warn of.
+    """
+    by_place: dict[Place, dict[int, Found]] = {}
+    for each in found:
+        by_place.setdefault(each.place, {})[each.stage] = each
+    changing, left, warnings = list[Changing](), set[Place](), list[str]()
+    for place, stages in by_place.items():
+        own = stages.get(last_stage) or next(iter(stages.values()))
+        if own.advice:
+            warnings.append(own.advice)
+        if own.is_left:
+            left.add(place)
+        if own.is_left or own.is_trained:
+            continue
+        # The step of a stage that goes no further has not put back what it changed.
+        is_earlier = own.is_outside and last_stage not in stages
+        changing.append(Changing(place, "once" if is_earlier else own.rule, own.is_sent))
+        if own.is_outside and not (own.is_sent or is_whole):
+            warnings.append(not_sent(place))
+    return StateRules(changing, frozenset(left)), warnings

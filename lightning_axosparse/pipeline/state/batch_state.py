@@ -4,7 +4,7 @@ Each micro-batch begins with the state that the module had before the batch, on 
 so that it reads what one process reads, and autograd keeps what it has read. When all of them have
 run, the rules of ``rules`` make the batch's value of theirs. What a step changes outside the
 layers counts on the last stage, which alone runs the step to its end; the other stages get it from
-there. Runs of the first batch show what a step changes, and by which rule: ``check``.
+there. Runs of the first batch show what a step changes, and by which rule: ``dry_run``.
 """
 
 from __future__ import annotations

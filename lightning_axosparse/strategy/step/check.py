@@ -18,11 +18,10 @@ from torchmetrics import Metric
 
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.pipeline.backward.parameter_gradients import GradientHooks
-from lightning_axosparse.pipeline.dry_run import Rehearsal
+from lightning_axosparse.pipeline.dry_run import Rehearsal, StageChanges, StateCheck, agree
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.stage_step import Batch
 from lightning_axosparse.pipeline.state.batch_state import StateRules
-from lightning_axosparse.pipeline.state.check import StageChanges, StateCheck, agree
 from lightning_axosparse.strategy.compat.callbacks import loggers_silenced
 from lightning_axosparse.strategy.compat.internals import outputs_are_read
 from lightning_axosparse.strategy.compat.logging import LoggedValue

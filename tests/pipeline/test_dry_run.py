@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_axosparse.pipeline.dry_run import Found, StageChanges, StateCheck, agree
 from lightning_axosparse.pipeline.state.batch_state import Changing, StateRules
-from lightning_axosparse.pipeline.state.check import Found, StageChanges, StateCheck, agree
 from lightning_axosparse.pipeline.state.module_state import Place
 
 
