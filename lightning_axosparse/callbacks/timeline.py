@@ -44,34 +44,26 @@ INNER: set[Activity] = {"densify", "compress"}
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A span and its replica."""
-
-    replica: int
-    span: Span
-
-
-@dataclass(frozen=True)
 class RecordedStep:
     """The spans of one training step on every rank; ``weights`` is "dense" or "sparse"."""
 
     epoch: int
     batch_idx: int
     weights: str
-    spans: list[Placed]
+    spans: list[Span]
 
     @property
     def start(self) -> float:
         """Start of the first span, in seconds of the wall clock."""
-        return min((placed.span.start for placed in self.spans), default=0.0)
+        return min((span.start for span in self.spans), default=0.0)
 
     @property
     def rows(self) -> list[tuple[int, int]]:
         """Every (replica, stage) that has spans, in order."""
-        return sorted({(placed.replica, placed.span.stage) for placed in self.spans})
+        return sorted({(span.replica, span.stage) for span in self.spans})
 
 
-def place(spans: Sequence[Span], replica: int, stage: int) -> list[Placed]:
+def place(spans: Sequence[Span], replica: int, stage: int) -> list[Span]:
     """Assign one rank's spans to its replica and to stages.
 
     A span without a micro-batch (all-reduce, densify, ...) has no stage of its own: it gets the
@@ -86,7 +78,7 @@ def place(spans: Sequence[Span], replica: int, stage: int) -> list[Placed]:
         enclosing = (p.stage for p in passes if p.start <= span.start and span.end <= p.end)
         return next(enclosing, stage)
 
-    return [Placed(replica, replace(span, stage=stage_of(span))) for span in spans]
+    return [replace(span, replica=replica, stage=stage_of(span)) for span in spans]
 
 
 def chrome_trace(step: RecordedStep) -> dict[str, Any]:
@@ -96,14 +88,13 @@ def chrome_trace(step: RecordedStep) -> dict[str, Any]:
         events.append(_named("process_name", replica, 0, f"replica {replica}"))
     for replica, stage in step.rows:
         events.append(_named("thread_name", replica, stage, f"stage {stage}"))
-    for placed in step.spans:
-        span = placed.span
+    for span in step.spans:
         events.append(
             {
                 "ph": "X",
                 "name": span.activity,
                 "cat": step.weights,
-                "pid": placed.replica,
+                "pid": span.replica,
                 "tid": span.stage,
                 "ts": (span.start - step.start) * 1e6,
                 "dur": (span.end - span.start) * 1e6,
@@ -130,9 +121,9 @@ def plot_gantt(axes: Axes, step: RecordedStep) -> None:
     from matplotlib.patches import Patch
 
     rows = {row: y for y, row in enumerate(step.rows)}
-    end = max((placed.span.end for placed in step.spans), default=step.start) - step.start
-    for placed in step.spans:
-        span, y = placed.span, rows[placed.replica, placed.span.stage]
+    end = max((span.end for span in step.spans), default=step.start) - step.start
+    for span in step.spans:
+        y = rows[span.replica, span.stage]
         inner = span.activity in INNER
         height, edge, layer = (0.3, 0, 2) if inner else (0.8, 0.3, 1)
         left, width = (span.start - step.start) * 1e3, (span.end - span.start) * 1e3
@@ -145,7 +136,7 @@ def plot_gantt(axes: Axes, step: RecordedStep) -> None:
     axes.set_xlim(0, end * 1e3 or 1)
     axes.set_xlabel("ms")
     axes.set_title(f"epoch {step.epoch}, batch {step.batch_idx}: {step.weights} weights")
-    used = [a for a in COLOURS if any(placed.span.activity == a for placed in step.spans)]
+    used = [a for a in COLOURS if any(span.activity == a for span in step.spans)]
     if used:
         legend = [Patch(color=COLOURS[activity], label=activity) for activity in used]
         axes.legend(handles=legend, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
@@ -187,7 +178,7 @@ class PipelineTimeline(L.Callback):
         self.epoch = epoch
         self.folder = None if folder is None else Path(folder)
         self.steps: list[RecordedStep] = []
-        self._recorded: dict[Period, tuple[int, list[Placed]]] = {}
+        self._recorded: dict[Period, tuple[int, list[Span]]] = {}
         self._period: Period | None = None
         """How weights are stored in the batch that is being recorded; None if none is."""
 

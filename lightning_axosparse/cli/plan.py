@@ -13,7 +13,7 @@ from typing import Any, get_args
 from rich.console import Console
 
 from lightning_axosparse.callbacks.report.tables import Section, terminal
-from lightning_axosparse.callbacks.timeline import Placed, RecordedStep, gantt
+from lightning_axosparse.callbacks.timeline import RecordedStep, gantt
 from lightning_axosparse.distributed.grid import divisors
 from lightning_axosparse.pipeline.schedule import WeightGradients
 from lightning_axosparse.planning.cost import DENSE, SPARSE, Cluster, Transformer
@@ -96,7 +96,7 @@ def _grid(plan: Plan) -> str:
 
 def plot(plans: Sequence[tuple[float, Plan]], file: Path) -> None:
     """Write one picture with the Gantt charts of all plans, each with its pruning ratio."""
-    figure = gantt([_drawn(plan) for _, plan in plans])
+    figure = gantt([RecordedStep(0, 0, "", plan.simulation.spans[:_DRAWN]) for _, plan in plans])
     for axes, (ratio, plan) in zip(figure.axes, plans, strict=True):
         axes.set_title(
             f"{_weights(ratio)}: {_grid(plan)} devices, "
@@ -104,11 +104,6 @@ def plot(plans: Sequence[tuple[float, Plan]], file: Path) -> None:
             f"weight gradients {plan.choice.weight_gradients}"
         )
     figure.savefig(file, dpi=120)
-
-
-def _drawn(plan: Plan) -> RecordedStep:
-    spans = [Placed(0, span) for span in plan.simulation.spans[:_DRAWN]]
-    return RecordedStep(0, 0, "", spans)
 
 
 def _weights(ratio: float) -> str:

@@ -28,13 +28,14 @@ Activity = Literal[
 
 @dataclass(frozen=True)
 class Span:
-    """One activity on one stage, from ``start`` to ``end`` (as of :func:`now`)."""
+    """One activity on one stage of a replica, from ``start`` to ``end`` (as of :func:`now`)."""
 
     activity: Activity
     start: float
     end: float
     stage: int
     microbatch: int | None
+    replica: int = 0
 
 
 _EPOCH = time() - perf_counter()

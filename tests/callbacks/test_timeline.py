@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from lightning_axosparse.callbacks.timeline import (
     COLOURS,
     PipelineTimeline,
-    Placed,
     RecordedStep,
     chrome_trace,
     place,
@@ -29,11 +28,12 @@ def recorded_steps(draw) -> RecordedStep:
         start = draw(st.floats(1.7e9, 1.7e9 + 1))
         end = start + draw(st.floats(0, 1))
         microbatch = draw(st.none() | st.integers(0, 7))
-        return Span(draw(st.sampled_from(list(COLOURS))), start, end, draw(stages), microbatch)
+        activity, stage, replica = draw(st.sampled_from(list(COLOURS))), draw(stages), draw(stages)
+        return Span(activity, start, end, stage, microbatch, replica)
 
     stages = st.integers(0, 3)
     count = draw(st.integers(0, 12))
-    return RecordedStep(3, 1, "dense", [Placed(draw(stages), span()) for _ in range(count)])
+    return RecordedStep(3, 1, "dense", [span() for _ in range(count)])
 
 
 @given(step=recorded_steps())
@@ -42,12 +42,12 @@ def test_trace_is_valid_and_complete(step):
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     names = [event for event in trace["traceEvents"] if event["ph"] == "M"]
     assert len(spans) == len(step.spans)
-    for event, placed in zip(spans, step.spans, strict=True):
-        assert event["name"] == placed.span.activity
-        assert (event["pid"], event["tid"]) == (placed.replica, placed.span.stage)
+    for event, span in zip(spans, step.spans, strict=True):
+        assert event["name"] == span.activity
+        assert (event["pid"], event["tid"]) == (span.replica, span.stage)
         assert event["ts"] >= 0
         assert event["dur"] >= 0
-        assert event["args"].get("micro-batch") == placed.span.microbatch
+        assert event["args"].get("micro-batch") == span.microbatch
     named = {(e["pid"], e["tid"]): e["args"]["name"] for e in names if e["name"] == "thread_name"}
     assert named == {row: f"stage {row[1]}" for row in step.rows}
     processes = {e["pid"]: e["args"]["name"] for e in names if e["name"] == "process_name"}
@@ -66,7 +66,7 @@ def test_what_knows_no_stage_takes_the_one_of_the_pass_around_it():
     inner = [Span("densify", 1, 2, 0, None), Span("compress", 5, 6, 0, None)]
     outer = [Span("optimizer", 9, 10, 0, None)]
     placed = place([*inner, *passes, *outer], replica=1, stage=2)
-    assert [p.span.stage for p in placed] == [0, 3, 0, 3, 2]
+    assert [p.stage for p in placed] == [0, 3, 0, 3, 2]
     assert {p.replica for p in placed} == {1}
 
 
@@ -127,7 +127,7 @@ def fit(folder, timeline, epochs=2) -> None:
 
 
 def recorded(timeline) -> list[int]:
-    return [placed.span.microbatch for step in timeline.steps for placed in step.spans]
+    return [span.microbatch for step in timeline.steps for span in step.spans]
 
 
 def test_records_one_step_of_the_last_epoch(tmp_path):

@@ -13,11 +13,11 @@ from lightning_axosparse import Ticket
 from lightning_axosparse.callbacks.report.facts import TicketDraw
 from lightning_axosparse.callbacks.report.page import figure, html, plots, save_plots
 from lightning_axosparse.callbacks.report.tables import sections
-from lightning_axosparse.callbacks.timeline import Placed, RecordedStep
+from lightning_axosparse.callbacks.timeline import RecordedStep
 from lightning_axosparse.support.trace import Span
 from tests.callbacks.report.runs import make_facts
 
-STEP = RecordedStep(1, 4, "dense", [Placed(0, Span("forward", 10.0, 10.010, 0, 7))])
+STEP = RecordedStep(1, 4, "dense", [Span("forward", 10.0, 10.010, 0, 7)])
 TICKET = Ticket({"model.0.weight": torch.tensor([[True, False], [True, True]])}, 0.25)
 
 
