@@ -64,7 +64,7 @@ NO_OTHER_WAY = {
     "sparse/module/sparse_module.py": {"_flat_weights_names", "_init_flat_weights", "_parameters"},
     "sparse/module/parameters.py": {"_indices", "_parameters", "_values"},
     # What torch and Lightning leave to subclasses.
-    "distributed/divided_gradient.py": {"_make_wrapper_subclass"},
+    "distributed/gradient_reducer.py": {"_make_wrapper_subclass"},
     "distributed/mpi/process_group.py": {"_register_backend", "_set_default_backend"},
     "pipeline/microbatch.py": {"_BatchNorm"},
     "sparse/ops/convolution.py": {"_conv_forward"},

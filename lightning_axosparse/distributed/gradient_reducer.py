@@ -16,21 +16,60 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_axosparse.distributed.divided_gradient import DividedGradient
 from lightning_axosparse.distributed.mpi.shared_memory import BlockPool
+from lightning_axosparse.support.torch_internals import no_torch_function
 from lightning_axosparse.support.trace import clock
+from lightning_axosparse.support.troubleshooting import see
 
 if TYPE_CHECKING:  # It starts MPI, which one rank does without.
     from lightning_axosparse.distributed.mpi.process_group import MPIProcessGroup
 
 BUCKET_BYTES = 25 * 2**20
+
+
+class DividedGradient(Tensor):
+    """Stands for a reduced gradient of which this replica keeps a part alone (ZeRO stage 2).
+
+    The part is all that the optimizer of this replica needs. Whoever else reads such a gradient is
+    told what to do, instead of getting numbers of a part or none.
+
+    Attributes:
+        part: the elements that this replica keeps, 1-D.
+    """
+
+    part: Tensor
+
+    def __new__(cls, part: Tensor, shape: torch.Size) -> DividedGradient:
+        """Stand in for a gradient of that shape."""
+        gradient: DividedGradient = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=part.dtype, device=part.device
+        )
+        gradient.part = part
+        return gradient
+
+    __torch_function__ = no_torch_function
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> NoReturn:
+        """Raise, whatever the operator."""
+        raise RuntimeError(
+            "With shard_optimizer=True, replicas divide the gradients once these are reduced, "
+            "unless something reads them before the optimizer steps. Read them in the hooks "
+            "`on_after_backward` or `on_before_optimizer_step` of the module or of a callback, "
+            "which get whole ones, or leave shard_optimizer out." + see("optimizers")
+        )
+
+
+def kept(gradient: Tensor) -> Tensor:
+    """What this replica keeps of a gradient: all of it, or its part."""
+    return gradient.part if isinstance(gradient, DividedGradient) else gradient
 
 
 @dataclass(frozen=True)

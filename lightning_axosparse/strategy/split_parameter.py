@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_axosparse.distributed.divided_gradient import DividedGradient
+from lightning_axosparse.distributed.gradient_reducer import DividedGradient
 from lightning_axosparse.distributed.process_groups import all_gather, broadcast
 from lightning_axosparse.pruning.rule import Stored
 from lightning_axosparse.sparse.module.optimizer_state import expand_state, with_master

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import Placement
 
-from lightning_axosparse.distributed.divided_gradient import kept
+from lightning_axosparse.distributed.gradient_reducer import kept
 from lightning_axosparse.sparse.module.parameters import OwnedParameter, own_all, own_parts
 from lightning_axosparse.sparse.module.sparse_module import SparseModule
 from lightning_axosparse.strategy.compat.internals import set_device_mesh

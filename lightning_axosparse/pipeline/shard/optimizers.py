@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_axosparse.distributed.divided_gradient import DividedGradient, kept
+from lightning_axosparse.distributed.gradient_reducer import DividedGradient, kept
 from lightning_axosparse.pipeline.shard.remote_tensor import (
     RemoteTensor,
     closure_called,

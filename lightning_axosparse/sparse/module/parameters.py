@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_axosparse.distributed.divided_gradient import DividedGradient
+from lightning_axosparse.distributed.gradient_reducer import DividedGradient
 from lightning_axosparse.sparse.module.sparse_module import SparseModule, forget_layout, make_sparse
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.materialize import DenseForm

@@ -13,8 +13,12 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_axosparse.distributed.divided_gradient import DividedGradient
-from lightning_axosparse.distributed.gradient_reducer import GradientReducer, Part, ReductionGroup
+from lightning_axosparse.distributed.gradient_reducer import (
+    DividedGradient,
+    GradientReducer,
+    Part,
+    ReductionGroup,
+)
 from lightning_axosparse.distributed.process_groups import ProcessGroups
 from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpointing
 from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
