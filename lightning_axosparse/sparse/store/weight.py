@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.utils.checkpoint import checkpoint
 
 from lightning_axosparse.sparse.backend import AUTO, Backend
 from lightning_axosparse.sparse.kernels import reference
 from lightning_axosparse.sparse.store.layout import Layout, row_length
-from lightning_axosparse.sparse.store.materialize import DenseCopy, DenseForm, recomputed_densify
+from lightning_axosparse.sparse.store.materialize import DenseCopy, DenseForm
 from lightning_axosparse.support.torch_internals import (
     apply_untransformed,
     backward_transformed,
@@ -357,10 +358,15 @@ def sparse_weight(
         kind: the class of the weight.
     """
     form = form or DenseForm(values.dtype)
+
+    def scattered(kept: Tensor) -> Tensor:
+        return reference.scatter(kept, layout.positions(), layout.shape)
+
     if torch.compiler.is_compiling():
-        return recomputed_densify(values.to(form.dtype), layout)
+        dense: Tensor = checkpoint(scattered, values.to(form.dtype), use_reentrant=False)
+        return dense
     if forward_mode():
-        return reference.scatter(values.to(form.dtype), layout.positions(), layout.shape)
+        return scattered(values.to(form.dtype))
     arguments = values, layout, form, kind
     weight: SparseWeight
     if transformed():
