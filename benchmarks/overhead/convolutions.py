@@ -4,7 +4,7 @@
 
 One thread, float32, random masks; the layers are those of ResNet-18 and ResNet-50. Prints a
 Markdown table: the dense layer's time for a forward and a backward pass, and the ratios to it of
-the two ways to run a pruned one, between which ``sparse/cpu/convolutions.py`` chooses.
+the two ways to run a pruned one, between which ``sparse/ops/convolution.py`` chooses.
 """
 
 from __future__ import annotations

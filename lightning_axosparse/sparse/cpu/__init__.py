@@ -1,1 +1,1 @@
-"""Products and convolutions on the kept values of a sparse weight on a CPU."""
+"""Products with a sparse weight: on its kept values on a CPU, or panel by panel."""

@@ -106,7 +106,7 @@ def transposed_places(
 def convolve(
     source: Any, taps: Taps, rows: Span, bias: Any, target: Any, stride: int, positions: int
 ) -> None:
-    """Compute ``positions`` numbers, at least 16, of each row's plane in the target.
+    """Compute ``positions`` numbers, a multiple of 16, of each row's plane in the target.
 
     They are the sums of its kept values times the source; a plane has ``stride`` numbers.
     """
@@ -117,7 +117,7 @@ def convolve(
         if positions >= 64:
             position += _convolve(zeros(64), min(position, positions - 64), *part)
         else:
-            position += _convolve(zeros(16), min(position, positions - 16), *part)
+            position += _convolve(zeros(16), position, *part)
 
 
 @compiled
@@ -146,7 +146,8 @@ def correlate(
 ) -> None:
     """Add to the value of each kept entry of some rows its numbers' products with the gradient.
 
-    ``gradient`` is that of the outputs, the numbers of its planes, and where the first one begins.
+    ``gradient`` is that of the outputs, the numbers of its planes, and where the first one begins;
+    ``positions`` is a multiple of 16.
     """
     position = 0
     while position < positions:
@@ -156,10 +157,8 @@ def correlate(
             position += _correlate(zeros(256), *part)
         elif left >= 64:
             position += _correlate(zeros(64), *part)
-        elif left >= 16:
-            position += _correlate(zeros(16), *part)
         else:
-            position += _correlate_rest(left, *part)
+            position += _correlate(zeros(16), *part)
 
 
 @compiled
@@ -172,19 +171,3 @@ def _correlate(
             numbers = load(zero, source, np.intp(item(taps.places, k)) + position)
             taps.values[k] += dot(factor, numbers)
     return int(lanes_of(zero))
-
-
-@compiled
-def _correlate_rest(
-    number: int, position: int, source: Any, taps: Taps, rows: Span, gradient: tuple[Any, int, int]
-) -> int:
-    """Do what :func:`_correlate` does for a number of positions that fills no vector."""
-    for row in range(rows[0], rows[1]):
-        first = row * gradient[1] + gradient[2] + position
-        for k in range(item(taps.begins, row), item(taps.begins, row + 1)):
-            place = np.intp(item(taps.places, k)) + position
-            total = np.float32(0)
-            for at in range(number):
-                total += item(gradient[0], first + at) * item(source, place + at)
-            taps.values[k] += total
-    return number

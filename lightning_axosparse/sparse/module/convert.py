@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_axosparse.sparse.backend import COMPUTES, Backend, Compute
-from lightning_axosparse.sparse.cpu import convolutions as kept_convolutions
 from lightning_axosparse.sparse.cpu import products as kept_products
 from lightning_axosparse.sparse.module.optimizer_state import (
     compress_state,
@@ -32,7 +31,7 @@ from lightning_axosparse.sparse.module.sparse_module import (
     make_sparse,
     validate_class,
 )
-from lightning_axosparse.sparse.ops import embedding
+from lightning_axosparse.sparse.ops import convolution, embedding
 from lightning_axosparse.sparse.store.formats import FORMATS, layout_of
 from lightning_axosparse.sparse.store.layout import Layout, is_stack
 from lightning_axosparse.sparse.store.materialize import POLICIES, DenseForm, Policy, master_dtype
@@ -94,7 +93,7 @@ def sparsify(
             "sparse" and the index format "segments": "sparse": with the kept values; "dense": with
             a dense weight, made in parts at every use; "auto": as is faster for the share of
             weights that is kept and, in 16 bits, on this processor (``sparse/cpu/products.py``,
-            ``sparse/cpu/convolutions.py``). Sums run in another order than in dense products, so
+            ``sparse/ops/convolution.py``). Sums run in another order than in dense products, so
             results differ in their last bits. In 16 bits products with the kept values run in
             float32, and are rounded.
 
@@ -279,8 +278,8 @@ def _loops_of(entry: OwnedParameter) -> Iterator[Callable[[], None]]:
     choice = entry.form.backend, entry.parameter.new_empty(0, dtype=entry.form.dtype)
     owners = [owner for owner, _ in entry.owners]
     if any(isinstance(owner, nn.Conv1d | nn.Conv2d) for owner in owners):
-        if kept_convolutions.chosen(entry.layout, *choice):
-            yield kept_convolutions.load_loops
+        if convolution.chosen(entry.layout, *choice):
+            yield convolution.load_loops
     elif len(entry.layout.shape) == 2 or is_stack(entry.layout.shape):
         # At any share of kept entries: a pruning ratio may rise, and the first rank says what all
         # ranks wait for only if it compiles, too.

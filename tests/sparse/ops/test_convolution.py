@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_axosparse import densify, sparsify
-from lightning_axosparse.sparse.cpu import convolutions as kept_convolutions
 from lightning_axosparse.sparse.module import sparse_module as module_module
+from lightning_axosparse.sparse.ops import convolution
 from tests.sparse.masking import random_masks, sparse_and_dense
 
 
@@ -130,13 +130,13 @@ def test_the_choice_is_the_callers(reads, monkeypatch):
     sparsify(sparse, kept, compute="sparse")
     expected = sparse(inputs)
     assert not reads
-    monkeypatch.setattr(kept_convolutions, "forward", None)
+    monkeypatch.setattr(convolution, "forward", None)
     sparsify(layer, kept, compute="dense")
     torch.testing.assert_close(layer(inputs), expected)
 
 
 def test_a_resident_copy_is_used(monkeypatch):
-    monkeypatch.setattr(kept_convolutions, "forward", None)
+    monkeypatch.setattr(convolution, "forward", None)
     layer = nn.Conv2d(16, 24, 3)
     sparsify(layer, random_masks(layer, 0.2), policy="samo")
     layer(torch.randn(2, 16, 12, 12))
@@ -196,7 +196,7 @@ def test_a_forward_that_was_kept_serves_the_layer_when_it_is_dense_again():
 
 def test_a_conversion_loads_the_loops(monkeypatch):
     calls = []
-    monkeypatch.setattr(kept_convolutions, "load_loops", lambda: calls.append(None))
+    monkeypatch.setattr(convolution, "load_loops", lambda: calls.append(None))
     layer = nn.Conv2d(16, 24, 3)
     sparsify(copy.deepcopy(layer), random_masks(layer, 0.9))
     assert not calls

@@ -8,10 +8,10 @@ from torch.nn import functional as F
 from torch.nn import grad as dense_gradients
 
 from lightning_axosparse.sparse.backend import Backend
-from lightning_axosparse.sparse.cpu import convolutions as kept_convolutions
 from lightning_axosparse.sparse.cpu import products as threads_module
-from lightning_axosparse.sparse.cpu.convolutions import Geometry
 from lightning_axosparse.sparse.kernels import convolutions
+from lightning_axosparse.sparse.ops import convolution
+from lightning_axosparse.sparse.ops.convolution import Geometry
 from lightning_axosparse.sparse.store.formats import layout_of
 
 pairs = st.tuples(st.integers(1, 3), st.integers(1, 3))
@@ -70,7 +70,7 @@ def test_convolutions_are_those_of_the_dense_weight(
     assume(geometry.fits)
     dense, layout, values, inputs, gradient = case(geometry, kept, seed)
     bias = torch.randn(weight[0]) if biased else None
-    found = kept_convolutions.forward(inputs, values, layout, geometry, bias)
+    found = convolution.forward(inputs, values, layout, geometry, bias)
     close(
         found,
         lambda x, w, *b: F.conv2d(x, w, *(b or [None]), *options),
@@ -78,14 +78,14 @@ def test_convolutions_are_those_of_the_dense_weight(
         dense,
         *([bias] if biased else []),
     )
-    found = kept_convolutions.transposed(gradient, values, layout, geometry)
+    found = convolution.transposed(gradient, values, layout, geometry)
     close(
         found,
         lambda w, g: dense_gradients.conv2d_input(inputs.shape, w, g, *options),
         dense,
         gradient,
     )
-    found = kept_convolutions.sddmm(gradient, inputs, layout, geometry)
+    found = convolution.sddmm(gradient, inputs, layout, geometry)
     close(
         found,
         lambda x, g: layout.compress(dense_gradients.conv2d_weight(x, weight, g, *options)),
@@ -97,9 +97,9 @@ def test_convolutions_are_those_of_the_dense_weight(
 def results(geometry):
     _, layout, values, images, gradient = case(geometry)
     return (
-        kept_convolutions.forward(images, values, layout, geometry),
-        kept_convolutions.transposed(gradient, values, layout, geometry),
-        kept_convolutions.sddmm(gradient, images, layout, geometry),
+        convolution.forward(images, values, layout, geometry),
+        convolution.transposed(gradient, values, layout, geometry),
+        convolution.sddmm(gradient, images, layout, geometry),
     )
 
 
@@ -140,18 +140,18 @@ def test_an_images_bits_do_not_depend_on_the_images_beside_it(geometry):
         geometry.dilation,
         geometry.groups,
     )
-    outputs = kept_convolutions.forward(images, values, layout, geometry)
-    one = kept_convolutions.forward(images[1:2], values, layout, alone)
+    outputs = convolution.forward(images, values, layout, geometry)
+    one = convolution.forward(images[1:2], values, layout, alone)
     assert torch.equal(one, outputs[1:2])
-    inputs = kept_convolutions.transposed(gradient, values, layout, geometry)
-    one = kept_convolutions.transposed(gradient[1:2], values, layout, alone)
+    inputs = convolution.transposed(gradient, values, layout, geometry)
+    one = convolution.transposed(gradient[1:2], values, layout, alone)
     assert torch.equal(one, inputs[1:2])
 
 
 def test_many_images_are_convolved_some_at_a_time(monkeypatch):
     sizes = 7, 64, 20, 3, 9, 1, 1
     whole = results(square(*sizes))
-    monkeypatch.setattr(kept_convolutions, "_CHUNK", 2 * 64 * 10 * 10)
+    monkeypatch.setattr(convolution, "_CHUNK", 2 * 64 * 10 * 10)
     parts = square(*sizes)
     assert [chunk.stop for chunk in parts.planes.chunks] == [2, 4, 6, 8]
     found = results(parts)
@@ -161,8 +161,8 @@ def test_many_images_are_convolved_some_at_a_time(monkeypatch):
 
 
 def test_loading_the_loops_compiles_what_convolutions_of_any_size_run():
-    kept_convolutions.load_loops.cache_clear()
-    kept_convolutions.load_loops()
+    convolution.load_loops.cache_clear()
+    convolution.load_loops()
     for geometry in GEOMETRIES:
         results(geometry)
     loops = (
@@ -193,12 +193,12 @@ def test_what_is_chosen():
         (compute, layout is few)
         for compute in ("auto", "dense", "sparse")
         for layout in (few, many)
-        if kept_convolutions.chosen(layout, Backend(compute, "matrix"), operand)
+        if convolution.chosen(layout, Backend(compute, "matrix"), operand)
     ]
     assert choices == [("auto", True), ("sparse", True), ("sparse", False)]
-    assert not kept_convolutions.chosen(few, Backend("auto", "unmeasured"), operand)
-    assert not kept_convolutions.chosen(few, Backend("sparse"), operand.bfloat16())
+    assert not convolution.chosen(few, Backend("auto", "unmeasured"), operand)
+    assert not convolution.chosen(few, Backend("sparse"), operand.bfloat16())
     depthwise = layout_of(torch.rand(30, 1, 3, 3) < 0.2)
-    assert not kept_convolutions.chosen(depthwise, Backend("sparse"), operand)
-    assert not kept_convolutions.large_enough(Backend("auto"), square(1, 64, 8, 3, 7))
-    assert kept_convolutions.large_enough(Backend("sparse"), square(1, 64, 8, 3, 7))
+    assert not convolution.chosen(depthwise, Backend("sparse"), operand)
+    assert not convolution.large_enough(Backend("auto"), square(1, 64, 8, 3, 7))
+    assert convolution.large_enough(Backend("sparse"), square(1, 64, 8, 3, 7))
