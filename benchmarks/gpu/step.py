@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.gpu.timing import kernel_seconds, median_seconds
 from lightning_axosparse import sparsify
 from lightning_axosparse.examples.gpt import GPT, Block
-from lightning_axosparse.pruning.prunable import prunable
+from lightning_axosparse.pruning.rule import prunable
 from lightning_axosparse.sparse.module.parameters import state_bytes
 from lightning_axosparse.sparse.store.materialize import POLICIES, Policy
 

@@ -26,8 +26,14 @@ from lightning_axosparse.callbacks.ticket_search import (
 )
 from lightning_axosparse.distributed.process_groups import all_gather, broadcast_from_first
 from lightning_axosparse.pruning.masks import Distance, MaskBits
-from lightning_axosparse.pruning.prunable import Prune, few
-from lightning_axosparse.pruning.rule import SCORES, MaskRule, MaskSchedule, Score, cubic_ratio
+from lightning_axosparse.pruning.rule import (
+    SCORES,
+    MaskRule,
+    MaskSchedule,
+    Prune,
+    Score,
+    cubic_ratio,
+)
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.sparse.backend import (
     COMPUTES,
@@ -58,7 +64,7 @@ from lightning_axosparse.support.arguments import (
     one_of,
 )
 from lightning_axosparse.support.messages import rank_zero_info, rank_zero_warn
-from lightning_axosparse.support.troubleshooting import see
+from lightning_axosparse.support.troubleshooting import few, see
 
 _LITTLE = 0.02
 """A weight that keeps a smaller share of its entries is named when the ticket is drawn."""
@@ -93,7 +99,7 @@ class EarlyBirdTicket(TicketSearch):
             "other") and patterns of names (as in :mod:`fnmatch`), such as ``{"embedding": False,
             "*.lora_*": False}``, or a function ``(name, parameter) -> bool``. By default all
             weights, embeddings and heads, no norms and biases
-            (:func:`lightning_axosparse.pruning.prunable.prunable`).
+            (:func:`lightning_axosparse.pruning.rule.prunable`).
         method: "gradual": from ``draw_after`` to ``draw_by`` the pruning ratio rises by a cubic
             schedule (Zhu & Gupta, 2017), at intervals of ``every``; what is pruned stays pruned.
             "early-bird": nothing is pruned until the masks agree. The first costs less quality, the

@@ -16,7 +16,6 @@ from torch.nn.parameter import is_lazy
 
 from lightning_axosparse.checkpoint.safetensors import SafetensorsState
 from lightning_axosparse.pruning.masks import MaskBits
-from lightning_axosparse.pruning.prunable import few
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.sparse.module.convert import load_loops_of, renew_reducers
 from lightning_axosparse.sparse.module.parameters import (
@@ -33,7 +32,7 @@ from lightning_axosparse.sparse.store.weight import SparseWeight
 from lightning_axosparse.support import archive
 from lightning_axosparse.support.arguments import MODULE, NONE, PATH, PATTERNS, checked, instance_of
 from lightning_axosparse.support.files import reading
-from lightning_axosparse.support.troubleshooting import see
+from lightning_axosparse.support.troubleshooting import few, see
 
 Skipped = Callable[[str], bool]
 """Whether a name matches one of the patterns of names to skip."""

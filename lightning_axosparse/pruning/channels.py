@@ -22,10 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_axosparse.pruning.prunable import few
 from lightning_axosparse.sparse.module.parameters import owned_parameters
 from lightning_axosparse.support.torch_internals import tree_leaves
-from lightning_axosparse.support.troubleshooting import see
+from lightning_axosparse.support.troubleshooting import few, see
 
 
 class _Places(NamedTuple):

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from lightning_axosparse.pruning.masks import MaskBits
-from lightning_axosparse.pruning.prunable import Prune, few
-from lightning_axosparse.pruning.rule import MaskRule
+from lightning_axosparse.pruning.rule import MaskRule, Prune
 from lightning_axosparse.sparse.module.parameters import owned_parameters
 from lightning_axosparse.support import archive
 from lightning_axosparse.support.arguments import (
@@ -33,7 +32,7 @@ from lightning_axosparse.support.arguments import (
     one_of,
 )
 from lightning_axosparse.support.files import CorruptFileError, reading
-from lightning_axosparse.support.troubleshooting import see
+from lightning_axosparse.support.troubleshooting import few, see
 
 
 @dataclass(frozen=True, repr=False)

@@ -27,13 +27,12 @@ from torchmetrics import Metric
 
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_path
 from lightning_axosparse.pipeline.shard.optimizers import BucketwiseOptimizer, HostMemory
-from lightning_axosparse.pruning.prunable import few
 from lightning_axosparse.sparse.module.optimizer_state import trial_steps
 from lightning_axosparse.strategy.compat.internals import callbacks_of, overrides
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.expert_parallel import validate_experts
 from lightning_axosparse.support.messages import rank_zero_info
-from lightning_axosparse.support.troubleshooting import see, without_link
+from lightning_axosparse.support.troubleshooting import few, see, without_link
 
 _log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Ends error messages with a link to the documentation, and names the extra that is missing."""
+"""Ends error messages with a link, shortens lists in them, and names the extra that is missing."""
 
 from __future__ import annotations
 
@@ -48,6 +48,11 @@ _CLI = {"hydra": "hydra-core", "matplotlib": "matplotlib", "rich": "rich"}
 def see(entry: Entry) -> str:
     """Return the last sentence of a message."""
     return f" See {page()}#{entry}."
+
+
+def few(names: list[str]) -> str:
+    """Return the first names, and how many there are more, for a message."""
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def without_link(error: BaseException) -> str:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_axosparse import sparsify
-from lightning_axosparse.pruning.prunable import parameter_kinds, prunable
+from lightning_axosparse.pruning.rule import parameter_kinds, prunable
 
 
 class RMSNorm(nn.Module):
