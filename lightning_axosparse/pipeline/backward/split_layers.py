@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,41 +50,6 @@ from lightning_axosparse.support.torch_internals import (
 
 Operands = tuple[Tensor, Tensor, Tensor | None]
 """Input, weight and bias."""
-
-
-class Operation(Protocol):
-    """The product of an input and a weight, and its gradients."""
-
-    def operands(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Operands | None:
-        """Cast the operands as the layer's ``forward`` and autocast do.
-
-        Returns:
-            None if that computes another product of these.
-        """
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the layer's output."""
-
-    def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """Compute the gradient of the input from that of the output."""
-
-    def parameter_gradients(
-        self,
-        gradient: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        has_bias: bool,
-        in_scratch: bool = False,
-    ) -> list[Tensor]:
-        """Compute the gradients of the weight and of the bias, if there is one.
-
-        Args:
-            gradient: that of the output.
-            x: the input.
-            weight: the weight, which may have another dtype.
-            has_bias: whether the bias has a gradient.
-            in_scratch: whether the weight's gradient may be in scratch memory, without a graph.
-        """
 
 
 @dataclass(frozen=True)
@@ -122,7 +87,15 @@ class MatrixProduct:
         has_bias: bool,
         in_scratch: bool = False,
     ) -> list[Tensor]:
-        """Multiply the output's gradient by the input, and sum it."""
+        """Multiply the output's gradient by the input, and sum it.
+
+        Args:
+            gradient: that of the output.
+            x: the input.
+            weight: the weight, which may have another dtype.
+            has_bias: whether the bias has a gradient.
+            in_scratch: whether the weight's gradient may be in scratch memory, without a graph.
+        """
         flat = gradient.reshape(-1, gradient.shape[-1])
         left, right = flat, x.reshape(-1, x.shape[-1])
         if not self.transposes:
@@ -231,6 +204,14 @@ class KeptValues:
             return [kept]
         # Every call of the layer casts its bias, so the terms of several are added uncast.
         return [kept, gradient.reshape(-1, gradient.shape[-1]).sum(0).to(self.bias_dtype)]
+
+
+Operation: TypeAlias = MatrixProduct | Convolution | KeptValues
+"""The product of an input and a weight, and its gradients.
+
+``operands`` casts what is multiplied as the layer's ``forward`` and autocast do; it is None where
+that computes another product of these.
+"""
 
 
 def _operation(layer: nn.Module) -> Operation | None:
