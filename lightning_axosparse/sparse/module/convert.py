@@ -26,8 +26,7 @@ from lightning_axosparse.sparse.module.parameters import (
     validate_made,
 )
 from lightning_axosparse.sparse.module.sparse_module import (
-    SparseModule,
-    make_dense,
+    forget_layout,
     make_sparse,
     validate_class,
 )
@@ -165,9 +164,6 @@ def densify(module: nn.Module, optimizer: Optimizer | None = None) -> None:
     for entry in owned_parameters(module):
         if entry.layout is not None:
             _to_dense(entry, optimizer)
-    for submodule in module.modules():
-        if isinstance(submodule, SparseModule):
-            make_dense(submodule)
     renew_reducers(module)
 
 
@@ -216,10 +212,10 @@ def _to_values(entry: OwnedParameter, layout: Layout, optimizer: Optimizer | Non
 
 def _to_fewer(entry: OwnedParameter, layout: Layout, optimizer: Optimizer | None) -> None:
     """Keep fewer of the entries that are kept."""
-    parameter, gradient, form = entry.parameter, entry.parameter.grad, entry.form
-    assert entry.layout is not None
-    assert form is not None
-    kept = entry.layout.compress(layout.mask())
+    parameter, gradient = entry.parameter, entry.parameter.grad
+    assert entry.stored is not None
+    before, form = entry.stored
+    kept = before.compress(layout.mask())
 
     def of_kept(values: Any) -> Any:
         is_elementwise = isinstance(values, Tensor) and values.shape == kept.shape
@@ -234,15 +230,16 @@ def _to_fewer(entry: OwnedParameter, layout: Layout, optimizer: Optimizer | None
 
 
 def _to_dense(entry: OwnedParameter, optimizer: Optimizer | None) -> None:
-    layout, form = entry.layout, entry.form
-    assert layout is not None
-    assert form is not None
+    assert entry.stored is not None
+    layout, form = entry.stored
     parameter, gradient = entry.parameter, entry.parameter.grad
     dense = None if gradient is None else layout.densify(gradient.to(form.dtype))
     set_values(parameter, entry.dense(), dense)
     if optimizer is not None and parameter in optimizer.state:
         state = optimizer.state[parameter]
         state.update(expand_state(state, layout, form.dtype))
+    for owner, attribute in entry.owners:
+        forget_layout(owner, attribute)
 
 
 def renew_reducers(module: nn.Module) -> None:
@@ -271,20 +268,20 @@ def load_loops_of(module: nn.Module) -> None:
 
 def _loops_of(entry: OwnedParameter) -> Iterator[Callable[[], None]]:
     """Yield the functions that load the loops that a sparse parameter needs."""
-    assert entry.layout is not None
-    assert entry.form is not None
-    if entry.form.policy == "samo":
+    assert entry.stored is not None
+    layout, form = entry.stored
+    if form.policy == "samo":
         return
-    choice = entry.form.backend, entry.parameter.new_empty(0, dtype=entry.form.dtype)
+    choice = form.backend, entry.parameter.new_empty(0, dtype=form.dtype)
     owners = [owner for owner, _ in entry.owners]
     if any(isinstance(owner, nn.Conv1d | nn.Conv2d) for owner in owners):
-        if convolution.chosen(entry.layout, *choice):
+        if convolution.chosen(layout, *choice):
             yield convolution.load_loops
-    elif len(entry.layout.shape) == 2 or is_stack(entry.layout.shape):
+    elif len(layout.shape) == 2 or is_stack(layout.shape):
         # At any share of kept entries: a pruning ratio may rise, and the first rank says what all
         # ranks wait for only if it compiles, too.
-        if kept_products.chosen(entry.layout, "one_token", *choice):
+        if kept_products.chosen(layout, "one_token", *choice):
             yield kept_products.load_loops
         looked_up = any(isinstance(owner, nn.Embedding) for owner in owners)
-        if looked_up and embedding.found_by_row(entry.layout):
+        if looked_up and embedding.found_by_row(layout):
             yield embedding.load_loops

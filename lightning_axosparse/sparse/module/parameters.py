@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_axosparse.distributed.gradient_reducer import DividedGradient
-from lightning_axosparse.sparse.module.sparse_module import SparseModule, forget_layout, make_sparse
+from lightning_axosparse.sparse.module.sparse_module import (
+    SparseModule,
+    Stored,
+    forget_layout,
+    make_sparse,
+)
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.materialize import DenseForm
 from lightning_axosparse.support.torch_internals import storage_id, tensors_in
@@ -60,16 +65,20 @@ class OwnedParameter:
     owners: list[Owner]
 
     @property
+    def stored(self) -> Stored | None:
+        """How it is stored sparse; None while it is dense."""
+        owner, attribute = self.owners[0]
+        return owner._stored.get(attribute) if isinstance(owner, SparseModule) else None
+
+    @property
     def layout(self) -> Layout | None:
         """The layout of its kept entries; None while it is dense."""
-        owner, attribute = self.owners[0]
-        return owner._layouts.get(attribute) if isinstance(owner, SparseModule) else None
+        return self.stored and self.stored.layout
 
     @property
     def form(self) -> DenseForm | None:
         """Its dense form; None while it is dense."""
-        owner, attribute = self.owners[0]
-        return owner._forms.get(attribute) if isinstance(owner, SparseModule) else None
+        return self.stored and self.stored.form
 
     @property
     def shape(self) -> torch.Size:
@@ -81,9 +90,9 @@ class OwnedParameter:
 
     def dense(self) -> Tensor:
         """A dense copy of its values, in the dtype of its dense form."""
-        assert self.layout is not None
-        assert self.form is not None
-        return self.layout.densify(self.parameter.detach().to(self.form.dtype))
+        assert self.stored is not None
+        layout, form = self.stored
+        return layout.densify(self.parameter.detach().to(form.dtype))
 
 
 def owned_parameters(module: nn.Module) -> list[OwnedParameter]:
@@ -152,19 +161,17 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class ParameterState:
-    """One parameter's values, optimizer state and, if it is stored sparse, layout; on CPU.
+    """One parameter's values, optimizer state and, if it is stored sparse, how; on CPU.
 
     Attributes:
         values: the values, of the dense shape or only the kept ones.
-        layout: the kept entries; None for a dense parameter.
-        form: the dense form; None for a dense parameter. Its resident copy is not pickled.
+        stored: how it is stored sparse, if it is. The resident copy is not pickled.
         state: per optimizer, by its index, each entry of its state of the parameter, and whether
             that lies on the device; the ``step`` of most optimizers does not.
     """
 
     values: Tensor
-    layout: Layout | None
-    form: DenseForm | None
+    stored: Stored | None
     state: dict[int, dict[str, tuple[Any, bool]]]
 
 
@@ -172,10 +179,9 @@ def pack(
     parameter: nn.Parameter, owners: Sequence[Owner], optimizers: Iterable[Optimizer]
 ) -> ParameterState:
     """Copy a parameter's state to CPU."""
-    module, name = owners[0]
-    layout = form = None
-    if isinstance(module, SparseModule) and name in module._layouts:
-        layout, form = module._layouts[name].to(_CPU), module._forms[name]
+    stored = OwnedParameter(parameter, [], list(owners)).stored
+    if stored is not None:
+        stored = stored._replace(layout=stored.layout.to(_CPU))
     state = {
         index: {
             key: (_copy(value), isinstance(value, Tensor) and not value.is_cpu)
@@ -184,7 +190,7 @@ def pack(
         for index, optimizer in enumerate(optimizers)
         if parameter in optimizer.state
     }
-    return ParameterState(_copy(parameter), layout, form, state)
+    return ParameterState(_copy(parameter), stored, state)
 
 
 def unpack(
@@ -202,10 +208,11 @@ def unpack(
                 key: value.to(device) if on_device else value
                 for key, (value, on_device) in packed.state[index].items()
             }
-    if packed.layout is not None and packed.form is not None:
-        layout = packed.layout.to(device)
+    if packed.stored is not None:
+        layout, form = packed.stored
+        layout = layout.to(device)
         for module, name in owners:
-            make_sparse(module, name, layout, packed.form)
+            make_sparse(module, name, layout, form)
 
 
 def forget(
@@ -215,7 +222,7 @@ def forget(
     for optimizer in optimizers:
         optimizer.state.pop(parameter, None)
     for module, name in owners:
-        if isinstance(module, SparseModule) and name in module._layouts:
+        if isinstance(module, SparseModule) and name in module._stored:
             forget_layout(module, name)
 
 
@@ -259,14 +266,13 @@ def state_bytes(module: nn.Module, optimizer: Optimizer | None = None) -> StateB
         optimizer: the optimizer whose state counts, if there is one.
     """
     parameters = list(module.parameters())
-    owned = owned_parameters(module)
-    layouts = [entry.layout for entry in owned if entry.layout is not None]
-    copies = [entry.form.copy for entry in owned if entry.form is not None]
+    stored = [entry.stored for entry in owned_parameters(module) if entry.stored is not None]
+    copies = [form.copy for _, form in stored]
     counted: set[int] = set()
     return StateBytes(
         weights=_new_bytes(parameters, counted),
         resident=_new_bytes((c.dense for c in copies if c and c.dense is not None), counted),
-        indices=_new_bytes((t for layout in layouts for t in layout.tensors.values()), counted),
+        indices=_new_bytes((t for layout, _ in stored for t in layout.tensors.values()), counted),
         gradients=_new_bytes((p.grad for p in parameters if p.grad is not None), counted),
         optimizer=_new_bytes(
             tensors_in(list(optimizer.state.values()) if optimizer else ()),

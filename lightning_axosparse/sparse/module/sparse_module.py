@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -25,22 +25,27 @@ from lightning_axosparse.support.troubleshooting import see
 _PLAIN = (Tensor, nn.Parameter)
 
 
+class Stored(NamedTuple):
+    """How a parameter is stored sparse: its kept entries, and what it is read as."""
+
+    layout: Layout
+    form: DenseForm
+
+
 class SparseModule(nn.Module):
     """Mixin of a module's class while some of its parameters are stored sparse.
 
-    ``_layouts`` and ``_forms`` have the layout and the dense form of each of them, by attribute;
-    ``_dense_class`` is the module's own class.
+    ``_stored`` has these, by attribute; ``_dense_class`` is the module's own class.
     """
 
     _dense_class: type[nn.Module]
-    _layouts: dict[str, Layout]
-    _forms: dict[str, DenseForm]
+    _stored: dict[str, Stored]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        layout = vars(self).get("_layouts", {}).get(name)
+        stored = vars(self).get("_stored", {}).get(name)
         if isinstance(value, SparseWeight) and value.parameter is self._parameters.get(name, self):
             return  # `self.weight *= mask` has written to it already.
-        replaced = layout is not None and getattr(value, "shape", None) != (layout.nnz,)
+        replaced = stored and getattr(value, "shape", None) != (stored.layout.nnz,)
         if replaced and not isinstance(value, nn.Parameter | None):
             raise self._misuse(f"'{name}' must be another parameter, not {type(value).__name__}")
         super().__setattr__(name, value)
@@ -48,7 +53,7 @@ class SparseModule(nn.Module):
             forget_layout(self, name)
 
     def __delattr__(self, name: str) -> None:
-        if name in self._layouts and not self._may_be_replaced(name):  # as parametrizations do
+        if name in self._stored and not self._may_be_replaced(name):  # as parametrizations do
             raise self._misuse(f"'{name}' cannot be replaced")
         super().__delattr__(name)
 
@@ -57,16 +62,17 @@ class SparseModule(nn.Module):
         values = self._parameters[name]
         return values is not None and not values.requires_grad and "forward" not in vars(type(self))
 
-    def _own_layouts(self) -> list[tuple[str, Layout]]:
-        """The layouts of the weights that are here, and not in a parametrization."""
-        return [(name, each) for name, each in self._layouts.items() if name in self._parameters]
+    def _stored_here(self) -> list[tuple[str, nn.Parameter, Stored]]:
+        """The weights that are here, and not in a parametrization."""
+        here = ((name, self._parameters.get(name), each) for name, each in self._stored.items())
+        return [(name, values, each) for name, values, each in here if values is not None]
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         """Register a buffer; a weight that was read from this module is its parameter again."""
-        if isinstance(tensor, SparseWeight) and name in self._layouts:
+        if isinstance(tensor, SparseWeight) and name in self._stored:
             if tensor.parameter is None:  # It has been moved or cast in its parametrization.
-                self._layouts[name].move(tensor.device)
-                self._forms[name].move(tensor.dtype)
+                self._stored[name].layout.move(tensor.device)
+                self._stored[name].form.move(tensor.dtype)
                 self._parameters[name] = nn.Parameter(tensor.kept, requires_grad=False)
             else:
                 self._parameters[name] = tensor.parameter
@@ -89,7 +95,7 @@ class SparseModule(nn.Module):
 
     def _misuse(self, what: str) -> MisconfigurationException:
         return MisconfigurationException(
-            f"{_dense_class(self).__name__} is stored sparse ({', '.join(self._layouts)}): {what}. "
+            f"{_dense_class(self).__name__} is stored sparse ({', '.join(self._stored)}): {what}. "
             "Call densify(module) first; to change the values, write into the weight (in place, or "
             "with load_state_dict)." + see("sparse-storage")
         )
@@ -97,23 +103,21 @@ class SparseModule(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SparseModule:
         conversion = _MasterConversion(fn, self)
         super()._apply(conversion, recurse)  # type: ignore[no-untyped-call]
-        for name, layout in self._own_layouts():
-            device = self._parameters[name].device  # type: ignore[union-attr]
-            layout.move(device)
-            self._forms[name].move(conversion.dtypes[name])
+        for name, values, (layout, form) in self._stored_here():
+            layout.move(values.device)
+            form.move(conversion.dtypes[name])
         return self
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, layout in self._own_layouts():
+        for name, _, (layout, form) in self._stored_here():
             values = destination[prefix + name]
-            dtype = self._forms[name].dtype
             destination[prefix + name] = (
-                sparse_weight(values, layout, DenseForm(dtype))
+                sparse_weight(values, layout, DenseForm(form.dtype))
                 if keep_vars
-                else layout.densify(values.to(dtype))
+                else layout.densify(values.to(form.dtype))
             )
 
     def _load_from_state_dict(
@@ -126,7 +130,7 @@ class SparseModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        for name, layout in self._layouts.items():
+        for name, (layout, _) in self._stored.items():
             dense = state_dict.get(prefix + name)
             if dense is None:
                 continue
@@ -151,7 +155,7 @@ class SparseModule(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class exists only in this process: pickle what it is made from.
         reduced: tuple[Any, ...] = super().__reduce_ex__(protocol)  # type: ignore[assignment]
-        return _new_module, (_dense_class(self), tuple(self._layouts)), *reduced[2:]
+        return _new_module, (_dense_class(self), tuple(self._stored)), *reduced[2:]
 
 
 class SparseRNN(SparseModule):
@@ -204,9 +208,7 @@ class _MasterConversion:
         self._fn = fn
         self.dtypes: dict[str, torch.dtype] = {}
         self._masters: dict[int, torch.dtype] = {}
-        for name, _ in module._own_layouts():
-            form, values = module._forms[name], module._parameters[name]
-            assert values is not None
+        for name, values, (_, form) in module._stored_here():
             sample = torch.empty(0, dtype=form.dtype, device=values.device)
             self.dtypes[name] = fn(sample).dtype
             for tensor in (values, values.grad):
@@ -220,11 +222,10 @@ class _MasterConversion:
 def make_sparse(module: nn.Module, name: str, layout: Layout, form: DenseForm) -> None:
     """Make ``module.name`` read as a dense-shaped weight with the kept entries of ``layout``."""
     dense_class = _dense_class(module)
-    layouts = {**module.__dict__.get("_layouts", {}), name: layout}
-    module.__dict__["_layouts"] = layouts
-    module.__dict__["_forms"] = {**module.__dict__.get("_forms", {}), name: form}
-    module.__dict__.pop("_flat_weights", None)
-    module.__class__ = _sparse_class(dense_class, tuple(layouts))
+    stored = {**vars(module).get("_stored", {}), name: Stored(layout, form)}
+    vars(module)["_stored"] = stored
+    vars(module).pop("_flat_weights", None)
+    module.__class__ = _sparse_class(dense_class, tuple(stored))
 
 
 def kept_product(module: nn.Module) -> linear.KeptProduct | None:
@@ -236,9 +237,9 @@ def kept_product(module: nn.Module) -> linear.KeptProduct | None:
     if not isinstance(module, SparseModule):
         return None
     by_rows = linear.rows_are_outputs(_dense_class(module))
-    if by_rows is None or tuple(module._layouts) != ("weight",):
+    if by_rows is None or tuple(module._stored) != ("weight",):
         return None
-    return linear.KeptProduct(module._layouts["weight"], module._forms["weight"], by_rows)
+    return linear.KeptProduct(*module._stored["weight"], by_rows)
 
 
 def validate_class(module: nn.Module) -> None:
@@ -250,7 +251,7 @@ def validate_class(module: nn.Module) -> None:
     if isinstance(module, SparseModule) and "_dense_class" not in vars(type(module)):
         raise MisconfigurationException(
             f"{_dense_class(module).__name__} was parametrized while it was stored sparse "
-            f"({', '.join(module._layouts)}). Call torch.nn.utils.parametrize."
+            f"({', '.join(module._stored)}). Call torch.nn.utils.parametrize."
             "remove_parametrizations first, then densify(module)." + see("sparse-storage")
         )
 
@@ -258,20 +259,13 @@ def validate_class(module: nn.Module) -> None:
 def forget_layout(module: nn.Module, name: str) -> None:
     """Make ``module.name`` read as the parameter itself; other sparse parameters stay sparse."""
     validate_class(module)
-    stored = vars(module)
-    layouts = {key: layout for key, layout in stored["_layouts"].items() if key != name}
-    if layouts:
-        stored["_layouts"] = layouts
-        stored["_forms"] = {key: stored["_forms"][key] for key in layouts}
-        module.__class__ = _sparse_class(_dense_class(module), tuple(layouts))
-    else:
-        make_dense(module)
-
-
-def make_dense(module: nn.Module) -> None:
-    """Restore the class of ``module``; its parameters must be dense already."""
+    stored = {key: each for key, each in vars(module)["_stored"].items() if key != name}
+    if stored:
+        vars(module)["_stored"] = stored
+        module.__class__ = _sparse_class(_dense_class(module), tuple(stored))
+        return
     module.__class__ = _dense_class(module)
-    del module.__dict__["_layouts"], module.__dict__["_forms"]
+    del vars(module)["_stored"]
     if isinstance(module, nn.RNNBase):
         module._init_flat_weights()
 
@@ -327,12 +321,11 @@ def _forward(dense_class: type[nn.Module], compute: _Compute) -> Callable[..., T
     def forward(layer: Any, inputs: Tensor) -> Tensor:
         # A caller may keep the bound forward for longer than the weight is stored sparse, and
         # torch.func.functional_call may put a dense tensor in its place.
-        layout = vars(layer).get("_layouts", {}).get("weight")
-        values = layer._parameters["weight"]
-        if layout is None or type(values) not in _PLAIN or values.shape != (layout.nnz,):
+        stored, values = vars(layer).get("_stored", {}).get("weight"), layer._parameters["weight"]
+        if not stored or type(values) not in _PLAIN or values.shape != (stored.layout.nnz,):
             return dense_forward(layer, inputs)
-        form = layer._forms["weight"].for_values(values, layer.training)
-        outputs = compute(layer, inputs, values, layout, form)
+        form = stored.form.for_values(values, layer.training)
+        outputs = compute(layer, inputs, values, stored.layout, form)
         return dense_forward(layer, inputs) if outputs is None else outputs
 
     return forward
@@ -342,12 +335,11 @@ def _reader(name: str) -> Callable[[SparseModule], Tensor | None]:
     def read_parameter(module: SparseModule) -> Tensor | None:
         if name not in module._parameters:
             module.__getattr__(name)  # raises torch's AttributeError
-        values, layout = module._parameters[name], module._layouts[name]
+        values, (layout, form) = module._parameters[name], module._stored[name]
         # torch.func.functional_call may have put a dense tensor in the parameter's place.
         if values is None or values.shape != torch.Size([layout.nnz]):
             return values
-        form = module._forms[name].for_values(values, module.training)
-        weight = read_weight(values, layout, form)
+        weight = read_weight(values, layout, form.for_values(values, module.training))
         if isinstance(weight, SparseWeight) and isinstance(values, nn.Parameter):
             weight.parameter = values
         return weight

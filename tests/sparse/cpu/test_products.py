@@ -365,8 +365,8 @@ def test_a_read_weight_goes_the_way_that_ranks_agreed_on(processor, monkeypatch)
     calls, product = [], kept_products.spmm_t
     monkeypatch.setattr(kept_products, "spmm_t", lambda *args: calls.append(None) or product(*args))
     for agreed in (None, "matrix", "float32"):
-        for form in layer._forms.values():
-            form.backend = Backend("auto", agreed)
+        for stored in layer._stored.values():
+            stored.form.backend = Backend("auto", agreed)
         F.linear(inputs, layer.weight)
         F.linear(inputs, layer.weight.float().bfloat16())
     ran = {None: processor != "matrix", "matrix": False, "float32": True}
