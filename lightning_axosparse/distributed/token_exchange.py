@@ -29,6 +29,8 @@ Compute = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 rank, their weights, and whether any rank has tokens; it returns a row for each, times its weight.
 """
 
+Exchange = Callable[[Tensor], Tensor]
+
 
 class TokenExchange:
     """Lets tokens of all ranks of a group be computed by the ranks that have their experts.
@@ -67,11 +69,9 @@ class TokenExchange:
         if self._same_tokens is None:
             return self._computed(tokens, chosen, weights, compute)
         shares = _Shares(self._same_tokens, len(tokens))
-        own, own_weights = _OwnShare.apply(  # type: ignore[no-untyped-call]
-            tokens, weights, shares
-        )
+        own, own_weights = _exchanged(shares.own, shares.joined, None, tokens, weights)
         result = self._computed(own, shares.own(chosen), own_weights, compute)
-        joined: Tensor = _AllShares.apply(result, shares)  # type: ignore[no-untyped-call]
+        (joined,) = _exchanged(shares.joined, shares.own, None, result)
         return joined
 
     def _computed(
@@ -88,16 +88,15 @@ class TokenExchange:
         own, total = received[:, :-1], received[:, -1].sum()
         route = _Route(self, counts[:, :-1].sum(1).tolist(), own.sum(1).tolist())
         anchor = torch.zeros((), dtype=tokens.dtype, device=tokens.device, requires_grad=True)
-        rows, row_weights = _ToExperts.apply(  # type: ignore[no-untyped-call]
-            tokens.index_select(0, sources), weights.reshape(-1)[order], anchor, route
-        )
+        sent = tokens.index_select(0, sources), weights.reshape(-1)[order]
+        rows, row_weights = _exchanged(route.there, route.back, anchor, *sent)
         each = torch.arange(self._own, device=chosen.device).repeat(ranks)
         result = compute(rows, each.repeat_interleave(own.reshape(-1)), row_weights, bool(total))
         # Where no row is computed its dtype is that of the tokens: so is that of the others.
-        returned: Tensor = _FromExperts.apply(  # type: ignore[no-untyped-call]
-            result.to(rows.dtype), rows, sources, tokens.shape, route
-        )
-        return returned
+        result = result.to(rows.dtype)
+        # The rows are its anchor: it depends on them, whether or not an expert has computed them.
+        (returned,) = _exchanged(route.back, route.there, rows, result, by=_FromExperts)
+        return returned.new_zeros(tokens.shape).index_add_(0, sources, returned)
 
     def exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Send rows to each rank of the group, and receive theirs."""
@@ -123,37 +122,41 @@ class _Route:
         return self._exchange.exchange(rows, self._received, self._sent)
 
 
-class _ToExperts(torch.autograd.Function):
-    """Is in the graph by its anchor also where tokens have no gradient."""
+class _Exchanged(torch.autograd.Function):
+    """Exchanges tensors in a forward pass, and their gradients the other way in the backward pass.
+
+    It is in the graph also where these tensors have no gradient, if the anchor has one.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, tokens: Tensor, weights: Tensor, anchor: Tensor, route: _Route
-    ) -> tuple[Tensor, Tensor]:
-        ctx.route = route
-        return route.there(tokens), route.there(weights)
+        ctx: Any, there: Exchange, back: Exchange, anchor: Tensor | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        exchanged = tuple(map(there, tensors))
+        first = exchanged[0]
+        ctx.back, ctx.shape, ctx.kind = back, first.shape, (first.dtype, first.device)
+        return exchanged
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        tokens, weights = map(ctx.route.back, gradients)
-        return tokens, weights, None, None
+        return None, None, None, *map(ctx.back, gradients)
 
 
-class _FromExperts(torch.autograd.Function):
-    """Depends on the rows that were received, whether or not an expert has computed them."""
+class _FromExperts(_Exchanged):
+    """By which what experts have computed returns."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, result: Tensor, rows: Tensor, sources: Tensor, shape: torch.Size, route: _Route
-    ) -> Tensor:
-        ctx.save_for_backward(sources)
-        ctx.route, ctx.shape, ctx.kind = route, shape, (result.dtype, result.device)
-        return result.new_zeros(shape).index_add_(0, sources, route.back(result))
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        (sources,) = ctx.saved_tensors
-        return ctx.route.there(gradient.index_select(0, sources)), None, None, None, None
+def _exchanged(
+    there: Exchange,
+    back: Exchange,
+    anchor: Tensor | None,
+    *tensors: Tensor,
+    by: type[_Exchanged] = _Exchanged,
+) -> tuple[Tensor, ...]:
+    exchanged: tuple[Tensor, ...] = by.apply(  # type: ignore[no-untyped-call]
+        there, back, anchor, *tensors
+    )
+    return exchanged
 
 
 class _Shares:
@@ -171,31 +174,6 @@ class _Shares:
         parts = [share.new_empty((size, *share.shape[1:])) for size in self._sizes]
         dist.all_gather(parts, share.contiguous(), group=self._group)
         return torch.cat(parts)
-
-
-class _OwnShare(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tokens: Tensor, weights: Tensor, shares: _Shares
-    ) -> tuple[Tensor, Tensor]:
-        ctx.shares = shares
-        return shares.own(tokens), shares.own(weights)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        tokens, weights = map(ctx.shares.joined, gradients)
-        return tokens, weights, None
-
-
-class _AllShares(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, share: Tensor, shares: _Shares) -> Tensor:
-        ctx.shares = shares
-        return shares.joined(share)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.shares.own(gradient), None
 
 
 def exchange_nothing(outputs: Iterable[Tensor | None]) -> None:
