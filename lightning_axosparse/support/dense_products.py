@@ -90,37 +90,17 @@ def _product(left: Tensor, right: Tensor, added: Tensor | None = None) -> Tensor
     return None
 
 
-def _mm(own: _Kernel, keys: Any, left: Tensor, right: Tensor) -> Tensor:
-    product = _product(left, right)
-    return own(keys, left, right) if product is None else product
-
-
-def _addmm(
-    own: _Kernel, keys: Any, added: Tensor, left: Tensor, right: Tensor, **scales: Any
+def _kernel(
+    own: _Kernel, keys: Any, *matrices: Tensor, out: Tensor | None = None, **scales: Any
 ) -> Tensor:
-    product = None if scales else _product(left, right, added)
-    return own(keys, added, left, right, **scales) if product is None else product
-
-
-def _mm_out(own: _Kernel, keys: Any, left: Tensor, right: Tensor, *, out: Tensor) -> Tensor:
-    product = _product(left, right)
-    return out.copy_(product) if _fits(product, out) else own(keys, left, right, out=out)
-
-
-def _addmm_out(
-    own: _Kernel,
-    keys: Any,
-    added: Tensor,
-    left: Tensor,
-    right: Tensor,
-    *,
-    out: Tensor,
-    **scales: Any,
-) -> Tensor:
-    product = None if scales else _product(left, right, added)
+    """Compute ``mm(left, right)`` or ``addmm(added, left, right)``."""
+    *added, left, right = matrices
+    product = None if scales else _product(left, right, *added)
+    if out is None:
+        return own(keys, *matrices, **scales) if product is None else product
     if _fits(product, out):
         return out.copy_(product)
-    return own(keys, added, left, right, out=out, **scales)
+    return own(keys, *matrices, out=out, **scales)
 
 
 def _addmm_in_place(
@@ -135,10 +115,7 @@ def _fits(product: Tensor | None, out: Tensor) -> TypeGuard[Tensor]:
 
 
 _KERNELS: Mapping[str, _Kernel] = {
-    "mm": _mm,
-    "addmm": _addmm,
-    "mm.out": _mm_out,
-    "addmm.out": _addmm_out,
+    **dict.fromkeys(("mm", "addmm", "mm.out", "addmm.out"), _kernel),
     "addmm_": _addmm_in_place,
 }
 """What replaces the kernels of torch: operator -> function of torch's own and its arguments."""
