@@ -20,6 +20,15 @@ from lightning_axosparse.distributed.grid import Grid
 
 _AWAITED_BYTES = 200  # of the description of what a rank waits for
 
+_NUMBERS = (
+    *("pid", "proxy", "token", "rank", "stage", "replica", "evaluation_group"),
+    *("epoch", "batch", "microbatch", "progress", "beat", "signal"),
+)
+_FLAGS = (
+    *("running", "leaves", "in_step", "ended", "stops", "waits", "bulk"),
+    *("alarm", "reported", "finished"),
+)
+
 Pass = Literal["forward", "backward", "weight gradient"]
 
 _POLLS = 20
@@ -64,29 +73,8 @@ class RankStatus(ctypes.Structure):
     """
 
     _fields_ = (
-        ("pid", ctypes.c_int64),
-        ("proxy", ctypes.c_int64),
-        ("token", ctypes.c_int64),
-        ("rank", ctypes.c_int64),
-        ("stage", ctypes.c_int64),
-        ("replica", ctypes.c_int64),
-        ("evaluation_group", ctypes.c_int64),
-        ("epoch", ctypes.c_int64),
-        ("batch", ctypes.c_int64),
-        ("microbatch", ctypes.c_int64),
-        ("progress", ctypes.c_int64),
-        ("beat", ctypes.c_int64),
-        ("signal", ctypes.c_int64),
-        ("running", ctypes.c_bool),
-        ("leaves", ctypes.c_bool),
-        ("in_step", ctypes.c_bool),
-        ("ended", ctypes.c_bool),
-        ("stops", ctypes.c_bool),
-        ("waits", ctypes.c_bool),
-        ("bulk", ctypes.c_bool),
-        ("alarm", ctypes.c_bool),
-        ("reported", ctypes.c_bool),
-        ("finished", ctypes.c_bool),
+        *((name, ctypes.c_int64) for name in _NUMBERS),
+        *((name, ctypes.c_bool) for name in _FLAGS),
         ("kind", ctypes.c_char * 16),
         ("loop", ctypes.c_char * 16),
         ("host", ctypes.c_char * 64),
