@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from benchmarks.interleave import Runner, ratios, trials
 from benchmarks.pipeline import peers, schedules
 from benchmarks.pipeline.table import head, row
-from lightning_axosparse.distributed.mpi.connection import connect_stages
-from lightning_axosparse.distributed.mpi.transport import Staging
+from lightning_axosparse.distributed.mpi.transport import Staging, connect_stages
 from lightning_axosparse.examples.gpt import Block
 from lightning_axosparse.pipeline.crossing.message import ChannelLink
 from lightning_axosparse.pipeline.schedule import SCHEDULES

@@ -36,7 +36,7 @@ from benchmarks.interleave import ratios, trials
 from benchmarks.pipeline.alone import Alone, ReadyLink
 from benchmarks.pipeline.deepspeed_peer import IS_INSTALLED, DeepSpeed
 from benchmarks.pipeline.table import head, row
-from lightning_axosparse.distributed.mpi import connection
+from lightning_axosparse.distributed.mpi import transport
 from lightning_axosparse.distributed.mpi.transport import Staging
 from lightning_axosparse.examples.gpt import Block
 from lightning_axosparse.pipeline import engine
@@ -215,8 +215,8 @@ def main() -> None:
     count = BLOCKS // world.size
     mine = nn.Sequential(*blocks[world.rank * count : (world.rank + 1) * count])
     if options.apart:  # Keep blocks out of shared memory, as between nodes.
-        connection.shares_memory = lambda comm, peer: False
-    boxes = connection.connect_stages(world.rank, world.size, 0, MICROBATCHES, Staging())
+        transport.shares_memory = lambda comm, peer: False
+    boxes = transport.connect_stages(world.rank, world.size, 0, MICROBATCHES, Staging())
     link = ChannelLink(*boxes, torch.device("cpu"))
     twice = 2 * world.size
     choices = {

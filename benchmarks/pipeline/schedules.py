@@ -23,8 +23,7 @@ from mpi4py import MPI
 
 from benchmarks.interleave import Runner, ratios, trials
 from benchmarks.pipeline.table import head, row
-from lightning_axosparse.distributed.mpi.connection import connect_stages
-from lightning_axosparse.distributed.mpi.transport import Staging
+from lightning_axosparse.distributed.mpi.transport import Staging, connect_stages
 from lightning_axosparse.pipeline import engine
 from lightning_axosparse.pipeline.crossing.message import ChannelLink
 from lightning_axosparse.pipeline.engine import StageRun

@@ -293,8 +293,11 @@ class StageModule:
         if len(self.stages) > 1 or self.last_stage == 0:
             return dict(enumerate(LoopbackLink.chain(self.last_stage + 1)))
         # Importing it starts MPI, which one rank does without.
-        from lightning_axosparse.distributed.mpi.connection import connect_stages
-        from lightning_axosparse.distributed.mpi.transport import PinnedStaging, Staging
+        from lightning_axosparse.distributed.mpi.transport import (
+            PinnedStaging,
+            Staging,
+            connect_stages,
+        )
 
         stage, grid = self.grid.stage, self.grid
         staging = PinnedStaging(self.device) if self.device.type == "cuda" else Staging()

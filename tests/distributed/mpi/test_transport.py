@@ -1,6 +1,6 @@
-"""Messages arrive whole and in order, also from GPUs, of which streams have stand-ins here.
+"""Stages connect as messages reach them best; these arrive whole and in order, also from GPUs.
 
-Such a stream runs what it was given only when the test says so.
+GPUs have stand-ins for streams here, which run what they were given only when the test says so.
 """
 
 from __future__ import annotations
@@ -11,12 +11,17 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_axosparse.distributed.mpi.transport import PinnedStaging, Staging
+from lightning_axosparse.distributed.mpi.transport import (
+    PinnedStaging,
+    Staging,
+    describe_connections,
+)
 from tests.ranks import run_ranks
 
 WAYS = [(1, False, False), (3, False, True), (3, True, True)]  # window, shares memory, slow copies
@@ -217,3 +222,48 @@ def test_the_compute_stream_waits_for_what_arrives_through_pinned_memory(runtime
     assert arrived.data_ptr() != block.data_ptr()
     assert arrived.tolist() == block.tolist()
     assert [(t is arrived, s) for t, s in runtime.used] == [(True, runtime.compute)]
+
+
+def connect_and_probe() -> Any:
+    from mpi4py import MPI
+
+    from lightning_axosparse.distributed.mpi import transport
+    from lightning_axosparse.distributed.mpi.shared_memory import shares_memory
+    from lightning_axosparse.distributed.mpi.transport import (
+        ProgressThread,
+        connect,
+        has_async_progress,
+    )
+
+    world = MPI.COMM_WORLD
+    shared = connect(2, 0, world.rank).shares_memory
+    connect.cache_clear()
+    with patch.object(transport, "shares_memory", return_value=False):
+        apart = connect(2, 0, world.rank).shares_memory
+    alone = has_async_progress(world, 1 - world.rank)
+    progress = ProgressThread(world)
+    progress.start()
+    progress.begin_batch()
+    helped = [has_async_progress(world, 1 - world.rank) for _ in range(5)]
+    progress.end_batch()
+    return shares_memory(world, 1 - world.rank), shared, apart, alone, any(helped)
+
+
+def test_a_thread_makes_progress_where_mpi_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without cross-memory attach MPICH transfers large messages in its own calls only."""
+    monkeypatch.setenv("MPIR_CVAR_CH4_CMA_ENABLE", "0")
+    first, second = run_ranks(2, connect_and_probe)
+    assert first == (True, {1: True}, {1: False}, False, True)
+    assert second == (True, {0: True}, {0: False}, False, True)
+
+
+def test_the_log_says_how_adjacent_stages_exchange_messages() -> None:
+    said = describe_connections([True, True], True, True)
+    assert said == "All adjacent stages exchange activations through shared memory."
+    said = describe_connections([True, False, False], True, True)
+    assert "2 of 3 pairs" in said
+    assert said.endswith("MPI transfers a message while its sender computes.")
+    said = describe_connections([False], False, True)
+    assert "only while its sender is inside MPI: a thread" in said
+    said = describe_connections([False], False, False)
+    assert "does not provide MPI_THREAD_MULTIPLE" in said
