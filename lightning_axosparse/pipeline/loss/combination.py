@@ -25,11 +25,11 @@ from lightning_axosparse.pipeline.loss.terms import (
     Call,
     Leaf,
     Term,
-    in_arguments,
     in_order,
     leaves,
     mapped,
 )
+from lightning_axosparse.support.torch_internals import tree_leaves, tree_map_only
 
 Kind = Literal["mean", "sum", "samples", "max", "min"]
 """How numbers combine: a mean weighted by their denominators, a sum, a mean weighted by samples."""
@@ -68,11 +68,11 @@ class _Column(tuple[Any, ...]):
 
     def parts(self) -> list[_Column]:
         """The columns in arguments of one structure, if the same function was called on them."""
-        first, found = self[0], list[_Column]()
+        first = self[0]
         if all(isinstance(term, Call) and term.func == first.func for term in self):
             with suppress(ValueError):
-                in_arguments(self.arguments(), _Column, found.append)
-        return found
+                return [each for each in tree_leaves(self.arguments()) if type(each) is _Column]
+        return []
 
 
 def _side_by_side(arguments: Sequence[Any]) -> Any:
@@ -201,7 +201,7 @@ def _combined(terms: Sequence[Term], rule: Rule, sizes: Sequence[float]) -> Any:
     for entry, column in zip(rule, _columns_of(terms, rule), strict=True):
         if isinstance(entry, Step):
             values = dict(zip(column.parts(), map(found.__getitem__, entry.places), strict=True))
-            args, kwargs = in_arguments(column.arguments(), _Column, values.__getitem__)
+            args, kwargs = tree_map_only(_Column, values.__getitem__, column.arguments())
             found.append(entry.func(*args, **kwargs))
         else:
             found.append(_joined([_number(term) for term in column], sizes, entry))

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
+
+from lightning_axosparse.support.torch_internals import tree_leaves, tree_map_only
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -73,16 +75,17 @@ class Call:
 Term: TypeAlias = Leaf | Call
 
 
-class _Place(NamedTuple):
+@dataclass(frozen=True)
+class _Place:
     """Stands for the term at a place of a list."""
 
-    place: int
+    index: int
 
 
 def _placed(call: Call, terms: Mapping[int, Any]) -> tuple[Any, ...]:
     """The fields of a call, with others in place of the terms in its arguments, by their ids."""
     arguments = call.args, call.kwargs
-    placed = in_arguments(arguments, (Leaf, Call), lambda each: terms[id(each)])
+    placed = tree_map_only((Leaf, Call), lambda each: terms[id(each)], arguments)
     return call.value, call.func, *placed
 
 
@@ -90,20 +93,9 @@ def _unpickled(flat: Sequence[Any]) -> Term:
     found: list[Term] = []
     for each in flat:
         if not isinstance(each, Leaf):
-            each = Call(*in_arguments(each, _Place, lambda place: found[place.place]))
+            each = Call(*tree_map_only(_Place, lambda place: found[place.index], each))
         found.append(each)
     return found[-1]
-
-
-def in_arguments(arguments: Any, kinds: Any, function: Callable[[Any], Any]) -> Any:
-    """Nested arguments of a call, with a function applied to each of some kinds."""
-    if isinstance(arguments, kinds):
-        return function(arguments)
-    if type(arguments) in (list, tuple):
-        return type(arguments)([in_arguments(each, kinds, function) for each in arguments])
-    if type(arguments) is dict:
-        return {key: in_arguments(each, kinds, function) for key, each in arguments.items()}
-    return arguments
 
 
 def in_order(root: Any, parts: Callable[[Any], Iterable[Any]], key: Any = id) -> list[Any]:
@@ -126,10 +118,10 @@ def in_order(root: Any, parts: Callable[[Any], Iterable[Any]], key: Any = id) ->
 
 def terms_in(call: Any) -> list[Term]:
     """The terms in the arguments of a call; none of a number."""
-    found: list[Term] = []
-    if isinstance(call, Call):
-        in_arguments((call.args, call.kwargs), (Leaf, Call), found.append)
-    return found
+    if not isinstance(call, Call):
+        return []
+    given = tree_leaves((call.args, call.kwargs))
+    return [each for each in given if isinstance(each, (Leaf, Call))]
 
 
 def nodes(term: Term) -> list[Term]:
