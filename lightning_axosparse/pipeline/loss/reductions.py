@@ -35,7 +35,7 @@ from torch.nn.parameter import Parameter
 from lightning_axosparse.pipeline.crossing.placeholder import Placeholder
 from lightning_axosparse.pipeline.loss.terms import Call, Leaf, Term, leaves
 from lightning_axosparse.sparse.store.weight import SparseWeight
-from lightning_axosparse.support.torch_internals import PausableMode
+from lightning_axosparse.support.torch_internals import PausableMode, tensors_in, tree_leaves
 
 _OURS = re.compile(rf"{__name__.partition('.')[0]}\.(?!examples\.)")
 """The modules of this package; those of the examples are as a user's."""
@@ -197,7 +197,7 @@ class ReductionTracker(PausableMode):
         terms = None
         self.dims.begin_call()
         if self._terms:
-            for arg in _flat((args, kwargs)):
+            for arg in tree_leaves((args, kwargs)):
                 if id(arg) in self._terms:
                     # Before the call, which may change its arguments.
                     name = func.__name__.strip("_")
@@ -217,13 +217,11 @@ class ReductionTracker(PausableMode):
         terms: tuple[Any, Any] | None,
         output: Any,
     ) -> None:
-        if terms is not None and not _has_samples(terms):
+        if terms is not None and not any(each is _SAMPLES for each in tree_leaves(terms)):
             self._note_call(func, terms, output)
             return
         if terms is None and self._are_constant((args, kwargs)):
-            for each in _flat(output):
-                if isinstance(each, Tensor):
-                    self._constants[id(each)] = each
+            self._constants.update({id(each): each for each in tensors_in(output)})
             return
         if not isinstance(output, Tensor):
             return
@@ -323,12 +321,11 @@ class ReductionTracker(PausableMode):
     def _are_constant(self, values: Any) -> bool:
         """Whether there are such tensors among some values, and no others that may vary."""
         is_constant = False
-        for each in _flat(values):
-            if isinstance(each, Tensor):
-                if self._is_constant(each):
-                    is_constant = True
-                elif each.dim() or each.requires_grad:
-                    return False
+        for each in tensors_in(values):
+            if self._is_constant(each):
+                is_constant = True
+            elif each.dim() or each.requires_grad:
+                return False
         return is_constant
 
     def _reduced(
@@ -468,22 +465,3 @@ def _with_count(func: Callable[..., Any], terms: tuple[Any, Any]) -> tuple[Any, 
 def _entry(index: int, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """One of several results of a function."""
     return func(*args, **kwargs)[index]
-
-
-def _has_samples(terms: Any) -> bool:
-    return any(each is _SAMPLES for each in _flat(terms))
-
-
-def _flat(values: Any) -> list[Any]:
-    """The entries of nested tuples, lists and dicts."""
-    # Called for each torch function, so it makes no generators.
-    waiting, found = [values], []
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, (tuple, list)):
-            waiting += each
-        elif isinstance(each, dict):
-            waiting += each.values()
-        else:
-            found.append(each)
-    return found
