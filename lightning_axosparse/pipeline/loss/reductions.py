@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from types import CodeType, FrameType
 from typing import Any, Literal
 
@@ -35,7 +35,12 @@ from torch.nn.parameter import Parameter
 from lightning_axosparse.pipeline.crossing.placeholder import Placeholder
 from lightning_axosparse.pipeline.loss.terms import Call, Leaf, Term, leaves
 from lightning_axosparse.sparse.store.weight import SparseWeight
-from lightning_axosparse.support.torch_internals import PausableMode, tensors_in, tree_leaves
+from lightning_axosparse.support.torch_internals import (
+    PausableMode,
+    tensors_in,
+    tree_leaves,
+    tree_map_only,
+)
 
 _OURS = re.compile(rf"{__name__.partition('.')[0]}\.(?!examples\.)")
 """The modules of this package; those of the examples are as a user's."""
@@ -196,13 +201,11 @@ class ReductionTracker(PausableMode):
             self._program = hash((self._program, func))
         terms = None
         self.dims.begin_call()
-        if self._terms:
-            for arg in tree_leaves((args, kwargs)):
-                if id(arg) in self._terms:
-                    # Before the call, which may change its arguments.
-                    name = func.__name__.strip("_")
-                    terms = self._operand(args, name), self._operand(kwargs, name)
-                    break
+        # In every call of a function, so it makes no generators.
+        if self._terms and not self._terms.keys().isdisjoint(map(id, tree_leaves((args, kwargs)))):
+            # Before the call, which may change its arguments.
+            operand = partial(self._operand, name=func.__name__.strip("_"))
+            terms = tree_map_only((Tensor, int, float), operand, (args, kwargs))
         output = func(*args, **kwargs)
         # A transform or a fake tensor does not let its values be read.
         with suppress(RuntimeError):
@@ -291,10 +294,6 @@ class ReductionTracker(PausableMode):
             return _SAMPLES
         if type(value) in (int, float) and name in _ARITHMETIC:
             return self._number(value, name)
-        if type(value) in (tuple, list):
-            return type(value)([self._operand(each, name) for each in value])
-        if type(value) is dict:
-            return {key: self._operand(each, name) for key, each in value.items()}
         return value
 
     def _noted_number(self, value: Any) -> Term | None:
@@ -321,11 +320,12 @@ class ReductionTracker(PausableMode):
     def _are_constant(self, values: Any) -> bool:
         """Whether there are such tensors among some values, and no others that may vary."""
         is_constant = False
-        for each in tensors_in(values):
-            if self._is_constant(each):
-                is_constant = True
-            elif each.dim() or each.requires_grad:
-                return False
+        for each in tree_leaves(values):
+            if isinstance(each, Tensor):
+                if self._is_constant(each):
+                    is_constant = True
+                elif each.dim() or each.requires_grad:
+                    return False
         return is_constant
 
     def _reduced(
