@@ -1,4 +1,4 @@
-"""Your own LightningModule, on two ranks, and a ticket: ``python train.py``."""
+"""Your own LightningModule, trained and pruned on two ranks: ``python train.py``."""
 
 import argparse
 
