@@ -17,8 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_axosparse import AxoSparseStrategy, CorruptFileError, EarlyBirdTicket
-from lightning_axosparse.checkpoint import folder
-from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
+from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, save_folder
 from lightning_axosparse.checkpoint.consolidate import consolidate
 from lightning_axosparse.checkpoint.gather import StageTensors
 from lightning_axosparse.support import archive
@@ -39,7 +38,7 @@ def _same(values: Tensor) -> Tensor:
 
 
 def save(step: int, path: Path) -> None:
-    folder.save(checkpoint(step), path, StageTensors(lambda: None))
+    save_folder(checkpoint(step), path, StageTensors(lambda: None))
 
 
 def load(path: Path) -> int:
@@ -203,7 +202,7 @@ def save_on_ranks(path: Path, fails: bool) -> str:
     tensors, rank = StageTensors(lambda: dist.group.WORLD), dist.get_rank()
     parts = tensors.gather({str(rank): DeferredTensor(str(rank), (400,), torch.float32, made)})
     try:
-        folder.save({name: value for part in parts for name, value in part.items()}, path, tensors)
+        save_folder({name: value for part in parts for name, value in part.items()}, path, tensors)
     except OSError as error:
         return str(error)
     return ""

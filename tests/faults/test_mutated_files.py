@@ -31,8 +31,7 @@ from lightning_axosparse import (
     load_sparse,
     save_safetensors,
 )
-from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, validated
-from lightning_axosparse.checkpoint.folder import save as save_folder
+from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, save_folder, validated
 from lightning_axosparse.checkpoint.gather import StageTensors
 from lightning_axosparse.support.archive import DeferredTensor
 from tests.sparse.masking import apply_masks

@@ -13,8 +13,7 @@ from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_axosparse.checkpoint import folder
-from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
+from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, save_folder
 from lightning_axosparse.checkpoint.gather import (
     StageTensors,
     gather_model_state,
@@ -137,7 +136,7 @@ class StageCheckpoints:
         note_checkpoint(path, checkpoint, self._stage_module.module.trainer)
         checkpoint = gather_remote_tensors(checkpoint, tensors)
         if self._as_folders:
-            folder.save(checkpoint, validate_local(path, storage_options), tensors)
+            save_folder(checkpoint, validate_local(path, storage_options), tensors)
         elif tensors.is_first:
             if not isinstance(io, AtomicCheckpointIO):
                 checkpoint = all_made(checkpoint)
