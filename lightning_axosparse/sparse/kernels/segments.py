@@ -118,14 +118,9 @@ def _take_rows(numbers: Any, rows: Any, values: Any, dense: Any) -> None:
     counts, offsets, _, _, width = rows
     segments = (width + SEGMENT - 1) // SEGMENT
     for place in range(len(numbers)):
-        row = numbers[place]
-        entry = _first_entry(row, rows)
-        for segment in range(segments):
-            begin = place * width + segment * SEGMENT
-            end = entry + counts[row * segments + segment]
-            for k in range(entry, end):
-                dense[begin + item(offsets, k)] = item(values, k)
-            entry = end
+        entry, first = _first_entry(numbers[place], rows), numbers[place] * segments
+        of_row = counts[first : first + segments]
+        _scatter(of_row, offsets[entry:], width, values[entry:], dense[place * width :])
 
 
 @compiled
