@@ -120,16 +120,8 @@ class SparseModule(nn.Module):
                 else layout.densify(values.to(form.dtype))
             )
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        *_, error_msgs = others
         for name, (layout, _) in self._stored.items():
             dense = state_dict.get(prefix + name)
             if dense is None:
@@ -142,15 +134,7 @@ class SparseModule(nn.Module):
                     f"of shape {tuple(layout.shape)}, the checkpoint has {tuple(dense.shape)}."
                 )
                 state_dict[prefix + name] = self._parameters[name]
-        super()._load_from_state_dict(
-            state_dict,
-            prefix,
-            local_metadata,
-            strict,
-            missing_keys,
-            unexpected_keys,
-            error_msgs,
-        )
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class exists only in this process: pickle what it is made from.
