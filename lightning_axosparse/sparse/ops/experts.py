@@ -156,21 +156,6 @@ def read_slices(weight: SparseWeight, first: int, last: int | None = None) -> Te
     return matrix
 
 
-def read_chosen(weight: SparseWeight, numbers: Sequence[int]) -> Tensor:
-    """Return a stack of the slices with these numbers, which may repeat: a sparse weight.
-
-    Args:
-        weight: as it was read, a stack of matrices.
-        numbers: of slices, at least one.
-    """
-    values, layout = weight.source, weight.entries
-    assert values is not None
-    form = DenseForm(weight.dtype, backend=weight.backend)
-    pieces = values.split([end - begin for begin, end in pairwise(layout.edges)])
-    chosen = torch.cat([pieces[number] for number in numbers])
-    return sparse_weight(chosen, layout.joined(numbers), form, type(weight))
-
-
 class _Pieces:
     """The kept values of each slice, split by one node of autograd.
 
@@ -205,10 +190,17 @@ def _state(values: Tensor) -> tuple[int, int]:
 
 
 def _chosen(weight: SparseWeight, numbers: list[int]) -> Any:
-    matrices = weight.entries.shape[0]
+    """Return a stack of the slices with these numbers, which may repeat: a sparse weight."""
+    values, layout = weight.source, weight.entries
+    matrices = layout.shape[0]
     if not numbers or min(numbers) < -matrices or max(numbers) >= matrices:
         return NotImplemented
-    return read_chosen(weight, [number % matrices for number in numbers])
+    assert values is not None
+    numbers = [number % matrices for number in numbers]
+    pieces = values.split([end - begin for begin, end in pairwise(layout.edges)])
+    chosen = torch.cat([pieces[number] for number in numbers])
+    form = DenseForm(weight.dtype, backend=weight.backend)
+    return sparse_weight(chosen, layout.joined(numbers), form, type(weight))
 
 
 _slices = selecting(Tensor.__getitem__)
