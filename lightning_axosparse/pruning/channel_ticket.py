@@ -214,15 +214,14 @@ class ChannelTicket(TicketFile):
     def _pending(self, module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the masks of the outputs and of the inputs of layers that are still to shrink."""
         layers = dict(module.named_modules())
-        sides = (
-            (self.channels.kept_outputs(self.masks), layer_outputs),
-            (self.channels.kept_inputs(self.masks), layer_inputs),
-        )
-        outputs, inputs = (
-            {name: mask for name, mask in masks.items() if _pending(layers, name, mask, size)}
-            for masks, size in sides
-        )
-        return outputs, inputs
+
+        def whole(masks: dict[str, Tensor], size: Callable[[nn.Module], int]) -> dict[str, Tensor]:
+            return {
+                name: masks[name] for name in masks if _is_whole(layers, name, masks[name], size)
+            }
+
+        outputs = whole(self.channels.kept_outputs(self.masks), layer_outputs)
+        return outputs, whole(self.channels.kept_inputs(self.masks), layer_inputs)
 
     def _record(self) -> dict[str, Any]:
         return {**super()._record(), "channels": asdict(self.channels)}
@@ -246,7 +245,7 @@ class ChannelTicket(TicketFile):
         )
 
 
-def _pending(
+def _is_whole(
     layers: Mapping[str, nn.Module], name: str, mask: Tensor, size: Callable[[nn.Module], int]
 ) -> bool:
     """Return whether a layer has all that ``mask`` was made for, not only what it keeps."""
