@@ -14,6 +14,7 @@ have. So both directions are in every rank's graph, also where no expert compute
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,19 +84,21 @@ class TokenExchange:
         counts = torch.bincount(numbers, minlength=self._experts).view(ranks, self._own)
         # Each rank learns how many tokens there are, besides those for its own experts.
         counts = torch.nn.functional.pad(counts, (0, 1), value=len(numbers))
-        received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts, group=self._group)
-        own, total = received[:, :-1], received[:, -1].sum()
-        route = _Route(self, counts[:, :-1].sum(1).tolist(), own.sum(1).tolist())
+        told = torch.empty_like(counts)
+        dist.all_to_all_single(told, counts, group=self._group)
+        own, total = told[:, :-1], told[:, -1].sum()
+        sent, received = counts[:, :-1].sum(1).tolist(), own.sum(1).tolist()
+        there = partial(self.exchange, sent=sent, received=received)
+        back = partial(self.exchange, sent=received, received=sent)
         anchor = torch.zeros((), dtype=tokens.dtype, device=tokens.device, requires_grad=True)
-        sent = tokens.index_select(0, sources), weights.reshape(-1)[order]
-        rows, row_weights = _exchanged(route.there, route.back, anchor, *sent)
+        leaving = tokens.index_select(0, sources), weights.reshape(-1)[order]
+        rows, row_weights = _exchanged(there, back, anchor, *leaving)
         each = torch.arange(self._own, device=chosen.device).repeat(ranks)
         result = compute(rows, each.repeat_interleave(own.reshape(-1)), row_weights, bool(total))
         # Where no row is computed its dtype is that of the tokens: so is that of the others.
         result = result.to(rows.dtype)
         # The rows are its anchor: it depends on them, whether or not an expert has computed them.
-        (returned,) = _exchanged(route.back, route.there, rows, result, by=_FromExperts)
+        (returned,) = _exchanged(back, there, rows, result, by=_FromExperts)
         return returned.new_zeros(tokens.shape).index_add_(0, sources, returned)
 
     def exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
@@ -107,19 +110,6 @@ class TokenExchange:
             of_others = sum(sent) - sent[self._group.rank()]
             self.sent_bytes += of_others * rows[0].nbytes
         return taken
-
-
-class _Route:
-    """How many rows go to each rank, and come from it."""
-
-    def __init__(self, exchange: TokenExchange, sent: list[int], received: list[int]) -> None:
-        self._exchange, self._sent, self._received = exchange, sent, received
-
-    def there(self, rows: Tensor) -> Tensor:
-        return self._exchange.exchange(rows, self._sent, self._received)
-
-    def back(self, rows: Tensor) -> Tensor:
-        return self._exchange.exchange(rows, self._received, self._sent)
 
 
 class _Exchanged(torch.autograd.Function):
