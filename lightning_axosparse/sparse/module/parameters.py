@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_axosparse.distributed.gradient_reducer import DividedGradient
 from lightning_axosparse.sparse.module.sparse_module import (
     SparseModule,
-    Stored,
+    SparseStorage,
     forget_layout,
     make_sparse,
 )
@@ -65,7 +65,7 @@ class OwnedParameter:
     owners: list[Owner]
 
     @property
-    def stored(self) -> Stored | None:
+    def stored(self) -> SparseStorage | None:
         """How it is stored sparse; None while it is dense."""
         owner, attribute = self.owners[0]
         return owner._stored.get(attribute) if isinstance(owner, SparseModule) else None
@@ -171,7 +171,7 @@ class ParameterState:
     """
 
     values: Tensor
-    stored: Stored | None
+    stored: SparseStorage | None
     state: dict[int, dict[str, tuple[Any, bool]]]
 
 

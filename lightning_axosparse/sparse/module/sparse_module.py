@@ -25,7 +25,7 @@ from lightning_axosparse.support.troubleshooting import see
 _PLAIN = (Tensor, nn.Parameter)
 
 
-class Stored(NamedTuple):
+class SparseStorage(NamedTuple):
     """How a parameter is stored sparse: its kept entries, and what it is read as."""
 
     layout: Layout
@@ -39,7 +39,7 @@ class SparseModule(nn.Module):
     """
 
     _dense_class: type[nn.Module]
-    _stored: dict[str, Stored]
+    _stored: dict[str, SparseStorage]
 
     def __setattr__(self, name: str, value: Any) -> None:
         stored = vars(self).get("_stored", {}).get(name)
@@ -62,7 +62,7 @@ class SparseModule(nn.Module):
         values = self._parameters[name]
         return values is not None and not values.requires_grad and "forward" not in vars(type(self))
 
-    def _stored_here(self) -> list[tuple[str, nn.Parameter, Stored]]:
+    def _stored_here(self) -> list[tuple[str, nn.Parameter, SparseStorage]]:
         """The weights that are here, and not in a parametrization."""
         here = ((name, self._parameters.get(name), each) for name, each in self._stored.items())
         return [(name, values, each) for name, values, each in here if values is not None]
@@ -206,7 +206,7 @@ class _MasterConversion:
 def make_sparse(module: nn.Module, name: str, layout: Layout, form: DenseForm) -> None:
     """Make ``module.name`` read as a dense-shaped weight with the kept entries of ``layout``."""
     dense_class = _dense_class(module)
-    stored = {**vars(module).get("_stored", {}), name: Stored(layout, form)}
+    stored = {**vars(module).get("_stored", {}), name: SparseStorage(layout, form)}
     vars(module)["_stored"] = stored
     vars(module).pop("_flat_weights", None)
     module.__class__ = _sparse_class(dense_class, tuple(stored))
