@@ -107,12 +107,13 @@ class DenseCopy:
 
     Attributes:
         dtype: the dtype of the copy; None before the first read.
+        dense: the dense tensor, if memory is allocated for it.
     """
 
     def __init__(self) -> None:
         self.dtype: torch.dtype | None = None
         self._training = True
-        self._dense: Tensor | None = None
+        self.dense: Tensor | None = None
         self._source: Tensor | None = None
         self._filled_at = (-1, -1)
         self._steps: _OptimizerSteps | None = None
@@ -120,7 +121,7 @@ class DenseCopy:
     def configure(self, dtype: torch.dtype, training: bool) -> None:
         """Set the dtype and the module's mode; a change fills the copy at its next use."""
         if dtype != self.dtype:
-            self.dtype, self._dense = dtype, None
+            self.dtype, self.dense = dtype, None
         if training != self._training:
             self._training = training
             self.invalidate()
@@ -140,28 +141,23 @@ class DenseCopy:
             self._steps = _optimizer_steps()
         state = version_of(kept), self._steps.count
         source = self._source
-        if self._dense is None or source is None or source.data_ptr() != kept.data_ptr():
+        if self.dense is None or source is None or source.data_ptr() != kept.data_ptr():
             self._filled_at = (-1, -1)
         if state != self._filled_at:
-            if self._dense is None:
+            if self.dense is None:
                 # A tensor made in inference mode could not be written outside it.
                 with torch.inference_mode(False):
-                    self._dense = torch.empty(layout.shape, dtype=self.dtype, device=kept.device)
-            layout.fill(self._dense, kept)
+                    self.dense = torch.empty(layout.shape, dtype=self.dtype, device=kept.device)
+            layout.fill(self.dense, kept)
             # Keep the values' storage alive, so that no other values are allocated at its address.
             # The parameter itself would follow to the address of new data it is given.
             self._source, self._filled_at = kept.detach(), state
-        assert self._dense is not None
-        return self._dense
+        assert self.dense is not None
+        return self.dense
 
     def release(self) -> None:
         """Free the memory until the next use."""
-        self._dense = self._source = None
-
-    @property
-    def dense(self) -> Tensor | None:
-        """The dense tensor, if memory is allocated for it."""
-        return self._dense
+        self.dense = self._source = None
 
     def __reduce__(self) -> Any:
         return DenseCopy, ()
