@@ -319,8 +319,8 @@ class MaskRule:
         """
         rule, sizes = self.resolved(module, optimizers), self.sizes(module)
         names = [name for name in sizes if counted is None or name in counted]
-        stored = stored or partial(_stored_in, _by_name(module), optimizers)
-
+        owned = {entry.names[0]: entry for entry in owned_parameters(module)}
+        stored = stored or partial(_stored_in, owned, optimizers)
         score = SCORES[rule.score] if isinstance(rule.score, str) else rule.score
         scores = Scores(score, names, stored)
         kept = kept_entries(sizes, self.ratio)
@@ -337,10 +337,6 @@ class MaskRule:
         """The name of the score."""
         named = getattr(self.score, "__name__", type(self.score).__name__)
         return self.score if isinstance(self.score, str) else named
-
-
-def _by_name(module: nn.Module) -> dict[str, OwnedParameter]:
-    return {entry.names[0]: entry for entry in owned_parameters(module)}
 
 
 def _stored_in(
