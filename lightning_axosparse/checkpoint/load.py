@@ -99,7 +99,7 @@ def load_sparse(
             "There is no ticket in the file, so nothing tells which weights to keep. Pass `ticket=`"
             ": an EarlyBirdTicket callback has it as its `ticket`." + see("checkpoints")
         )
-    _validate_masks(owned, ticket.masks)
+    _validate_masks(owned, ticket.shapes)
     stored = _load_kept(module, owned, state, ticket.masks, skipped)
     return replace(ticket, masks=ticket.part(stored))
 
@@ -228,14 +228,14 @@ def _validate_shapes(module: nn.Module, state: Mapping[str, Tensor], skipped: Sk
             )
 
 
-def _validate_masks(owned: Sequence[OwnedParameter], masks: Mapping[str, Tensor]) -> None:
-    """Check that the masks have the parameters' shapes."""
+def _validate_masks(owned: Sequence[OwnedParameter], shapes: Mapping[str, torch.Size]) -> None:
+    """Check that masks of these shapes have those of the parameters."""
     for entry in owned:
         for name in entry.names:
-            if name in masks and masks[name].shape != entry.shape:
+            if shapes.get(name, entry.shape) != entry.shape:
                 raise ValueError(
                     f"'{name}' has shape {tuple(entry.shape)} in the module, "
-                    f"{tuple(masks[name].shape)} in the ticket. Skip it (`skip=['{name}']`), or "
+                    f"{tuple(shapes[name])} in the ticket. Skip it (`skip=['{name}']`), or "
                     "load into the model that the ticket was drawn from." + see("checkpoints")
                 )
 
