@@ -4,7 +4,7 @@ A product with a weight that is stored in segments (``formats.py``) runs over gr
 numbers of one feature, for all tokens of a group, lie side by side and are one vector, so each kept
 value is multiplied with a vector of consecutive numbers, whatever the pattern. 64 rows of the
 weight are multiplied with one segment of columns before the next, so that the features of a segment
-stay in the first cache.
+stay in the first cache. The kept entries of the next 64 rows are asked for meanwhile.
 
 Sums run over columns in ascending order: a token's result depends neither on the tokens beside it
 nor on the number of threads.
@@ -65,7 +65,12 @@ def spmm_t(
     token = 0
     while token < tokens:
         part = (inputs, (token, tokens), weight, rows, start, bias, outputs, packed)
-        token += _spmm_t(zeros(64), *part) if tokens - token > 16 else _spmm_t(zeros(16), *part)
+        if tokens - token > 16:
+            token += _spmm_t(zeros(64), *part)
+        elif tokens - token > 8:
+            token += _spmm_t(zeros(16), *part)
+        else:
+            token += _spmm_t(zeros(8), *part)
 
 
 @compiled
@@ -87,7 +92,7 @@ def _spmm_t(
     _pack(inputs, token * width, width, group, width, packed, lanes)
     for top in range(rows[0], rows[1], ROWS):
         number = min(ROWS, rows[1] - top)
-        start = _begin(weight, top, number, start, entries)
+        ahead = start = _begin(weight, top, number, start, entries)
         for row in range(number):
             store(broadcast(zero, bias[top + row] if len(bias) else 0.0), sums, row * lanes)
         for segment in range(segments_of(weight)):
@@ -96,6 +101,8 @@ def _spmm_t(
                 entry = item(entries, row)
                 end = entry + kept_in(weight, top + row, segment)
                 entries[row] = end
+                _ask_for(weight, ahead)
+                ahead += end - entry
                 total = load(zero, sums, row * lanes)
                 for k in range(entry, end):
                     feature = load(zero, packed, (features + item(weight.offsets, k)) * lanes)
@@ -112,7 +119,12 @@ def spmm(inputs: Any, tokens: Span, weight: Weight, bias: Any, outputs: Any, pac
     token, end = tokens
     while token < end:
         part = (inputs, (token, end), weight, bias, outputs, packed)
-        token += _spmm(zeros(64), *part) if end - token > 16 else _spmm(zeros(16), *part)
+        if end - token > 16:
+            token += _spmm(zeros(64), *part)
+        elif end - token > 8:
+            token += _spmm(zeros(16), *part)
+        else:
+            token += _spmm(zeros(8), *part)
 
 
 @compiled
@@ -128,7 +140,7 @@ def _spmm(
     start = 0
     for top in range(0, height, ROWS):
         number = min(ROWS, height - top)
-        start = _begin(weight, top, number, start, entries)
+        ahead = start = _begin(weight, top, number, start, entries)
         _pack(inputs, token * height + top, height, group, number, factors, lanes)
         for segment in range(segments_of(weight)):
             features = segment * SEGMENT
@@ -136,6 +148,8 @@ def _spmm(
                 entry = item(entries, row)
                 end = entry + kept_in(weight, top + row, segment)
                 entries[row] = end
+                _ask_for(weight, ahead)
+                ahead += end - entry
                 factor = load(zero, factors, row * lanes)
                 for k in range(entry, end):
                     place = (features + item(weight.offsets, k)) * lanes
@@ -219,6 +233,14 @@ def _begin(weight: Weight, top: int, rows: int, start: int, entries: Any) -> int
 
 
 @compiled
+def _ask_for(weight: Weight, entry: int) -> None:
+    """Let the processor read a row's entries of a segment: it does not foresee where they are."""
+    prefetch(weight.values, entry)
+    prefetch(weight.values, entry + 16)
+    prefetch(weight.offsets, entry)
+
+
+@compiled
 def _pack(
     source: Any, at: int, stride: int, tokens: int, features: int, packed: Any, lanes: int
 ) -> None:
@@ -263,11 +285,7 @@ multiplied.
 def by_segments(
     inputs: Any, weight: Weight, rows: Span, start: int, bias: Any, outputs: Any
 ) -> None:
-    """Compute some numbers of ``weight @ inputs + bias``, with AVX-512.
-
-    The kept entries of the next rows are asked for in time: the processor does not foresee where
-    they are, as each segment's are read in turn.
-    """
+    """Compute some numbers of ``weight @ inputs + bias``, with AVX-512."""
     width, values, offsets = weight.width, weight.values, weight.offsets
     whole = width // SEGMENT
     last = np.zeros(SEGMENT, np.float32)  # with zeros behind the inputs, as a vector is read whole
@@ -299,9 +317,7 @@ def by_segments(
                 # Always two vectors: where a second one followed if there were more than 16
                 # entries, the processor guessed wrong whether it would, which took longer.
                 for k in range(entry, end, AT_ONCE):
-                    prefetch(values, ahead)
-                    prefetch(values, ahead + 16)
-                    prefetch(offsets, ahead)
+                    _ask_for(weight, ahead)
                     ahead += min(AT_ONCE, end - k)
                     total = add_found_products(total, features, values, offsets, k, end - k)
                     total = add_found_products(
@@ -335,19 +351,19 @@ def by_columns(
 @compiled
 def one_token_spmm(inputs: Any, weight: Weight, bias: Any, outputs: Any) -> None:
     """Compute ``inputs @ weight + bias``."""
-    columns = np.empty(weight.width + AT_ONCE, np.int32)
+    one, entry = zeros(1), 0
     for column in range(weight.width):
         outputs[column] = bias[column] if len(bias) else 0
-    start = 0
     for row in range(len(inputs)):
-        factor = broadcast(zeros(1), item(inputs, row))
-        kept = _columns(weight, row, start, columns)
-        for k in range(kept):
-            column = np.intp(item(columns, k))
-            total = load(zeros(1), outputs, column)
-            value = load(zeros(1), weight.values, start + k)
-            store(multiply_add(value, factor, total), outputs, column)
-        start += kept
+        factor = broadcast(one, item(inputs, row))
+        for segment in range(segments_of(weight)):
+            end = entry + kept_in(weight, row, segment)
+            for k in range(entry, end):
+                column = segment * SEGMENT + item(weight.offsets, k)
+                total = load(one, outputs, column)
+                total = multiply_add(load(one, weight.values, k), factor, total)
+                store(total, outputs, column)
+            entry = end
 
 
 @compiled
