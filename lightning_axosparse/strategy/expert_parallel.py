@@ -32,7 +32,7 @@ from lightning_axosparse.sparse.module.parameters import (
     own_parts,
     owned_parameters,
 )
-from lightning_axosparse.strategy.split_parameter import SplitParameter
+from lightning_axosparse.strategy.weight_parts import SplitParameter, hugging_face_plans
 from lightning_axosparse.support.patched import Forward, patched, replaced_forward
 from lightning_axosparse.support.torch_internals import hooked
 from lightning_axosparse.support.troubleshooting import see
@@ -117,7 +117,12 @@ def expert_layers(module: nn.Module, experts: Experts) -> list[ExpertLayer]:
     """
     patterns = [experts] if isinstance(experts, str) else list(experts)
     if experts == "auto":
-        patterns = list(_hugging_face_patterns(module))
+        patterns = [
+            f"{path}.{name}".lstrip(".")
+            for path, _, plan in hugging_face_plans(module, "ep_plan")
+            for name, style in plan.items()
+            if style == "ep_dispatch_experts"
+        ]
     found = [
         _layer(path, part)
         for path, part in module.named_modules()
@@ -141,18 +146,6 @@ def _matches(path: str, pattern: str) -> bool:
     """Whether each word of a name matches that of a pattern: ``*`` is no more than one."""
     words, patterns = path.split("."), pattern.split(".")
     return len(words) == len(patterns) and all(map(fnmatchcase, words, patterns))
-
-
-def _hugging_face_patterns(module: nn.Module) -> Iterator[str]:
-    planned: list[str] = []
-    for path, part in module.named_modules():
-        # PEFT's modules have all attributes of the module inside of them.
-        plan = getattr(part, "ep_plan", None) if hasattr(type(part), "ep_plan") else None
-        if isinstance(plan, Mapping) and not any(path.startswith(each) for each in planned):
-            planned += [f"{path}."] if plan else []
-            for name, style in plan.items():
-                if style == "ep_dispatch_experts":
-                    yield f"{path}.{name}".lstrip(".")
 
 
 def _layer(path: str, module: nn.Module) -> ExpertLayer:

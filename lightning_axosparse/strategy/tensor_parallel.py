@@ -32,7 +32,7 @@ from lightning_axosparse.distributed.gradient_reducer import kept
 from lightning_axosparse.sparse.module.parameters import OwnedParameter, own_all, own_parts
 from lightning_axosparse.sparse.module.sparse_module import SparseModule
 from lightning_axosparse.strategy.compat.internals import set_device_mesh
-from lightning_axosparse.strategy.split_parameter import SplitParameter
+from lightning_axosparse.strategy.weight_parts import SplitParameter, hugging_face_plans
 from lightning_axosparse.support.torch_internals import hooked, is_tensor_parallel
 from lightning_axosparse.support.troubleshooting import see
 
@@ -63,12 +63,7 @@ def hugging_face_plan(module: nn.Module) -> dict[str, ParallelStyle]:
         MisconfigurationException: where there is none, or it has a style that torch has not.
     """
     plan: dict[str, ParallelStyle] = {}
-    planned: list[str] = []
-    for path, part in module.named_modules():
-        styles = getattr(part, "tp_plan", None)
-        if not isinstance(styles, Mapping) or any(path.startswith(each) for each in planned):
-            continue
-        planned += [f"{path}."] if styles else []
+    for path, part, styles in hugging_face_plans(module, "tp_plan"):
         experts = tuple(name for name, style in styles.items() if style == "moe_tp_experts")
         for name, style in styles.items():
             if name.startswith(experts):

@@ -70,6 +70,8 @@ def test_runs(module: type, options: dict[str, Any], message: str) -> None:
 class Planned(nn.Module):
     """As Hugging Face's modules name the plan of all of their parts."""
 
+    tp_plan: dict[str, str] | None = None
+
     def __init__(self, **styles: str) -> None:
         super().__init__()
         self.inner, self.tp_plan = nn.Linear(2, 2), styles

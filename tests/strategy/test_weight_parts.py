@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_axosparse.distributed.mpi.process_group import init_process_group
 from lightning_axosparse.sparse import sparsify
 from lightning_axosparse.sparse.module.parameters import owned_parameters
-from lightning_axosparse.strategy.split_parameter import SplitParameter
+from lightning_axosparse.strategy.weight_parts import SplitParameter
 from tests.ranks import run_ranks
 
 HALF = torch.arange(24).view(4, 6) % 2 == 0
