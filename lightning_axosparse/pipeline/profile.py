@@ -1,4 +1,4 @@
-"""Measures passes: the memory that a forward pass keeps or takes, and the time of each layer."""
+"""Measures passes: bytes that a forward pass keeps or takes, and seconds of layers and stages."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ from time import perf_counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.pipeline.shard.partition import Partition
+from lightning_axosparse.support.messages import rank_zero_info
 from lightning_axosparse.support.torch_internals import (
     OperatorMode,
     storage_id,
     tree_leaves,
     tree_map_only,
 )
+from lightning_axosparse.support.trace import clock
 from lightning_axosparse.support.troubleshooting import see
 
 
@@ -224,3 +228,44 @@ def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return perf_counter()
+
+
+_WARM_UP, _BATCHES = 1, 3
+_UNEQUAL = 1.3
+"""Times the mean stage's time from which on the slowest stage is named."""
+
+
+class StageTimes:
+    """The time for which this rank's stage computes in the first batches.
+
+    Args:
+        group: the stages of the pipeline; None: nothing is compared.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group, self._seconds = group, list[float]()
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Measure a training batch; after the last one that is measured, compare; collective."""
+        began = _computed()
+        yield
+        if self._group is not None and len(self._seconds) < _WARM_UP + _BATCHES:
+            self._seconds.append(_computed() - began)
+            if len(self._seconds) == _WARM_UP + _BATCHES:
+                mean = sum(self._seconds[_WARM_UP:]) / _BATCHES
+                _say(all_gather(mean, self._group))
+
+
+def _computed() -> float:
+    return clock.totals["forward"] + clock.totals["backward"] + clock.totals["weight gradient"]
+
+
+def _say(seconds: Sequence[float]) -> None:
+    slowest, mean = max(seconds), sum(seconds) / len(seconds)
+    if slowest > _UNEQUAL * mean:
+        rank_zero_info(
+            f"Stage {seconds.index(slowest)} computes {slowest / mean:.1f} times as long as the "
+            f"mean stage: {', '.join(f'{1e3 * s:,.0f}' for s in seconds)} ms of a batch by stage. "
+            "Try balance='time', or balance=[...] with the layers of each stage."
+        )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,8 +19,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_axosparse import AxoSparseStrategy, sparsify
 from lightning_axosparse.pipeline import profile
-from lightning_axosparse.pipeline.profile import activation_bytes, profile_layers
+from lightning_axosparse.pipeline.profile import StageTimes, activation_bytes, profile_layers
 from lightning_axosparse.pipeline.shard.partition import imbalance
+from lightning_axosparse.support import trace
+from tests.parity.cases import CLASSES, FEATURES, Net, loader, trainer
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -262,3 +266,67 @@ def test_what_cannot_be_timed_is_refused(clock: Clock) -> None:
         fit(Network(clock, None), balance="time", transport="loopback")
     with pytest.raises(MisconfigurationException, match="balance='size' must be"):
         AxoSparseStrategy(g_inter=2, balance="size")
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (0.009, []),
+        (0.002, ["Stage 0 computes 1.7 times as long as the mean stage", "10, 2 ms", "'time'"]),
+        (0.05, ["Stage 1 computes 1.7 times as long", "10, 50 ms"]),
+    ],
+)
+def test_the_batches_after_the_first_are_compared_once(
+    other: float, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(profile, "rank_zero_info", told.append)
+    monkeypatch.setattr(profile, "all_gather", lambda own, group: [own, other])
+    group: Any = object()
+    times = StageTimes(group)
+    for batch in range(9):
+        with times.batch():
+            seconds = 7.0 if batch == 0 else 0.01  # The first batch compiles and allocates.
+            trace.clock.add("forward", trace.now(), trace.now() + seconds / 2)
+            trace.clock.add("backward", trace.now(), trace.now() + seconds / 2)
+            trace.clock.add("wait", trace.now(), trace.now() + 3.0)
+    assert len(told) == bool(said)
+    assert all(words in text for text in told for words in said)
+
+
+def test_a_single_stage_compares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "all_gather", None)
+    times = StageTimes(None)
+    for _ in range(9):
+        with times.batch():
+            trace.clock.add("forward", trace.now(), trace.now() + 1.0)
+
+
+class Sleeps(nn.Linear):
+    """A layer of few parameters that takes long."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.1)
+        return super().forward(x)
+
+
+class Unequal(Net):
+    """As a ResNet, whose first layers have few parameters and most of the work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(
+            Sleeps(FEATURES, 4), nn.Linear(4, 400), nn.ReLU(), nn.Linear(400, CLASSES)
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("balance", "lines"), [("parameters", 1), ([1, 3], 0)])
+def test_a_run_says_which_stage_computes_longest(
+    balance: Any, lines: int, warm_ranks: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    strategy = AxoSparseStrategy(g_inter=2, balance=balance)
+    trainer(strategy, 2, callbacks=[]).fit(Unequal(), loader(1))
+    said = "".join(capfd.readouterr())
+    assert len(re.findall("^Stage 0 computes [^ ]+ times as long", said, re.MULTILINE)) == lines

@@ -30,6 +30,7 @@ from lightning_axosparse.pipeline.microbatch import (
     of_replica,
     weigh_by,
 )
+from lightning_axosparse.pipeline.profile import StageTimes
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.stage_step import (
     Batch,
@@ -53,7 +54,6 @@ from lightning_axosparse.strategy.step.batch_splitting import BatchSplitter
 from lightning_axosparse.strategy.step.check import StepCheck, without_trace
 from lightning_axosparse.strategy.step.comparison import Compared, StepRules
 from lightning_axosparse.strategy.step.open_pipeline import OpenPipeline
-from lightning_axosparse.strategy.step.stage_times import StageTimes
 from lightning_axosparse.strategy.step.whole_step import StepContext
 from lightning_axosparse.support.messages import rank_zero_warn
 
