@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -145,14 +144,13 @@ class MPIStrategy(ParallelStrategy):
         if grid.data_size == grid.world_size:
             return precision
         replica = replace(environment.placement(), world_size=grid.data_size, rank=grid.data_rank)
-        return partial(self._step_as, replica, precision)
 
-    @contextmanager
-    def _step_as(
-        self, replica: environment.Placement, precision: Callable[[], AbstractContextManager[None]]
-    ) -> Iterator[None]:
-        with patched(self, "_seen", replica), precision():
-            yield
+        @contextmanager
+        def as_replica() -> Iterator[None]:
+            with patched(self, "_seen", replica), precision():
+                yield
+
+        return as_replica
 
     def set_world_ranks(self) -> None:
         """Set the rank that Lightning's rank-zero helpers compare with."""

@@ -58,17 +58,14 @@ class StashedGradients:
         for parameter in self.earlier:
             parameter.grad = None
         if self._frees and starts_accumulation(self._trainer):
-            self.earlier.update(dict.fromkeys(self._cleared() & self.earlier.keys()))
+            groups = [group for each in self._trainer.optimizers for group in each.param_groups]
+            cleared = {parameter for group in groups for parameter in group["params"]}
+            self.earlier.update(dict.fromkeys(cleared & self.earlier.keys()))
         yield
         self._fresh = {parameter: parameter.grad for parameter in self.earlier}
         for parameter, gradient in self.earlier.items():
             parameter.grad = gradient
         self.earlier = {}
-
-    def _cleared(self) -> set[nn.Parameter]:
-        """The parameters whose gradients ``zero_grad`` clears."""
-        groups = [group for each in self._trainer.optimizers for group in each.param_groups]
-        return {parameter for group in groups for parameter in group["params"]}
 
     def restore(self) -> None:
         """Add the gradients of the batch to what ``zero_grad`` has left."""

@@ -13,7 +13,7 @@ next batch. Where all ranks fail at the same point, callbacks save before the jo
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -39,17 +39,12 @@ from lightning_axosparse.support.patched import patched
 from lightning_axosparse.support.troubleshooting import see
 
 
-def loops_of(trainer: Trainer) -> dict[str, Any]:
-    """The loops of a Trainer and the loops inside them, by their attribute paths."""
-    return _loops_in(vars(trainer), "trainer")
-
-
-def _loops_in(attributes: Mapping[str, Any], path: str) -> dict[str, Any]:
-    loops = {}
-    for name, value in attributes.items():
+def loops_of(owner: Trainer | _Loop, path: str = "trainer") -> dict[str, Any]:
+    """The loops of a Trainer, or of a loop, and the loops inside them, by their attribute paths."""
+    loops: dict[str, Any] = {}
+    for name, value in vars(owner).items():
         if isinstance(value, _Loop):
-            loops[f"{path}.{name}"] = value
-            loops |= _loops_in(vars(value), f"{path}.{name}")
+            loops |= {f"{path}.{name}": value, **loops_of(value, f"{path}.{name}")}
     return loops
 
 

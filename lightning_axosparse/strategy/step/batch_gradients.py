@@ -21,13 +21,8 @@ from lightning_axosparse.strategy.compat.gradients import (
 class BatchGradients:
     """Makes, reduces and shows to hooks the gradients of one batch.
 
-    Args:
-        trainer: the running Trainer.
-        module: the user's module.
-        precision: the pipeline's precision plugin.
-        reducer: averages gradients over replicas; None to keep them local.
-        stashed: the gradients of earlier batches.
-        hooks: those of the user's parameters.
+    Without a ``reducer``, which averages them over replicas, they stay local. ``stashed`` are those
+    of earlier batches, ``hooks`` those of the user's parameters.
     """
 
     def __init__(
@@ -82,12 +77,7 @@ class BatchGradients:
             self._hooks.call(parameter, self._earlier or {}, group)
 
     def finish(self, parameters: Collection[nn.Parameter], waits: bool) -> None:
-        """All-reduce the other gradients, and rescale those of this rank alone.
-
-        Args:
-            parameters: those of this rank.
-            waits: whether to wait for the all-reduces.
-        """
+        """All-reduce the other gradients of these parameters, and rescale those that stay local."""
         reducer = self._reducer
         if reducer is not None:
             reducer.start_rest()

@@ -146,10 +146,6 @@ class BatchSplitter:
     def explained(self, rest: Sequence[Any], batch: Any) -> Iterator[None]:
         """Say of an error inside the context that it may come from how the batch was split.
 
-        Args:
-            rest: the other arguments of the step.
-            batch: the whole batch.
-
         Raises:
             MisconfigurationException: for an error of a step, where it had to be inferred from the
                 batch which tensors have an entry for each sample.
@@ -174,7 +170,7 @@ class BatchSplitter:
         origin = loaders.source(self._trainer, rest)
         key = origin.loop, origin.index
         known = self._known.get(key)
-        if known is None or not _same(known.loaders, origin.loaders):
+        if known is None or [*map(id, known.loaders)] != [*map(id, origin.loaders)]:
             is_usual = loaders.collates_as_usual(self._trainer, origin)
             known = _LoaderBatches(origin.name, origin.loaders, is_usual, origin.batch_size)
             self._known[key] = known
@@ -235,9 +231,3 @@ class _LoaderBatches:
                 f"Every micro-batch gets the whole {names}: such an object has no known batch "
                 f"dimension. If it holds something for each sample: {ASK}" + see("batches")
             )
-
-
-def _same(some: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
-    return len(some) == len(others) and all(
-        one is other for one, other in zip(some, others, strict=True)
-    )

@@ -48,13 +48,7 @@ def without_trace(run: OpenPipeline) -> Iterator[set[str]]:
 class StepCheck:
     """Compares a step on a whole batch with the same step on the batch's micro-batches.
 
-    Args:
-        run: the pipeline.
-        step: the step, with what it is given besides the batch, and the micro-batches.
-        batch: the whole batch.
-        trains: whether the step returns a loss.
-        tolerance: largest relative difference.
-        told: what the user has been told, which is not said again.
+    What the user has been ``told`` is not said again.
     """
 
     def __init__(
@@ -89,11 +83,7 @@ class StepCheck:
     ) -> StepRules:
         """Compare, and tell the user what differs; collective over the pipeline.
 
-        Args:
-            free: returns the bytes that this rank may still take.
-            weights_given: whether the user has given the weights of micro-batches.
-            used: how the batch was trained, if it was before it is compared; its loss has to have
-                combined so.
+        A batch that was trained before it is compared has to have combined as it was ``used``.
 
         Returns:
             How the values of micro-batches combine, on the last stage; elsewhere anything.
@@ -272,11 +262,6 @@ class StepCheck:
         self, batch: Sequence[MicroBatch], whole: Seen, cut: Seen
     ) -> tuple[StateRules, list[str], str | None]:
         """What the step changes, and by which rules; collective over the pipeline.
-
-        Args:
-            batch: the whole batch as one.
-            whole: what its dry run has shown.
-            cut: what that of the micro-batches has shown.
 
         Returns:
             What it changes, what to warn of, and why that could not be found out; the same on all

@@ -90,17 +90,10 @@ class Compared:
     ) -> bool:
         """Whether it shows how the values of another batch combine; if not, compare this one.
 
-        Batches combine alike if the step has called the same functions, and taken means whose
-        denominators are proportional to samples in both or in neither. A number that was the same
-        in all micro-batches, such as a score of zero, has shown nothing. Nor does a rule that fits
-        the numbers of one batch have to fit those of others.
-
-        Args:
-            programs: which functions the step has called for each micro-batch.
-            losses: the loss of each micro-batch; none in evaluation.
-            calls: what it has logged.
-            parts: the micro-batches.
-            rules: how the values were combined.
+        Batches combine alike if the step has called the same functions (``programs``), and taken
+        means whose denominators are proportional to samples in both or in neither. A number that
+        was the same in all micro-batches, such as a score of zero, has shown nothing. Nor does a
+        rule that fits the numbers of one batch have to fit those of others.
         """
         if self._batches == _MOST_COMPARISONS:
             return True
@@ -171,12 +164,9 @@ class Seen(NamedTuple):
 class Comparison:
     """Compares the dry run of a whole batch with that of its micro-batches, on the last stage.
 
-    Args:
-        name: of the step.
-        parts: the micro-batches.
+    Attributes:
         tolerance: largest relative difference.
         weights_given: whether the user has given the weights of micro-batches.
-        stage: the last stage.
         used: how the batch was trained before; None if it was not.
         outputs_are_read: whether anybody gets what the step returns besides the loss.
     """

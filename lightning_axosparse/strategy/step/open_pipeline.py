@@ -29,13 +29,8 @@ from lightning_axosparse.strategy.stages.stage_module import StageModule
 class OpenPipeline:
     """What steps need on one grid of ranks; creating it is collective over the job.
 
-    Args:
-        stage_module: the part of the module on this rank.
-        limit: most micro-batches that a stage may hold.
-        schedules: the names of the training schedules of which the fastest is used.
-        precision: the precision plugin.
-        rng: random numbers of the pipeline.
-        give_gradients: gives parameters the gradients that a step has computed.
+    The fastest of the training schedules of these names is used. ``give_gradients`` gives
+    parameters the gradients that a step has computed.
     """
 
     def __init__(

@@ -61,16 +61,8 @@ from lightning_axosparse.support.messages import rank_zero_warn
 class StepRunner:
     """Runs the steps of a module whose layers are partitioned into stages.
 
-    Creating it is collective over the job.
-
-    Args:
-        config: the strategy's arguments.
-        trainer: the running Trainer.
-        precision: the pipeline's precision plugin.
-        in_flight: the in-flight limit of a grid, and the memory that is free.
-        steps_in_parts: whether the optimizer waits for each part of the gradients before it uses
-            it, by :meth:`StageModule.await_gradients`.
-        stage_module: the part of the module on this rank.
+    Creating it is collective over the job. With ``steps_in_parts`` the optimizer itself waits for
+    each part of the gradients before it uses it, by :meth:`StageModule.await_gradients`.
     """
 
     def __init__(
@@ -106,11 +98,7 @@ class StepRunner:
         self._open = self._opened(stage_module)
 
     def open(self, stage_module: StageModule) -> None:
-        """Run the next steps on another grid of ranks; to be called after :meth:`close`.
-
-        Args:
-            stage_module: the part of the module on this rank.
-        """
+        """Run the next steps on another grid of ranks; to be called after :meth:`close`."""
         _agree_on_seed(stage_module)
         self._crossings.clear()
         known = self._open.tracker.dims
@@ -159,7 +147,7 @@ class StepRunner:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Run the module's ``training_step`` forward and backward; arguments as for the others.
+        """Run the module's ``training_step`` forward and backward, in the context of ``precision``.
 
         Returns:
             What it returned for the batch; before the last stage its loss.
@@ -210,14 +198,7 @@ class StepRunner:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Run one of the module's other steps forward.
-
-        Args:
-            user_step: ``validation_step``, ``test_step`` or ``predict_step`` of the module.
-            precision: makes the context in which it runs.
-            batch: the batch.
-            args: the other arguments of the step.
-            kwargs: its keyword arguments.
+        """Run the module's ``validation_step``, ``test_step`` or ``predict_step`` forward.
 
         Returns:
             What it returned for the batch; before the last stage its loss, except in prediction.
@@ -249,15 +230,11 @@ class StepRunner:
                 rules = check.rules(self._in_flight.free, self._weights_given, used)
             elif not self._open.stage_module.is_whole:
                 rules = check.changes()
-            if self._open.stage_module.groups.batch_replicas is not None:
-                rules = self._of_first_replica(rules)
+            groups = self._open.stage_module.groups
+            if groups.batch_replicas is not None:
+                rules = groups.broadcast_to_same_batch(rules, self._open.stage_module.last_stage)
         self._rules[key] = rules if used is None else rules.besides(used)
         return self._rules[key]
-
-    def _of_first_replica(self, rules: StepRules) -> StepRules:
-        """What the first of the replicas that share a batch has found; collective over them."""
-        groups, last_stage = self._open.stage_module.groups, self._open.stage_module.last_stage
-        return groups.broadcast_to_same_batch(rules, last_stage)
 
     def _is_late(self, rules: StepRules, sent: Sequence[Sent]) -> bool:
         """Whether the step has changed what it did not in batches that were compared."""

@@ -28,14 +28,8 @@ class WholeStepRunner:
     """Runs steps as Lightning does on one device, and averages gradients over replicas.
 
     There is nothing to pipeline, so Lightning's own logging, metrics, closures and manual
-    optimization work as they are.
-
-    Args:
-        trainer: the running Trainer.
-        precision: the precision plugin.
-        steps_in_parts: whether the optimizer waits for each part of the gradients before it uses
-            it, by :meth:`StageModule.await_gradients`.
-        stage_module: the module, whole.
+    optimization work as they are. With ``steps_in_parts`` the optimizer itself waits for each part
+    of the gradients before it uses it, by :meth:`StageModule.await_gradients`.
     """
 
     def __init__(
