@@ -262,9 +262,7 @@ class _StepEstimate:
         )
 
 
-@cache
-def _partition(costs: tuple[float, ...], stages: int) -> list[range]:
-    return balance(costs, stages)
+_partition = cache(balance)
 
 
 def _sums(costs: Sequence[float], parts: Sequence[range]) -> Seconds:

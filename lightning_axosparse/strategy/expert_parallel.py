@@ -209,11 +209,7 @@ def validate_experts(module: nn.Module, experts: Experts, g_expert: int) -> None
 class SpreadExperts:
     """The experts of a module, of which each rank of a group has some.
 
-    Args:
-        module: the module, whole.
-        experts: which of its modules have experts.
-        group: the ranks over which they are spread.
-        tensor_group: ranks with the same tokens and experts; None for this one alone.
+    The ranks of ``tensor_group`` have the same tokens and experts as this one.
     """
 
     def __init__(

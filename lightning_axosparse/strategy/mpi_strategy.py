@@ -39,13 +39,8 @@ class MPIStrategy(ParallelStrategy):
     """A strategy whose ranks are ``g_data`` replicas of consecutive ranks.
 
     Every rank of a replica is given the same samples and logs the same values, so Lightning's
-    reductions go over replicas.
-
-    Args:
-        config: the strategy's arguments.
-        cluster_environment: what Lightning asks about the cluster, such as how Slurm requeues jobs;
-            None asks MPI. The ranks are those of the MPI job in both cases.
-        plugins: the other arguments of Lightning's strategies.
+    reductions go over replicas. A ``cluster_environment`` says how the cluster works, such as how
+    Slurm requeues jobs; the ranks are those of the MPI job in any case.
     """
 
     def __init__(

@@ -189,11 +189,6 @@ class Transfer:
         free(moved.tensor)
 
 
-def bubble(stages: int, microbatches: float) -> float:
-    """The fraction of a step in which equal stages are idle while the pipeline fills and drains."""
-    return (stages - 1) / (microbatches + stages - 1)
-
-
 @dataclass(frozen=True)
 class Regridded:
     """A move from one grid to another.
@@ -214,11 +209,12 @@ class Regridded:
 
     @property
     def bubbles(self) -> tuple[float, float]:
-        """The :func:`bubble` before and after."""
-        return (
-            bubble(self.old.g_inter, self.microbatches / self.old.replicas_per_batch),
-            bubble(self.new.g_inter, self.microbatches / self.new.replicas_per_batch),
-        )
+        """The fraction of a step in which equal stages fill and drain, before and after."""
+        return self._bubble(self.old), self._bubble(self.new)
+
+    def _bubble(self, grid: Grid) -> float:
+        fills = grid.g_inter - 1
+        return fills / (self.microbatches / grid.replicas_per_batch + fills)
 
     def __str__(self) -> str:
         """Both grids, their bubbles, and the time."""

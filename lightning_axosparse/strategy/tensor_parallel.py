@@ -87,12 +87,7 @@ def hugging_face_plan(module: nn.Module) -> dict[str, ParallelStyle]:
 class TensorShards:
     """The parameters of a module that a plan splits over a tensor group.
 
-    Args:
-        module: the module, whole.
-        mesh: Lightning's mesh, whose dimension ``tensor_parallel`` has the ranks that share layers.
-
-    Attributes:
-        group: the ranks that share layers.
+    This is the dimension ``tensor_parallel`` of Lightning's mesh.
     """
 
     def __init__(self, module: LightningModule, mesh: DeviceMesh) -> None:

@@ -65,9 +65,7 @@ class SplitParameter:
         group: the ranks.
 
     Attributes:
-        entry: the parameter and its owners.
         shape: the dense shape of all of it.
-        group: the ranks that have a part.
     """
 
     def __init__(
@@ -235,12 +233,7 @@ class Division(Protocol):
 
 
 class WeightParts:
-    """The parameters of which this rank has a part.
-
-    Args:
-        module: the module.
-        divisions: by which ranks they are divided, and how layers compute with parts.
-    """
+    """The parameters of which this rank has a part."""
 
     def __init__(self, module: nn.Module, divisions: Sequence[Division]) -> None:
         self._module, self._divisions = module, divisions
@@ -265,12 +258,7 @@ class WeightParts:
         self._divide(self._split.values(), ())
 
     def join(self, optimizers: Iterable[Optimizer], together: bool) -> None:
-        """Make parameters and optimizers' state whole, and the layers ordinary ones.
-
-        Args:
-            optimizers: those that step the parameters.
-            together: whether all ranks do so; else parts stay parts.
-        """
+        """Make the layers ordinary ones and, if all ranks do so together, parameters whole."""
         self._read_plainly()
         for copied, hook in self._copies.items():
             hook.remove()
@@ -291,11 +279,8 @@ class WeightParts:
     ) -> Iterator[None]:
         """Have whole parameters with whole gradients and state; collective over their ranks.
 
-        What changes inside the context, these ranks have to change alike.
-
-        Args:
-            names: the parameters; None for all of this stage.
-            optimizers: those whose state of the parameters is whole, too.
+        What changes inside the context, these ranks have to change alike. Without names these are
+        all parameters of this stage.
         """
         splits = [s for name, s in self._split.items() if names is None or name in names]
         self._read_plainly()

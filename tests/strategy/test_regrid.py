@@ -16,7 +16,6 @@ from lightning_axosparse.pipeline.shard.sharding import ReshardedTensor
 from lightning_axosparse.strategy.regrid import (
     RankMemory,
     Regridded,
-    bubble,
     fewest_stages,
     model_state_bytes,
     route,
@@ -116,7 +115,7 @@ def test_a_move_prints_both_grids_and_their_bubbles() -> None:
     assert moved.bubbles == (3 / 19, 1 / 9)
     assert "2 stages x 2 replicas instead of 4 x 1" in str(moved)
     assert "11.1% instead of 15.8%" in str(moved)
-    assert bubble(1, 8) == 0
+    assert Regridded(old, old.shortened(1), 4, 0.1, 16).bubbles[1] == 0
 
 
 class CountsStages(Net):

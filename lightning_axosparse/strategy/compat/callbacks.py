@@ -134,9 +134,7 @@ def weight_averages(trainer: pl.Trainer) -> list[nn.Module]:
 class _SilentLogger(DummyLogger):
     """Takes everything and writes nothing; its folder is that of another logger.
 
-    Args:
-        logger: the other one.
-        written: filled with what was asked of this one that another would have written.
+    ``written`` is filled with what was asked of this one that another would have written.
     """
 
     def __init__(self, logger: Logger, written: set[str]) -> None:

@@ -48,11 +48,7 @@ class BatchSplitter:
     others: as many as the smallest of their batches allows. So none is empty or repeats samples,
     of which a norm, a mean or a user's step might make NaN, statistics or logged values.
 
-    Args:
-        trainer: the running Trainer.
-        microbatches: micro-batches wanted per batch and replica.
-        split_batch: the user's own function, if there is one.
-        fewest_samples: of a micro-batch; smaller batches stay whole.
+    Micro-batches have at least ``fewest_samples``; smaller batches stay whole.
     """
 
     def __init__(
@@ -71,11 +67,8 @@ class BatchSplitter:
     ) -> list[MicroBatch]:
         """Split a training batch into as many micro-batches as are wanted, if it is large enough.
 
-        Args:
-            batch: the batch, the same on all ranks that are given it.
-            rest: the other arguments of the step.
-            groups: the process groups; replicas that share batches or experts get equally many
-                parts. Collective over those that share experts.
+        Replicas that share batches or experts get equally many; collective over those that share
+        experts. ``rest`` are the other arguments of the step.
         """
         fewest = self._fewest_samples
         return self._split(
