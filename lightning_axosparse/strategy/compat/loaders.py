@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from types import FunctionType, MethodType, ModuleType
-from typing import Any, cast
+from types import FunctionType, ModuleType
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -48,7 +49,7 @@ _STEPS = {
 }
 _FEW = 2
 """Samples of a batch that shows how a step runs: batch norms need two."""
-_LEFT_ALONE = (type, ModuleType, Tensor, np.ndarray, pl.Trainer)
+_LEFT_ALONE = (type, ModuleType, Tensor, np.ndarray, pl.Trainer, str, bytes, int, float)
 _MOST_OBJECTS, _LONGEST_CONTAINER = 10_000, 1_000
 
 
@@ -249,30 +250,11 @@ def _reachable(roots: Iterable[object]) -> list[object]:
 
 
 def _parts(item: Any) -> list[object]:
-    if isinstance(item, (str, bytes, int, float)):
-        return []
-    if isinstance(item, (dict, list, tuple)):
-        # Long containers hold samples.
-        short = len(item) < _LONGEST_CONTAINER
-        return list(item.values() if isinstance(item, dict) else item) if short else []
-    if isinstance(item, MethodType):
-        return [item.__self__]
-    if isinstance(item, partial):
-        return [item.func, *item.args, *item.keywords.values()]
-    if isinstance(item, FunctionType):
-        cells = [_content(cell) for cell in item.__closure__ or ()]
-        return [*cells, *(item.__defaults__ or ())]
-    attributes = getattr(item, "__dict__", None)
-    if isinstance(attributes, dict):
-        return list(attributes.values())
-    return []
-
-
-def _content(cell: Any) -> object:
-    try:
-        return cast(object, cell.cell_contents)
-    except ValueError:
-        return None
+    if isinstance(item, FunctionType):  # Its globals are all of a module.
+        return [*gc.get_referents(*item.__closure__ or ()), *(item.__defaults__ or ())]
+    if isinstance(item, (dict, list, tuple, set, frozenset)) and len(item) >= _LONGEST_CONTAINER:
+        return []  # Long containers hold samples.
+    return gc.get_referents(item)
 
 
 def process_dataloader(dataloader: object, data_rank: int) -> object:
