@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -10,7 +9,6 @@ from itertools import product
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
@@ -23,6 +21,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops import fit_loop
 from lightning.pytorch.trainer.call import _call_teardown_hook
+from lightning.pytorch.trainer.connectors.logger_connector import result
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from torch import nn
@@ -176,21 +175,9 @@ def loggers_silenced(trainer: pl.Trainer) -> Iterator[set[str]]:
         yield written
 
 
-@contextmanager
-def sync_advice_silenced() -> Iterator[None]:
+def sync_advice_silenced() -> AbstractContextManager[None]:
     """Silence Lightning's advice to use ``sync_dist=True``, where there is one data-parallel rank.
 
     Lightning takes the stages of a pipeline, which log the same values, for replicas.
     """
-    before = list(warnings.filters)
-    warnings.filterwarnings(
-        "ignore",
-        message=r"It is recommended to use `self\.log\(.*sync_dist=True",
-        category=PossibleUserWarning,
-    )
-    ours = [entry for entry in warnings.filters if entry not in before]
-    try:
-        yield
-    finally:
-        # Not `catch_warnings`, which would drop the filters that the user's hooks have added.
-        warnings.filters[:] = [entry for entry in warnings.filters if entry not in ours]  # type: ignore[index]
+    return patched(result, "_distributed_is_initialized", lambda: False)
