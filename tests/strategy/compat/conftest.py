@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, warm_python
 
 pytest.register_assert_rewrite("tests.strategy.compat.harness")
 
@@ -40,6 +40,7 @@ def four_ranks() -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def seed_of_this_test() -> Iterator[None]:
     """Lightning keeps the seed in the environment, where samplers of later tests would find it."""
+    warm_python()  # its address in the environment serves later tests, too
     with patch.dict(os.environ):
         yield
 
