@@ -36,6 +36,26 @@ def test_every_row_runs_on_a_small_model():
         assert speedups.get(row[1], 1) == 1
 
 
+def test_generate_of_gpt2_runs_on_a_small_model():
+    options = ["--width", "48", "--layers", "1", "--tokens", "3", "--trials", "1", "--batch", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.inference.gpt2", *options],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()]
+    assert [row[1] for row in rows[2:]] == [
+        "nothing, torch",
+        "nothing, oneDNN",
+        "blocks",
+        "blocks, embedding and head",
+    ]
+    assert max(float(row[3]) for row in rows[2:4]) == 1
+    assert all(float(row[3]) > 0 for row in rows[2:])
+
+
 def test_stored_bytes_are_those_of_weights_and_positions(small):
     entries = sum(parameter.numel() for parameter in small["float32"].parameters())
     matrices = sum(p.numel() for p in small["float32"].parameters() if p.dim() > 1)
