@@ -113,12 +113,14 @@ class TensorShards:
         """Parallelize the module by a plan, unless it has done so itself.
 
         Raises:
-            MisconfigurationException: if no weight is split in the end.
+            MisconfigurationException: if a style does not know its layer, or no weight is split in
+                the end.
         """
         if plan is not None:
             styles = hugging_face_plan(self._module) if plan == "auto" else dict(plan)
             before = _tied(self._module), _hooked(self._module)
-            parallelize_module(self._module, self._mesh, styles)
+            for name, style in styles.items():
+                self._apply(name, style)
             self._take_in(*before)
         if not any(isinstance(each, Shard) for each in self._placements.values()):
             raise MisconfigurationException(
@@ -127,6 +129,16 @@ class TensorShards:
                 "are those of modules, or call parallelize_module in `configure_model`, each time "
                 "that it is called." + see("tensor-parallel")
             )
+
+    def _apply(self, name: str, style: ParallelStyle) -> None:
+        try:
+            parallelize_module(self._module, self._mesh, {name: style})
+        except NotImplementedError as error:
+            raise MisconfigurationException(
+                f"tensor_plan cannot split {name!r}, as torch says: {error} Layers that wrap a "
+                "linear one, as PEFT's do, stay whole: give tensor_plan a dict of the other layers."
+                + see("tensor-parallel")
+            ) from error
 
     def _take_in(self, tied: Sequence[Sequence[str]], with_hooks: set[str]) -> None:
         """Note how weights are placed, and have them whole again until they are split."""

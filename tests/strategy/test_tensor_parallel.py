@@ -150,6 +150,7 @@ def refusals() -> list[str]:
         (jobs.Plain(), sequence),
         (hooked, PLAN),
         (narrow, PLAN),
+        (Normed(), {"model.1": ColwiseParallel()}),
     ):
         trainer = jobs.trainer(AxoSparseStrategy(g_tensor=2, tensor_plan=plan))
         trainer.strategy.on_exception = lambda exception: None  # It would end the job.
@@ -164,10 +165,11 @@ def refusals() -> list[str]:
 @pytest.mark.slow
 def test_plans_that_would_compute_something_else_are_refused() -> None:
     for found in run_ranks(2, refusals):
-        differs, tied, unmatched, unsplit, hooked, narrow = found
+        differs, tied, unmatched, unsplit, hooked, narrow, unknown = found
         assert "different gradients of 'model.1.weight'" in differs
         assert "splits 'model.0.weight', which is tied to 'model.1.weight'" in tied
         assert "no plan splits a weight" in unmatched
         assert "no plan splits a weight" in unsplit
         assert "'model.0.weight' has a gradient hook" in hooked
         assert "'model.0.weight' of shape (3, 4)" in narrow
+        assert "cannot split 'model.1'" in unknown
