@@ -77,6 +77,7 @@ def simulate(
     optimizer: ArrayLike = 0.0,
     *,
     weight_gradient: ArrayLike = 0.0,
+    products: int = 1,
 ) -> Simulation:
     """Simulate one step of one replica.
 
@@ -93,6 +94,8 @@ def simulate(
         weight_gradient: seconds of the weight gradients of a micro-batch, which are part of
             ``backward``: a number or an array as for ``forward``. A schedule that defers them
             makes passes of their own of them.
+        products: weight gradients of a micro-batch, each as long as the others; between two of them
+            a stage takes in what has arrived.
 
     Raises:
         ValueError: if a shape does not match the number of stages and micro-batches, or weight
@@ -118,8 +121,8 @@ def simulate(
             )
         apart = [[each.defers(number) for number in range(microbatches)] for each in schedules]
         passes["backward"] = passes["backward"] - deferred * np.array(apart)
-        passes["weight gradient"] = deferred
-    events = _EventLoop(schedules, passes, links, message_bytes)
+        passes["weight gradient"] = deferred / products
+    events = _EventLoop(schedules, passes, products, links, message_bytes)
     events.run()
     end = events.idle_since.copy()
     tail: list[tuple[Activity, ArrayLike]] = [("all-reduce", all_reduce), ("optimizer", optimizer)]
@@ -165,6 +168,7 @@ class _EventLoop:
         self,
         schedules: Sequence[Schedule],
         seconds: dict[PassKind, Seconds],
+        products: int,
         wires: Sequence[Wire],
         message_bytes: float,
     ) -> None:
@@ -172,7 +176,8 @@ class _EventLoop:
         self.spans: list[Span] = []
         self.busy = np.zeros(stages)
         self.idle_since = np.zeros(stages)
-        self._schedules, self._seconds = schedules, seconds
+        self._schedules, self._seconds, self._products = schedules, seconds, products
+        self._products_made = [0] * stages
         self._wires, self._message_bytes = wires, message_bytes
         self._running = [False] * stages
         self._arrived: dict[PassKind, list[int]] = {
@@ -228,7 +233,7 @@ class _EventLoop:
         self.idle_since[stage] = self._now
         receiver = _receiver(stage, op)
         if receiver is None:
-            self._schedules[stage].end_weight_gradients()
+            self._end_product(stage)
             return
         if (wire := self._wire(stage, receiver)) is None:
             return
@@ -236,6 +241,11 @@ class _EventLoop:
         left = start + self._message_bytes / wire.bandwidth
         self._wire_free[stage, receiver] = left
         self._at(left + wire.latency, lambda: self._arrive(receiver, op.kind))
+
+    def _end_product(self, stage: int) -> None:
+        self._products_made[stage] += 1
+        if self._products_made[stage] % self._products == 0:
+            self._schedules[stage].end_weight_gradients()
 
     def _arrive(self, receiver: int, kind: PassKind) -> None:
         self._arrived[kind][receiver] += 1

@@ -303,6 +303,17 @@ def test_weight_gradients_fill_waits(
     assert filling <= deferred(sigma, latency, "together", 8) - 0.06
 
 
+def test_weight_gradients_in_several_products_take_no_more_time_together() -> None:
+    kwargs = {**F_B_W, "in_flight": 8, "wires": Wire(latency=0.5)}
+    whole = run((4, 16), "deferred", **kwargs)
+    parts = run((4, 16), "deferred", products=5, **kwargs)
+    np.testing.assert_allclose(parts.busy, whole.busy)
+    assert parts.makespan <= whole.makespan + 1e-6
+    spans = [s for s in parts.spans if s.activity == "weight gradient"]
+    assert len(spans) == 5 * 4 * 16
+    assert all(s.end - s.start == pytest.approx(0.2) for s in spans)
+
+
 def test_a_schedule_that_does_not_defer_weight_gradients_makes_them_in_backward_passes() -> None:
     assert not MessageDriven.defers_weight_gradients
     assert run((3, 6), **F_B_W).spans == run((3, 6), forward=1.0, backward=2.0).spans
