@@ -133,7 +133,7 @@ class _Exchanged(torch.autograd.Function):
 
 
 class _FromExperts(_Exchanged):
-    """By which what experts have computed returns."""
+    """Returns what experts have computed; :func:`exchange_nothing` finds it in graphs."""
 
 
 def _exchanged(

@@ -4,7 +4,7 @@ A product with a weight that is stored in segments (``formats.py``) runs over gr
 numbers of one feature, for all tokens of a group, lie side by side and are one vector, so each kept
 value is multiplied with a vector of consecutive numbers, whatever the pattern. 64 rows of the
 weight are multiplied with one segment of columns before the next, so that the features of a segment
-stay in the first cache. The kept entries of the next 64 rows are asked for meanwhile.
+stay in the first cache. The kept entries of the next 64 rows are prefetched meanwhile.
 
 Sums run over columns in ascending order: a token's result depends neither on the tokens beside it
 nor on the number of threads.
@@ -101,7 +101,7 @@ def _spmm_t(
                 entry = item(entries, row)
                 end = entry + kept_in(weight, top + row, segment)
                 entries[row] = end
-                _ask_for(weight, ahead)
+                _prefetch_entries(weight, ahead)
                 ahead += end - entry
                 total = load(zero, sums, row * lanes)
                 for k in range(entry, end):
@@ -148,7 +148,7 @@ def _spmm(
                 entry = item(entries, row)
                 end = entry + kept_in(weight, top + row, segment)
                 entries[row] = end
-                _ask_for(weight, ahead)
+                _prefetch_entries(weight, ahead)
                 ahead += end - entry
                 factor = load(zero, factors, row * lanes)
                 for k in range(entry, end):
@@ -233,8 +233,8 @@ def _begin(weight: Weight, top: int, rows: int, start: int, entries: Any) -> int
 
 
 @compiled
-def _ask_for(weight: Weight, entry: int) -> None:
-    """Let the processor read a row's entries of a segment: it does not foresee where they are."""
+def _prefetch_entries(weight: Weight, entry: int) -> None:
+    """Prefetch a row's entries of a segment: the processor does not foresee where they are."""
     prefetch(weight.values, entry)
     prefetch(weight.values, entry + 16)
     prefetch(weight.offsets, entry)
@@ -317,7 +317,7 @@ def by_segments(
                 # Always two vectors: where a second one followed if there were more than 16
                 # entries, the processor guessed wrong whether it would, which took longer.
                 for k in range(entry, end, AT_ONCE):
-                    _ask_for(weight, ahead)
+                    _prefetch_entries(weight, ahead)
                     ahead += min(AT_ONCE, end - k)
                     total = add_found_products(total, features, values, offsets, k, end - k)
                     total = add_found_products(

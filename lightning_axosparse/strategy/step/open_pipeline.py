@@ -58,9 +58,9 @@ class OpenPipeline:
             if stage_module.parts:
                 show_whole_gradients(precision, module.trainer, stage_module.parts.whole)
             links = stage_module.links(limit.largest)
-            waits = len(stage_module.layers.parts) > 1
+            is_divided = len(stage_module.layers.parts) > 1
             choice = ScheduleChoice(
-                schedules if waits else schedules[:1], partial(all_gather, group=groups.world)
+                schedules if is_divided else schedules[:1], partial(all_gather, group=groups.world)
             )
             self.pipeline = Pipeline(
                 stage_module.layers,
