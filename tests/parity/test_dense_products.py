@@ -58,7 +58,7 @@ def train(strategy: Any, ranks: int = 1) -> tuple[Record, int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dense_products, "onednn_product", count)
-        patch.setattr(dense_products, "_made_by_amd", lambda: True)
+        patch.setattr(dense_products, "_amd_with_avx512", lambda: True)
         run.fit(module)
     return recorded(run, module), len(calls)
 

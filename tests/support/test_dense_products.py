@@ -202,23 +202,26 @@ def test_torch_has_its_own_kernels_before_and_after() -> None:
 
 
 @pytest.mark.parametrize(
-    ("vendor", "enabled", "shapes", "faster"),
+    ("vendor", "flags", "enabled", "shapes", "faster"),
     [
-        ("AuthenticAMD", True, [(64,), (128, 128)], True),
-        ("AuthenticAMD", True, [(2**20,), (64, 64)], False),
-        ("AuthenticAMD", False, [(128, 128)], False),
-        ("GenuineIntel", True, [(128, 128)], False),
-        ("", True, [(128, 128)], False),
+        ("AuthenticAMD", "avx2 avx512f", True, [(64,), (128, 128)], True),
+        ("AuthenticAMD", "avx2", True, [(128, 128)], False),
+        ("AuthenticAMD", "avx2 avx512f", True, [(2**20,), (64, 64)], False),
+        ("AuthenticAMD", "avx2 avx512f", False, [(128, 128)], False),
+        ("GenuineIntel", "avx2 avx512f", True, [(128, 128)], False),
+        ("", "", True, [(128, 128)], False),
     ],
 )
-def test_onednn_is_chosen_for_large_weights_on_amd(
+def test_onednn_is_chosen_for_large_weights_on_amd_with_avx512(
     vendor: str,
+    flags: str,
     enabled: bool,
     shapes: list[tuple[int, ...]],
     faster: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dense_products, "cpu_info", lambda: {"vendor_id": vendor})
+    described = {"vendor_id": vendor, "flags": flags}
+    monkeypatch.setattr(dense_products, "cpu_info", lambda: described)
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", enabled)
     assert onednn_is_faster(map(torch.Size, shapes)) is faster
 
