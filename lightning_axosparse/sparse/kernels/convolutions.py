@@ -23,9 +23,9 @@ import numpy as np
 from lightning_axosparse.sparse.kernels import SEGMENT, Span, Weight
 from lightning_axosparse.sparse.kernels.products import kept_in, segments_of
 from lightning_axosparse.sparse.kernels.vectors import (
+    add_dots,
     broadcast,
     compiled,
-    dot,
     item,
     lanes_of,
     load,
@@ -168,6 +168,6 @@ def _correlate(
     for row in range(rows[0], rows[1]):
         factor = load(zero, gradient[0], row * gradient[1] + gradient[2] + position)
         for k in range(item(taps.begins, row), item(taps.begins, row + 1)):
-            numbers = load(zero, source, np.intp(item(taps.places, k)) + position)
-            taps.values[k] += dot(factor, numbers)
+            place = np.intp(item(taps.places, k)) + position
+            add_dots(taps.values, k, factor, source, (place,))
     return int(lanes_of(zero))

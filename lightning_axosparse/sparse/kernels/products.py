@@ -32,11 +32,12 @@ from lightning_axosparse.sparse.kernels import LANES, ROWS, SEGMENT, Span, Weigh
 from lightning_axosparse.sparse.kernels.vectors import (
     AT_ONCE,
     FINDS,
+    REGISTER,
+    add_dots,
     add_found_products,
     add_sparse_products,
     broadcast,
     compiled,
-    dot,
     item,
     lanes_of,
     load,
@@ -48,6 +49,9 @@ from lightning_axosparse.sparse.kernels.vectors import (
     transpose,
     zeros,
 )
+
+_LANES_OF_SDDMM = min(LANES, 8 * REGISTER)
+"""Tokens of a vector that fits into eight registers, so that it is read once for many products."""
 
 
 @compiled
@@ -169,7 +173,7 @@ def sddmm(
     while token < tokens:
         part = (left, right, (token, tokens), weight, rows, start, packed)
         if tokens - token > 64:
-            token += _sddmm(zeros(LANES), *part)
+            token += _sddmm(zeros(_LANES_OF_SDDMM), *part)
         elif tokens - token > 16:
             token += _sddmm(zeros(64), *part)
         else:
@@ -203,10 +207,29 @@ def _sddmm(
                 end = entry + kept_in(weight, top + row, segment)
                 entries[row] = end
                 factor = load(zero, factors, row * lanes)
-                for k in range(entry, end):
-                    feature = load(zero, packed, (features + item(weight.offsets, k)) * lanes)
-                    products[k] += dot(factor, feature)
+                _add_dots(products, (entry, end), factor, packed, (weight.offsets, features))
     return int(group)
+
+
+@compiled
+def _add_dots(products: Any, entries: Span, factor: Any, packed: Any, offsets: Any) -> None:
+    """Add the dot products of a row's vector with the features of some kept entries.
+
+    Four at a time share the instructions that add a vector's own numbers. ``offsets`` are those of
+    the kept entries, and the feature from which they count.
+    """
+    lanes, (array, first) = lanes_of(factor), offsets
+    k, end = entries
+    while k + 4 <= end:
+        a = (first + item(array, k)) * lanes
+        b = (first + item(array, k + 1)) * lanes
+        c = (first + item(array, k + 2)) * lanes
+        d = (first + item(array, k + 3)) * lanes
+        add_dots(products, k, factor, packed, (a, b, c, d))
+        k += 4
+    while k < end:
+        add_dots(products, k, factor, packed, ((first + item(array, k)) * lanes,))
+        k += 1
 
 
 @compiled
@@ -259,13 +282,13 @@ def _transpose(
     source: Any, at: int, stride: int, rows: int, columns: int, target: Any, to: int, step: int
 ) -> None:
     """Write the transposed of a matrix, whose rows are so far apart, to rows that are ``step``."""
-    whole_rows, whole_columns = rows // 16 * 16, columns // 16 * 16
-    for row in range(0, whole_rows, 16):
+    whole_rows, whole_columns = rows // REGISTER * REGISTER, columns // REGISTER * REGISTER
+    for row in range(0, whole_rows, REGISTER):
         line, place = at + row * stride, to + row
-        for column in range(0, whole_columns, 16):
+        for column in range(0, whole_columns, REGISTER):
             transpose(source, line + column, stride, target, place + column * step, step)
         for column in range(whole_columns, columns):
-            for lane in range(16):
+            for lane in range(REGISTER):
                 value = item(source, line + lane * stride + column)
                 target[place + column * step + lane] = value
     for row in range(whole_rows, rows):

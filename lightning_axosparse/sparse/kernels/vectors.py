@@ -22,11 +22,11 @@ from lightning_axosparse.support.messages import rank_zero_info
 
 _FLOAT = ir.FloatType()
 _INDEX = ir.IntType(32)
-_BLOCK = 16
-"""Rows and columns of a matrix that :func:`transpose` moves at once."""
-
 FINDS = "+avx512f" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 """Whether this processor has what :func:`add_found_products` needs."""
+
+REGISTER = 16 if FINDS else 8
+"""float32 numbers in a vector register of this processor, or fewer."""
 
 AT_ONCE = 32
 """Kept entries of which :func:`store_columns` writes the columns."""
@@ -130,18 +130,34 @@ def multiply_add(_: Any, left: Any, right: Any, total: Any) -> Any:
 
 
 @intrinsic
-def dot(_: Any, left: Any, right: Any) -> Any:
-    """Return the sum of the products of two vectors' numbers."""
+def add_dots(_: Any, sums: Any, at: Any, factor: Any, features: Any, places: Any) -> Any:
+    """Add dot products with a vector to consecutive numbers, each as if it were the only one.
+
+    Args:
+        sums: the flat array of the numbers.
+        at: the first of them.
+        factor: the vector.
+        features: the flat array in which the other vectors lie.
+        places: where each of these begins: a tuple of 1, 2 or 4 offsets.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        total = ir.Constant(ir.VectorType(_FLOAT, _BLOCK), None)
-        for first in range(0, left.lanes, _BLOCK):
-            part = list(range(first, first + _BLOCK))
-            one, other = (_shuffle(builder, vector, vector, part) for vector in args)
-            total = _fma(builder, one, other, total)
-        return _sum(builder, total)
+        sums, at, vector, features, places = args
+        part_type, kinds = ir.VectorType(_FLOAT, REGISTER), signature.args
+        offsets = cgutils.unpack_tuple(builder, places)
+        totals = [ir.Constant(part_type, None)] * len(offsets)
+        for first in range(0, factor.lanes, REGISTER):
+            part = _shuffle(builder, vector, vector, list(range(first, first + REGISTER)))
+            for i, offset in enumerate(offsets):
+                there = builder.add(offset, ir.Constant(offset.type, first))
+                pointer = _pointer(context, builder, kinds[3], features, there)
+                totals[i] = _fma(builder, part, _load(builder, part_type, pointer), totals[i])
+        added = _sums(builder, totals)
+        pointer = _pointer(context, builder, kinds[0], sums, at)
+        _store(builder, builder.fadd(_load(builder, added.type, pointer), added), pointer)
+        return context.get_dummy_value()
 
-    return types.float32(left, right), generate
+    return types.void(sums, types.intp, factor, features, places), generate
 
 
 @intrinsic
@@ -224,13 +240,13 @@ def add_found_products(
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         total, segment, values, offsets, entry, number = args
-        kinds, integers = signature.args, ir.VectorType(_INDEX, _BLOCK)
+        kinds, integers = signature.args, ir.VectorType(_INDEX, REGISTER)
         pointer = _pointer(context, builder, kinds[3], offsets, entry)
-        places = builder.zext(_load(builder, _bytes(_BLOCK), pointer), integers)
+        places = builder.zext(_load(builder, _bytes(REGISTER), pointer), integers)
         found = _found(builder, segment, places)
         pointer = _pointer(context, builder, kinds[2], values, entry)
         factors = _load(builder, total.type, pointer)
-        chosen = _first(builder, builder.trunc(number, _INDEX), _BLOCK)
+        chosen = _first(builder, builder.trunc(number, _INDEX), REGISTER)
         return builder.select(chosen, _fma(builder, factors, found, total), total)
 
     place = types.intp
@@ -265,7 +281,7 @@ def total_of(_: Any, vector: Any) -> Any:
 
 @intrinsic
 def transpose(_: Any, source: Any, at: Any, stride: Any, target: Any, to: Any, step: Any) -> Any:
-    """Write the transposed of a block of 16 x 16 numbers.
+    """Write the transposed of a block of ``REGISTER`` x ``REGISTER`` numbers.
 
     Args:
         source: the flat array to read.
@@ -278,14 +294,14 @@ def transpose(_: Any, source: Any, at: Any, stride: Any, target: Any, to: Any, s
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, at, stride, target, to, step = args
-        vector = ir.VectorType(_FLOAT, _BLOCK)
+        vector = ir.VectorType(_FLOAT, REGISTER)
 
         def pointer(which: int, array: Any, offset: Any, row: int, stride: Any) -> Any:
             there = builder.add(offset, builder.mul(stride, ir.Constant(stride.type, row)))
             return _pointer(context, builder, signature.args[which], array, there)
 
         rows = [
-            _load(builder, vector, pointer(0, source, at, row, stride)) for row in range(_BLOCK)
+            _load(builder, vector, pointer(0, source, at, row, stride)) for row in range(REGISTER)
         ]
         for row, column in enumerate(_transposed(builder, rows)):
             _store(builder, column, pointer(3, target, to, row, step))
@@ -300,19 +316,19 @@ def _found(builder: Any, table: Any, places: Any) -> Any:
 
     An instruction finds them among 32, and the upper bits of a place choose one of eight results.
     """
-    numbers, integers = ir.VectorType(_FLOAT, _BLOCK), places.type
+    numbers, integers = ir.VectorType(_FLOAT, REGISTER), places.type
     kind = ir.FunctionType(numbers, [numbers, integers, numbers])
     name = "llvm.x86.avx512.vpermi2var.ps.512"
     find = cgutils.get_or_insert_function(builder.module, kind, name)
-    lanes = range(0, table.type.count, _BLOCK)
-    parts = [_shuffle(builder, table, table, list(range(i, i + _BLOCK))) for i in lanes]
+    lanes = range(0, table.type.count, REGISTER)
+    parts = [_shuffle(builder, table, table, list(range(i, i + REGISTER))) for i in lanes]
     found = [
         builder.call(find, [low, places, high])
         for low, high in zip(parts[::2], parts[1::2], strict=True)
     ]
-    bit = 2 * _BLOCK
+    bit = 2 * REGISTER
     while len(found) > 1:
-        wanted = builder.and_(places, ir.Constant(integers, [bit] * _BLOCK))
+        wanted = builder.and_(places, ir.Constant(integers, [bit] * REGISTER))
         upper = builder.icmp_unsigned("!=", wanted, ir.Constant(integers, None))
         pairs = zip(found[::2], found[1::2], strict=True)
         found, bit = [builder.select(upper, high, low) for low, high in pairs], 2 * bit
@@ -320,18 +336,18 @@ def _found(builder: Any, table: Any, places: Any) -> Any:
 
 
 def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """Exchange the off-diagonal halves of ever larger blocks, 1 x 1, 2 x 2, up to 8 x 8."""
+    """Exchange the off-diagonal halves of ever larger blocks: 1 x 1, 2 x 2, 4 x 4, and so on."""
     size = 1
-    while size < _BLOCK:
-        for row in range(_BLOCK):
+    while size < REGISTER:
+        for row in range(REGISTER):
             if not row & size:
                 upper, lower = rows[row], rows[row | size]
-                lanes = range(_BLOCK)
+                lanes = range(REGISTER)
                 rows[row] = _shuffle(
-                    builder, upper, lower, [i - size + _BLOCK if i & size else i for i in lanes]
+                    builder, upper, lower, [i - size + REGISTER if i & size else i for i in lanes]
                 )
                 rows[row | size] = _shuffle(
-                    builder, upper, lower, [i + _BLOCK if i & size else i + size for i in lanes]
+                    builder, upper, lower, [i + REGISTER if i & size else i + size for i in lanes]
                 )
         size *= 2
     return rows
@@ -380,6 +396,42 @@ def _sum(builder: Any, vector: Any) -> Any:
     name = f"llvm.vector.reduce.fadd.v{vector.type.count}f32"
     function = cgutils.get_or_insert_function(builder.module, kind, name)
     return builder.call(function, [ir.Constant(_FLOAT, 0.0), vector], fastmath=("reassoc",))
+
+
+def _sums(builder: Any, vectors: list[Any]) -> Any:
+    """Return the sums of 1, 2 or 4 vectors' numbers side by side.
+
+    The halves of a vector are added, and of the result's, until one number is left. Two vectors are
+    one after their first halving, so that no lanes are idle, and the order is the same for all.
+    """
+    each = 1
+    while len(vectors) > 1:
+        half = len(vectors) // 2
+        pairs = zip(vectors[:half], vectors[half:], strict=True)
+        vectors, each = [_halved(builder, pair, each) for pair in pairs], 2 * each
+    (summed,) = vectors
+    while summed.type.count > each:
+        summed = _halved(builder, (summed,), each)
+    return summed
+
+
+def _halved(builder: Any, vectors: tuple[Any, ...], each: int) -> Any:
+    """Add the upper half of the numbers that belong to a sum to their lower half.
+
+    ``each`` is the number of sums of which a vector has numbers. Those of the first and of the last
+    vector alternate in the result.
+    """
+    lanes = vectors[0].type.count
+    size = lanes // each
+    lower = [
+        vector * lanes + one * size + lane
+        for one in range(each)
+        for vector in range(len(vectors))
+        for lane in range(size // 2)
+    ]
+    upper = [lane + size // 2 for lane in lower]
+    parts = (_shuffle(builder, vectors[0], vectors[-1], chosen) for chosen in (lower, upper))
+    return builder.fadd(*parts)
 
 
 def _store(builder: Any, vector: Any, pointer: Any) -> None:

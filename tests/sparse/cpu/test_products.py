@@ -66,6 +66,16 @@ def test_products_are_those_of_the_dense_weight(height, width, n, kept, biased, 
     close(found, lambda g, x: layout.compress(g.t() @ x), gradient, inputs)
 
 
+@pytest.mark.parametrize("n", [1, 16, 65, 200])
+def test_an_entry_of_a_gradient_depends_on_no_other(n):
+    left, right = torch.randn(n, 70), torch.randn(n, 300)
+    mask = torch.rand(70, 300) < 0.3
+    some = mask & (torch.rand(70, 300) < 0.4)
+    both = [layout_of(kept, "segments") for kept in (mask, some)]
+    every, few = (layout.densify(kept_products.sddmm(left, right, layout)) for layout in both)
+    assert torch.equal(few, every * some)
+
+
 @pytest.fixture(params=["by_segments", "by_columns"])
 def loop(request, monkeypatch):
     """Multiplies one token by this loop, whether or not it is this processor's."""
