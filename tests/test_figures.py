@@ -53,7 +53,7 @@ def peak(ratio: int) -> str:
 def block(ratio: int) -> str:
     measured = ("1024", "512", "forward + backward")
     blocks = [table("overhead", *measured)[0]]
-    blocks += [table("overhead", machine, *measured)[0] for machine in ("Zen 4", "Zen 5")]
+    blocks += [table("overhead", machine, *measured)[0] for machine in ("Zen 3", "Zen 4", "Zen 5")]
     return percents(row[-3 if ratio == 80 else -2] for row in blocks)
 
 

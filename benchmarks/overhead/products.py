@@ -36,10 +36,12 @@ def products(width: int, tokens: int, ratio: float, dtype: torch.dtype) -> dict[
     inputs, gradient = torch.randn(tokens, width).to(dtype), torch.randn(tokens, height).to(dtype)
 
     def runners(name: str, dense: Callable[[], Tensor], *operands: Tensor) -> Runners:
-        ways: dict[str, Any] = {"panels": panels, "kept": kept_products}
-        ran = {way: partial(getattr(module, name), *operands) for way, module in ways.items()}
-        sparse = {way: partial(run, layout) for way, run in ran.items()}
-        return {"dense": dense, **sparse}
+        cast = (dtype,) if name == "sddmm" else ()
+        return {
+            "dense": dense,
+            "panels": partial(getattr(panels, name), *operands, layout, *cast),
+            "kept": partial(getattr(kept_products, name), *operands, layout),
+        }
 
     return {
         "x W^T": runners("spmm_t", lambda: F.linear(inputs, weight), inputs, values),
