@@ -25,7 +25,7 @@ from lightning_axosparse.pipeline.state.batch_state import StateRules
 from lightning_axosparse.strategy.compat.callbacks import loggers_silenced
 from lightning_axosparse.strategy.compat.internals import outputs_are_read
 from lightning_axosparse.strategy.compat.logging import LoggedValue
-from lightning_axosparse.strategy.step.comparison import Comparison, Finding, Seen, StepRules
+from lightning_axosparse.strategy.step.comparison import Comparison, Finding, RankDryRun, StepRules
 from lightning_axosparse.strategy.step.open_pipeline import OpenPipeline
 from lightning_axosparse.support.messages import rank_zero_info, rank_zero_warn
 from lightning_axosparse.support.troubleshooting import see
@@ -75,7 +75,7 @@ class StepCheck:
         )
         # Ranks that compute one another's tokens take part in each other's dry runs.
         self._gather = partial(all_gather, group=stage_module.groups.whole)
-        self._again: tuple[Seen, Seen] | None = None
+        self._again: tuple[RankDryRun, RankDryRun] | None = None
         """The runs of the batch and its micro-batches that begin with what the batch has left."""
 
     def rules(
@@ -208,7 +208,7 @@ class StepCheck:
         together = groups.whole if groups.experts is not None else groups.same_batch
         return all(all_gather(fits, together))
 
-    def _both(self, comparison: Comparison) -> tuple[Seen, Seen]:
+    def _both(self, comparison: Comparison) -> tuple[RankDryRun, RankDryRun]:
         """Run the step on the whole batch and on its micro-batches; collective over the pipeline.
 
         Where gradients need the batch, micro-batches run once more, with its numbers.
@@ -223,7 +223,7 @@ class StepCheck:
             self._rehearsal.slopes = None
         return whole, cut
 
-    def _dry_run(self, parts: Sequence[MicroBatch]) -> Seen:
+    def _dry_run(self, parts: Sequence[MicroBatch]) -> RankDryRun:
         """Run the step without a trace; metrics begin empty."""
         run = self._run
         with run.metrics.kept():
@@ -235,7 +235,7 @@ class StepCheck:
             values = run.log.combine(run.metrics.batch_value)
             seen = {key: self._value(each) for key, each in zip(calls, values, strict=True)}
         run.forget_batch()
-        return Seen(stages, calls, seen)
+        return RankDryRun(stages, calls, seen)
 
     def _value(self, logged: LoggedValue) -> Any:
         """The batch's value; of a metric that was only updated what it would be afterwards."""
@@ -244,7 +244,7 @@ class StepCheck:
         metric = self._stage_module.module.get_submodule(logged.metric)
         return self._run.metrics.updated_value(cast(Metric, metric))
 
-    def _incomparable(self, whole: Seen, cut: Seen) -> str | None:
+    def _incomparable(self, whole: RankDryRun, cut: RankDryRun) -> str | None:
         """Why the two runs cannot be compared, as far as this rank knows."""
         for stage, of_batch in whole.stages.items():
             of_parts, numbers = cut.stages[stage], self._rehearsal.numbers[stage]
@@ -259,7 +259,7 @@ class StepCheck:
         return None
 
     def _changing(
-        self, batch: Sequence[MicroBatch], whole: Seen, cut: Seen
+        self, batch: Sequence[MicroBatch], whole: RankDryRun, cut: RankDryRun
     ) -> tuple[StateRules, list[str], str | None]:
         """What the step changes, and by which rules; collective over the pipeline.
 
@@ -316,7 +316,7 @@ class StepCheck:
             (rank_zero_warn if finding.kind == "warning" else rank_zero_info)(finding.text)
 
 
-def _failure(*runs: Seen) -> str | None:
+def _failure(*runs: RankDryRun) -> str | None:
     """The first error that the stages of this rank have met."""
     failures = (stage.failure for run in runs for stage in run.stages.values())
     return next(filter(None, failures), None)
@@ -333,7 +333,7 @@ def _torn(name: str, changes: Mapping[int, StageChanges], failure: str) -> str:
     )
 
 
-def _state_changes(whole: Seen, cut: Seen) -> dict[int, StageChanges]:
+def _state_changes(whole: RankDryRun, cut: RankDryRun) -> dict[int, StageChanges]:
     return {
         stage: StageChanges(of_batch.changes[0], cut.stages[stage].changes, of_batch.written[0])
         for stage, of_batch in whole.stages.items()

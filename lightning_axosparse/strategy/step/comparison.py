@@ -143,7 +143,7 @@ class Finding(NamedTuple):
     about: str = ""
 
 
-class Seen(NamedTuple):
+class RankDryRun(NamedTuple):
     """What a dry run has shown on this rank.
 
     Attributes:
@@ -180,7 +180,7 @@ class Comparison:
     outputs_are_read: bool = False
     findings: list[Finding] = field(default_factory=list)
 
-    def compare(self, whole: Seen, cut: Seen) -> tuple[StepRules, list[Finding]]:
+    def compare(self, whole: RankDryRun, cut: RankDryRun) -> tuple[StepRules, list[Finding]]:
         """Return how values combine, and what does not combine."""
         self.findings = []
         (loss, needs_batch), logged, fitted = self._compare_losses(whole, cut), {}, set()
@@ -195,12 +195,12 @@ class Comparison:
             self._compare_outputs(whole.stages[self.stage], cut.stages[self.stage])
         return StepRules(loss, needs_batch, logged, fitted=fitted), self.findings
 
-    def is_equal(self, whole: Seen, cut: Seen) -> bool:
+    def is_equal(self, whole: RankDryRun, cut: RankDryRun) -> bool:
         """Whether the losses make up the batch's, and so do their gradients."""
         best = self._best(whole, cut)
         return best is not None and best.is_equal
 
-    def slopes(self, whole: Seen, cut: Seen) -> list[list[Tensor]] | None:
+    def slopes(self, whole: RankDryRun, cut: RankDryRun) -> list[list[Tensor]] | None:
         """By how much the batch's loss changes with the numbers of each micro-batch.
 
         None if weights of the losses say the same.
@@ -225,7 +225,7 @@ class Comparison:
                 return None if weighs else rule
         return None
 
-    def _best(self, whole_batch: Seen, parts: Seen) -> _WeightedLoss | None:
+    def _best(self, whole_batch: RankDryRun, parts: RankDryRun) -> _WeightedLoss | None:
         """What losses make up by the rule that fits best; None where there are none."""
         whole, cut = whole_batch.stages[self.stage], parts.stages[self.stage]
         if not whole.losses or len(cut.losses) < len(self.parts):
@@ -246,7 +246,7 @@ class Comparison:
             return tried[-1]
         return next((each for each in tried if each.is_equal_loss), tried[0])
 
-    def _compare_losses(self, whole: Seen, cut: Seen) -> tuple[Rule | None, bool]:
+    def _compare_losses(self, whole: RankDryRun, cut: RankDryRun) -> tuple[Rule | None, bool]:
         """How the losses combine, by value and by gradient, and if gradients need the batch."""
         best = self._best(whole, cut)
         if best is None:
