@@ -99,7 +99,7 @@ def load_sparse(
             "There is no ticket in the file, so nothing tells which weights to keep. Pass `ticket=`"
             ": an EarlyBirdTicket callback has it as its `ticket`." + see("checkpoints")
         )
-    _validate_masks(owned, ticket.shapes)
+    ticket.validate_shapes(owned)
     stored = _load_kept(module, owned, state, ticket.masks, skipped)
     return replace(ticket, masks=ticket.part(stored))
 
@@ -226,18 +226,6 @@ def _validate_shapes(module: nn.Module, state: Mapping[str, Tensor], skipped: Sk
                 f"(`skip=['{name}']`), or load into the model that it was saved from."
                 + see("checkpoints")
             )
-
-
-def _validate_masks(owned: Sequence[OwnedParameter], shapes: Mapping[str, torch.Size]) -> None:
-    """Check that masks of these shapes have those of the parameters."""
-    for entry in owned:
-        for name in entry.names:
-            if shapes.get(name, entry.shape) != entry.shape:
-                raise ValueError(
-                    f"'{name}' has shape {tuple(entry.shape)} in the module, "
-                    f"{tuple(shapes[name])} in the ticket. Skip it (`skip=['{name}']`), or "
-                    "load into the model that the ticket was drawn from." + see("checkpoints")
-                )
 
 
 def _state_in(

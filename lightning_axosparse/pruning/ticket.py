@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from lightning_axosparse.pruning.masks import MaskBits
 from lightning_axosparse.pruning.rule import MaskRule, Prune
-from lightning_axosparse.sparse.module.parameters import owned_parameters
+from lightning_axosparse.sparse.module.parameters import OwnedParameter, owned_parameters
 from lightning_axosparse.support import archive
 from lightning_axosparse.support.arguments import (
     DISTANCES,
@@ -281,19 +281,31 @@ class Ticket(TicketFile):
         Raises:
             ValueError: if there is no such parameter, or it has another shape.
         """
-        shapes = {entry.names[0]: entry.shape for entry in owned_parameters(module)}
-        unknown = [name for name in self.shapes if name not in shapes]
+        owned = owned_parameters(module)
+        names = {entry.names[0]: None for entry in owned}
+        unknown = [name for name in self.shapes if name not in names]
         if unknown:
             raise ValueError(
                 "The ticket prunes parameters that the model does not have: "
-                f"{few(unknown)}. The model has: {few(list(shapes))}." + see("tickets")
+                f"{few(unknown)}. The model has: {few(list(names))}." + see("tickets")
             )
-        for name, shape in self.shapes.items():
-            if shape != shapes[name]:
-                raise ValueError(
-                    f"The ticket's mask of '{name}' has shape {tuple(shape)}, the parameter "
-                    f"{tuple(shapes[name])}: it was drawn from another model." + see("tickets")
-                )
+        self.validate_shapes(owned)
+
+    def validate_shapes(self, owned: Iterable[OwnedParameter]) -> None:
+        """Check that those of some parameters, dense or sparse, that have masks have their shapes.
+
+        Raises:
+            ValueError: if a parameter has another shape.
+        """
+        shapes = self.shapes
+        for entry in owned:
+            for name in entry.names:
+                if shapes.get(name, entry.shape) != entry.shape:
+                    raise ValueError(
+                        f"The ticket's mask of '{name}' has shape {tuple(shapes[name])}, the "
+                        f"parameter {tuple(entry.shape)}: it was drawn from another model. "
+                        f"`skip=['{name}']` of `load_sparse` leaves it out." + see("tickets")
+                    )
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
