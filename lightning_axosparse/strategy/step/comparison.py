@@ -74,8 +74,13 @@ class StepRules(NamedTuple):
 
 @dataclass
 class Compared:
-    """What those batches of a loader have shown of which the step was compared."""
+    """What those batches of a loader have shown of which the step was compared.
 
+    Attributes:
+        rules: how the values of micro-batches combine; None before the first batch.
+    """
+
+    rules: StepRules | None = None
     _batches: int = 0
     _signatures: list[Any] = field(default_factory=list)
     _varied: set[tuple[Any, int]] = field(default_factory=set)
@@ -86,7 +91,6 @@ class Compared:
         losses: Sequence[Term],
         calls: Mapping[LogKey, Sequence[LogCall]],
         parts: Sequence[MicroBatch],
-        rules: StepRules,
     ) -> bool:
         """Whether it shows how the values of another batch combine; if not, compare this one.
 
@@ -112,7 +116,8 @@ class Compared:
             unseen = [each for each in places if each not in self._varied]
             varied |= {each for each in unseen if _vary(numbers[each[1]])}
         is_known = signature in self._signatures and not varied
-        if is_known and not (rules.fitted and self._batches < _ENOUGH_TO_FIT):
+        assert self.rules is not None
+        if is_known and not (self.rules.fitted and self._batches < _ENOUGH_TO_FIT):
             return True
         self._signatures.append(signature)
         self._varied |= varied

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -87,8 +88,7 @@ class StepRunner:
         self._crossings: dict[tuple[object, int], Crossing] = {}
         self._stashed = StashedGradients(trainer)
         self._compares = config.check_first_batch
-        self._rules: dict[tuple[object, int], StepRules] = {}
-        self._compared: dict[tuple[object, int], Compared] = {}
+        self._compared: defaultdict[tuple[object, int], Compared] = defaultdict(Compared)
         self._late: set[Place] = set()
         self._waits = not steps_in_parts or gradients_are_seen(trainer)
         self._tolerance = tolerance_of(precision, device)
@@ -158,7 +158,7 @@ class StepRunner:
             microbatches = self._weighted(microbatches)
             step = self._batch(user_step, precision, batch, args, kwargs, microbatches)
             compare = partial(self._check, step, batch, microbatches, trains=True)
-            rules = self._rules.get(self._loader_of(step)) or compare()
+            rules = self._compared[self._loader_of(step)].rules or compare()
             reducer = stage_module.step_reducer
             parameters = stage_module.sharding.held().values()
             hooks = GradientHooks(parameters)
@@ -209,7 +209,7 @@ class StepRunner:
             microbatches = self._weighted(microbatches)
             step = self._batch(user_step, precision, batch, args, kwargs, microbatches)
             compare = partial(self._check, step, batch, microbatches, trains=False)
-            rules = self._rules.get(self._loader_of(step)) or compare()
+            rules = self._compared[self._loader_of(step)].rules or compare()
             run.state.begin_batch(rules.state, step.microbatches)
             explained = self._splitter.explained(args, batch)
             with run.metrics.batch(len(microbatches)), explained:
@@ -220,8 +220,8 @@ class StepRunner:
         self, step: Batch, batch: Any, microbatches: Sequence[MicroBatch], trains: bool
     ) -> StepRules:
         """Compare a batch with its micro-batches; collective over the pipeline."""
-        rules, key = StepRules(), self._loader_of(step)
-        used = self._rules.get(key)
+        rules, compared = StepRules(), self._compared[self._loader_of(step)]
+        used = compared.rules
         if self._compares:
             # Replicas that share the batch all run all of it, and go by what the first one finds.
             step = replace(step, microbatches=microbatches)
@@ -233,8 +233,8 @@ class StepRunner:
             groups = self._open.stage_module.groups
             if groups.batch_replicas is not None:
                 rules = groups.broadcast_to_same_batch(rules, self._open.stage_module.last_stage)
-        self._rules[key] = rules if used is None else rules.besides(used)
-        return self._rules[key]
+        compared.rules = rules if used is None else rules.besides(used)
+        return compared.rules
 
     def _is_late(self, rules: StepRules, sent: Sequence[Sent]) -> bool:
         """Whether the step has changed what it did not in batches that were compared."""
@@ -246,10 +246,9 @@ class StepRunner:
         """Whether the step has computed its values in a way that was not compared yet."""
         if last is None or not self._compares or len(step.microbatches) < 2:
             return False
-        run, key = self._open, self._loader_of(step)
-        compared, programs = self._compared.setdefault(key, Compared()), run.tracker.programs
-        calls = run.log.calls()
-        return not compared.is_enough(programs, losses, calls, step.microbatches, self._rules[key])
+        programs, calls = self._open.tracker.programs, self._open.log.calls()
+        compared = self._compared[self._loader_of(step)]
+        return not compared.is_enough(programs, losses, calls, step.microbatches)
 
     def _loader_of(self, step: Batch) -> tuple[object, int]:
         origin = source(self._trainer, step.args)
