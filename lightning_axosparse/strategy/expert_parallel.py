@@ -109,11 +109,11 @@ def _nested(module: nn.Module) -> Iterator[nn.Module]:
         yield from _nested(inner)
 
 
-def expert_layers(module: nn.Module, experts: Experts) -> list[ExpertLayer]:
-    """The modules with experts that are spread.
+def expert_layers(module: nn.Module, experts: Experts, g_expert: int) -> list[ExpertLayer]:
+    """The modules with experts that are spread over so many ranks.
 
     Raises:
-        MisconfigurationException: where there is none, or one cannot be spread.
+        MisconfigurationException: where there is none, or one cannot be spread over them.
     """
     patterns = [experts] if isinstance(experts, str) else list(experts)
     if experts == "auto":
@@ -139,6 +139,18 @@ def expert_layers(module: nn.Module, experts: Experts) -> list[ExpertLayer]:
             "strategy experts='model.layers.*.mlp.experts', a pattern of the names of the modules "
             f"whose `forward` takes {', '.join(_ARGUMENTS)}." + see("expert-parallel")
         )
+    for layer in found:
+        if layer.experts % g_expert:
+            raise MisconfigurationException(
+                f"{layer.path!r} has {layer.experts} experts, which g_expert={g_expert} does not "
+                "divide. Choose another g_expert." + see("expert-parallel")
+            )
+        if layer.experts == g_expert and len(layer.nested) > 1:
+            raise MisconfigurationException(
+                f"With g_expert={g_expert} each rank has one of {layer.experts} experts of "
+                f"{layer.path!r}, but PEFT adapts parameters of several in another way than those "
+                "of one. Choose a smaller g_expert." + see("expert-parallel")
+            )
     return found
 
 
@@ -186,26 +198,6 @@ def _slice(entry: OwnedParameter, experts: int) -> tuple[int, int] | None:
     return None
 
 
-def validate_experts(module: nn.Module, experts: Experts, g_expert: int) -> None:
-    """Check that the experts of a module can be spread over so many ranks.
-
-    Raises:
-        MisconfigurationException: if not.
-    """
-    for layer in expert_layers(module, experts):
-        if layer.experts % g_expert:
-            raise MisconfigurationException(
-                f"{layer.path!r} has {layer.experts} experts, which g_expert={g_expert} does not "
-                "divide. Choose another g_expert." + see("expert-parallel")
-            )
-        if layer.experts == g_expert and len(layer.nested) > 1:
-            raise MisconfigurationException(
-                f"With g_expert={g_expert} each rank has one of {layer.experts} experts of "
-                f"{layer.path!r}, but PEFT adapts parameters of several in another way than those "
-                "of one. Choose a smaller g_expert." + see("expert-parallel")
-            )
-
-
 class SpreadExperts:
     """The experts of a module, of which each rank of a group has some.
 
@@ -219,11 +211,10 @@ class SpreadExperts:
         group: dist.ProcessGroup,
         tensor_group: dist.ProcessGroup | None = None,
     ) -> None:
-        validate_experts(module, experts, group.size())
         self.group = group
         self._layers = [
             (layer, TokenExchange(group, layer.experts, tensor_group))
-            for layer in expert_layers(module, experts)
+            for layer in expert_layers(module, experts, group.size())
         ]
         self._held: list[tuple[ExpertLayer, TokenExchange]] = []
         self._split: dict[str, SplitParameter] = {}

@@ -30,7 +30,7 @@ from lightning_axosparse.pipeline.shard.optimizers import BucketwiseOptimizer, H
 from lightning_axosparse.sparse.module.optimizer_state import trial_steps
 from lightning_axosparse.strategy.compat.internals import callbacks_of, overrides
 from lightning_axosparse.strategy.config import Config
-from lightning_axosparse.strategy.expert_parallel import validate_experts
+from lightning_axosparse.strategy.expert_parallel import expert_layers
 from lightning_axosparse.support.messages import rank_zero_info
 from lightning_axosparse.support.troubleshooting import few, see, without_link
 
@@ -57,7 +57,7 @@ def validate_run(config: Config, trainer: Trainer, io: CheckpointIO) -> None:
         validate_tensor_parallel(config, module)
     if config.g_expert > 1 and not overrides(module, "configure_model"):
         assert config.experts is not None
-        validate_experts(module, config.experts, config.g_expert)
+        expert_layers(module, config.experts, config.g_expert)
     if config.save_distributed_checkpoint:
         validate_default_checkpoint_io(io)
 

@@ -14,7 +14,6 @@ from lightning_axosparse import AxoSparseStrategy, PipelineTimeline
 from lightning_axosparse.strategy.expert_parallel import (
     SpreadExperts,
     expert_layers,
-    validate_experts,
 )
 from tests.faults import jobs
 from tests.parity.test_expert_parallel import Adapted, Experts, Mixtral, Own
@@ -90,7 +89,7 @@ class Nothing(Slices):
 )
 def test_modules(experts: nn.Module, message: str) -> None:
     with pytest.raises(MisconfigurationException, match=message):
-        expert_layers(nn.ModuleDict({"experts": experts}), "experts")
+        expert_layers(nn.ModuleDict({"experts": experts}), "experts", 1)
 
 
 class Alone:
@@ -122,7 +121,7 @@ def test_parameters(change: Any, message: str) -> None:
 
 
 def test_adapters_of_parameters_are_divided_with_the_experts() -> None:
-    layer = expert_layers(Adapted(), "auto")[0]
+    layer = expert_layers(Adapted(), "auto", 1)[0]
     divided = {n.removeprefix(f"{layer.path}."): rest for n, *rest in layer.parameters(2)}
     assert divided == {
         "base_layer.base_layer.gate_up_proj": [0, [2, 2]],
@@ -131,17 +130,17 @@ def test_adapters_of_parameters_are_divided_with_the_experts() -> None:
         **{f"{at}lora_B.default.weight": [1, [2, 2]] for at in ("", "base_layer.")},
     }
     with pytest.raises(MisconfigurationException, match="one of 4 experts of 'network"):
-        validate_experts(Adapted(), "auto", 4)
+        expert_layers(Adapted(), "auto", 4)
 
 
 def test_patterns_match_words_of_names() -> None:
-    assert [each.path for each in expert_layers(Own(), "blocks.*.experts")] == [
+    assert [each.path for each in expert_layers(Own(), "blocks.*.experts", 1)] == [
         f"blocks.{number}.experts" for number in range(4)
     ]
-    found = expert_layers(Mixtral(), "auto")
+    found = expert_layers(Mixtral(), "auto", 1)
     names = [[name for _, name in each.counts] for each in found]
     assert [(each.path, each.experts, each.listed) for each in found] == [
         (f"network.model.layers.{number}.mlp.experts", 4, None) for number in range(4)
     ]
     assert names == [["num_experts"]] * 4
-    assert isinstance(expert_layers(Experts(), "")[0].listed, nn.ModuleList)
+    assert isinstance(expert_layers(Experts(), "", 1)[0].listed, nn.ModuleList)
