@@ -141,16 +141,14 @@ class Running:
                 free,
                 lambda: trainer.global_step,
             )
-            self.runner = runner = StepRunner(
-                config, trainer, precision, rule, steps_in_parts, stage_module
-            )
+            self.runner = runner = StepRunner(config, precision, rule, steps_in_parts, stage_module)
             if config.regrid is not None and trainer.state.fn == TrainerFn.FITTING:
                 parts = config.parts * stage_module.grid.replicas_per_batch
                 self.regrid = Regrid(
                     config.regrid, stage_module, runner, rule, parts, self.whole_state
                 )
         else:
-            self.runner = WholeStepRunner(trainer, precision, steps_in_parts, stage_module)
+            self.runner = WholeStepRunner(precision, steps_in_parts, stage_module)
         self.checkpoints = StageCheckpoints(
             config,
             stage_module,

@@ -27,14 +27,13 @@ class BatchGradients:
 
     def __init__(
         self,
-        trainer: pl.Trainer,
         module: pl.LightningModule,
         precision: Precision,
         reducer: GradientReducer | None,
         stashed: StashedGradients,
         hooks: GradientHooks,
     ) -> None:
-        self._trainer, self._module, self._precision = trainer, module, precision
+        self._trainer, self._module, self._precision = module.trainer, module, precision
         self._reducer, self._stashed, self._hooks = reducer, stashed, hooks
         self._factor = 1.0
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.plugins.precision import Precision
@@ -69,13 +68,13 @@ class StepRunner:
     def __init__(
         self,
         config: Config,
-        trainer: pl.Trainer,
         precision: Precision,
         in_flight: InFlightRule,
         steps_in_parts: bool,
         stage_module: StageModule,
     ) -> None:
         module, device = stage_module.module, stage_module.device
+        trainer = module.trainer
         fewest = fewest_samples(module) if config.microbatches is None else 1
         self._trainer, self._precision, self._in_flight = trainer, precision, in_flight
         self._schedules = config.schedules(module, device)
@@ -163,7 +162,7 @@ class StepRunner:
             parameters = stage_module.sharding.held().values()
             hooks = GradientHooks(parameters)
             gradients = BatchGradients(
-                self._trainer, stage_module.module, self._precision, reducer, self._stashed, hooks
+                stage_module.module, self._precision, reducer, self._stashed, hooks
             )
             weights = LossWeights(
                 self._sizes(step.microbatches),

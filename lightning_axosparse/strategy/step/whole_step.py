@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_axosparse.distributed.rank_status import this_rank
@@ -33,16 +32,13 @@ class WholeStepRunner:
     """
 
     def __init__(
-        self,
-        trainer: pl.Trainer,
-        precision: Precision,
-        steps_in_parts: bool,
-        stage_module: StageModule,
+        self, precision: Precision, steps_in_parts: bool, stage_module: StageModule
     ) -> None:
         self.limit = InFlightLimit(1)
         self.peak_in_flight = {0: 1}
-        self._trainer, self._precision, self._stage_module = trainer, precision, stage_module
-        self._waits = not steps_in_parts or gradients_are_seen(trainer)
+        self._precision, self._stage_module = precision, stage_module
+        self._trainer = stage_module.module.trainer
+        self._waits = not steps_in_parts or gradients_are_seen(self._trainer)
         surround_backward(precision, self._differentiates)
 
     def close(self) -> None:
