@@ -135,7 +135,9 @@ def fitted(strategy: Any, accumulated: int) -> InStep:
     torch.manual_seed(0)
     for parameter in module.parameters():
         nn.init.normal_(parameter)
-    run = trainer(strategy, accumulate_grad_batches=accumulated, max_epochs=1)
+    # These weights and steps are large: from batch to batch, rounding grows tenfold.
+    double = {"precision": "64-true", "accumulate_grad_batches": accumulated}
+    run = trainer(strategy, max_epochs=1, **double)
     run.fit(module, loader(1, batches=4))
     return module
 
