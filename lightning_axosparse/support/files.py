@@ -211,6 +211,11 @@ def remove_orphans(folder: Path) -> None:
             continue
 
 
+_until_exit = ExitStack()
+"""What this process removes at its exit. Here a forked child keeps it, too: from Python 3.14 on, it
+lets go of what is registered with ``atexit``, and would remove the folder."""
+
+
 def keep_sockets_in(folder: Path | None = None) -> None:
     """Let processes that this one starts, such as workers of loaders, put their sockets there.
 
@@ -221,9 +226,8 @@ def keep_sockets_in(folder: Path | None = None) -> None:
     if "tempdir" in settings:
         return
     if folder is None:
-        stack = ExitStack()
-        folder = stack.enter_context(temporary_folder())
-        atexit.register(stack.close)
+        folder = _until_exit.enter_context(temporary_folder())
+        atexit.register(_until_exit.close)
     if len(str(folder)) <= _LONGEST:
         settings["tempdir"] = str(folder)
 

@@ -218,7 +218,13 @@ def test_no_random_state_moves_and_no_worker_starts() -> None:
 
     shuffled = torch.Generator().manual_seed(2)
     loader = DataLoader(
-        dataset, 2, shuffle=True, generator=shuffled, collate_fn=collate, num_workers=1
+        dataset,
+        2,
+        shuffle=True,
+        generator=shuffled,
+        collate_fn=collate,
+        num_workers=1,
+        multiprocessing_context="fork",  # others cannot send this function to a worker
     )
     before = drawn(dataset), dict(vars(dataset))
     seeds = offset.get_state(), shuffled.get_state()
