@@ -27,7 +27,7 @@ from lightning_axosparse.support.memory import reusable_empty, reusable_zeros
 Shares = Mapping[str, float]
 """The largest share of kept entries with which each product runs here.
 
-"one_token" is that of ``spmm_t`` and ``times`` with a single token.
+"one_token" is that of ``spmm_t`` and ``spmm`` with a single token.
 """
 
 _USUAL: Shares = {"spmm_t": 0.4, "spmm": 0.3, "sddmm": 0.3, "one_token": 1.0}
