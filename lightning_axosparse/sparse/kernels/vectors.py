@@ -274,7 +274,7 @@ def total_of(_: Any, vector: Any) -> Any:
     """Return the sum of a vector's numbers."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _sum(builder, args[0])
+        return builder.extract_element(_sums(builder, list(args)), ir.Constant(_INDEX, 0))
 
     return types.float32(vector), generate
 
@@ -389,13 +389,6 @@ def _load(builder: Any, vector: ir.VectorType, pointer: Any) -> Any:
 
 def _bytes(number: int) -> ir.VectorType:
     return ir.VectorType(ir.IntType(8), number)
-
-
-def _sum(builder: Any, vector: Any) -> Any:
-    kind = ir.FunctionType(_FLOAT, [_FLOAT, vector.type])
-    name = f"llvm.vector.reduce.fadd.v{vector.type.count}f32"
-    function = cgutils.get_or_insert_function(builder.module, kind, name)
-    return builder.call(function, [ir.Constant(_FLOAT, 0.0), vector], fastmath=("reassoc",))
 
 
 def _sums(builder: Any, vectors: list[Any]) -> Any:
