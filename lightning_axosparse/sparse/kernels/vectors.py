@@ -22,6 +22,7 @@ from lightning_axosparse.support.messages import rank_zero_info
 
 _FLOAT = ir.FloatType()
 _INDEX = ir.IntType(32)
+
 FINDS = "+avx512f" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 """Whether this processor has what :func:`add_found_products` needs."""
 
