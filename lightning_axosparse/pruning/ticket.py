@@ -282,7 +282,7 @@ class Ticket(TicketFile):
             ValueError: if there is no such parameter, or it has another shape.
         """
         owned = owned_parameters(module)
-        names = {entry.names[0]: None for entry in owned}
+        names = dict.fromkeys(entry.names[0] for entry in owned)
         unknown = [name for name in self.shapes if name not in names]
         if unknown:
             raise ValueError(
@@ -292,7 +292,7 @@ class Ticket(TicketFile):
         self.validate_shapes(owned)
 
     def validate_shapes(self, owned: Iterable[OwnedParameter]) -> None:
-        """Check that those of some parameters, dense or sparse, that have masks have their shapes.
+        """Check that the masks of some parameters, dense or sparse, have the shapes of these.
 
         Raises:
             ValueError: if a parameter has another shape.
