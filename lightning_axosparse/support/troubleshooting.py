@@ -7,46 +7,15 @@ import re
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
 
 PAGE = "docs/troubleshooting.md"
 """In the repository, and in an installed package."""
 
-Entry = Literal[
-    "failing-and-waiting-ranks",
-    "arguments",
-    "grid",
-    "starting-ranks",
-    "layers",
-    "layers-made-later",
-    "expert-parallel",
-    "tensor-parallel",
-    "steps",
-    "values-between-layers",
-    "losses",
-    "batches",
-    "optimizers",
-    "recomputing",
-    "callbacks",
-    "pruning",
-    "tickets",
-    "channels",
-    "sparse-storage",
-    "logging",
-    "checkpoints",
-    "files",
-    "copies",
-    "planning",
-    "commands",
-    "examples",
-]
-"""The headings of the page, as in links to them."""
-
 _CLI = {"hydra": "hydra-core", "matplotlib": "matplotlib", "rich": "rich"}
 
 
-def see(entry: Entry) -> str:
-    """Return the last sentence of a message."""
+def see(entry: str) -> str:
+    """Return the last sentence of a message: a link to a heading of the page, as in its address."""
     return f" See {page()}#{entry}."
 
 
