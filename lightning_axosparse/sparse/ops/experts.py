@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, cast
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -36,14 +36,12 @@ def selecting(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def select(input: Any, *args: Any, **kwargs: Any) -> Any:
-        if (stack := _transposed_back(input)) is not None:
-            return _each_transposed(select(stack, *args, **kwargs))
         if not _is_read_stack(input):
             return NotImplemented
-        views = function(_numbers(input.entries.shape), *args, **kwargs)
+        views = function(_numbers(input.shape), *args, **kwargs)
         if isinstance(views, Tensor):
-            return _matrices(input, views)
-        found = [_matrices(input, view) for view in views]
+            return _viewed(input, views)
+        found = [_viewed(input, view) for view in views]
         elsewhere = any(each is NotImplemented for each in found)
         return NotImplemented if elsewhere else tuple(found)
 
@@ -66,29 +64,18 @@ def transposing(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def getitem(input: Any, index: Any) -> Any:
     """Compute ``input[index]`` where it begins with a number, numbers or a slice of matrices."""
+    if not _is_read_stack(input):
+        return NotImplemented
     first, *others = index if isinstance(index, tuple) else (index,)
-    if (stack := _transposed_back(input)) is not None:
-        if others and isinstance(first, Tensor):
-            return NotImplemented
-        found = _each_transposed(getitem(stack, first))
-        whole = not others or found is NotImplemented
-        return found if whole else found[(slice(None),) * (found.dim() - 2) + tuple(others)]
-    if isinstance(first, slice):
-        found, whole = _slices(input, first), not others
-        others = [slice(None), *others]
-        return found if whole or found is NotImplemented else found[tuple(others)]
-    if isinstance(first, Tensor) and first.dim() == 0 and first.dtype in _INTEGERS:
-        first = int(first)
-    numbers = isinstance(first, Tensor) and first.dim() == 1 and first.dtype in _INDICES
-    if not (numbers or type(first) is int) or not _is_read_stack(input):
-        return NotImplemented
-    matrices = input.entries.shape[0]
-    if numbers:
+    dimensions = first.dim() if isinstance(first, Tensor) else None
+    if dimensions == 1 and first.dtype in (torch.int32, torch.int64):
         return NotImplemented if others else _chosen(input, first.tolist())
-    if not -matrices <= first < matrices:
+    if not (isinstance(first, slice) or type(first) is int or dimensions == 0):
         return NotImplemented
-    found = read_slices(input, first % matrices)
-    return found[tuple(others)] if others else found
+    found = _viewed(input, _numbers(input.shape)[first])
+    if found is NotImplemented or not others:
+        return found
+    return found[(slice(None),) * (found.dim() - 2) + tuple(others)]
 
 
 def bmm(input: Any, mat2: Any, **options: Any) -> Any:
@@ -132,100 +119,79 @@ def grouped_mm(
     return _grouped(input, mat2, [0, *offs.tolist()], autocasts=False)
 
 
-def read_slices(weight: SparseWeight, first: int, last: int | None = None) -> Tensor:
-    """Return some slices of a weight: a sparse weight of the part of its values that they keep.
-
-    It has no resident copy, so one of the whole weight is not filled for it.
-
-    Args:
-        weight: as it was read, a stack of matrices.
-        first: the first slice.
-        last: the one after the last; None: the slice ``first`` alone, a matrix.
-    """
-    values, layout = weight.source, weight.entries
-    assert values is not None
-    form, kind = DenseForm(weight.dtype, backend=weight.backend), type(weight)
-    part = layout.part(first, last)
-    if last is not None or not (torch.is_grad_enabled() and values.requires_grad):
-        begin, end = layout.edges[first], layout.edges[last or first + 1]
-        return sparse_weight(values[begin:end], part, form, kind)
-    pieces = _pieces(values, layout)
-    matrix = sparse_weight(pieces.values[first], part, form, kind)
-    node: Any = matrix.grad_fn
-    node.pieces = pieces
-    return matrix
-
-
 class _Pieces:
-    """The kept values of each slice, split by one node of autograd.
+    """The kept values of each matrix, split by one node of autograd.
 
     A loop over experts reads their weight anew for each. If each read had a node of its own, the
-    gradients of all experts' values would be added up for each expert. So the graphs of slices keep
-    the pieces that they come from, and reads use these until the values change.
+    gradients of all experts' values would be added up for each expert. So the graphs of matrices
+    keep the pieces that they come from, and reads use these until the values change.
     """
 
     def __init__(self, source: Tensor, layout: Layout) -> None:
         self._source, self._state = source, _state(source)
-        self.values = source.split([end - begin for begin, end in pairwise(layout.edges)])
+        self.values = _split(source, layout)
 
     def are_of(self, source: Tensor) -> bool:
         return self._source is source and self._state == _state(source)
 
 
-def _pieces(values: Tensor, layout: Layout) -> _Pieces:
-    known = _latest.get(layout)
-    pieces = None if known is None else known()
-    if pieces is None or not pieces.are_of(values):
-        pieces = _Pieces(values, layout)
-        _latest[layout] = ref(pieces)
-    return pieces
-
-
-# Of the graphs that are alive; layouts are compared by identity.
-_latest: WeakKeyDictionary[Layout, ref[_Pieces]] = WeakKeyDictionary()
+_latest: WeakValueDictionary[Layout, _Pieces] = WeakValueDictionary()
+"""Of the graphs that are alive; layouts are compared by identity."""
 
 
 def _state(values: Tensor) -> tuple[int, int]:
     return version_of(values), values.data_ptr()
 
 
+def _split(values: Tensor, layout: Layout) -> Sequence[Tensor]:
+    sizes = [end - begin for begin, end in pairwise(layout.edges)]
+    pieces: Sequence[Tensor] = values.split(sizes)
+    return pieces
+
+
+def _matrix(weight: SparseWeight, number: int) -> Tensor:
+    """Return a matrix of a stack: a sparse weight of its part of the kept values."""
+    values, layout = cast(Tensor, weight.source), weight.entries
+    part = layout.part(number)
+    if not (torch.is_grad_enabled() and values.requires_grad):
+        return _of_stack(weight, values[slice(*layout.edges[number : number + 2])], part)
+    pieces = _latest.get(layout)
+    if pieces is None or not pieces.are_of(values):
+        pieces = _latest[layout] = _Pieces(values, layout)
+    matrix = _of_stack(weight, pieces.values[number], part)
+    node: Any = matrix.grad_fn
+    node.pieces = pieces
+    return matrix
+
+
+def _matrices(weight: SparseWeight, first: int, last: int) -> Tensor:
+    """Return the matrices from ``first`` to ``last``, likewise."""
+    layout = weight.entries
+    values = cast(Tensor, weight.source)[layout.edges[first] : layout.edges[last]]
+    return _of_stack(weight, values, layout.part(first, last))
+
+
 def _chosen(weight: SparseWeight, numbers: list[int]) -> Any:
-    """Return a stack of the slices with these numbers, which may repeat: a sparse weight."""
-    values, layout = weight.source, weight.entries
-    matrices = layout.shape[0]
-    if not numbers or min(numbers) < -matrices or max(numbers) >= matrices:
+    """Return a stack of the matrices with these numbers, which may repeat, likewise."""
+    layout, count = weight.entries, len(weight)
+    if not numbers or min(numbers) < -count or max(numbers) >= count:
         return NotImplemented
-    assert values is not None
-    numbers = [number % matrices for number in numbers]
-    pieces = values.split([end - begin for begin, end in pairwise(layout.edges)])
+    numbers = [number % count for number in numbers]
+    pieces = _split(cast(Tensor, weight.source), layout)
     chosen = torch.cat([pieces[number] for number in numbers])
+    return _as_read(weight, _of_stack(weight, chosen, layout.joined(numbers)))
+
+
+def _of_stack(weight: SparseWeight, values: Tensor, layout: Layout) -> Tensor:
+    """Return the weight of some of a stack's values, without a copy: that of all is not filled."""
     form = DenseForm(weight.dtype, backend=weight.backend)
-    return sparse_weight(chosen, layout.joined(numbers), form, type(weight))
-
-
-_slices = selecting(Tensor.__getitem__)
-_INDICES = torch.int32, torch.int64
-_INTEGERS = torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
+    return sparse_weight(values, layout, form, type(weight))
 
 
 def _is_read_stack(weight: Any) -> bool:
+    """Return whether a weight is a stack as it was read, or what ``transposing`` gives of one."""
     read = isinstance(weight, SparseWeight) and weight.source is not None
     return read and is_stack(weight.entries.shape) and not weight.is_meta
-
-
-def _transposed_back(weight: Any) -> SparseWeight | None:
-    """Return the read stack of which a weight is what ``transposing`` gives; None of any other."""
-    if not isinstance(weight, SparseWeight) or weight.source is None or _is_stored(weight):
-        return None
-    stack = cast(SparseWeight, weight.mT)
-    stack.source = weight.source
-    return stack
-
-
-def _each_transposed(found: Any) -> Any:
-    if isinstance(found, tuple):
-        return tuple(each.mT for each in found)
-    return found if found is NotImplemented else found.mT
 
 
 def _is_stored(weight: SparseWeight) -> bool:
@@ -235,21 +201,27 @@ def _is_stored(weight: SparseWeight) -> bool:
     return whole and is_stack(shape)
 
 
+def _as_read(weight: SparseWeight, matrices: Tensor) -> Tensor:
+    """Return matrices of a read stack, transposed if this is."""
+    return matrices if _is_stored(weight) else matrices.mT
+
+
 @lru_cache(64)
 def _numbers(shape: torch.Size) -> Tensor:
     """Return a tensor of this shape in whose memory each matrix takes one place, without values."""
     return torch.empty((shape[0], 1, 1), device="meta").expand(shape)
 
 
-def _matrices(weight: SparseWeight, view: Tensor) -> Any:
-    """Return those matrices of a stack of which ``view`` is, as a view of ``_numbers``."""
+def _viewed(weight: SparseWeight, view: Tensor) -> Any:
+    """Return those matrices of a read stack of which ``view`` is, as a view of ``_numbers``."""
     if view.shape[-2:] != weight.shape[1:] or view.stride()[-2:] != (0, 0):
         return NotImplemented
     first = int(view.storage_offset())
     if view.dim() == 2:
-        return read_slices(weight, first)
-    consecutive = view.dim() == 3 and len(view) > 0 and (len(view) == 1 or view.stride(0) == 1)
-    return read_slices(weight, first, first + len(view)) if consecutive else NotImplemented
+        return _as_read(weight, _matrix(weight, first))
+    if view.dim() != 3 or not len(view) or (len(view) > 1 and view.stride(0) != 1):
+        return NotImplemented
+    return _as_read(weight, _matrices(weight, first, first + len(view)))
 
 
 def _grouped(input: Tensor, weight: SparseWeight, edges: Sequence[int], autocasts: bool) -> Any:
@@ -324,7 +296,7 @@ def _dense_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return both gradients as functions that can be differentiated."""
     for_inputs, for_weight = [], []
-    for matrix, begin, end in zip(weight, ctx.edges, ctx.edges[1:], strict=False):
+    for matrix, (begin, end) in zip(weight, pairwise(ctx.edges), strict=True):
         rows = slice(begin, end)
         for_inputs.append(F.linear(gradient[rows], matrix.t() if ctx.by_rows else matrix))
         left, right = outer_factors(inputs[rows], gradient[rows], ctx.by_rows)

@@ -92,6 +92,9 @@ OTHERS = {
     "slices and rows of a transposed stack": lambda x, w: (
         w.mT[1:3][1] * w.mT[0, 3] + w.mT[1:3, 2][1] + w.mT[torch.tensor([1]), :2].sum()
     ),
+    "rows of a transposed stack": lambda x, w: (
+        w.mT.narrow(1, 0, ROWS)[1] * w.mT.split(ROWS, 1)[1].sum() * x[0, 0, :ROWS]
+    ),
     "all entries": lambda x, w: (w * 2).sum((0, 1)) * x[0],
     "einsum": lambda x, w: torch.einsum("etc,erc->etr", x, w),
     "baddbmm": lambda x, w: torch.baddbmm(x[:, :, :ROWS], x, w.mT),
