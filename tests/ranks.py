@@ -69,25 +69,33 @@ def run_job(start: list[str], ranks: int, function: Callable[..., Any], *args: A
 def warm_python() -> list[str]:
     """A Python for ``-m MODULE`` or a file: a fork of a process that has done all imports.
 
-    With CUDA it is a fresh one: a fork cannot use what its parent has loaded.
+    Even and odd ranks are forks of two processes, so that their sets have unlike orders, as those
+    of ranks that are started anew. With CUDA it is a fresh Python: a fork cannot use what its
+    parent has loaded.
     """
     if ACCELERATOR == "cuda":
         return [sys.executable]
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder)
-    address = str(Path(folder) / "warm")
+    addresses = [str(Path(folder) / f"warm{seed}") for seed in range(2)]
+    servers = [_start_server(address, seed) for seed, address in enumerate(addresses)]
+    for server in servers:
+        assert server.stdout is not None
+        assert server.stdout.readline() == b"ready\n"
+    os.environ["WARM_START"] = ":".join(addresses)
+    return WARM_PYTHON
+
+
+def _start_server(address: str, hash_seed: int) -> subprocess.Popen[bytes]:
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.warm.server", address],
         cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": str(hash_seed)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
     atexit.register(server.kill)
-    assert server.stdout is not None
-    assert server.stdout.readline() == b"ready\n"
-    os.environ["WARM_START"] = address
-    return WARM_PYTHON
+    return server
 
 
 def without_transformers() -> None:

@@ -190,7 +190,7 @@ class TensorShards:
 
     def divided(self, held: Mapping[str, OwnedParameter]) -> dict[str, SplitParameter]:
         """The parameters of this stage that the plan splits."""
-        for name in held.keys() & self._placements.keys():
+        for name in (each for each in held if each in self._placements):
             entry, placement = held[name], self._placements[name]
             self._placed[entry.parameter] = placement
             if isinstance(placement, Shard):

@@ -1,4 +1,4 @@
-"""The stub: `mpiexec` starts it as a rank; it sends its arguments and files to the server.
+"""The stub: `mpiexec` starts it as a rank; it sends its arguments and files to one of the servers.
 
 Run by `python -S -E`, with nothing but the standard library, so that it starts at once.
 """
@@ -11,13 +11,19 @@ import socket
 import sys
 
 
+def rank() -> int:
+    """The number that MPICH or Open MPI gives this process, 0 for one that neither started."""
+    names = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
+    return next((int(os.environ[name]) for name in names if name in os.environ), 0)
+
+
 def main() -> None:
     files = [0, 1, 2]
     if "PMI_FD" in os.environ:
         files.append(int(os.environ["PMI_FD"]))
     request = {"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "files": files}
     server = socket.socket(socket.AF_UNIX)
-    server.connect(os.environ["WARM_START"])
+    server.connect(os.environ["WARM_START"].split(":")[rank() % 2])
     body = json.dumps(request).encode()
     head = len(body).to_bytes(8, "big")
     server.sendmsg([head], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
