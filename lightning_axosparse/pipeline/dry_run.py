@@ -9,6 +9,7 @@ whole batch. What the step changes on the module is put back after each micro-ba
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -246,7 +247,7 @@ class DryStep(StageStep):
                 stack.callback(lambda: self.run.peaks.append(peak()))
             with self._numbers.of_samples(first, self._samples, rehearsal.samples):
                 yield
-            self.run.drawn.append((random.getstate(), str(np.random.get_state())))
+            self.run.drawn.append((random.getstate(), pickle.dumps(np.random.get_state())))
 
     def _take_output(self, output: Any) -> None:
         super()._take_output(output)

@@ -45,6 +45,12 @@ from lightning_axosparse.support.torch_internals import (
 _OURS = re.compile(rf"{__name__.partition('.')[0]}\.(?!examples\.)")
 """The modules of this package; those of the examples are as a user's."""
 
+
+@cache
+def _is_ours(module: str | None) -> bool:
+    return _OURS.match(str(module)) is not None
+
+
 _Place = tuple[CodeType, int, int, int]
 """The instruction that has called a function, the number of its tensor, and the dimension."""
 
@@ -113,9 +119,7 @@ def is_ours(caller: FrameType | None) -> bool:
     """Whether code of this package has called a function, besides other modes that hand it on."""
     while caller is not None and caller.f_code.co_name == "__torch_function__":
         caller = caller.f_back
-    if caller is None:
-        return False
-    return _OURS.match(str(caller.f_globals.get("__name__"))) is not None
+    return caller is not None and _is_ours(caller.f_globals.get("__name__"))
 
 
 def users_frame(caller: FrameType) -> FrameType:
@@ -131,8 +135,9 @@ def users_frame(caller: FrameType) -> FrameType:
 class ReductionTracker(PausableMode):
     """Follows the reductions in a step; to be entered by :meth:`microbatch`.
 
-    It costs a microsecond for each torch function that is called outside the layers. Inside
-    ``torch.compile`` and ``torch.func`` transforms, where values cannot be read, it notes nothing.
+    It costs four microseconds or more for each torch function that is called outside the layers.
+    Inside ``torch.compile`` and ``torch.func`` transforms, where values cannot be read, it notes
+    nothing.
 
     Args:
         buffers: those of the module; like its parameters they are the same for all micro-batches.
@@ -201,15 +206,18 @@ class ReductionTracker(PausableMode):
             self._program = hash((self._program, func))
         terms = None
         self.dims.begin_call()
-        # In every call of a function, so it makes no generators.
-        if self._terms and not self._terms.keys().isdisjoint(map(id, tree_leaves((args, kwargs)))):
+        # This is done in every call of a function, so it makes no generators.
+        operands = tree_leaves([*args, *kwargs.values()])
+        if self._terms and not self._terms.keys().isdisjoint(map(id, operands)):
             # Before the call, which may change its arguments.
             operand = partial(self._operand, name=func.__name__.strip("_"))
             terms = tree_map_only((Tensor, int, float), operand, (args, kwargs))
         output = func(*args, **kwargs)
+        if type(output) in _NO_VALUES:
+            return output
         # A transform or a fake tensor does not let its values be read.
         with suppress(RuntimeError):
-            self._note(func, args, kwargs, terms, output)
+            self._note(func, args, kwargs, terms, operands, output)
         return output
 
     def _note(
@@ -218,12 +226,13 @@ class ReductionTracker(PausableMode):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         terms: tuple[Any, Any] | None,
+        operands: list[Any],
         output: Any,
     ) -> None:
         if terms is not None and not any(each is _SAMPLES for each in tree_leaves(terms)):
             self._note_call(func, terms, output)
             return
-        if terms is None and self._are_constant((args, kwargs)):
+        if terms is None and self._are_constant(operands):
             self._constants.update({id(each): each for each in tensors_in(output)})
             return
         if not isinstance(output, Tensor):
@@ -314,13 +323,15 @@ class ReductionTracker(PausableMode):
 
     def _is_constant(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter or a buffer, or was computed from nothing else."""
-        is_given = isinstance(tensor, (Parameter, SparseWeight)) or id(tensor) in self._buffers
-        return is_given or id(tensor) in self._constants
+        if id(tensor) in self._constants or id(tensor) in self._buffers:
+            return True
+        # Asking whether something is a Parameter runs Python code of torch.
+        return type(tensor) is not Tensor and isinstance(tensor, (Parameter, SparseWeight))
 
-    def _are_constant(self, values: Any) -> bool:
+    def _are_constant(self, values: list[Any]) -> bool:
         """Whether there are such tensors among some values, and no others that may vary."""
         is_constant = False
-        for each in tree_leaves(values):
+        for each in values:
             if isinstance(each, Tensor):
                 if self._is_constant(each):
                     is_constant = True
@@ -383,6 +394,9 @@ def at_least_one(count: float) -> float:
     """What a sum is divided by, if ``count`` may be zero."""
     return max(1, count)
 
+
+_NO_VALUES = (bool, type(None), torch.Size, torch.device, torch.dtype)
+"""Types of what functions return that was not computed from samples."""
 
 _SAMPLES = object()
 """Stands for an argument that belongs to samples."""
