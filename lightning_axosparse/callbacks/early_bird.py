@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -16,10 +16,10 @@ from torch import nn
 
 from lightning_axosparse.callbacks.ticket_search import (
     SEARCH,
-    Moment,
     Progress,
     TicketSearch,
     When,
+    in_steps,
     misconfigured,
     strategy_of,
     total_steps,
@@ -46,7 +46,6 @@ from lightning_axosparse.sparse.backend import (
 from lightning_axosparse.sparse.cpu.products import most_kept
 from lightning_axosparse.sparse.module.optimizer_state import validate_elementwise_optimizers
 from lightning_axosparse.sparse.store.materialize import Policy, best_policy
-from lightning_axosparse.strategy.strategy import AxoSparseStrategy
 from lightning_axosparse.strategy.validation import (
     optimizers_before_setup,
     unless_made_later,
@@ -190,7 +189,7 @@ class EarlyBirdTicket(TicketSearch):
         """The masks by which weights are pruned so far; None before the first, and after the last.
         """
         self._processor: Processor | None = None
-        """The kind of processor for which products were chosen; None before weights are pruned."""
+        """The processor for which all ranks choose products; None before weights are pruned."""
 
     @property
     def has_pruned(self) -> bool:
@@ -246,9 +245,8 @@ class EarlyBirdTicket(TicketSearch):
         """The optimizer steps of this run after which the ratio rises."""
         assert self.draw_by is not None
         total, first = partial(total_steps, trainer), self._first
-        begin, every, end = (
-            Moment.of(when, total).count for when in (first, self.every, self.draw_by)
-        )
+        whens = (first, self.every, self.draw_by)
+        begin, every, end = (in_steps(cast(float, when), total) for when in whens)
         if type(first) is type(self.draw_by):  # In order, but a short run may round them alike.
             begin = min(begin, end - 1)
         with misconfigured():
@@ -393,7 +391,8 @@ class EarlyBirdTicket(TicketSearch):
 
     def _prune(self, trainer: Trainer, ticket: Ticket) -> None:
         strategy = strategy_of(trainer)
-        self._processor = _agreed_processor(strategy, self._processor)
+        mine = most_cautious(filter(None, (this_processor(), self._processor)))
+        self._processor = most_cautious(all_gather(mine, strategy.world_group))
         backend = Backend("auto" if self.compute == "samo" else self.compute, self._processor)
         policy = self._policy(trainer, ticket, backend)
         strategy.sparsify(ticket.part(strategy.held_parameters()), policy, backend)
@@ -414,9 +413,3 @@ class EarlyBirdTicket(TicketSearch):
                 self.ticket.validate_fits(module)
             else:
                 self._rule.sizes(module)
-
-
-def _agreed_processor(strategy: AxoSparseStrategy, recorded: Processor | None) -> Processor:
-    """Return the kind of processor for which all ranks choose how products run; collective."""
-    mine = most_cautious(filter(None, (this_processor(), recorded)))
-    return most_cautious(all_gather(mine, strategy.world_group))

@@ -58,32 +58,16 @@ class Progress:
     steps: int = 0
     epochs: int = 0
 
+    def times(self, interval: When, total: Callable[[], int]) -> int:
+        """Return how often an interval has passed, in a run of ``total()`` optimizer steps."""
+        if isinstance(interval, str):
+            return self.epochs // _epochs(interval)
+        return self.steps // in_steps(interval, total)
 
-@dataclass(frozen=True)
-class Moment:
-    """A number of optimizer steps or epochs since the start of a run, or between two events."""
 
-    count: int
-    unit: Literal["steps", "epochs"]
-
-    @classmethod
-    def of(cls, when: When, total: Callable[[], int]) -> Moment:
-        """Convert a value of kind ``WHEN``; ``total`` gives the steps of the run, for shares."""
-        if isinstance(when, str):
-            return cls(_epochs(when), "epochs")
-        if isinstance(when, float):
-            return cls(max(1, round(when * total())), "steps")
-        return cls(when, "steps")
-
-    def reached(self, progress: Progress) -> bool:
-        """Return whether the run has come so far."""
-        passed: int = getattr(progress, self.unit)
-        return passed >= self.count
-
-    def again_since(self, before: Progress, now: Progress) -> bool:
-        """Return whether another multiple of it lies after ``before`` and not after ``now``."""
-        earlier, passed = (getattr(progress, self.unit) // self.count for progress in (before, now))
-        return bool(passed > earlier)
+def in_steps(when: float, total: Callable[[], int]) -> int:
+    """Return optimizer steps as they are, and of a share (a float) those of ``total()`` steps."""
+    return max(1, round(when * total())) if isinstance(when, float) else when
 
 
 def total_steps(trainer: Trainer) -> int:
@@ -112,12 +96,6 @@ def _scheduled_steps(trainer: Trainer, scheduler: GradientAccumulationScheduler)
         factor = scheduler.get_accumulate_grad_batches(start)
         steps += (end - start) * math.ceil(trainer.num_training_batches / factor)
     return min(steps, most)
-
-
-def validate_end(trainer: Trainer) -> None:
-    """Check, before the data is there, that the run has an end of which there are shares."""
-    if trainer.max_epochs == -1 and trainer.max_steps == -1:
-        raise _endless()
 
 
 def _epochs(text: str) -> int:
@@ -208,8 +186,10 @@ class TicketSearch(Callback, ABC):
                 f"{name} needs strategy='axosparse' (AxoSparseStrategy); "
                 f"{type(trainer.strategy).__name__} {self.lack}." + see("tickets")
             )
-        if self.ticket is None and float in map(type, (self.every, self.draw_after, self.draw_by)):
-            validate_end(trainer)
+        endless = trainer.max_epochs == -1 and trainer.max_steps == -1
+        has_shares = float in map(type, (self.every, self.draw_after, self.draw_by))
+        if endless and has_shares and self.ticket is None:
+            raise _endless()
         self._validate_before_launch(trainer)
 
     @abstractmethod
@@ -280,8 +260,8 @@ class TicketSearch(Callback, ABC):
 
     def _is_due(self, trainer: Trainer, before: Progress, now: Progress) -> bool:
         """Whether masks are computed now, or were due since an earlier time."""
-        every = Moment.of(self.every, partial(total_steps, trainer))
-        return every.again_since(before, now)
+        total = partial(total_steps, trainer)
+        return now.times(self.every, total) > before.times(self.every, total)
 
     def _compare(
         self, trainer: Trainer, module: LightningModule, now: Progress, late: bool, on_step: bool
@@ -307,7 +287,7 @@ class TicketSearch(Callback, ABC):
         """Make the masks the ticket of all ranks, and prune by it."""
 
     def _reached(self, when: When | None, trainer: Trainer, now: Progress) -> bool:
-        return when is not None and Moment.of(when, partial(total_steps, trainer)).reached(now)
+        return when is not None and now.times(when, partial(total_steps, trainer)) > 0
 
     def _not_settled(self) -> str:
         """Why no ticket was drawn, and of what the masks are judged by."""

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch.distributed as dist
@@ -25,8 +25,6 @@ from lightning_axosparse.support.troubleshooting import require_cli, see
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-T = TypeVar("T")
 
 COLOURS: dict[Activity, str] = {
     "forward": "#4c78a8",
@@ -210,7 +208,7 @@ class PipelineTimeline(L.Callback):
     @override
     def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
         own = {period: spans for period, (_, spans) in self._recorded.items()}
-        ranks = of_all_ranks(own)
+        ranks = all_gather(own, dist.group.WORLD)
         self.steps = [
             RecordedStep(
                 epoch, self.batch_idx, period, [span for rank in ranks for span in rank[period]]
@@ -238,11 +236,6 @@ def grid_of(trainer: L.Trainer) -> Grid:
     """Return the strategy's grid; every rank is a replica of one stage if it has none."""
     grid = getattr(trainer.strategy, "grid", None)
     return grid or Grid(trainer.world_size, g_inter=1, rank=trainer.global_rank)
-
-
-def of_all_ranks(value: T) -> list[T]:
-    """Return the picklable value of every rank, on every rank."""
-    return all_gather(value, dist.group.WORLD)
 
 
 def folder_of(trainer: L.Trainer, folder: Path | None) -> Path:

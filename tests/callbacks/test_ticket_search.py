@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_axosparse.callbacks.ticket_search import WHEN, Moment, Progress, total_steps
+from lightning_axosparse.callbacks.ticket_search import WHEN, Progress, in_steps, total_steps
 
 
 def hundred():
@@ -21,22 +21,18 @@ def never_asked():
 
 
 @pytest.mark.parametrize(
-    ("when", "moment"),
-    [
-        (7, Moment(7, "steps")),
-        ("1 epoch", Moment(1, "epochs")),
-        ("12 epochs", Moment(12, "epochs")),
-    ],
+    ("when", "times"), [(7, 10), (70, 1), (71, 0), ("1 epoch", 25), ("12 epochs", 2)]
 )
-def test_steps_and_epochs(when, moment):
+def test_steps_and_epochs(when, times):
     assert WHEN.fits(when)
-    assert Moment.of(when, never_asked) == moment
+    assert Progress(70, 25).times(when, never_asked) == times
 
 
 @pytest.mark.parametrize(("share", "steps"), [(0.25, 25), (1.0, 100), (0.333, 33), (1e-9, 1)])
 def test_shares_of_the_run(share, steps):
     assert WHEN.fits(share)
-    assert Moment.of(share, hundred) == Moment(steps, "steps")
+    assert in_steps(share, hundred) == steps
+    assert Progress(70, 25).times(share, hundred) == 70 // steps
 
 
 @pytest.mark.parametrize("when", ["", "1", "0 epochs", "1.5 epochs", "-1 epochs", "1 epochs ", "x"])
@@ -46,22 +42,20 @@ def test_other_texts_do_not_fit(when):
 
 @given(st.integers(1, 50), st.lists(st.integers(0, 200), min_size=2, max_size=20, unique=True))
 def test_it_comes_again_once_for_each_multiple_that_is_passed(count, steps):
-    moment, seen = Moment(count, "steps"), [Progress(0), *map(Progress, sorted(steps))]
-    again = [moment.again_since(one, two) for one, two in pairwise(seen)]
+    seen = [Progress(0), *map(Progress, sorted(steps))]
+    times = [at.times(count, never_asked) for at in seen]
+    again = [two > one for one, two in pairwise(times)]
     passed = [
         any(step % count == 0 for step in range(one.steps + 1, two.steps + 1))
         for one, two in pairwise(seen)
     ]
     assert again == passed
-    assert [moment.reached(at) for at in seen] == [at.steps >= count for at in seen]
+    assert [passed > 0 for passed in times] == [at.steps >= count for at in seen]
 
 
 def test_epochs_are_counted_when_they_have_ended():
-    moment = Moment(2, "epochs")
-    assert not moment.reached(Progress(500, 1))
-    assert moment.reached(Progress(8, 2))
-    assert moment.again_since(Progress(8, 3), Progress(9, 4))
-    assert not moment.again_since(Progress(8, 2), Progress(900, 3))
+    ended = [Progress(500, 1), Progress(8, 2), Progress(900, 3), Progress(9, 4)]
+    assert [at.times("2 epochs", never_asked) for at in ended] == [0, 1, 1, 2]
 
 
 class TotalSteps(Callback):

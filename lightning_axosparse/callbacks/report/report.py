@@ -16,6 +16,7 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
@@ -28,12 +29,8 @@ from lightning_axosparse.callbacks.report.facts import (
     Work,
 )
 from lightning_axosparse.callbacks.ticket_search import Period, period_of, search_of
-from lightning_axosparse.callbacks.timeline import (
-    PipelineTimeline,
-    folder_of,
-    grid_of,
-    of_all_ranks,
-)
+from lightning_axosparse.callbacks.timeline import PipelineTimeline, folder_of, grid_of
+from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.sparse.module.parameters import state_bytes
@@ -186,7 +183,7 @@ class TrainingReport(L.Callback):
         measured = self._measured
         losses = [float(loss) for loss in measured.losses]
         own = RankFacts(grid.rank, grid.stage, grid.replica, measured.work, losses, measured.tokens)
-        ranks = of_all_ranks(own)
+        ranks = all_gather(own, dist.group.WORLD)
         self.facts = RunFacts(ranks, measured.steps, measured.validations)
         self.facts.regrid = _regridded(trainer)
         self.facts.parameters = self._parameters
@@ -277,7 +274,7 @@ def _draw(ticket: Ticket | ChannelTicket, work: Mapping[Period, Work]) -> Ticket
 
 def _log_storage(trainer: L.Trainer, state_bytes: int) -> None:
     """Log the bytes of the model state over all ranks, and what each pruned layer keeps."""
-    metrics: dict[str, float] = {"state_bytes": sum(of_all_ranks(state_bytes))}
+    metrics: dict[str, float] = {"state_bytes": sum(all_gather(state_bytes, dist.group.WORLD))}
     search = search_of(trainer)
     if search is not None and search.ticket is not None:
         pruned = search.ticket.layer_sparsity().items()
@@ -287,7 +284,7 @@ def _log_storage(trainer: L.Trainer, state_bytes: int) -> None:
 
 def _log_work(trainer: L.Trainer, work: Work) -> None:
     """Log where the time of the last batches went, and how many micro-batches stages held."""
-    ranks = of_all_ranks(work)
+    ranks = all_gather(work, dist.group.WORLD)
     held = [most for rank in ranks for most in rank.peak_in_flight.values()]
     metrics = {
         "seconds_per_batch/all": fmean(rank.seconds / rank.steps for rank in ranks),
