@@ -78,26 +78,31 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if local is None or not local.exists():
             return super().load_checkpoint(path, map_location, weights_only)
         self.verify(local)
-        if local.is_dir():
-            return self.load_mapped(local, weights_only)
         with reading(local):
+            if local.is_dir():
+                return _load_folder(local, weights_only)
             return super().load_checkpoint(local, map_location, weights_only)
 
     def verify(self, path: Path) -> None:
         """Read a file or folder once, a block at a time, and check that it is as it was written."""
         if path.is_dir():
             with reading(path):
-                _verify_folder(path)
+                for file in _files(path):
+                    archive.check(file)
         else:
             archive.check(path)
 
     def load_mapped(self, path: Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a verified checkpoint, with weights and optimizer state mapped into memory."""
+        """Read a verified checkpoint, with weights and optimizer state mapped into memory.
+
+        Raises:
+            CorruptFileError: if it has not the form of a Lightning checkpoint.
+        """
         with reading(path):
-            if path.is_dir():
-                return _load_folder(path, weights_only)
-            whole: dict[str, Any] = load_mapped(path, weights_only)
-            return whole
+            load = _load_folder if path.is_dir() else load_mapped
+            whole: dict[str, Any] = load(path, weights_only)
+            _validate_form(whole)
+        return whole
 
 
 def clear_unfinished_checkpoints(trainer: Trainer) -> None:
@@ -109,19 +114,16 @@ def clear_unfinished_checkpoints(trainer: Trainer) -> None:
             clear_partials(local)
 
 
-def validated(checkpoint: Any, path: Path) -> dict[str, Any]:
-    """Return what a file holds, if it has the form of a Lightning checkpoint."""
-    with reading(path):
-        if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-            raise CorruptFileError("it is no Lightning checkpoint: it has no `state_dict`")
-        for name, kind in _ENTRIES.items():
-            value = checkpoint.get(name, kind())
-            # Files that are made by hand have empty dicts for lists, which Lightning takes, too.
-            is_empty = isinstance(value, dict) and not value
-            if not (isinstance(value, kind) or is_empty):
-                found = type(value).__name__
-                raise CorruptFileError(f"its `{name}` is a {found}, not a {kind.__name__}")
-    return checkpoint
+def _validate_form(checkpoint: Any) -> None:
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise CorruptFileError("it is no Lightning checkpoint: it has no `state_dict`")
+    for name, kind in _ENTRIES.items():
+        value = checkpoint.get(name, kind())
+        # Files that are made by hand have empty dicts for lists, which Lightning takes, too.
+        is_empty = isinstance(value, dict) and not value
+        if not (isinstance(value, kind) or is_empty):
+            found = type(value).__name__
+            raise CorruptFileError(f"its `{name}` is a {found}, not a {kind.__name__}")
 
 
 def local_path(path: Any) -> Path | None:
@@ -134,12 +136,6 @@ def local_path(path: Any) -> Path | None:
 def _record(tensor: DeferredTensor) -> dict[str, Any]:
     """What stands for a tensor in the table."""
     return {"format": _FORMAT, "name": tensor.key}
-
-
-def _verify_folder(folder: Path) -> None:
-    """Read each file of a folder once and check that it is as it was written."""
-    for file in _files(folder):
-        archive.check(file)
 
 
 def _load_folder(folder: Path, weights_only: bool | None) -> dict[str, Any]:
@@ -178,10 +174,6 @@ def _files(folder: Path) -> list[Path]:
 
 def _is_record(value: Any) -> bool:
     return isinstance(value, dict) and value.get("format") == _FORMAT
-
-
-class _NotWritten(Exception):
-    """A stage could not write its part, so the folder is removed."""
 
 
 def save_folder(checkpoint: dict[str, Any], goal: Path, tensors: StageTensors) -> None:
@@ -233,7 +225,7 @@ def _put_in_place(place: ExitStack, errors: list[str | None]) -> str | None:
     try:
         with place:
             if found := [error for error in errors if error is not None]:
-                raise _NotWritten("; ".join(found))
-    except (OSError, _NotWritten) as error:
+                raise OSError("; ".join(found))
+    except OSError as error:
         return without_link(error)
     return None

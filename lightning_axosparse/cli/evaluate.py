@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from lightning_axosparse.callbacks.report.tables import Section, terminal
-from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, validated
+from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.checkpoint.load import load_sparse
 from lightning_axosparse.checkpoint.safetensors import SafetensorsState
 from lightning_axosparse.cli.train import (
@@ -101,7 +101,7 @@ def restored(config: DictConfig, source: Path) -> tuple[L.LightningModule, Path 
         return model, None
     files = AtomicCheckpointIO()
     files.verify(source)
-    contents = validated(files.load_mapped(source, weights_only=True), source)
+    contents = files.load_mapped(source, weights_only=True)
     values = contents.get("hyper_parameters", {})
     _validate_plain(values, source)
     make = instantiate(config, _partial_=True)

@@ -12,11 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_axosparse.checkpoint.atomic_io import (
-    clear_unfinished_checkpoints,
-    local_path,
-    validated,
-)
+from lightning_axosparse.checkpoint.atomic_io import clear_unfinished_checkpoints, local_path
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.pipeline.shard.partition import UnknownOrderError
 from lightning_axosparse.pipeline.shard.sharded_module import (
@@ -382,7 +378,7 @@ class PipelineStrategy(MPIStrategy):
         if self.local_rank == 0:
             files.verify(local)
         self.barrier()
-        return validated(files.load_mapped(local, weights_only), local)
+        return files.load_mapped(local, weights_only)
 
     @property
     def _is_starting(self) -> bool:

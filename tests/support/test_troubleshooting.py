@@ -41,7 +41,7 @@ WITHOUT_LINK = {
     ("pipeline/stage_forward.py", "StageEdge("): "ends a step at the edge of a stage",
     ("pipeline/stage_step.py", "StageEdge("): "ends a step at the edge of a stage",
     ("pruning/rule.py", 'ValueError("it has no second moment'): "part of a message with a link",
-    ("checkpoint/atomic_io.py", "_NotWritten("): "part of a message with a link",
+    ("checkpoint/atomic_io.py", "OSError('; '.join"): "part of a message with a link",
     ("strategy/launcher/launcher.py", "_Terminated"): "becomes the signal again",
     ("strategy/launcher/pickling.py", "LookupError("): "of a file between caller and ranks",
     # The command line says the rest.
