@@ -6,13 +6,15 @@ import json
 import re
 import shlex
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue
 
 from lightning_axosparse.callbacks.report.facts import RunResult
 from lightning_axosparse.pruning.ticket import Ticket
@@ -157,7 +159,7 @@ def difference(before: Any, now: Any, name: str = "") -> str | None:
 
 
 @contextmanager
-def recorded(folder: Path, message: Callable[[Exception], str]) -> Iterator[None]:
+def recorded(folder: Path) -> Iterator[None]:
     """Leave the message of an error in the job's folder, and nothing of earlier attempts."""
     for name in (RESULT, _ERROR):
         (folder / name).unlink(missing_ok=True)
@@ -167,6 +169,18 @@ def recorded(folder: Path, message: Callable[[Exception], str]) -> Iterator[None
         with replacing(folder / _ERROR) as file:
             file.write(f"{message(error)}\n\n{traceback.format_exc()}".encode())
         raise
+
+
+def message(error: Exception) -> str:
+    """Return the error's message; for an object, after its group of the configuration."""
+    if isinstance(error, MissingMandatoryValue):
+        name = str(error.full_key)
+        return f"{name} is missing: give {name}=VALUE." + see("commands")
+    if not isinstance(error, InstantiationException):
+        return str(error) or type(error).__name__
+    group = str(error).rpartition("full_key: ")[2]
+    cause = error.__cause__
+    return f"{group}: {cause if cause is not None else str(error).partition(chr(10))[0]}"
 
 
 def _natural(text: str) -> list[tuple[int, str]]:

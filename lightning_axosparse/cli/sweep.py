@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Number = Callable[[RunResult], float | None]
+Row = dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -41,25 +42,24 @@ class Measure:
 
 
 TEST = Measure("test perplexity", lambda result: result.test_perplexity)
-STATE = Measure(
-    "model state of the largest rank (MB)",
-    lambda result: max(result.state_bytes[result.period], default=0) / 1e6,
-    "{:.2f}",
-)
-REDUCED = Measure(
-    "all-reduced per step (MB)",
-    lambda result: max(result.reduced_bytes[result.period], default=0) / 1e6,
-    "{:.2f}",
-)
-STEP = Measure("step (ms)", lambda result: 1e3 * mean(result.step_seconds[result.period]), "{:.1f}")
-DRAW = Measure("ticket drawn after (steps)", lambda result: result.draw_step, "{:.0f}")
-_CURVES = {
+CURVES = {
     "perplexity": TEST,
-    "memory": STATE,
-    "all_reduce": REDUCED,
-    "step_time": STEP,
-    "draw_step": DRAW,
+    "memory": Measure(
+        "model state of the largest rank (MB)",
+        lambda result: max(result.state_bytes[result.period]) / 1e6,
+        "{:.2f}",
+    ),
+    "all_reduce": Measure(
+        "all-reduced per step (MB)",
+        lambda result: max(result.reduced_bytes[result.period]) / 1e6,
+        "{:.2f}",
+    ),
+    "step_time": Measure(
+        "step (ms)", lambda result: 1e3 * mean(result.step_seconds[result.period]), "{:.1f}"
+    ),
+    "draw_step": Measure("ticket drawn after (steps)", lambda result: result.draw_step, "{:.0f}"),
 }
+"""Name of a picture -> what it shows."""
 
 
 @dataclass(frozen=True)
@@ -132,24 +132,23 @@ def _overrides(job: Job) -> dict[str, str]:
 # Tables
 
 
-def write_csv(jobs: Sequence[Job], path: Path) -> None:
+def write_csv(rows: Sequence[Row], path: Path) -> None:
     """Write one row for each job, with its numbers as they are."""
-    rows = [_row(job, varying(jobs)) for job in jobs]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]) if rows else ["job"])
         writer.writeheader()
         writer.writerows(rows)
 
 
-def sections(jobs: Sequence[Job], found: Sequence[Point]) -> list[Section]:
+def sections(jobs: Sequence[Job], found: Sequence[Point], rows: Sequence[Row]) -> list[Section]:
     """Return the tables of a report in order, without empty ones."""
-    every = [_summary(found), _unfinished(jobs), _jobs(jobs)]
+    every = [_summary(found), _unfinished(jobs), _jobs(rows)]
     return [section for section in every if section.rows]
 
 
 def _summary(found: Sequence[Point]) -> Section:
     dense = next((p for p in found if (p.label, p.ratio) == ("dense", None)), None)
-    others = [measure for measure in _CURVES.values() if measure is not TEST]
+    others = [measure for measure in CURVES.values() if measure is not TEST]
     rows = []
     for point in found:
         against = point.against(dense, TEST.number)
@@ -187,20 +186,19 @@ def _unfinished(jobs: Sequence[Job]) -> Section:
     return Section("Jobs that have not finished", columns, rows)
 
 
-def _jobs(jobs: Sequence[Job]) -> Section:
-    table = [_row(job, varying(jobs)) for job in jobs]
+def _jobs(rows: Sequence[Row]) -> Section:
     columns = [
         name
-        for name in (table[0] if table else {})
-        if name not in ("error", "command") and any(row[name] not in (None, "") for row in table)
+        for name in (rows[0] if rows else {})
+        if name not in ("error", "command") and any(row[name] not in (None, "") for row in rows)
     ]
-    rows = [[_cell(row[name]) for name in columns] for row in table]
-    return Section("All jobs", [name.replace("_", " ") for name in columns], rows)
+    cells = [[_cell(row[name]) for name in columns] for row in rows]
+    return Section("All jobs", [name.replace("_", " ") for name in columns], cells)
 
 
-def _row(job: Job, others: Sequence[str]) -> dict[str, object]:
+def _row(job: Job, others: Sequence[str]) -> Row:
     """Return all that is known of a job, by column."""
-    row: dict[str, object] = {
+    row: Row = {
         "job": job.folder.name,
         "status": job.status,
         "arm": job.arm,
@@ -243,7 +241,7 @@ def curves(found: Sequence[Point]) -> dict[str, Figure]:
     from matplotlib.figure import Figure
 
     figures = {}
-    for name, measure in _CURVES.items():
+    for name, measure in CURVES.items():
         if not any(p.ratio is not None and p.values(measure.number) for p in found):
             continue
         figures[name] = figure = Figure(figsize=(8, 4.8), layout="constrained")
@@ -295,15 +293,16 @@ def gather(folder: Path) -> list[Job]:
     from lightning_axosparse.callbacks.report.page import figure, page, save_plots, table
 
     jobs = jobs_in(folder)
-    found = points(jobs)
-    write_csv(jobs, folder / "sweep.csv")
+    found, others = points(jobs), varying(jobs)
+    rows = [_row(job, others) for job in jobs]
+    write_csv(rows, folder / "sweep.csv")
     blocks = [f"<p>{_finished(jobs)}</p>"]
     if resume := resume_command(folder):
         blocks.append(f"<p>The command that goes on with it: <code>{escape(resume)}</code></p>")
     plots = curves(found)
     save_plots(plots, folder)
     blocks += [figure(name, plot) for name, plot in plots.items()]
-    blocks += map(table, sections(jobs, found))
+    blocks += map(table, sections(jobs, found, rows))
     (folder / "sweep.html").write_text(page("Sweep", blocks))
     return jobs
 

@@ -29,12 +29,7 @@ from typing_extensions import override
 from lightning_axosparse.callbacks.report.facts import RunResult
 from lightning_axosparse.callbacks.report.report import TrainingReport
 from lightning_axosparse.callbacks.report.tables import sections, terminal
-from lightning_axosparse.cli.job import (
-    RESULT,
-    finished_before,
-    recorded,
-    settings_of,
-)
+from lightning_axosparse.cli.job import RESULT, finished_before, message, recorded, settings_of
 from lightning_axosparse.distributed.grid import divisors
 from lightning_axosparse.strategy.compat.internals import callbacks_of
 from lightning_axosparse.support.arguments import INDEX, NOT_NEGATIVE, SEED, TEXT, check, shown
@@ -133,13 +128,14 @@ def train(config: DictConfig) -> float | None:
     L.seed_everything(config.seed)
     data = instantiate(config.data)
     model = instantiate(config.model)
-    callbacks = [
-        *(callback for name, callback in config.callbacks.items() if _wanted(config, name)),
-        config.pruning.callback,
-    ]
+    callbacks = dict(config.callbacks.items())
+    if not config.trainer.enable_progress_bar:  # Lightning rejects a bar beside it.
+        callbacks.pop("progress", None)
     trainer: L.Trainer = instantiate(
         config.trainer,
-        callbacks=[instantiate(callback) for callback in callbacks if callback],
+        callbacks=[
+            instantiate(each) for each in (*callbacks.values(), config.pruning.callback) if each
+        ],
         logger=[instantiate(logger) for logger in config.logger.values()],
     )
     trainer.fit(model, datamodule=data)
@@ -148,11 +144,6 @@ def train(config: DictConfig) -> float | None:
     if trainer.is_global_zero:
         show(config, settings, trainer, model)
     return None if loss is None else float(loss)
-
-
-def _wanted(config: DictConfig, callback: str) -> bool:
-    """Leave the progress bar out: Lightning rejects one beside ``enable_progress_bar=false``."""
-    return callback != "progress" or bool(config.trainer.enable_progress_bar)
 
 
 def validate_trainer(options: DictConfig) -> None:
@@ -223,14 +214,16 @@ def prepare(command: str) -> None:
     warnings.filterwarnings(
         "ignore", category=FutureWarning, module=r"lightning\.pytorch\..*_pytree"
     )
-    find_modules_here()
+    # Ranks find modules of the working folder there, so `_target_` may name them.
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
 
 
 @hydra.main(version_base="1.3", config_path=str(configuration()), config_name="config")
 def _main(config: DictConfig) -> float | None:
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         return _job_of_sweep(config)
-    with refusing("axosparse-train"), recorded(Path(config.folder), message):
+    with refusing("axosparse-train"), recorded(Path(config.folder)):
         return train(config)
 
 
@@ -245,40 +238,19 @@ def refusing(command: str) -> Iterator[None]:
         raise SystemExit(f"{command}: {message(error)}") from error
 
 
-def find_modules_here() -> None:
-    """Let `_target_` name modules of the working folder, as ranks find them there."""
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
-
-
 def _job_of_sweep(config: DictConfig) -> float | None:
     """Train, unless that has been done; after an error the next job runs."""
-    try:
+    with refusing("axosparse-train"):
         before = finished_before(config)
-    except ValueError as error:
-        raise SystemExit(f"axosparse-train: {error}") from error
     if before is not None:
         _log.info("Finished before: %s", config.folder)
         return before.validation_loss
     try:
-        with recorded(Path(config.folder), message):
+        with recorded(Path(config.folder)):
             return train(config)
     except Exception as error:
         _log.error("Failed: %s", message(error))
         return math.nan
-
-
-def message(error: Exception) -> str:
-    """Return the error's message; for an object, after its group of the configuration."""
-    if isinstance(error, MissingMandatoryValue):
-        name = str(error.full_key)
-        return f"{name} is missing: give {name}=VALUE." + see("commands")
-    if not isinstance(error, InstantiationException):
-        return str(error) or type(error).__name__
-    group = str(error).rpartition("full_key: ")[2]
-    cause = error.__cause__
-    return f"{group}: {cause if cause is not None else str(error).partition(chr(10))[0]}"
 
 
 if __name__ == "__main__":

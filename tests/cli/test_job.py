@@ -115,11 +115,11 @@ def test_the_first_difference(before, now, found):
 
 def test_an_error_is_recorded_and_gone_after_the_next_attempt(tmp_path):
     (tmp_path / RESULT).write_text("old")
-    with pytest.raises(RuntimeError), recorded(tmp_path, lambda error: f"In words: {error}"):
+    with pytest.raises(RuntimeError), recorded(tmp_path):
         raise RuntimeError("no memory")
     assert not (tmp_path / RESULT).exists()
-    assert (tmp_path / "error.txt").read_text().startswith("In words: no memory\n\nTraceback")
-    with recorded(tmp_path, str):
+    assert (tmp_path / "error.txt").read_text().startswith("no memory\n\nTraceback")
+    with recorded(tmp_path):
         pass
     assert not (tmp_path / "error.txt").exists()
 

@@ -50,7 +50,6 @@ WITHOUT_LINK = {
     # They pass on a message, which has a link if it is one of this package.
     ("cli/__init__.py", "SystemExit(str(error))"): "",
     ("callbacks/ticket_search.py", "MisconfigurationException(str(error))"): "",
-    ("cli/train.py", "SystemExit(f'axosparse-train: {error}')"): "",
     ("pruning/selection.py", "ValueError('\\n'.join(found))"): "",
     ("strategy/launcher/launcher.py", "_RankLost("): "",
     ("strategy/launcher/launcher.py", "error"): "",

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from lightning_axosparse.cli.job import jobs_in
-from lightning_axosparse.cli.sweep import STATE, STEP, TEST, points, varying
+from lightning_axosparse.cli.sweep import CURVES, TEST, points, varying
 from tests.cli.sweep.jobs import write_job
 
 
@@ -27,8 +27,8 @@ def test_a_point_has_the_finished_jobs_of_an_arm_at_a_ratio(jobs):
     assert list(found) == [("dense", None), ("small", 0.8), ("ticket", 0.5), ("ticket", 0.8)]
     assert [job.seed for job in found["ticket", 0.8].jobs] == [0, 1]
     assert found["ticket", 0.8].values(TEST.number) == pytest.approx([math.exp(1.8)] * 2)
-    assert found["ticket", 0.8].values(STATE.number) == [32.0, 32.0]
-    assert found["ticket", 0.8].values(STEP.number) == pytest.approx([100.0, 100.0])
+    assert found["ticket", 0.8].values(CURVES["memory"].number) == [32.0, 32.0]
+    assert found["ticket", 0.8].values(CURVES["step_time"].number) == pytest.approx([100.0, 100.0])
 
 
 def test_a_comparison_is_between_runs_of_the_same_seed(jobs):
