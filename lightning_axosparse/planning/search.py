@@ -104,7 +104,9 @@ def search(workload: Workload, best: int = 10) -> list[Plan]:
     for step in sorted(fitting, key=lambda step: step.lower_bound):
         if len(plans) == best and step.lower_bound >= plans[-1].simulation.makespan:
             break
-        plans = sorted([*plans, step.plan()], key=_seconds_then_memory)[:best]
+        plans.append(step.plan())
+        plans.sort(key=lambda plan: (plan.simulation.makespan, plan.memory))
+        del plans[best:]
     return plans
 
 
@@ -118,10 +120,6 @@ def evaluate(workload: Workload, choice: Choice) -> Plan:
             f"{workload.cluster.devices} devices." + see("planning")
         )
     return _StepEstimate(workload, choice).plan()
-
-
-def _seconds_then_memory(plan: Plan) -> tuple[float, float]:
-    return plan.simulation.makespan, plan.memory
 
 
 def _choices(workload: Workload) -> Iterator[Choice]:

@@ -76,18 +76,16 @@ def _free_in_groups(membership: Path, cgroups: Path) -> Iterator[int]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            for group in _with_ancestors(cgroups, path):
-                yield from _free_in_group(group, "memory.max", "memory.current", "inactive_file")
+            root, files = cgroups, ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
+            root = cgroups / "memory"
             files = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-            for group in _with_ancestors(cgroups / "memory", path):
-                yield from _free_in_group(group, *files)
-
-
-def _with_ancestors(root: Path, path: str) -> Iterator[Path]:
-    """A group and its ancestors up to the root, which is that of the container if there is one."""
-    group = root / path.lstrip("/")
-    yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(root))
+        else:
+            continue
+        group = root / path.lstrip("/")
+        for ancestor in (group, *group.parents):  # up to that of the container, if there is one
+            if ancestor.is_relative_to(root):
+                yield from _free_in_group(ancestor, *files)
 
 
 def _free_in_group(group: Path, limit: str, usage: str, droppable: str) -> Iterator[int]:
@@ -107,32 +105,25 @@ def _numbers(file: Path) -> dict[str, int]:
 
 def reusable_zeros(shape: Sequence[int]) -> Tensor:
     """Return zeros of ``shape`` in float32 on CPU, aligned as torch's own tensors."""
-    if not _is_worth_it(shape):
-        return torch.zeros(tuple(shape), dtype=torch.float32, device="cpu")
-    return _aligned(np.zeros(_padded(shape), np.float32), shape)
+    return _reusable(torch.zeros, np.zeros, shape)
 
 
 def reusable_empty(shape: Sequence[int]) -> Tensor:
     """Return an uninitialized tensor of ``shape`` in float32 on CPU, aligned as torch's own."""
-    if not _is_worth_it(shape):
-        return torch.empty(tuple(shape), dtype=torch.float32, device="cpu")
-    return _aligned(np.empty(_padded(shape), np.float32), shape)
+    return _reusable(torch.empty, np.empty, shape)
 
 
-def _is_worth_it(shape: Sequence[int]) -> bool:
+def _reusable(by_torch: Any, by_numpy: Any, shape: Sequence[int]) -> Tensor:
+    size = math.prod(shape)
     # A mode that counts what operators allocate would not see NumPy's memory.
-    return 4 * math.prod(shape) >= SMALLEST and not dispatch_mode_is_active()
-
-
-def _padded(shape: Sequence[int]) -> int:
-    return math.prod(shape) + _ALIGNMENT // 4
-
-
-def _aligned(block: Any, shape: Sequence[int]) -> Tensor:
+    if 4 * size < SMALLEST or dispatch_mode_is_active():
+        own: Tensor = by_torch(tuple(shape), dtype=torch.float32, device="cpu")
+        return own
+    block = by_numpy(size + _ALIGNMENT // 4, np.float32)
     # Sliced by NumPy: a view of a tensor may not be changed in place outside the function that
     # made it, where that is an autograd.Function.
     start = -block.__array_interface__["data"][0] % _ALIGNMENT // 4
-    return torch.from_numpy(block[start : start + math.prod(shape)].reshape(*shape))
+    return torch.from_numpy(block[start : start + size].reshape(*shape))
 
 
 def release_freed_memory() -> None:

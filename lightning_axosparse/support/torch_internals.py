@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-current_function_mode: Callable[[], TorchFunctionMode | None] = _get_current_function_mode
-"""Returns the innermost ``TorchFunctionMode`` that is active."""
-
 tree_map = _pytree.tree_map
 tree_map_with_path = _pytree.tree_map_with_path
 tree_leaves_with_path = _pytree.tree_leaves_with_path
@@ -397,7 +394,7 @@ class paused:
     def __enter__(self) -> None:
         for mode in reversed(self._modes):
             # A mode that is entered costs a microsecond for each torch function.
-            leaves = current_function_mode() is mode
+            leaves = _get_current_function_mode() is mode
             if leaves:
                 mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._before.append((mode, leaves, mode._is_paused))
