@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_axosparse.callbacks.ticket_search import (
     SEARCH,
+    Period,
     Progress,
     TicketSearch,
     When,
@@ -192,9 +193,9 @@ class EarlyBirdTicket(TicketSearch):
         """The processor for which all ranks choose products; None before weights are pruned."""
 
     @property
-    def has_pruned(self) -> bool:
-        """Whether anything is pruned."""
-        return super().has_pruned or self._pruned is not None
+    def period(self) -> Period:
+        """What the model is now."""
+        return "pruning" if self.ticket is None and self._pruned is not None else super().period
 
     def _validate_before_launch(self, trainer: Trainer) -> None:
         with unless_made_later(trainer.lightning_module):

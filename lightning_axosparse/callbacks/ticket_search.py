@@ -160,9 +160,9 @@ class TicketSearch(Callback, ABC):
         """Up to where masks that were due have been compared; None outside of training."""
 
     @property
-    def has_pruned(self) -> bool:
-        """Whether anything is pruned."""
-        return self.ticket is not None
+    def period(self) -> Period:
+        """What the model is now."""
+        return "dense" if self.ticket is None else "sparse"
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Validate the run on every rank, before any weight changes."""
@@ -324,6 +324,4 @@ def strategy_of(trainer: Trainer) -> AxoSparseStrategy:
 def period_of(trainer: Trainer) -> Period:
     """Return what the model is now."""
     search = search_of(trainer)
-    if search is None or not search.has_pruned:
-        return "dense"
-    return "pruning" if search.ticket is None else "sparse"
+    return "dense" if search is None else search.period

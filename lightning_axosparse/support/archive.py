@@ -7,11 +7,9 @@ deferred tensor is made only when it is written.
 from __future__ import annotations
 
 import os
-import pickle
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,8 +31,8 @@ _LARGE = ("state_dict", "optimizer_states")
 class DeferredTensor(Tensor):
     """Stands for a tensor by its shape and dtype, on the meta device.
 
-    :func:`lightning_axosparse.support.archive.save` writes it as the tensor that it stands
-    for.
+    ``torch.save`` and :func:`lightning_axosparse.support.archive.save` write it as the tensor that
+    it stands for.
 
     Args:
         key: of the tensor, unique in its checkpoint.
@@ -63,6 +61,9 @@ class DeferredTensor(Tensor):
 
     def __init__(self, *_: Any) -> None:
         super().__init__()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return reduced_for_save(self.shape, self.dtype, self.made)
 
     def made(self) -> Tensor:
         """The tensor that it stands for, on CPU."""
@@ -93,7 +94,7 @@ def save(content: Any, path: str | os.PathLike[str]) -> None:
     """
     with replacing(path) as file:
         try:
-            torch.save(content, file, pickle_module=_PICKLE)
+            torch.save(content, file)
         except RuntimeError as error:
             # torch reports a failed write only as an unexpected position in the file.
             if isinstance(error.__context__, OSError):
@@ -128,16 +129,6 @@ def check(path: str | os.PathLike[str]) -> None:
                     with archive.open(record) as part:
                         while part.read(_BLOCK):  # raises at the end if its checksum differs
                             pass
-
-
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, DeferredTensor):
-            return reduced_for_save(value.shape, value.dtype, value.made)
-        return NotImplemented
-
-
-_PICKLE = SimpleNamespace(__name__="pickle", Pickler=_Pickler)
 
 
 def load_mapped(path: Path, weights_only: bool | None) -> Any:

@@ -165,13 +165,13 @@ class TrainingReport(L.Callback):
 
     @override
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        loss = trainer.callback_metrics.get(self.val_loss)
+        loss = _logged(trainer, self.val_loss)
         if loss is not None and trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._measured.validations.append(
                 ValidationLoss(
                     trainer.current_epoch,
                     trainer.global_step,
-                    float(loss),
+                    loss,
                     period_of(trainer),
                     _logged(trainer, self.val_accuracy),
                 )
@@ -200,9 +200,9 @@ class TrainingReport(L.Callback):
 
     @override
     def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        loss = trainer.callback_metrics.get(self.test_loss)
+        loss = _logged(trainer, self.test_loss)
         if self.facts is not None and loss is not None:
-            self.facts.test_loss = float(loss)
+            self.facts.test_loss = loss
             self.facts.test_accuracy = _logged(trainer, self.test_accuracy)
             self._write(trainer)
 
