@@ -404,13 +404,13 @@ class EarlyBirdTicket(TicketSearch):
         strategy = strategy_of(trainer)
         sixteen_bit = str(trainer.precision).startswith(("16", "bf16"))
         passes = strategy.microbatches * trainer.accumulate_grad_batches
-        few = 1 - ticket.sparsity <= min(most_kept(backend, torch.bfloat16).values())
-        return best_policy(sixteen_bit, passes, few and strategy.root_device.type == "cpu")
+        keeps_few = 1 - ticket.sparsity <= min(most_kept(backend, torch.bfloat16).values())
+        return best_policy(sixteen_bit, passes, keeps_few and strategy.root_device.type == "cpu")
 
+    @misconfigured()
     def _validate_model(self, module: nn.Module) -> None:
         """Check that the ticket, or the rule by which one is searched, fits the model."""
-        with misconfigured():
-            if self.ticket is not None:
-                self.ticket.validate_fits(module)
-            else:
-                self._rule.sizes(module)
+        if self.ticket is not None:
+            self.ticket.validate_fits(module)
+        else:
+            self._rule.sizes(module)

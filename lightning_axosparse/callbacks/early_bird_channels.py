@@ -125,13 +125,13 @@ class EarlyBirdChannels(TicketSearch):
         if trainer.strategy.launcher is not None:
             _validate_optimizers(optimizers_before_setup(trainer.lightning_module))
 
+    @misconfigured()
     def _find(self, module: nn.Module) -> Channels | None:
         """Find the channels that a search may remove, or check that the ticket fits the module."""
-        with misconfigured():
-            if self.ticket is None:
-                return find_channels(module, self.network)
-            self.ticket.validate(module)
-            return None
+        if self.ticket is None:
+            return find_channels(module, self.network)
+        self.ticket.validate(module)
+        return None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Shrink by the ticket if there is one: given by the user, or drawn before a resume."""
@@ -201,7 +201,7 @@ class EarlyBirdChannels(TicketSearch):
         return MaskBits(channel_masks(scales, self.pruning_ratio, self.floor))
 
 
+@misconfigured()
 def _validate_optimizers(optimizers: list[Optimizer]) -> None:
-    with misconfigured():
-        for optimizer in optimizers:
-            validate_channelwise_optimizer(optimizer)
+    for optimizer in optimizers:
+        validate_channelwise_optimizer(optimizer)

@@ -19,7 +19,7 @@ from lightning_axosparse.callbacks.ticket_search import Period, period_of
 from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.support.arguments import INDEX, NONE, PATH, checked
-from lightning_axosparse.support.trace import Activity, Span, clock
+from lightning_axosparse.support.trace import PASSES, Activity, Span, clock
 from lightning_axosparse.support.troubleshooting import require_cli, see
 
 if TYPE_CHECKING:
@@ -36,9 +36,6 @@ COLOURS: dict[Activity, str] = {
     "densify": "#9ecae9",
     "compress": "#ffd8a8",
 }
-_PASSES: set[Activity] = {"forward", "backward", "weight gradient"}
-INNER: set[Activity] = {"densify", "compress"}
-"""What runs inside a pass."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ def place(spans: Sequence[Span], replica: int, stage: int) -> list[Span]:
     stage of the pass that encloses it, else the rank's ``stage``. The two differ if one process
     runs several stages.
     """
-    passes = [span for span in spans if span.activity in _PASSES]
+    passes = [span for span in spans if span.activity in PASSES]
 
     def stage_of(span: Span) -> int:
         if span.microbatch is not None:
@@ -122,7 +119,7 @@ def plot_gantt(axes: Axes, step: RecordedStep) -> None:
     end = max((span.end for span in step.spans), default=step.start) - step.start
     for span in step.spans:
         y = rows[span.replica, span.stage]
-        inner = span.activity in INNER
+        inner = span.activity in ("densify", "compress")  # They run inside of passes.
         height, edge, layer = (0.3, 0, 2) if inner else (0.8, 0.3, 1)
         left, width = (span.start - step.start) * 1e3, (span.end - span.start) * 1e3
         colour = COLOURS[span.activity]

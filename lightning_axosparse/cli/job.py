@@ -111,8 +111,8 @@ def command(
     folder: Path,
 ) -> str:
     """Return the ``axosparse-train`` command that writes to ``folder``, for a shell."""
-    others = [o for o in hydra_overrides if not o.startswith(("hydra.mode=", f"{key}="))]
-    others = [o for o in others if not o.startswith(("hydra.sweep.", "hydra.run.dir="))]
+    of_sweep = "hydra.mode=", "hydra.sweep.", "hydra.run.dir="
+    others = [override for override in hydra_overrides if not override.startswith(of_sweep)]
     path = str(folder.absolute())
     if not re.fullmatch(r"[\w./:+-]+", path):
         path = '"' + path.replace("\\", "\\\\").replace('"', '\\"') + '"'

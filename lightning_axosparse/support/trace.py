@@ -24,6 +24,8 @@ Activity = Literal[
     "densify",
     "compress",
 ]
+PASSES: tuple[Activity, ...] = ("forward", "backward", "weight gradient")
+"""What a stage computes for a micro-batch."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from lightning_axosparse.callbacks.ticket_search import Period
 from lightning_axosparse.strategy.regrid import Regridded
 from lightning_axosparse.support.files import replacing
-from lightning_axosparse.support.trace import Activity
+from lightning_axosparse.support.trace import PASSES, Activity
 
 TimePart = Literal["compute", "waiting", "all-reduce", "optimizer", "densify, compress", "other"]
 """A part of a step's time: see :meth:`Work.seconds_per_step`."""
@@ -58,7 +58,7 @@ class Work:
         spent = defaultdict[Activity, float](float, self.activities)
         swapping = spent["densify"] + spent["compress"]
         seconds: dict[TimePart, float] = {
-            "compute": sum(spent[name] for name in _COMPUTE) - swapping,
+            "compute": sum(spent[name] for name in PASSES) - swapping,
             "waiting": spent["wait"],
             "all-reduce": spent["all-reduce"],
             "optimizer": spent["optimizer"],
@@ -66,9 +66,6 @@ class Work:
         }
         seconds["other"] = self.seconds - sum(seconds.values())
         return {part: value / max(1, self.steps) for part, value in seconds.items()}
-
-
-_COMPUTE: tuple[Activity, ...] = ("forward", "backward", "weight gradient")
 
 
 @dataclass

@@ -139,7 +139,8 @@ def _regrid(facts: RunFacts) -> Section:
 
 def _memory(facts: RunFacts) -> Section:
     def row(what: str, rank: RankFacts, held: dict[Period, int]) -> tuple[str, ...]:
-        return *_place(rank), what, *(_bytes(held.get(p)) for p in ("dense", "sparse"))
+        place = str(rank.rank), str(rank.stage), str(rank.replica)
+        return *place, what, *(_bytes(held.get(p)) for p in ("dense", "sparse"))
 
     rows = []
     for rank in facts.ranks:
@@ -209,10 +210,6 @@ def _periods(facts: RunFacts) -> tuple[str, str]:
     """What the model has in each period."""
     shrunk = facts.draw is not None and facts.draw.channels
     return ("all channels", "kept channels") if shrunk else ("dense weights", "sparse weights")
-
-
-def _place(rank: RankFacts) -> tuple[str, str, str]:
-    return str(rank.rank), str(rank.stage), str(rank.replica)
 
 
 def _percent(fraction: float | None) -> str:
