@@ -9,9 +9,8 @@ whatever code initialises the tensors, and whichever of them are made.
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_axosparse.support.torch_internals import (
     TorchDispatchMode,
@@ -126,7 +126,7 @@ class DeferredInit(TorchDispatchMode):
         self._storages: list[torch.UntypedStorage] = []
         self._log: list[_Operation] = []
         self._writers: defaultdict[int, list[int]] = defaultdict(list)
-        self._tensors: list[weakref.ref[Tensor]] = []
+        self._tensors = WeakIdKeyDictionary()
         self._disguise = _Disguise(self)
         self._disguised = ExitStack()
 
@@ -166,8 +166,8 @@ class DeferredInit(TorchDispatchMode):
             RuntimeError: if a tensor has a gradient hook, which would be lost.
         """
         left_out = {id(tensor) for tensor in unwanted}
-        found = {id(tensor): tensor for tensor in self._existing() if id(tensor) not in left_out}
-        wanted = [tensor for tensor in found.values() if self.device_of(tensor) is not None]
+        found = [tensor for tensor in self._tensors if id(tensor) not in left_out]
+        wanted = [tensor for tensor in found if self.device_of(tensor) is not None]
         places = [_Place.of(tensor) for tensor in wanted]
         storages = self._replay({place.storage for place in places})
         for tensor, place in zip(wanted, places, strict=True):
@@ -176,11 +176,7 @@ class DeferredInit(TorchDispatchMode):
     def keep_track(self, tensor: Any) -> None:
         """Note a tensor that there is from now on, for as long as it is."""
         if isinstance(tensor, Tensor):
-            self._tensors.append(weakref.ref(tensor))
-
-    def _existing(self) -> Iterator[Tensor]:
-        """The tensors made in the context that code still holds; some of them several times."""
-        return (tensor for each in self._tensors if (tensor := each()) is not None)
+            self._tensors[tensor] = None
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
