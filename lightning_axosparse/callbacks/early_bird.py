@@ -6,7 +6,6 @@ import os
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -23,7 +22,6 @@ from lightning_axosparse.callbacks.ticket_search import (
     in_steps,
     misconfigured,
     strategy_of,
-    total_steps,
 )
 from lightning_axosparse.distributed.process_groups import all_gather, broadcast_from_first
 from lightning_axosparse.pruning.masks import Distance, MaskBits
@@ -245,10 +243,9 @@ class EarlyBirdTicket(TicketSearch):
     def _schedule(self, trainer: Trainer) -> MaskSchedule:
         """The optimizer steps of this run after which the ratio rises."""
         assert self.draw_by is not None
-        total, first = partial(total_steps, trainer), self._first
-        whens = (first, self.every, self.draw_by)
-        begin, every, end = (in_steps(cast(float, when), total) for when in whens)
-        if type(first) is type(self.draw_by):  # In order, but a short run may round them alike.
+        whens = (self._first, self.every, self.draw_by)
+        begin, every, end = (in_steps(cast(float, when), trainer) for when in whens)
+        if type(self._first) is type(self.draw_by):  # In order, but a short run rounds them alike.
             begin = min(begin, end - 1)
         with misconfigured():
             return MaskSchedule(begin, every, end)

@@ -9,10 +9,9 @@ import math
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar, Literal, cast
 
@@ -58,16 +57,16 @@ class Progress:
     steps: int = 0
     epochs: int = 0
 
-    def times(self, interval: When, total: Callable[[], int]) -> int:
-        """Return how often an interval has passed, in a run of ``total()`` optimizer steps."""
+    def times(self, interval: When, trainer: Trainer) -> int:
+        """Return how often an interval has passed in the trainer's run."""
         if isinstance(interval, str):
             return self.epochs // _epochs(interval)
-        return self.steps // in_steps(interval, total)
+        return self.steps // in_steps(interval, trainer)
 
 
-def in_steps(when: float, total: Callable[[], int]) -> int:
-    """Return optimizer steps as they are, and of a share (a float) those of ``total()`` steps."""
-    return max(1, round(when * total())) if isinstance(when, float) else when
+def in_steps(when: float, trainer: Trainer) -> int:
+    """Return optimizer steps (an int) as they are, and those of a share of the run (a float)."""
+    return max(1, round(when * total_steps(trainer))) if isinstance(when, float) else when
 
 
 def total_steps(trainer: Trainer) -> int:
@@ -260,8 +259,7 @@ class TicketSearch(Callback, ABC):
 
     def _is_due(self, trainer: Trainer, before: Progress, now: Progress) -> bool:
         """Whether masks are computed now, or were due since an earlier time."""
-        total = partial(total_steps, trainer)
-        return now.times(self.every, total) > before.times(self.every, total)
+        return now.times(self.every, trainer) > before.times(self.every, trainer)
 
     def _compare(
         self, trainer: Trainer, module: LightningModule, now: Progress, late: bool, on_step: bool
@@ -287,7 +285,7 @@ class TicketSearch(Callback, ABC):
         """Make the masks the ticket of all ranks, and prune by it."""
 
     def _reached(self, when: When | None, trainer: Trainer, now: Progress) -> bool:
-        return when is not None and now.times(when, partial(total_steps, trainer)) > 0
+        return when is not None and now.times(when, trainer) > 0
 
     def _not_settled(self) -> str:
         """Why no ticket was drawn, and of what the masks are judged by."""
