@@ -149,21 +149,12 @@ def train(config: DictConfig) -> float | None:
 def validate_trainer(options: DictConfig) -> None:
     """Validate the types of numbers and bools of the Trainer's arguments; it checks few."""
     for name, hint in get_type_hints(L.Trainer.__init__).items():
-        plain = _plain_types(hint)
+        kinds = [kind for kind in get_args(hint) or [hint] if kind is not type(None)]
         value: Any = options.get(name)
-        if plain is None or value is None or isinstance(value, plain):
-            continue
-        wanted = " or ".join(kind.__name__ for kind in plain)
-        raise ValueError(f"trainer.{name}={shown(value)} must be {wanted}." + see("arguments"))
-
-
-def _plain_types(hint: Any) -> tuple[type, ...] | None:
-    """Return the types of a hint of only numbers, bools and None; None for any other hint."""
-    kinds = get_args(hint) or (hint,)
-    if not set(kinds) <= {int, float, bool, type(None)}:
-        return None
-    found = tuple(kind for kind in kinds if kind is not type(None))
-    return (*found, int) if float in found and int not in found else found
+        is_plain = {int, float, bool}.issuperset(kinds)
+        if is_plain and value is not None and not isinstance(value, tuple(kinds)):
+            wanted = " or ".join(kind.__name__ for kind in kinds)
+            raise ValueError(f"trainer.{name}={shown(value)} must be {wanted}." + see("arguments"))
 
 
 def show(

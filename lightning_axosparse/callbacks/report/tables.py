@@ -71,13 +71,11 @@ def sections(facts: RunFacts) -> list[Section]:
 
 
 def _quality(facts: RunFacts) -> Section:
-    found: dict[str, tuple[float, float | None]] = {}
-    for data, validation in (
-        ("validation, dense, before pruning", facts.dense_validation),
-        ("validation, at the end", facts.final_validation),
-    ):
-        if validation is not None:
-            found[data] = validation.loss, validation.accuracy
+    validations = {
+        "validation, dense, before pruning": facts.dense_validation,
+        "validation, at the end": facts.final_validation,
+    }
+    found = {data: (each.loss, each.accuracy) for data, each in validations.items() if each}
     if facts.test_loss is not None:
         found["test, at the end"] = facts.test_loss, facts.test_accuracy
     if any(accuracy is not None for _, accuracy in found.values()):
