@@ -201,7 +201,7 @@ class DeferredInit(TorchDispatchMode):
         if device == _META:  # torch took it from a deferred tensor
             device = devices[0] if devices else torch.device("cpu")
             kwargs = {**kwargs, "device": device}
-        mutated = [leaf for leaf in mutated_arguments(operator, args, kwargs) if _is_tensor(leaf)]
+        mutated = tensors_in(mutated_arguments(operator, args, kwargs))
         if not (mutated or makes_tensors(operator)) or not all(map(self.device_of, mutated)):
             return self._run_with_values(operator, args, kwargs)
         try:
@@ -213,7 +213,7 @@ class DeferredInit(TorchDispatchMode):
         return result
 
     def _run_with_values(self, operator: Any, args: Any, kwargs: Any) -> Any:
-        args, kwargs = tree_map(lambda leaf: self._with_values(leaf), (args, kwargs))
+        args, kwargs = tree_map(self._with_values, (args, kwargs))
         return operator(*args, **kwargs)
 
     def _with_values(self, leaf: Any) -> Any:
@@ -223,14 +223,13 @@ class DeferredInit(TorchDispatchMode):
 
     def _run_on_meta(self, operator: Any, args: Any, kwargs: Any) -> Any:
         def on_meta(leaf: Any) -> Any:
-            deferred = isinstance(leaf, Tensor) and not leaf.is_meta
-            return leaf.to(_META) if deferred else leaf
+            has_values = isinstance(leaf, Tensor) and not leaf.is_meta
+            return leaf.to(_META) if has_values else leaf
 
         args, kwargs = tree_map(on_meta, (args, kwargs))
         if takes(operator, "device"):
-            kwargs = {**kwargs, "device": _META, "pin_memory": None}
-            if not takes(operator, "pin_memory"):
-                del kwargs["pin_memory"]
+            kwargs = {**kwargs, "device": _META}
+            kwargs.pop("pin_memory", None)
         return operator(*args, **kwargs)
 
     def _record(
@@ -255,7 +254,7 @@ class DeferredInit(TorchDispatchMode):
             drawn = generator, generator.get_state()
             self._draw(operator, args, kwargs, mutated, device)
         arguments = tree_map(self._frozen, (args, kwargs))
-        tensors = filter(self.device_of, filter(_is_tensor, tree_leaves((args, kwargs))))
+        tensors = filter(self.device_of, tensors_in((args, kwargs)))
         reads = frozenset(storage_id(tensor.untyped_storage()) for tensor in tensors)
         for storage in written:
             self._writers[storage].append(len(self._log))
@@ -445,7 +444,3 @@ def _is_place(value: Any) -> bool:
 
 def _is_meta(value: Any) -> bool:
     return value == "meta" if isinstance(value, str) else value == _META
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
