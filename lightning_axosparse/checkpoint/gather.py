@@ -167,9 +167,9 @@ def gather_model_state(
 
 
 def gather_remote_tensors(checkpoint: dict[str, Any], tensors: StageTensors) -> dict[str, Any]:
-    """Gather what hooks have put into a checkpoint, on the first stage, of other stages' tensors.
+    """Give the first stage's checkpoint the values of tensors that hooks have put into it.
 
-    Each is where the stage that has its values has put them into its own checkpoint.
+    The stage that has such a tensor has put its values at the same place of its own checkpoint.
     """
     leaves = [(path_name(path), leaf) for path, leaf in tree_leaves_with_path(checkpoint)]
     missing = {name for name, leaf in leaves if isinstance(leaf, RemoteTensor)}

@@ -33,7 +33,7 @@ Status = Literal["finished", "failed", "not finished"]
 class Job:
     """One run of ``axosparse-train``, in a sweep or alone: its folder, and what is read there.
 
-    ``config`` has its interpolations; ``error`` is the message if it failed.
+    ``config`` is not resolved; ``error`` is the message of a job that has failed.
     """
 
     folder: Path

@@ -85,7 +85,7 @@ class LayerCosts:
         token_bytes: bytes of all tokens with their experts, as each is sent once for each of these.
         shared_bytes: bytes that ranks which share a layer all-reduce in its forward pass, and as
             many in its backward pass; of an all-gather, half of its bytes.
-        split_activation_bytes: those of ``activation_bytes`` that these ranks divide.
+        split_activation_bytes: the part of ``activation_bytes`` that is divided among such ranks.
         outside_weights: number of weights outside the layers, which every stage has.
         loss_bytes: bytes of temporary tensors between the last layer and the loss.
     """
@@ -159,7 +159,7 @@ class Transformer:
 
     @property
     def _token_flops(self) -> float:
-        """Those of products with weights."""
+        """Floating-point operations of a block's products with weights on one sample."""
         return (8 + 16 * self.chosen) * self.width**2 * self.sequence
 
     @property
@@ -184,7 +184,7 @@ class Transformer:
 
     @property
     def split_activation_bytes(self) -> float:
-        """Those of them that ranks which share the block divide: sb (24h + 5as) of a dense one."""
+        """The part divided among ranks that share the block: sb (24h + 5as) of a dense one."""
         per_token = (8 + 16 * self.chosen) * self.width + 5 * self.heads * self.sequence
         return self.sequence * per_token * self.itemsize / 2
 

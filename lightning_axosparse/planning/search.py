@@ -33,7 +33,7 @@ class Workload:
         shard_optimizer: whether replicas divide the optimizer's state.
         g_expert: over how many replicas experts may be spread.
         g_tensor: how many ranks may share the layers of a stage.
-        splits_experts: whether these have parts of experts, too, and not the same experts.
+        splits_experts: whether these ranks divide experts, too; otherwise they have the same ones.
     """
 
     layers: LayerCosts

@@ -256,7 +256,7 @@ class _EventLoop:
 
 
 def _receiver(stage: int, op: Op) -> int | None:
-    """The stage that what a pass computes is sent to, which may be none of the pipeline's."""
+    """The stage to which a pass sends its result, also where the pipeline has no such stage."""
     if op.kind == "weight gradient":
         return None
     return stage + 1 if op.kind == "forward" else stage - 1

@@ -174,7 +174,7 @@ class DeferredInit(TorchDispatchMode):
             _give_values(tensor, place.view(storages[place.storage]))
 
     def keep_track(self, tensor: Any) -> None:
-        """Note a tensor that there is from now on, for as long as it is."""
+        """Remember a tensor for as long as it exists."""
         if isinstance(tensor, Tensor):
             self._tensors[tensor] = None
 

@@ -66,7 +66,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def tree_map_only(wanted: Any, function: Callable[[Any], Any], tree: Any) -> Any:
-    """Replace the leaves of a pytree that have one type, or one of several, as fast as that."""
+    """Replace the leaves of one type, or of one of several; as fast as :func:`tree_leaves`."""
     kind = type(tree)
     if kind is dict:
         return {key: tree_map_only(wanted, function, child) for key, child in tree.items()}
@@ -258,7 +258,7 @@ def forward_mode() -> bool:
 
 
 def transformed() -> bool:
-    """Return whether that, or a ``torch.func`` transform such as ``vmap``, is active."""
+    """Return whether :func:`forward_mode` is true, or a transform such as ``vmap`` is active."""
     return torch._C._are_functorch_transforms_active() or forward_mode()
 
 

@@ -72,8 +72,8 @@ class Work:
 class RankFacts:
     """One rank's place in the grid at the end of the run, and what it has measured.
 
-    ``losses`` are those of each batch, ``tokens`` those of its batches of text in training while it
-    was of the first stage.
+    ``losses`` has the loss of each batch; ``tokens`` counts the text on which it has trained as
+    first stage.
     """
 
     rank: int
