@@ -30,7 +30,7 @@ from lightning_axosparse.support.torch_internals import (
     storage_id,
     subclasses_noted,
     swap_values,
-    takes,
+    takes_device,
     tensors_in,
     tree_leaves,
     tree_map,
@@ -189,8 +189,8 @@ class DeferredInit(TorchDispatchMode):
     def _dispatched(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in((args, kwargs))
         devices = [device for device in map(self.device_of, tensors) if device is not None]
-        to_meta = takes(operator, "device") and _is_meta(kwargs.get("device"))
-        if not (devices or to_meta) and (tensors or not takes(operator, "device")):
+        to_meta = takes_device(operator) and _is_meta(kwargs.get("device"))
+        if not (devices or to_meta) and (tensors or not takes_device(operator)):
             return operator(*args, **kwargs)
         device = torch.device(kwargs.get("device") or (devices[0] if devices else "cpu"))
         if device == _META and self._disguise.asked_for_meta:
@@ -227,7 +227,7 @@ class DeferredInit(TorchDispatchMode):
             return leaf.to(_META) if has_values else leaf
 
         args, kwargs = tree_map(on_meta, (args, kwargs))
-        if takes(operator, "device"):
+        if takes_device(operator):
             kwargs = {**kwargs, "device": _META}
             kwargs.pop("pin_memory", None)
         return operator(*args, **kwargs)

@@ -337,9 +337,9 @@ def name_of(operator: Any) -> str:
     return name
 
 
-def takes(operator: Any, argument: str) -> bool:
-    """Return whether ``operator`` has an argument of this name."""
-    return any(each.name == argument for each in operator._schema.arguments)
+def takes_device(operator: Any) -> bool:
+    """Return whether ``operator`` has an argument that says on which device its result is."""
+    return any(argument.name == "device" for argument in operator._schema.arguments)
 
 
 class _DeferredStorage(torch.UntypedStorage):

@@ -157,7 +157,7 @@ class TrainingReport(L.Callback):
             self._measured.recent.reduced_bytes = getattr(trainer.strategy, "reduced_bytes", 0)
             _log_work(trainer, self._measured.recent)
             self._measured.recent = Work()
-        if period_of(trainer) == start.period and (trainer.is_last_batch or work.steps == 1):
+        if now.period == start.period and (trainer.is_last_batch or work.steps == 1):
             work.state = asdict(state_bytes(pl_module, trainer.optimizers[0]))
             work.reduced_bytes = getattr(trainer.strategy, "reduced_bytes", 0)
             if work.steps == 1:
