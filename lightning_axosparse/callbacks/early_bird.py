@@ -214,8 +214,7 @@ class EarlyBirdTicket(TicketSearch):
             validate_elementwise_optimizers(optimizer)
         if self.ticket is not None:
             self._prune(trainer, self.ticket)
-            strategy = strategy_of(trainer)
-            strategy.use_freed_memory()
+            strategy_of(trainer).use_freed_memory()
         elif self._pruned is not None:
             self._prune(trainer, self._pruned)
 

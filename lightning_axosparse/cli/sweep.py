@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Number = Callable[[RunResult], float | None]
 Row = dict[str, object]
 
 
@@ -37,7 +36,7 @@ class Measure:
     """A number of a run that the report shows: its name with its unit, and how it is shown."""
 
     name: str
-    number: Number
+    number: Callable[[RunResult], float | None]
     format: str = "{:.3f}"
 
 
@@ -74,20 +73,20 @@ class Point:
     ratio: float | None
     jobs: Sequence[Job]
 
-    def values(self, number: Number) -> list[float]:
+    def values(self, measure: Measure) -> list[float]:
         """Return a number of all jobs that have it, in the order of their seeds."""
-        return list(self._by_seed(number).values())
+        return list(self._by_seed(measure).values())
 
-    def against(self, other: Point | None, number: Number) -> float | None:
+    def against(self, other: Point | None, measure: Measure) -> float | None:
         """Return by which fraction a number exceeds the other point's, on average over seeds."""
-        theirs = {} if other is None else other._by_seed(number)
-        ours = self._by_seed(number)
+        theirs = {} if other is None else other._by_seed(measure)
+        ours = self._by_seed(measure)
         ratios = [ours[seed] / theirs[seed] - 1 for seed in ours if theirs.get(seed)]
         return mean(ratios) if ratios else None
 
-    def _by_seed(self, number: Number) -> dict[int, float]:
+    def _by_seed(self, measure: Measure) -> dict[int, float]:
         results = [(job.seed, job.result) for job in self.jobs]
-        found = {seed: number(result) for seed, result in results if result is not None}
+        found = {seed: measure.number(result) for seed, result in results if result is not None}
         return {seed: value for seed, value in found.items() if value is not None}
 
 
@@ -151,7 +150,7 @@ def _summary(found: Sequence[Point]) -> Section:
     others = [measure for measure in CURVES.values() if measure is not TEST]
     rows = []
     for point in found:
-        against = point.against(dense, TEST.number)
+        against = point.against(dense, TEST)
         rows.append(
             (
                 point.label,
@@ -169,7 +168,7 @@ def _summary(found: Sequence[Point]) -> Section:
 
 def _spread(point: Point, measure: Measure) -> str:
     """The mean of a measure and its least and largest value, in words."""
-    values = point.values(measure.number)
+    values = point.values(measure)
     if not values:
         return ""
     middle, least, most = map(measure.format.format, (mean(values), min(values), max(values)))
@@ -242,12 +241,12 @@ def curves(found: Sequence[Point]) -> dict[str, Figure]:
 
     figures = {}
     for name, measure in CURVES.items():
-        if not any(p.ratio is not None and p.values(measure.number) for p in found):
+        if not any(p.ratio is not None and p.values(measure) for p in found):
             continue
         figures[name] = figure = Figure(figsize=(8, 4.8), layout="constrained")
         axes = figure.subplots()
         for number, label in enumerate(dict.fromkeys(point.label for point in found)):
-            own = [p for p in found if p.label == label and p.values(measure.number)]
+            own = [p for p in found if p.label == label and p.values(measure)]
             _curve(axes, own, measure, label, f"C{number % 10}")
         axes.set(xlabel="pruned (fraction of the entries)", ylabel=measure.name)
         axes.legend(frameon=False, fontsize="small")
@@ -261,7 +260,7 @@ def _curve(axes: Axes, own: Sequence[Point], measure: Measure, label: str, color
     """
     ratios, means, below, above = [], [], [], []
     for point in own:
-        values = point.values(measure.number)
+        values = point.values(measure)
         middle, least, most = mean(values), min(values), max(values)
         if point.ratio is None:
             axes.axhline(middle, linestyle="--", label=label, color=color)

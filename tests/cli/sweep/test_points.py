@@ -26,17 +26,17 @@ def test_a_point_has_the_finished_jobs_of_an_arm_at_a_ratio(jobs):
     found = {(point.label, point.ratio): point for point in points(jobs)}
     assert list(found) == [("dense", None), ("small", 0.8), ("ticket", 0.5), ("ticket", 0.8)]
     assert [job.seed for job in found["ticket", 0.8].jobs] == [0, 1]
-    assert found["ticket", 0.8].values(TEST.number) == pytest.approx([math.exp(1.8)] * 2)
-    assert found["ticket", 0.8].values(CURVES["memory"].number) == [32.0, 32.0]
-    assert found["ticket", 0.8].values(CURVES["step_time"].number) == pytest.approx([100.0, 100.0])
+    assert found["ticket", 0.8].values(TEST) == pytest.approx([math.exp(1.8)] * 2)
+    assert found["ticket", 0.8].values(CURVES["memory"]) == [32.0, 32.0]
+    assert found["ticket", 0.8].values(CURVES["step_time"]) == pytest.approx([100.0, 100.0])
 
 
 def test_a_comparison_is_between_runs_of_the_same_seed(jobs):
     dense, small, half, most = points(jobs)
     expected = (math.exp(1.5 - 1) + math.exp(1.5 - 2)) / 2 - 1
-    assert half.against(dense, TEST.number) == pytest.approx(expected)
-    assert small.against(dense, TEST.number) == pytest.approx(math.exp(8) - 1)
-    assert most.against(None, TEST.number) is None
+    assert half.against(dense, TEST) == pytest.approx(expected)
+    assert small.against(dense, TEST) == pytest.approx(math.exp(8) - 1)
+    assert most.against(None, TEST) is None
 
 
 def test_other_overrides_that_vary_make_curves_of_their_own(tmp_path):
