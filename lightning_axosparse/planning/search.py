@@ -158,8 +158,10 @@ class _StepEstimate:
         parts = _partition(layers.forward, stages)
         seconds = choice.microbatch * (1 + workload.overhead) / cluster.speed / g_tensor
         recomputed = workload.recompute * _sums(layers.recomputed, parts)
-        self._forward: Seconds = seconds * _sums(layers.forward, parts)
-        self._backward: Seconds = seconds * (_sums(layers.backward, parts) + recomputed)
+        # Recomputation exchanges nothing a second time.
+        self._exchange = exchange = self._tokens(workload, parts) + self._shared(workload, parts)
+        self._forward: Seconds = seconds * _sums(layers.forward, parts) + exchange
+        self._backward: Seconds = seconds * (_sums(layers.backward, parts) + recomputed) + exchange
         self._weight_gradient: Seconds = seconds * _sums(layers.weight_gradients, parts)
         experts, g_expert = _sums(layers.expert_weights, parts), choice.g_expert
         others = (_sums(layers.weights, parts) - experts) / g_tensor + layers.outside_weights
@@ -169,10 +171,6 @@ class _StepEstimate:
         elif g_expert > 1:  # Of these, each computes its share of a replica's tokens.
             same_experts *= g_tensor
         experts = experts / g_expert
-        # Recomputation exchanges nothing a second time.
-        self._exchange = self._tokens(workload, parts) + self._shared(workload, parts)
-        self._forward = self._forward + self._exchange
-        self._backward = self._backward + self._exchange
         storage, ring = workload.storage, cluster.ring(stages * g_tensor)
         # An all-gather of the values takes half as long as an all-reduce of as many bytes.
         messages = 1.5 if workload.shard_optimizer else 1.0

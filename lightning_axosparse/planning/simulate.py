@@ -233,7 +233,9 @@ class _EventLoop:
         self.idle_since[stage] = self._now
         receiver = _receiver(stage, op)
         if receiver is None:
-            self._end_product(stage)
+            self._products_made[stage] += 1
+            if self._products_made[stage] % self._products == 0:
+                self._schedules[stage].end_weight_gradients()
             return
         if (wire := self._wire(stage, receiver)) is None:
             return
@@ -241,11 +243,6 @@ class _EventLoop:
         left = start + self._message_bytes / wire.bandwidth
         self._wire_free[stage, receiver] = left
         self._at(left + wire.latency, lambda: self._arrive(receiver, op.kind))
-
-    def _end_product(self, stage: int) -> None:
-        self._products_made[stage] += 1
-        if self._products_made[stage] % self._products == 0:
-            self._schedules[stage].end_weight_gradients()
 
     def _arrive(self, receiver: int, kind: PassKind) -> None:
         self._arrived[kind][receiver] += 1
