@@ -91,7 +91,7 @@ def train(
     given = replace(training(step, batch, microbatches), crossing=crossing)
     last = pipe.train(given)
     assert last is not None
-    return merge(last.outputs, [part.weight for part in given.microbatches])
+    return merge(last.outputs, given.microbatches)
 
 
 def evaluate(

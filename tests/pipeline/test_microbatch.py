@@ -52,7 +52,7 @@ def test_parts_are_nearly_equal_in_order_and_weigh_one(size: int, wanted: int) -
     assert sum(p.weight for p in parts) == pytest.approx(1)
     assert torch.equal(torch.cat([p.batch[0] for p in parts]), batch[0])
     assert torch.equal(torch.cat([p.batch[1]["y"] for p in parts]), batch[1]["y"])
-    assert torch.equal(merge([p.batch for p in parts], [p.weight for p in parts])[0], batch[0])
+    assert torch.equal(merge([p.batch for p in parts], parts)[0], batch[0])
 
 
 def test_named_tuples_dataclasses_strings_and_scalars() -> None:

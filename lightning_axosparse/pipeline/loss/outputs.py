@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_axosparse.pipeline.batch_layout import arrays, children, is_array, rebuilt
 from lightning_axosparse.pipeline.loss.combination import Rule, combine
 from lightning_axosparse.pipeline.loss.terms import Term
+from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.state.values import same
 from lightning_axosparse.support.troubleshooting import see
 
@@ -58,9 +59,7 @@ def _is_scalar(value: Any) -> bool:
     )
 
 
-def merge(
-    outputs: Sequence[Any], weights: Sequence[float], sizes: Sequence[int] | None = None
-) -> Any:
+def merge(outputs: Sequence[Any], microbatches: Sequence[MicroBatch], share: float = 1.0) -> Any:
     """Merge what a step returned for the micro-batches of a batch.
 
     Tensors and arrays with dimensions are concatenated, scalars combined as they were computed,
@@ -71,19 +70,24 @@ def merge(
 
     Args:
         outputs: what a step returned for each micro-batch, its scalar tensors as :class:`Scalar`.
-        weights: of each micro-batch in the batch.
-        sizes: samples of each micro-batch; None where they are not known.
+        microbatches: the micro-batches.
+        share: of the batch that they make up.
 
     Raises:
         ValueError: if micro-batches returned different types under one key.
     """
-    parts = [
-        _Returned(out, weight, None if sizes is None else size)
-        for out, weight, size in zip(outputs, weights, sizes or weights, strict=True)
-    ]
     if len(outputs) == 1:
-        return apply_to_collection(outputs[0], Scalar, lambda scalar: scalar.value)
+        return plain(outputs[0])
+    parts = [
+        _Returned(out, part.weight / (share or 1.0), part.size)
+        for out, part in zip(outputs, microbatches, strict=True)
+    ]
     return _merged(parts, "")
+
+
+def plain(output: Any) -> Any:
+    """What a step returned, with tensors in place of each :class:`Scalar`."""
+    return apply_to_collection(output, Scalar, lambda scalar: scalar.value)
 
 
 class _Returned(NamedTuple):
@@ -91,7 +95,7 @@ class _Returned(NamedTuple):
 
     value: Any
     weight: float
-    size: float | None
+    size: int
 
 
 def _merged(parts: Sequence[_Returned], path: str) -> Any:

@@ -22,7 +22,7 @@ from lightning_axosparse.pipeline.loss.combination import (
     shares,
     slopes,
 )
-from lightning_axosparse.pipeline.loss.outputs import merge
+from lightning_axosparse.pipeline.loss.outputs import merge, plain
 from lightning_axosparse.pipeline.loss.terms import Leaf, Term
 from lightning_axosparse.pipeline.loss.weights import LossWeights
 from lightning_axosparse.pipeline.microbatch import MicroBatch
@@ -345,14 +345,13 @@ class Comparison:
 
     def _compare_outputs(self, whole: DryRun, cut: DryRun) -> None:
         """Compare what the step has returned, merged as hooks and callers get it."""
-        weights, sizes = [part.weight for part in self.parts], [part.size for part in self.parts]
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # It is said where it is merged.
-                ours = merge(cut.outputs, weights, sizes)
+                ours = merge(cut.outputs, self.parts)
         except (RuntimeError, ValueError):  # which the run itself raises
             return
-        for path, one, other in _pairs(merge(whole.outputs, [1.0]), ours, ""):
+        for path, one, other in _pairs(plain(whole.outputs[0]), ours, ""):
             is_loss = bool(whole.losses) and path in ("", "['loss']")
             if is_loss or (other is not None and _is_close(other, one, self.tolerance, ())):
                 continue

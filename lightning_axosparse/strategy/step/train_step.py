@@ -332,7 +332,7 @@ class StepRunner:
             returned = last.outputs if sends_all else list(map(loss_alone, last.outputs))
             outputs = self._gathered(returned, microbatches, step.fingerprint)
             if outputs:
-                output = merged(outputs, microbatches, 1.0)
+                output = merge(outputs, microbatches)
                 logged = run.log.combine(run.metrics.batch_value, rules.logged)
                 state = run.state.made_shared()
                 result = logged, run.prints.combined(), output, is_new, *state
@@ -356,7 +356,7 @@ class StepRunner:
             return output
         own = step.microbatches
         share = sum(part.weight for part in own) / sum(part.weight for part in microbatches)
-        return with_loss(merged(last.outputs, own, share), output)
+        return with_loss(merge(last.outputs, own, share), output)
 
     def _logged_again(
         self, logged: list[LoggedValue], compare: Callable[[], StepRules]
@@ -395,12 +395,6 @@ class StepRunner:
         for _, _, calls, *_ in everyone[1:]:
             run.log.add(calls)
         return [output for _, outputs, *_ in everyone for output in outputs]
-
-
-def merged(outputs: Sequence[Any], microbatches: Sequence[MicroBatch], share: float) -> Any:
-    """What a step returned for these micro-batches, which are this share of the batch."""
-    weights = [part.weight / (share or 1.0) for part in microbatches]
-    return merge(outputs, weights, [part.size for part in microbatches])
 
 
 def _agree_on_seed(stage_module: StageModule) -> None:
